@@ -1,0 +1,50 @@
+"""The exceptions of this package. Standard library only.
+
+``TrainLoopError``
+    ``UsageError``        what the user wrote cannot be judged; one sentence says what was given and what is needed
+    ``UserCodeError``     the user's own code raised; carries it as text
+    ``CheckFailed``       a check found a fault (also an AssertionError, for tests by hand)
+``CannotDecide``          a check's way to skip, with a reason a user can act on
+``Unreliable``            two identical runs differ where the check needs them equal
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_trainloop.finding import Result, UserError
+
+
+class TrainLoopError(Exception):
+    """Base of what this package raises to its users."""
+
+
+class UsageError(TrainLoopError):
+    """What was given cannot be judged. The message says what was given, what is needed, and where."""
+
+
+class UserCodeError(TrainLoopError):
+    """The user's own code raised while the loop was built or run."""
+
+    def __init__(self, error: UserError) -> None:
+        super().__init__(f"{error.stage} raised {error.summary}")
+        self.error = error
+
+
+class CheckFailed(TrainLoopError, AssertionError):
+    """At least one check failed; ``results`` has them all."""
+
+    def __init__(self, message: str, results: Sequence[Result] = ()) -> None:
+        super().__init__(message)
+        self.results = tuple(results)
+
+
+class CannotDecide(Exception):
+    """Raised inside a check that cannot decide: the check is skipped with this reason."""
+
+
+class Unreliable(Exception):
+    """Raised inside a check when two identical runs of the loop differ where they must be equal."""

@@ -1,0 +1,164 @@
+"""What a project hands over: ``TrainLoop``, ``Padding``, ``LossContract``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from pytest_trainloop.errors import UsageError
+
+Fit = Callable[[Sequence[Any]], Any]
+Step = Callable[[Any], Any]
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Padding:
+    """How a batch is padded: the id of the padding token, the label that the loss ignores, and the padded dimension."""
+
+    pad_id: int | None = None
+    ignore_index: int | None = None
+    dim: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossContract:
+    """What a loss function promises, for ``@pytest.mark.trainloop_loss``."""
+
+    criterion: Callable[..., torch.Tensor]
+    expects: Literal["logits", "log_probabilities", "probabilities", "values", "embeddings"]
+    target: Literal["index", "distribution", "binary", "value", "pair"] = "index"
+    num_classes: int | None = None
+    ignore_index: int | None = None
+    reduction: Literal["mean", "sum", "none"] = "mean"
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainLoop:
+    """A project's own model and its own training loop.
+
+    Build everything inside the function that returns it, so that each call gives a fresh loop:
+
+    >>> def make(accumulate=1):
+    ...     model = GPT.tiny()
+    ...     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ...     return TrainLoop(
+    ...         model=model,
+    ...         optimizer=optimizer,
+    ...         batch=example_batch(),
+    ...         fit=lambda batches: train(model, optimizer, batches, accumulate=accumulate),
+    ...     )
+
+    Parameters
+    ----------
+    model
+        a module, or a list or dict of modules (a GAN's generator and discriminator)
+    optimizer
+        one, or a list; left out where the loop makes its own (found from what runs)
+    batch
+        any nest of tensors: tuple, dict, dataclass, ``ModelOutput``
+    batches
+        fresh, different batches: a DataLoader, any iterable, or ``batches(n)``
+    fit
+        ``fit(batches)``, the project's own loop over the batches it is given
+    step
+        ``step(batch)`` in place of ``fit``, for a project with a per-batch function
+    loss
+        ``loss(model, batch) -> scalar tensor``: a probe, never compared with what the loop backpropagates
+    frozen
+        prefixes of parameter names that are meant not to train, e.g. ``("backbone.",)``
+    """
+
+    model: Any
+    optimizer: Any = None
+    batch: Any = None
+    loss: Loss | None = None
+    fit: Fit | None = None
+    step: Step | None = None
+    batches: Any = None
+    scheduler: Any = None
+    scaler: Any = None
+    evaluate: Callable[[], Any] | None = None
+    save: Callable[[], Any] | None = None
+    load: Callable[[Any], Any] | None = None
+    frozen: Sequence[str] | None = None
+    padding: Padding | None = None
+    axis: Any = None
+    split: Callable[[Any, int], Sequence[Any]] | None = None
+    parts: Any = None
+    init_loss: float | None = None
+    pretrained: bool | Sequence[str] | None = None
+    interacts: bool | None = None
+    stochastic: bool | None = None
+    _modules: dict[str, nn.Module] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._modules = _named_modules(self.model)
+        for name in ("loss", "fit", "step", "evaluate", "save", "load", "split"):
+            given = getattr(self, name)
+            if given is not None and not callable(given):
+                raise UsageError(f"TrainLoop.{name} is {_a(given)}; a function is needed")
+        if self.fit is not None and self.step is not None:
+            raise UsageError("TrainLoop got both fit and step; give the whole loop as fit, or one batch's work as step")
+        if isinstance(self.frozen, str):
+            raise UsageError(f"TrainLoop.frozen is the string {self.frozen!r}; a tuple of prefixes is needed: ({self.frozen!r},)")
+        for optimizer in self.optimizers:
+            if not callable(getattr(optimizer, "step", None)):
+                raise UsageError(f"TrainLoop.optimizer is {_a(optimizer)}; an optimizer with step() is needed, or a list of them")
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The declared modules by the prefix that their parameters' names carry ("" for a single model)."""
+        return self._modules
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The declared optimizers as a list, empty where none was given."""
+        if self.optimizer is None:
+            return []
+        if isinstance(self.optimizer, Mapping):
+            return list(self.optimizer.values())
+        if isinstance(self.optimizer, (list, tuple, set)):
+            return list(self.optimizer)
+        return [self.optimizer]
+
+    def offers(self, need: str) -> bool:
+        """Whether the field that a check needs was given."""
+        if need == "fit":
+            return self.fit is not None or self.step is not None or self.loss is not None
+        return getattr(self, need, None) is not None
+
+    @staticmethod
+    def field_names() -> tuple[str, ...]:
+        return tuple(f.name for f in fields(TrainLoop) if f.init)
+
+
+def _named_modules(model: Any) -> dict[str, nn.Module]:
+    if isinstance(model, nn.Module):
+        return {"": model}
+    if isinstance(model, Mapping):
+        named = {str(k): v for k, v in model.items()}
+    elif isinstance(model, Iterable) and not isinstance(model, (str, bytes, torch.Tensor)):
+        named = {str(i): v for i, v in enumerate(model)}
+    else:
+        raise UsageError(f"TrainLoop.model is {_a(model)}; a torch.nn.Module is needed, or a list or dict of modules")
+    for key, value in named.items():
+        if not isinstance(value, nn.Module):
+            raise UsageError(f"TrainLoop.model[{key}] is {_a(value)}; a torch.nn.Module is needed")
+    if not named:
+        raise UsageError("TrainLoop.model is empty; at least one torch.nn.Module is needed")
+    return named
+
+
+def _a(value: Any) -> str:
+    """What a value is, in words for a message."""
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__qualname__}"
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
