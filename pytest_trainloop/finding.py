@@ -46,9 +46,8 @@ class Finding:
     def from_json(cls, data: dict[str, Any]) -> Finding:
         """The finding that :meth:`to_json` wrote."""
         known = {f.name for f in fields(cls)}
-        return cls(
-            **{k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in known}
-        )
+        plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in known}
+        return cls(**plain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

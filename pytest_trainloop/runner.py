@@ -1,21 +1,29 @@
-"""Choose checks, gate them by what a loop offers, run one. ``check_loop`` does the battery without pytest.
-
-Interface draft (bodies under work).
-"""
+"""Choose checks, gate them by what a loop offers, run one. ``check_loop`` does the battery without pytest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.finding import Result
+from pytest_trainloop.errors import CannotDecide, CheckFailed, Unreliable, UsageError, UserCodeError
+from pytest_trainloop.finding import Finding, Result, UserError
+
+if TYPE_CHECKING:
+    from pytest_trainloop.checks import Check
+    from pytest_trainloop.evidence import Evidence
+    from pytest_trainloop.observe.watch import Watch
+    from pytest_trainloop.plan import Plan
+    from pytest_trainloop.report import Report
+
+_FIELDS_FOR = {"fit": "fit (or step)", "run": "fit, step or loss"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How loops are judged: ``seed`` for every build and run, ``seconds`` one run of ``fit`` may take, ``device``."""
+    """How loops are judged: ``seed`` for every build and run, ``seconds`` that one run of ``fit`` may take, ``device`` for a device knob."""
 
     seed: int = 0
     seconds: float = 120.0
@@ -25,25 +33,221 @@ class Settings:
 class Subject:
     """One loop under judgement: the evidence made for it so far, shared by all its checks.
 
-    ``make`` builds a fresh loop when called with knob keywords (``make()``, ``make(accumulate=4)``). ``knobs`` maps the plugin's knob names to the
-    user's parameter names, with their defaults. Holds records only between checks: ``bind`` gives it the make of the item at hand.
+    ``make`` builds a fresh loop when called with the user's keywords; ``knobs`` maps the plugin's knob names to those keywords. Only records are kept between
+    checks: ``bind`` gives it the make of the item at hand.
     """
 
-    def __init__(self, name: str, make: Callable[..., Any], *, settings: Settings, knobs: Mapping[str, str] | None = None) -> None: ...
+    def __init__(self, name: str, make: Callable[..., Any], *, settings: Settings, knobs: Mapping[str, str] | None = None) -> None:
+        self.name = name
+        self._make = make
+        self._settings = settings
+        self._knobs = dict(knobs or {})
+        self._evidence: Evidence | None = None
+        self._broken: tuple[UserError, str] | None = None
 
-    def bind(self, make: Callable[..., Any]) -> None: ...
+    def bind(self, make: Callable[..., Any]) -> None:
+        """Use this function for runs from now on: the same loop, with the fixture values of another item."""
+        self._make = make
+        if self._evidence is not None:
+            self._evidence.make = make
 
     def run_check(self, name: str, *, options: Mapping[str, Any] | None = None, reporter: str = "") -> Result:
-        """Never raises for a user's fault; KeyboardInterrupt passes through. Raises errors.UsageError only for a misuse of the face
-        (returned None, shared model ...); the second check that meets the same broken builder / raising fit gets 'skipped' naming ``reporter`` of the first."""
-        raise NotImplementedError
+        """The result of one check. Raises ``UsageError`` where what was given cannot be judged; never for a fault of the user's code.
+
+        An exception of the user's own code is an error in the first check that meets it, and a skip that names ``reporter`` in the others.
+        """
+        from pytest_trainloop.checks import registered
+
+        chosen = registered()[name]
+        began = time.perf_counter()
+        steps = self._evidence.own_steps if self._evidence is not None else 0
+        result = self._judged(chosen, dict(options or {}), reporter or f"{self.name}[{name}]")
+        used = (self._evidence.own_steps if self._evidence is not None else 0) - steps
+        return replace(result, seconds=time.perf_counter() - began, steps=used)
+
+    def _judged(self, check: Check, options: dict[str, Any], reporter: str) -> Result:
+        if self._broken is not None:
+            error, first = self._broken
+            return Result(check=check.name, outcome="skipped", reason=f"{error.stage} raised {error.summary} (see {first})")
+        try:
+            evidence = self._made()
+            absent = sorted(need for need in check.needs if need not in evidence.offers)
+        except UserCodeError as broken:
+            return self._error(check, broken.error, reporter)
+        if absent:
+            field = _FIELDS_FOR.get(absent[0], absent[0])
+            return Result(check=check.name, outcome="skipped", reason=f"TrainLoop.{field} is not given")
+        return self._decided(check, evidence, options, reporter)
+
+    def _decided(self, check: Check, evidence: Evidence, options: dict[str, Any], reporter: str) -> Result:
+        evidence.options = options
+        try:
+            findings = tuple(_checked(check, finding) for finding in check.property(evidence))
+        except CannotDecide as reason:
+            return self._raised_in_fit(check, evidence, reporter) or Result(check=check.name, outcome="skipped", reason=str(reason))
+        except Unreliable as reason:
+            return Result(check=check.name, outcome="unreliable", reason=str(reason))
+        except UserCodeError as broken:
+            return self._error(check, broken.error, reporter)
+        if any(f.level == "fault" for f in findings):
+            return Result(check=check.name, outcome="failed", findings=findings)
+        return self._raised_in_fit(check, evidence, reporter) or Result(check=check.name, outcome="passed", findings=findings)
+
+    def _raised_in_fit(self, check: Check, evidence: Evidence, reporter: str) -> Result | None:
+        """An exception that ended fit and that no check could put down to a cause."""
+        from pytest_trainloop.checks import registered
+
+        raised = evidence.run().raised if "run" in evidence.offers else None
+        if raised is None or self._explained(check, evidence, registered()):
+            return None
+        error = UserError(stage="fit", summary=raised.summary, traceback=raised.traceback)
+        return self._error(check, error, reporter)
+
+    def _explained(self, asked: Check, evidence: Evidence, checks: Mapping[str, Check]) -> bool:
+        """Whether another check finds the fault that made fit raise: then this one has nothing to report."""
+        for other in checks.values():
+            if other.name == asked.name or not other.needs <= evidence.offers:
+                continue
+            with contextlib.suppress(CannotDecide, Unreliable, UserCodeError):
+                if any(f.level == "fault" for f in other.property(evidence)):
+                    return True
+        return False
+
+    def _error(self, check: Check, error: UserError, reporter: str) -> Result:
+        if self._broken is not None and self._broken[1] != reporter:
+            return Result(check=check.name, outcome="skipped", reason=f"{error.stage} raised {error.summary} (see {self._broken[1]})")
+        self._broken = (error, reporter)
+        return Result(check=check.name, outcome="error", reason=f"{error.stage} raised {error.summary}", error=error)
+
+    def _made(self) -> Evidence:
+        if self._evidence is None:
+            from pytest_trainloop.evidence import Evidence
+
+            settings = self._settings
+            device = None if settings.device == "auto" else settings.device
+            self._evidence = Evidence(self._make, knobs=self._knobs, seed=settings.seed, seconds=settings.seconds, device=device)
+        return self._evidence
 
 
-def check_loop(make: Callable[..., Any], *, only=None, skip=None, xfail=None, options=None, knobs=None, seed=0, seconds=120.0, strict=False, raises=True) -> Any:
-    """The battery without pytest. Returns report.Report (str() is the closing section); raises CheckFailed with the failure texts."""
+def _checked(check: Check, finding: Finding) -> Finding:
+    if finding.cause not in check.causes:
+        raise ValueError(f"{check.name} named the cause {finding.cause!r}, which it does not declare")
+    return replace(finding, check=check.name)
 
 
-@contextmanager
-def observe(**settings: Any) -> Iterator[Any]:
-    """Watch any training code; the yielded Observation has .check(*names) -> list[Result], raising CheckFailed."""
-    yield
+def check_loop(
+    make: Callable[..., Any],
+    *,
+    only: Sequence[str] | None = None,
+    skip: Mapping[str, str] | None = None,
+    xfail: Mapping[str, str] | None = None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    knobs: Mapping[str, str] | None = None,
+    seed: int = 0,
+    seconds: float = 120.0,
+    strict: bool = False,
+    raises: bool = True,
+) -> Report:
+    """The battery on one loop, without pytest, in a notebook or a script.
+
+    ``make`` is the function that a test would be: it returns a fresh ``TrainLoop``, its keyword defaults are knobs. Returns the report
+    (``str()`` is the closing section). Raises ``CheckFailed`` with the failure texts unless ``raises=False``, and ``UsageError`` for what cannot be judged.
+
+    >>> report = check_loop(make_loop, skip={"step_order": "accumulates by hand"})
+    """
+    from pytest_trainloop.checks import registered
+    from pytest_trainloop.knobs import read_knobs
+
+    checks = registered()
+    plan = _plan(checks, only, skip, xfail, options, strict)
+    name = getattr(make, "__name__", "loop")
+    subject = Subject(name, make, settings=Settings(seed=seed, seconds=seconds), knobs=read_knobs(make, knobs))
+    results = []
+    for check in plan.checks:
+        if check in plan.skip:
+            results.append(Result(check=check, outcome="skipped", reason=plan.skip[check]))
+        else:
+            results.append(plan.judge(subject.run_check(check, options=plan.options.get(check, {}))))
+    return _reported(name, results, raises)
+
+
+def _plan(
+    checks: Mapping[str, Check],
+    only: Sequence[str] | None,
+    skip: Mapping[str, str] | None,
+    xfail: Mapping[str, str] | None,
+    options: Mapping[str, Mapping[str, Any]] | None,
+    strict: bool,
+) -> Plan:
+    from pytest_trainloop.plan import choose, marker_wishes
+
+    known = {name: tuple(check.causes) for name, check in checks.items()}
+    given: dict[str, Any] = {"only": only, "skip": skip, "xfail": xfail}
+    wishes = marker_wishes("check_loop", (), {k: v for k, v in given.items() if v is not None} | dict(options or {}), known)
+    return choose(known, wishes, strict=strict)
+
+
+def _reported(name: str, results: Sequence[Result], raises: bool) -> Report:
+    from pytest_trainloop.checks import registered
+    from pytest_trainloop.report import Report
+    from pytest_trainloop.report.text import failure_text
+
+    report = Report.of(name, results)
+    if raises and not report.ok:
+        bad = [r for r in results if r.outcome in ("failed", "error")]
+        raise CheckFailed("\n\n".join(failure_text(r, registered()[r.check].causes) for r in bad), results)
+    return report
+
+
+class Observation:
+    """What ``observe`` watched; ``record`` is complete when its block is left."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def check(self, *names: str, raises: bool = True) -> Report:
+        """Judge what was watched by all checks that need only a watched run, or by the named ones.
+
+        Raises ``CheckFailed`` with the failure texts unless ``raises=False``.
+        """
+        from pytest_trainloop.checks import registered
+        from pytest_trainloop.evidence import WatchedOnce
+        from pytest_trainloop.knobs import nearest
+
+        checks = registered()
+        for name in names:
+            if name not in checks:
+                raise UsageError(f"there is no check named {name!r}; {nearest(name, checks)}")
+        evidence = WatchedOnce(self._watch.record)
+        results = [_once(check, evidence) for check in checks.values() if not names or check.name in names]
+        return _reported("observed", results, raises)
+
+
+def _once(check: Check, evidence: Any) -> Result:
+    absent = sorted(check.needs - evidence.offers)
+    if absent:
+        return Result(check=check.name, outcome="skipped", reason=f"watching once does not offer {absent[0]}: return a TrainLoop from a marked test")
+    try:
+        findings = tuple(_checked(check, finding) for finding in check.property(evidence))
+    except CannotDecide as reason:
+        return Result(check=check.name, outcome="skipped", reason=str(reason))
+    failed = any(f.level == "fault" for f in findings)
+    return Result(check=check.name, outcome="failed" if failed else "passed", findings=findings)
+
+
+@contextlib.contextmanager
+def observe(model: Any = None, optimizer: Any = None) -> Iterator[Observation]:
+    """Watch any training code, unchanged, through torch's own hooks; model and optimizer are found from what runs.
+
+    >>> with observe() as record:
+    ...     main(["--config", "tiny.yaml"])
+    >>> record.check()
+    """
+    from pytest_trainloop.observe.watch import Watch
+
+    modules = {} if model is None else model if isinstance(model, dict) else {"": model}
+    optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    watch = Watch(modules, optimizers)
+    observation = Observation(watch)
+    with watch:
+        yield observation

@@ -1,0 +1,102 @@
+"""A ``transformers.Trainer``, or a subclass of one, as a ``TrainLoop``."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from pytest_trainloop.adapters.accelerate import gradient_state_kept
+from pytest_trainloop.adapters.swap import swapped
+from pytest_trainloop.errors import UsageError
+from pytest_trainloop.loop import TrainLoop, _a
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+def from_trainer(trainer: Any, *, batch: Any = None, **fields: Any) -> TrainLoop:
+    """A ``Trainer`` built just now, as a loop: its own ``train()`` runs over the batches that ``fit`` gets, once.
+
+    >>> @pytest.mark.trainloop
+    ... def test_finetuning(tmp_path, accumulate=1):
+    ...     args = TrainingArguments(tmp_path, gradient_accumulation_steps=accumulate)
+    ...     return from_trainer(MyTrainer(model=my_model(), args=args, train_dataset=my_data()))
+
+    Meanwhile nothing is saved, logged, reported or evaluated; the learning rate's schedule spans these batches; the
+    project's own callbacks run. The example ``batch`` is the first of the trainer's own train dataloader. ``fields``
+    are further fields of ``TrainLoop``.
+    """
+    _refuse_what_is_no_trainer(trainer)
+    offered = {
+        "model": trainer.model,
+        "optimizer": trainer.optimizer,
+        "scheduler": trainer.lr_scheduler,
+        "batch": _first_batch(trainer) if batch is None else batch,
+        "fit": lambda batches: _train(trainer, batches),
+        "evaluate": (lambda: _evaluate(trainer)) if trainer.eval_dataset is not None else None,
+    }
+    return TrainLoop(**{**offered, **fields})
+
+
+def _refuse_what_is_no_trainer(trainer: Any) -> None:
+    try:
+        transformers = import_module("transformers")
+    except ImportError as error:
+        raise UsageError(f"from_trainer needs the package transformers, which cannot be imported ({error})") from error
+    if not isinstance(trainer, transformers.Trainer):
+        raise UsageError(
+            f"from_trainer got {_a(trainer)}; a transformers.Trainer is needed, built in the function that calls it"
+        )
+
+
+def _first_batch(trainer: Any) -> Any:
+    inherited = import_module("transformers").Trainer.get_train_dataloader
+    if trainer.train_dataset is None and type(trainer).get_train_dataloader is inherited:
+        raise UsageError(
+            f"from_trainer got {_a(trainer)} without train_dataset; give it one, or from_trainer(..., batch=...)"
+        )
+    # A dataloader left half-way would count as the active one for every later loop.
+    with gradient_state_kept():
+        for batch in trainer.get_train_dataloader():
+            return batch
+    raise UsageError(
+        f"from_trainer got {_a(trainer)} whose train dataloader is empty; give from_trainer(..., batch=...)"
+    )
+
+
+def _train(trainer: Any, batches: Sequence[Any]) -> Any:
+    args = copy.copy(trainer.args)
+    args.num_train_epochs, args.max_steps = 1, -1
+    args.eval_on_start = False
+    # Without model_init: train() would build a second model and the one handed over would never train.
+    with (
+        gradient_state_kept(),
+        _silenced(trainer),
+        swapped(trainer, args=args, get_train_dataloader=lambda: batches, model_init=None),
+    ):
+        return trainer.train()
+
+
+def _evaluate(trainer: Any) -> Any:
+    with gradient_state_kept(), _silenced(trainer):
+        return trainer.evaluate()
+
+
+@contextmanager
+def _silenced(trainer: Any) -> Iterator[None]:
+    """No progress bars, no reporters, and a last callback that takes back every request to save, evaluate or log."""
+    transformers = import_module("transformers")
+    reporters = import_module("transformers.integrations.integration_utils").INTEGRATION_TO_CALLBACK.values()
+    progress = import_module("transformers.trainer").DEFAULT_PROGRESS_CALLBACK
+    loud = (transformers.PrinterCallback, transformers.ProgressCallback, progress, *reporters)
+
+    def veto(_callback: Any, _args: Any, _state: Any, control: Any, **_more: Any) -> None:
+        control.should_save = control.should_evaluate = control.should_log = False
+
+    veto_last = type("VetoLast", (transformers.TrainerCallback,), {"on_step_end": veto, "on_epoch_end": veto})()
+    handler = trainer.callback_handler
+    quiet = [callback for callback in handler.callbacks if not isinstance(callback, loud)]
+    with swapped(handler, callbacks=[*quiet, veto_last]):
+        yield

@@ -1,0 +1,84 @@
+"""Batches as nests of tensors: walking, copying, and what is no batch."""
+
+from __future__ import annotations
+
+import copy as _copy
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from pytest_trainloop.errors import UsageError
+
+
+def tensors(nest: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in a nest: mappings (HF ``BatchEncoding``, ``ModelOutput``), sequences, named tuples, dataclasses, objects with attributes."""
+    seen: set[int] = set()
+    todo: list[Any] = [nest]
+    while todo:
+        value = todo.pop(0)
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif id(value) in seen or isinstance(value, (str, bytes, int, float, complex, type(None), type, torch.nn.Module)):
+            continue
+        else:
+            seen.add(id(value))
+            todo.extend(_children(value))
+
+
+def _children(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, f.name, None) for f in dataclasses.fields(value)]
+    if hasattr(value, "data") and isinstance(value.data, Mapping):
+        return list(value.data.values())
+    return list(vars(value).values()) if hasattr(value, "__dict__") else []
+
+
+def copy(batch: Any) -> Any:
+    """A fresh copy that shares no tensor with the original; types, keys, dtypes and devices stay."""
+    try:
+        return _copy.deepcopy(batch)
+    except RuntimeError as error:
+        if "graph leaves" not in str(error):
+            raise
+        raise UsageError("TrainLoop.batch holds a tensor with a history; detach it: a batch is data, not a result of the model") from error
+
+
+def require_batch(batch: Any, field: str) -> None:
+    """Raise ``UsageError`` where the value cannot be a batch."""
+    found = list(tensors(batch))
+    if not found and not _has_numbers(batch):
+        raise UsageError(f"TrainLoop.{field} is {describe(batch)}; a batch with at least one tensor is needed")
+    for tensor in found:
+        if tensor.is_meta:
+            raise UsageError(f"TrainLoop.{field} holds a tensor on the meta device, which has no values; a batch with data is needed")
+    if found and all(t.numel() == 0 for t in found):
+        raise UsageError(f"TrainLoop.{field} is empty: {describe(batch)}; at least one row is needed")
+
+
+def _has_numbers(batch: Any) -> bool:
+    """Whether a batch without tensors still holds data that a loop's collate may turn into tensors (numpy arrays, numbers)."""
+    if isinstance(batch, (str, bytes, type(None), bool)):
+        return False
+    if isinstance(batch, (int, float)) or hasattr(batch, "__array__"):
+        return True
+    children = _children(batch)
+    return bool(children) and any(_has_numbers(child) or isinstance(child, str) for child in children)
+
+
+def describe(batch: Any) -> str:
+    """A batch in a few words."""
+    if isinstance(batch, torch.Tensor):
+        return f"a {str(batch.dtype).removeprefix('torch.')} tensor of shape {tuple(batch.shape)}"
+    if isinstance(batch, str):
+        return f"the string {batch[:40]!r}"
+    if batch is None:
+        return "None"
+    shapes = [str(tuple(t.shape)) for t in tensors(batch)]
+    held = f" with tensors of shapes {', '.join(shapes[:4])}" if shapes else " without tensors"
+    return f"a {type(batch).__name__}{held}"

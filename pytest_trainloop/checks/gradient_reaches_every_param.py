@@ -1,0 +1,323 @@
+"""A gradient reaches every parameter that an optimizer holds and the loss depends on.
+
+What it does
+    It notes which gradients arrive at each held parameter over a watched run. Where none that is not zero ever does, the loop is run again with that
+    parameter moved: if what it backpropagates changes, a wire is cut, and a search names the operation where.
+
+Why is this bad?
+    A ``detach()`` left from debugging, a ``.item()`` on the loss path or a forward pass under ``no_grad`` lets part of the model keep its initial
+    weights for ever, while the rest trains and the loss falls.
+
+How it decides
+    The loss depends on w, yet dL/dw is nothing at every point of training: code broke the chain rule. Dependence is judged at the initial weights and at weights moved a
+    little (behind a zero-initialised gate nothing depends at first). No gradient and no dependence is no cut wire: an expert without tokens, another task's head,
+    LoRA's A in its first step, a teacher. Gradients taken by ``torch.autograd.grad`` and consumed by hand count as arrived.
+    A zero gradient is a fault only where one operation is shown to make it: with that operation passed through, the gradient is there.
+
+Faulty
+    >>> def forward(self, x):
+    ...     features = self.encoder(x).detach()      # left from debugging
+    ...     return self.head(features)
+
+Fixed
+    >>> def forward(self, x):
+    ...     return self.head(self.encoder(x))
+
+Known limits
+    A gate or router that is detached on purpose looks the same: name it in ``frozen=`` or ``skip=``. A parameter that only ever gets a zero gradient from an operation
+    that is not known here is advice.
+
+References
+    https://docs.pytorch.org/docs/stable/notes/autograd.html#locally-disabling-gradient-computation
+    https://docs.pytorch.org/docs/stable/checkpoint.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.checks import check
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.finding import Finding
+from pytest_trainloop.wording import be, some, them, verb
+
+if TYPE_CHECKING:
+    from pytest_trainloop.evidence import Evidence
+    from pytest_trainloop.evidence.cut import Cut
+    from pytest_trainloop.observe.record import Parameter, Record
+
+CONSEQUENCES = ("overfit_one_batch", "update_ratio", "every_param_moves")
+
+CAUSES = {
+    "graph_cut": "no gradient ever arrives, the loss depends on the parameter, and an operation gives its value on without its history",
+    "no_grad_forward": "the operations on the path ran with gradients switched off",
+    "checkpoint_cut": "the module ran only inside a checkpointed segment none of whose inputs requires grad",
+    "vanished": "a gradient arrives that is exactly zero, and an operation with a slope of zero lies on the path",
+    "dead": "a gradient arrives that is exactly zero, and an activation or normalisation gives the same whatever comes in",
+    "unused": "the parameter is computed with in the training forward pass, and the result goes nowhere",
+    "nothing_trainable": "no parameter of the model requires grad",
+    "adapters_frozen": "adapters are in the model and none of them requires grad",
+    "base_left_trainable": "adapters and the weights they adapt are both trained",
+}
+
+
+@check(needs={"run"}, causes=CAUSES, family="wiring", rank=20)
+def gradient_reaches_every_param(evidence: Evidence) -> Iterator[Finding]:
+    record = evidence.run()
+    yield from _adapters(record)
+    if nothing := _nothing_trainable(record):
+        yield nothing
+        return
+    if not record.of_backward() and not _stopped_at_backward(record):
+        raise CannotDecide(f"no backward pass was seen in {record.items} batches")
+    suspects = [p for p in record.parameters if _in_scope(record, p)]
+    never = [p for p in suspects if not any(True for _ in record.arrivals(p.index))]
+    zero = [p for p in suspects if p not in never]
+    if never:
+        yield from _never_arrives(evidence, record, never)
+    if zero:
+        yield from _arrives_as_zero(evidence, record, zero)
+
+
+def _in_scope(record: Record, p: Parameter) -> bool:
+    """Held by an optimizer that steps, meant to train, not moved by other hands, and without a gradient so far."""
+    if not p.requires_grad or p.role == "foreign" or record.reached(p.index):
+        return False
+    if any(p.name.startswith(prefix) for prefix in record.frozen or ()):
+        return False
+    if p.index in record.moved_by_hand() or p.shape == () and not p.calls_with_grad and p.dtype.startswith("int"):
+        return False
+    holders = [record.optimizers[o] for o in record.held.get(p.index, ())]
+    if _stopped_at_backward(record) or not any(o.steps for o in record.optimizers):
+        return bool(holders) or not record.optimizers
+    return any(o.steps for o in holders)
+
+
+def _stopped_at_backward(record: Record) -> bool:
+    """Whether torch or Python refused the backward pass for want of a history."""
+    if record.raised is None:
+        return False
+    message = record.raised.message
+    return "does not require grad" in message or "has no attribute 'backward'" in message
+
+
+def _nothing_trainable(record: Record) -> Finding | None:
+    mine = [p for p in record.parameters if p.role == "model" and p.declared]
+    if not mine or any(p.requires_grad for p in mine) or any(record.reached(p.index) for p in record.parameters):
+        return None
+    return Finding(
+        cause="nothing_trainable",
+        summary=f"nothing trains: none of the {len(mine)} parameters requires grad",
+        measured=f"0 of {len(mine)} parameters require grad",
+        shown_by="requires_grad is False on every parameter when the loop starts, and no gradient arrives anywhere",
+        culprits=tuple(p.name for p in mine[:8]),
+        repair="leave requires_grad on for what should train; with adapters: freeze the base first, then attach them",
+        explains=CONSEQUENCES,
+    )
+
+
+def _adapters(record: Record) -> Iterator[Finding]:
+    """LoRA: adapters that do not train, and base weights that train beside their adapters."""
+    adapters = [p for p in record.parameters if p.role == "model" and "lora_" in p.name.lower()]
+    if not adapters:
+        return
+    training = [p for p in adapters if p.requires_grad]
+    if not training and any(p.requires_grad for p in record.parameters):
+        yield Finding(
+            cause="adapters_frozen",
+            summary=f"the model has {len(adapters)} adapter parameters and none of them requires grad: the adapters never train",
+            measured=f"0 of {len(adapters)} adapter parameters require grad; {sum(p.requires_grad for p in record.parameters)} others do",
+            shown_by="requires_grad is False on every adapter when the loop starts",
+            culprits=tuple(p.name for p in adapters[:8]),
+            repair="freeze the base before the adapters are attached, or switch requires_grad on again for the adapters",
+            explains=CONSEQUENCES,
+        )
+    base = [p for p in record.parameters if _adapted(p, training) and record.reached(p.index) and p.index in record.held]
+    if base:
+        names = tuple(p.name for p in base)
+        yield Finding(
+            cause="base_left_trainable",
+            summary=f"{some(names)} {verb(names, 'train')} together with the adapters on {them(names)}: the base was never frozen",
+            measured=f"{len(base)} adapted weights require grad, get gradients and are held by an optimizer; {len(training)} adapter parameters",
+            shown_by="the adapted weight and its adapter both receive gradients",
+            culprits=names,
+            repair="requires_grad_(False) on the base before the optimizer is built, or pass only the adapters to it",
+            explains=("frozen_stays_frozen",),
+        )
+
+
+def _adapted(p: Parameter, adapters: Sequence[Parameter]) -> bool:
+    """Whether the parameter is a weight that one of the adapters is attached to."""
+    if "lora_" in p.name.lower() or not p.requires_grad or len(p.shape) < 2:
+        return False
+    stems = {a.name[: a.name.lower().index("lora_")] for a in adapters}
+    return any(stem and p.name.startswith(stem) or p.owner + "." == stem for stem in stems)
+
+
+def _never_arrives(evidence: Evidence, record: Record, never: Sequence[Parameter]) -> Iterator[Finding]:
+    depends = evidence.dependence([p.name for p in never])
+    cut_off = [p for p in never if depends[p.name].depends]
+    if cut_off:
+        change = max(depends[p.name].change for p in cut_off)
+        yield from _cut(evidence, record, cut_off, change)
+    apart = [p for p in never if not depends[p.name].depends]
+    if apart:
+        yield from _unused(evidence, apart)
+
+
+def _cut(evidence: Evidence, record: Record, cut_off: Sequence[Parameter], change: float) -> Iterator[Finding]:
+    """One finding for each operation that cuts; what one operation explains is not looked at again."""
+    left = list(cut_off)
+    behind = [p for p in left if p.calls_in_checkpoint and not p.calls_with_grad]
+    if behind:
+        yield _checkpoint(record, behind, change)
+        left = [p for p in left if p not in behind]
+    while left:
+        names = [p.name for p in left]
+        cut = evidence.cut(names, {"detach", "grad_off", "value"})[0]
+        explained = [p for p in left if cut is not None and (not cut.reached or p.name in cut.reached)]
+        yield _graph_cut(record, explained or left, change, cut)
+        left = [p for p in left if explained and p not in explained]
+
+
+def _checkpoint(record: Record, behind: Sequence[Parameter], change: float) -> Finding:
+    names = tuple(p.name for p in behind)
+    owner = next((p.owner for p in behind if p.owner), "the segment")
+    return Finding(
+        cause="checkpoint_cut",
+        summary=f"{some(names)} {verb(names, 'get')} no gradient: {be(names)} behind a re-entrant checkpoint none of whose inputs requires grad",
+        measured=f"0 gradients arrived; moving {them(names)} changes the loss by {change:.1e}",
+        shown_by=f"{owner} ran only inside the checkpoint's forward pass without gradients and was never run again in backward",
+        culprits=names,
+        where=str(record.first_forward()),
+        repair="checkpoint(..., use_reentrant=False); or make the segment's inputs require grad (enable_input_require_grads) before checkpointing is switched on",
+        explains=("checkpointing_equivalence", *CONSEQUENCES),
+    )
+
+
+def _graph_cut(record: Record, cut_off: Sequence[Parameter], change: float, cut: Cut | None) -> Finding:
+    names = tuple(p.name for p in cut_off)
+    measured = f"0 gradients arrived in {len(record.of_backward())} backward passes; moving {them(names)} changes the loss by {change:.1e}"
+    whole = _stopped_at_backward(record)
+    if cut is None:
+        return Finding(
+            cause="graph_cut",
+            summary=f"{some(names)} {verb(names, 'get')} no gradient although the loss depends on {them(names)}",
+            measured=measured,
+            shown_by="no single operation restores the gradient; ruled out: detach, .data, no_grad, and values taken out of tensors in torch calls",
+            culprits=names,
+            where=str(record.raised.place) if record.raised else "",
+            repair="look for a value that leaves torch or comes from another thread on the way from these parameters to the loss",
+            explains=CONSEQUENCES,
+        )
+    off = cut.candidate.kind == "grad_off"
+    op = "no_grad" if off else _operation(cut.candidate.op)
+    module = f" in {cut.candidate.module}" if cut.candidate.module else ""
+    if cut.gradient is not None:
+        shown = f"with {'gradients switched on' if off else f'the {op} left out'} at that line, a gradient (largest entry {cut.gradient:.2g}) reaches {names[0]}"
+    else:
+        shown = f"likely: moving what {op} gave at that line moves the loss by {cut.change:.1e}, and no gradient passes there"
+    return Finding(
+        cause="no_grad_forward" if off else "graph_cut",
+        summary=f"{some(names)} {verb(names, 'get')} no gradient although the loss depends on {them(names)}: "
+        + (f"the forward pass{module} runs with gradients switched off" if off else f"the graph is cut by {op}{module}")
+        + (", and torch refuses the backward pass" if whole else ""),
+        measured=measured,
+        shown_by=shown,
+        culprits=names,
+        where=str(cut.candidate.place),
+        repair="run the training forward pass outside torch.no_grad() / inference_mode()" if off else f"keep the tensor and its history on the loss path; use {op} for logging only",
+        explains=CONSEQUENCES,
+    )
+
+
+def _operation(op: str) -> str:
+    return {"data": ".data", "__float__": "float()", "__int__": "int()", "__array__": "numpy", "numpy": ".numpy()"}.get(op, f"{op}()")
+
+
+def _unused(evidence: Evidence, apart: Sequence[Parameter]) -> Iterator[Finding]:
+    used = [p for p in apart if p.calls_with_grad]
+    touched = evidence.cut([p.name for p in used], set())[1] if used else set()
+    thrown_away = [p for p in used if p.name in touched]
+    if thrown_away:
+        names = tuple(p.name for p in thrown_away)
+        exposed = evidence.exposed(names)
+        for level, chosen in (("fault", [n for n in names if n not in exposed]), ("advice", [n for n in names if n in exposed])):
+            if chosen:
+                yield Finding(
+                    cause="unused",
+                    level="fault" if level == "fault" else "advice",
+                    summary=f"{some(chosen)} {be(chosen)} computed with in every forward pass, and the result never reaches the loss",
+                    measured="0 gradients arrived; moving " + them(chosen) + " does not change the loss",
+                    shown_by="the parameter enters an operation in the training forward pass, and nothing that is backpropagated depends on the result",
+                    culprits=tuple(chosen),
+                    repair="use the result (x = self.norm(x)), add its loss, or take the module out of the optimizer",
+                    explains=CONSEQUENCES,
+                )
+    never = tuple(p.name for p in apart if p not in thrown_away)
+    if never:
+        yield Finding(
+            cause="unused",
+            level="advice",
+            summary=f"{some(never)} {be(never)} held by an optimizer and took no part in these batches",
+            measured="no gradient arrived and no operation used " + them(never),
+            culprits=never,
+            repair='give batches= that use it, or name it in frozen=("...",) if it is meant to rest',
+        )
+
+
+def _arrives_as_zero(evidence: Evidence, record: Record, zero: Sequence[Parameter]) -> Iterator[Finding]:
+    if all(root.value == 0.0 for b in record.of_backward() for root in b.roots):
+        return  # the loss lies at its floor: a hinge that every example meets has nothing left to teach
+    left = [p for p in zero if not (p.calls_empty and not p.calls_with_grad)]
+    while left:
+        names = [p.name for p in left]
+        cut = evidence.cut(names, {"flat", "dead"})[0]
+        if cut is None or not cut.reached:
+            depends = evidence.dependence(names)
+            if any(depends[n].depends for n in names):
+                yield _zero_advice(tuple(n for n in names if depends[n].depends))
+            return
+        chosen = [n for n in names if n in cut.reached]
+        yield _zeroed_by(tuple(chosen), cut)
+        left = [p for p in left if p.name not in cut.reached]
+
+
+def _zero_advice(names: Sequence[str]) -> Finding:
+    return Finding(
+        cause="vanished",
+        level="advice",
+        summary=f"{some(names)} {verb(names, 'get')} only gradients that are exactly zero",
+        measured="every gradient that arrived is zero in every entry, and moving " + them(names) + " changes the loss",
+        shown_by="not determined; ruled out: rounding, clamping, units that are off for all data, normalisation over one entry",
+        culprits=tuple(names),
+        repair="look at what multiplies the result: a gate at zero, an expert without tokens, a group with rate 0 behind it",
+    )
+
+
+def _zeroed_by(names: Sequence[str], cut: Cut) -> Finding:
+    dead = cut.candidate.kind == "dead"
+    op = cut.candidate.op.rstrip("_")
+    module = f" in {cut.candidate.module}" if cut.candidate.module else ""
+    return Finding(
+        cause="dead" if dead else "vanished",
+        summary=f"{some(names)} {verb(names, 'get')} only zero gradients: "
+        + (f"{op}{module} gives the same whatever comes in" if dead else f"{op}{module} has a slope of zero there"),
+        measured="every gradient that arrived is zero in every entry",
+        shown_by=f"with {op} passed through at that line, a gradient (largest entry {cut.gradient or 0.0:.2g}) reaches {names[0]}",
+        culprits=tuple(names),
+        where=str(cut.candidate.place),
+        repair=_mend(op, dead),
+        explains=("activations_alive", *CONSEQUENCES) if dead else CONSEQUENCES,
+    )
+
+
+def _mend(op: str, dead: bool) -> str:
+    if not dead:
+        return "keep it off the loss path, or pass the gradient straight through: x + (f(x) - x).detach()"
+    if "softmax" in op:
+        return "a softmax over one entry is always 1: check its dim, or use a sigmoid"
+    if "norm" in op:
+        return "a norm over one entry is always its bias: check the normalised shape"
+    return "check the bias and the scale in front of it: every unit is off for all of this data; lower the rate or use a leaky activation"

@@ -1,0 +1,331 @@
+"""Zeroing, backward, clipping and stepping come in an order in which each step consumes just the gradients made for it.
+
+What it does
+    It keeps accounts for every parameter over a watched run: what stood in ``.grad`` before each backward, what came in, what the innermost optimizer
+    step read, and who wiped it. Where the function has the knob ``accumulate``, a run with windows of four micro-batches is judged as well.
+
+Why is this bad?
+    A forgotten ``zero_grad()`` sums the gradients of all batches so far, a misplaced one throws away what backward has just computed, a clip after the step
+    clips nothing. The loop runs, the loss moves, and the result is a worse model.
+
+How it decides
+    Only identities are faults (and only on gradients that autograd accumulated; gradients put there by hand are the user's own doing): a step consumes a
+    residual that an earlier step has already consumed and that is bit-identical still; steps that consume nothing although a backward produced something;
+    in every window, backward passes of one call site that are wiped while the last of them is consumed. Momentum kept in ``.grad`` is scaled, not identical; SAM moves
+    the weights between backward and wipe; a by-product on another network's parameters is wiped unused; batches skipped openly come in no regular windows.
+
+Faulty
+    >>> for x, y in batches:
+    ...     loss = F.cross_entropy(model(x), y)
+    ...     loss.backward()
+    ...     optimizer.step()                    # nothing zeroes the gradients
+
+Fixed
+    >>> for x, y in batches:
+    ...     optimizer.zero_grad()
+    ...     loss = F.cross_entropy(model(x), y)
+    ...     loss.backward()
+    ...     optimizer.step()
+
+Known limits
+    Writes to gradients are seen in the first twelve steps only. A clip whose limit is infinite or above 1e5 is taken for a norm that is logged.
+
+References
+    https://docs.pytorch.org/tutorials/recipes/recipes/zeroing_out_gradients.html
+    https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping
+    https://docs.pytorch.org/docs/stable/optim.html#how-to-adjust-learning-rate
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.checks import check
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.finding import Finding
+from pytest_trainloop.wording import be, some, they
+
+if TYPE_CHECKING:
+    from pytest_trainloop.evidence import Evidence
+    from pytest_trainloop.evidence.ledger import Account, Ledger
+    from pytest_trainloop.observe.record import Record, Step
+
+CONSEQUENCES = ("overfit_one_batch", "update_ratio", "every_param_moves")
+ACCUMULATE = 4
+
+CAUSES = {
+    "not_zeroed": "a step consumes gradients that an earlier step has consumed already, bit for bit",
+    "wrong_object_zeroed": "a zero_grad runs before each backward, but not on the parameters whose consumed gradients are still there",
+    "zeroed_before_step": "gradients are wiped between backward and step, so steps consume nothing",
+    "zeroed_inside_window": "in every window all micro-batches but the last are wiped before the step",
+    "step_missing": "backward passes bring gradients, and the optimizer that holds the parameters never steps",
+    "step_before_backward": "the step runs between the forward pass and its backward",
+    "stepped_twice": "the same optimizer consumes the same gradient more than once, with no backward between",
+    "two_optimizers": "two optimizers consume the same gradient of the same parameter",
+    "clip_after_step": "gradients are clipped after the step has consumed them and before they are wiped",
+    "clip_before_unscale": "gradients are clipped while they still carry the loss scale",
+    "scheduler_before_optimizer": "from the first batch on the scheduler steps between backward and the optimizer's step",
+    "update_missing": "the scaler steps again and again and is never updated",
+    "window_left_over": "the run ends with gradients that no step consumed",
+}
+
+
+@check(needs={"fit"}, causes=CAUSES, family="wiring", rank=30)
+def step_order(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.evidence.calls import call_order
+    from pytest_trainloop.evidence.ledger import keep
+
+    record = evidence.run()
+    if not record.backwards() and not record.steps:
+        raise CannotDecide(
+            f"no backward pass and no optimizer step was seen in {record.items} batches; an exception swallowed inside the loop would look like this"
+        )
+    ledger = keep(record)
+    order = list(call_order(record))
+    accounts = list(_accounts_findings(record, ledger))
+    yield from [*order, *accounts]
+    if evidence.has_knob("accumulate") and not accounts and record.raised is None:
+        window = evidence.run(accumulate=ACCUMULATE)
+        yield from _window_findings(window, keep(window))
+    elif not accounts:
+        yield from _window_findings(record, ledger)
+
+
+def _accounts_findings(record: Record, ledger: Ledger) -> Iterator[Finding]:
+    silent = set()
+    for finding, optimizers in (*_missing_steps(record, ledger), *_empty_steps(record, ledger), *_late_backwards(record, ledger)):
+        if not silent & optimizers:
+            yield finding
+        silent |= optimizers
+    for finding, optimizers in (*_repeated(record, ledger), *_stale(record, ledger)):
+        if not silent & optimizers:
+            yield finding
+
+
+Judged = tuple[Finding, set[int]]
+
+
+def _missing_steps(record: Record, ledger: Ledger) -> Iterator[Judged]:
+    """Optimizers that never step although gradients for them are produced again and again."""
+    if record.raised is not None or any(c.what == "step" for c in record.scaler_calls()):
+        return
+    moved = record.moved_by_hand() | record.changed()
+    for optimizer in record.optimizers:
+        if optimizer.steps or not optimizer.declared:
+            continue
+        mine = set(optimizer.parameters) - {i for o in record.optimizers if o.steps for i in o.parameters}
+        lost = [a for a in ledger.accounts if a.backward.reached and mine & set(a.backward.arrivals) and not a.consumed]
+        if len(lost) < 2 or mine & moved or mine & ledger.by_hand:
+            continue
+        if record.steps and len(lost) < record.rounds // 2:
+            continue
+        yield _step_missing(record, lost, optimizer.kind, mine), {optimizer.index}
+    if not record.optimizers and not moved and not ledger.by_hand:
+        lost = [a for a in ledger.accounts if a.backward.reached]
+        if len(lost) >= 2:
+            yield _step_missing(record, lost, "optimizer", {i for a in lost for i in a.backward.arrivals}), set()
+
+
+def _step_missing(record: Record, lost: list[Account], kind: str, mine: set[int]) -> Finding:
+    scaled = any(c.what == "scale" for c in record.scaler_calls())
+    return Finding(
+        cause="step_missing",
+        summary=f"{len(lost)} backward passes made gradients, and the {kind} that holds the parameters made no step",
+        measured=f"{len(lost)} backward passes, 0 steps, 0 of {len(mine)} parameters changed",
+        shown_by="gradients arrive, nothing consumes them, and no parameter differs from its start",
+        culprits=("scaler.step(optimizer)" if scaled else "optimizer.step()",),
+        where=str(lost[0].backward.place),
+        repair="call scaler.step(optimizer) and scaler.update() after backward()" if scaled else "call optimizer.step() after backward()",
+        explains=CONSEQUENCES,
+    )
+
+
+def _empty_steps(record: Record, ledger: Ledger) -> Iterator[Judged]:
+    """Optimizers most of whose steps consume nothing, although backward passes brought gradients for them."""
+    empty, every = Counter(s.optimizer for s in ledger.empty), Counter(s.optimizer for s in ledger.steps)
+    for index, count in empty.items():
+        mine = set(record.optimizers[index].parameters)
+        lost = [a for a in ledger.accounts if mine & a.wiped and not mine & a.consumed]
+        if count < 2 or 2 * count < every[index] or len(lost) < 2 or mine & ledger.by_hand:
+            continue
+        first = next(s for s in ledger.steps if s.optimizer == index)
+        wipe = record.wipe_after(lost[0].backward, mine)
+        step = str(first.place)
+        measured = f"{count} of {every[index]} steps consumed no gradient; {len(lost)} backward passes were wiped unused"
+        if first.at < lost[0].backward.at:
+            yield (
+                Finding(
+                    cause="step_before_backward",
+                    summary=f"step() runs before backward(): {count} of {every[index]} steps found no gradient to consume",
+                    measured=measured,
+                    shown_by="the first step comes before the first backward, and what backward brings is wiped before the next step",
+                    culprits=("optimizer.step()",),
+                    where=step,
+                    repair="order: zero_grad(), forward, backward(), step()",
+                    explains=CONSEQUENCES,
+                ),
+                {index},
+            )
+        else:
+            yield (
+                Finding(
+                    cause="zeroed_before_step",
+                    summary=f"gradients are zeroed between backward() and step(): {count} of {every[index]} steps found nothing to consume",
+                    measured=measured,
+                    shown_by=f"order seen: backward, {wipe.by if wipe else 'zeroing'}, step",
+                    culprits=(wipe.by if wipe else "zero_grad()",),
+                    where=str(wipe.place if wipe else lost[0].backward.place),
+                    repair="call zero_grad() before backward() or after step(), never between the two",
+                    explains=CONSEQUENCES,
+                ),
+                {index},
+            )
+
+
+def _late_backwards(record: Record, ledger: Ledger) -> Iterator[Judged]:
+    """Backward passes whose forward pass lies before the last step on the same parameters."""
+    late: dict[int, list[Account]] = defaultdict(list)
+    settled: Counter[int] = Counter()
+    held = record.held
+    for account in ledger.accounts:
+        consumed = account.consumed
+        owners = {o for i in consumed for o in held.get(i, ())}
+        settled.update(owners)
+        behind = {i for i in consumed if any(a.steps_since_forward > 0 for a in account.backward.arrivals[i])}
+        if behind and 2 * len(behind) >= len(consumed):
+            for o in {o for i in behind for o in held.get(i, ())}:
+                late[o].append(account)
+    for index, accounts in late.items():
+        steps = [s for s in ledger.steps if s.optimizer == index and not s.in_backward]
+        if len(accounts) < 2 or 2 * len(accounts) < settled[index] or not steps:
+            continue
+        between = next((s for s in reversed(steps) if s.at < accounts[0].backward.at), steps[0])
+        yield (
+            Finding(
+                cause="step_before_backward",
+                summary="step() runs between the forward pass and its backward(): each step consumes the gradient of an earlier batch, made at older weights",
+                measured=f"{len(accounts)} of {settled[index]} backward passes belong to a forward pass before the last step",
+                shown_by="the parameters were stepped after their module's forward call and before the gradient arrived",
+                culprits=("optimizer.step()",),
+                where=str(between.place),
+                repair="order: zero_grad(), forward, backward(), step()",
+                explains=CONSEQUENCES,
+            ),
+            {index},
+        )
+
+
+def _repeated(record: Record, ledger: Ledger) -> Iterator[Judged]:
+    """Gradients that are consumed again with no backward between."""
+    pairs: dict[tuple[int, int], list[tuple[Step, int]]] = defaultdict(list)
+    for meal in ledger.meals:
+        if meal.repeated and meal.stale is not None and meal.parameter not in ledger.by_hand:
+            pairs[meal.stale.optimizer, meal.step.optimizer].append((meal.step, meal.parameter))
+    for (first, second), meals in pairs.items():
+        steps = {s.at: s for s, _ in meals}
+        if len(steps) < 2:
+            continue
+        names = record.names({i for _, i in meals})
+        two = first != second
+        kinds = f"{record.optimizers[first].kind} and {record.optimizers[second].kind}"
+        yield (
+            Finding(
+                cause="two_optimizers" if two else "stepped_twice",
+                summary=f"{some(names)} {be(names)} stepped twice on the same gradient" + (f", by {kinds}" if two else ""),
+                measured=f"{len(steps)} steps consumed a gradient that the step before had consumed",
+                shown_by="the gradient consumed is bit-identical, and no backward ran between the two steps",
+                culprits=names,
+                where=str(next(iter(steps.values())).place),
+                repair="hold each parameter in one optimizer" if two else "call step() once for each backward pass (or window)",
+                explains=CONSEQUENCES,
+            ),
+            {first, second},
+        )
+
+
+def _stale(record: Record, ledger: Ledger) -> Iterator[Judged]:
+    """Gradients that are consumed together with what an earlier step has consumed already."""
+    stale: dict[int, dict[int, list[Step]]] = defaultdict(lambda: defaultdict(list))
+    for meal in ledger.meals:
+        if meal.stale is not None and not meal.repeated and meal.parameter not in ledger.by_hand:
+            stale[meal.step.optimizer][meal.parameter].append(meal.step)
+    for index, by_parameter in stale.items():
+        again = {i: steps for i, steps in by_parameter.items() if len(steps) >= 2}
+        if not again:
+            continue
+        names = record.names(again)
+        most = max(len(steps) for steps in again.values())
+        total = len([s for s in ledger.steps if s.optimizer == index])
+        wrong = record.zeroing_elsewhere(set(again))
+        where = wrong.place if wrong else next(iter(again.values()))[0].place
+        yield (
+            Finding(
+                cause="wrong_object_zeroed" if wrong else "not_zeroed",
+                summary=f"{some(names)} {be(names)} stepped with the gradients of all earlier batches added in: "
+                + (f"the zero_grad() that runs zeroes something else than {they(names)}" if wrong else "nothing zeroes them"),
+                measured=f"{most} of {total} steps consumed a residual that the step before had consumed",
+                shown_by="what stands in .grad before backward is bit-identical to what the last step consumed",
+                culprits=names,
+                where=str(where),
+                repair="zero the optimizer (or the module) that holds these parameters" if wrong else "call optimizer.zero_grad() before backward()",
+                explains=CONSEQUENCES,
+            ),
+            {index},
+        )
+
+
+def _window_findings(record: Record, ledger: Ledger) -> Iterator[Finding]:
+    """What goes wrong inside an accumulation window, and what is left at the end of the data."""
+    by_site: dict[object, list[Account]] = defaultdict(list)
+    for account in ledger.accounts:
+        if account.backward.reached:
+            by_site[account.backward.site].append(account)
+    for accounts in by_site.values():
+        lost = [a for a in accounts if a.wiped and not a.consumed and not a.pending]
+        if lost and len(lost) < len(accounts) and not ledger.by_hand and _same_each_window(accounts):
+            if not any(record.moved_between(a.backward, a.wiped) for a in lost) and all(_finite(a) for a in lost):
+                yield _zeroed_inside(record, accounts, lost)
+                return
+    stepped = {a.backward.site for a in ledger.accounts if a.consumed}
+    left = [a for a in ledger.accounts if a.pending and not a.consumed and not a.wiped and a.backward.site in stepped]
+    ended_by_itself = record.raised is None and record.ended
+    if left and ended_by_itself and any(a.consumed for a in ledger.accounts) and left[-1] is ledger.accounts[-1]:
+        yield Finding(
+            cause="window_left_over",
+            level="advice",
+            summary=f"the last {len(left)} backward passes were never stepped: the window at the end of the data stays open",
+            measured=f"{len(left)} of {len(ledger.accounts)} backward passes at the end; {record.items} batches",
+            shown_by="their gradients still stand in .grad when fit returns",
+            culprits=("optimizer.step()",),
+            where=str(left[0].backward.place),
+            repair="step once more after the loop when a window is open, or drop the remainder on purpose (drop_last=True)",
+        )
+
+
+def _same_each_window(accounts: list[Account]) -> bool:
+    """Whether the wiped passes come in windows of one length, each closed by a pass that is consumed; at least three of them."""
+    lengths = [len(list(g)) for consumed, g in itertools.groupby(accounts, key=lambda a: bool(a.consumed)) if not consumed]
+    whole = lengths[:-1] if not accounts[-1].consumed else lengths
+    return len(whole) >= 3 and len(set(whole)) == 1
+
+
+def _finite(account: Account) -> bool:
+    return all(a.incoming.finite for arrived in account.backward.arrivals.values() for a in arrived)
+
+
+def _zeroed_inside(record: Record, accounts: list[Account], lost: list[Account]) -> Finding:
+    wipe = record.wipe_after(lost[0].backward, lost[0].wiped)
+    share = (len(lost) + len(accounts) - len(lost)) / max(1, len(accounts) - len(lost))
+    return Finding(
+        cause="zeroed_inside_window",
+        summary=f"gradients are zeroed inside the accumulation window: only the last of about {share:.0f} micro-batches counts",
+        measured=f"{len(lost)} of {len(accounts)} backward passes were wiped before a step could consume them",
+        shown_by="in every window the gradient of all micro-batches but the last is gone when the step reads it",
+        culprits=(wipe.by if wipe else "zero_grad()",),
+        where=str(wipe.place if wipe else lost[0].backward.place),
+        repair="call zero_grad() once for each step, right after it, not once for each micro-batch",
+        explains=("accumulation_equivalence", *CONSEQUENCES),
+    )

@@ -1,0 +1,176 @@
+"""The runs that checks share: made once per loop, kept as records, never as the user's objects."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.evidence.build import Make, build, require_fresh
+from pytest_trainloop.evidence.preserve import preserved
+from pytest_trainloop.evidence.run import ENOUGH_ROUNDS, READ_AHEAD_BUDGETS, Plan, run
+from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop.observe.record import Record
+from pytest_trainloop.observe.watch import FULL_ROUNDS
+from pytest_trainloop.wording import some, them
+
+if TYPE_CHECKING:
+    from pytest_trainloop.evidence.cut import Cut, Kind
+    from pytest_trainloop.evidence.dependence import Dependence
+    from pytest_trainloop.observe.watch import Watch
+
+
+WINDOWS = 4
+"""Windows of an accumulating run; one more batch follows, so that a last partial window shows."""
+
+
+class Evidence:
+    """What is known of one loop. A check asks for what it needs; what was made once is not made again.
+
+    ``make`` builds a fresh loop when called with the user's keywords; ``knobs`` maps our knob names to those keywords.
+    """
+
+    def __init__(self, make: Make, *, knobs: Mapping[str, str] | None = None, seed: int = 0, seconds: float = 120.0, device: str | None = None) -> None:
+        self.make = make
+        self.knobs = dict(knobs or {})
+        self._seed = seed
+        self._seconds = seconds
+        self._fixed = {self.knobs["device"]: device} if device is not None and "device" in self.knobs else {}
+        self._records: dict[tuple[tuple[str, Any], ...], Record] = {}
+        self._offers: frozenset[str] | None = None
+        self.own_steps = 0
+        self.options: Mapping[str, Any] = {}
+
+    @property
+    def offers(self) -> frozenset[str]:
+        """The fields of ``TrainLoop`` that were given; "fit" stands for fit or step, "run" for either of these or a loss."""
+        if self._offers is None:
+            self._offers = self._first_look()
+        return self._offers
+
+    def has_knob(self, name: str) -> bool:
+        return name in self.knobs
+
+    def run(self, **knobs: Any) -> Record:
+        """The watched run with these knobs, all others at their defaults."""
+        _ = self.offers
+        key = tuple(sorted(knobs.items()))
+        if key not in self._records:
+            self._records[key] = self._long_enough(self._plan(knobs))
+        return self._records[key]
+
+    def short_run(
+        self,
+        prepare: Callable[[Watch], None],
+        names: Sequence[str],
+        contexts: Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]] = lambda watch: (),
+    ) -> Record:
+        """A run that ends once every optimizer that holds one of the named parameters has stepped."""
+        wanted = set(names)
+
+        def enough(record: Record) -> bool:
+            holders = [o for o in record.optimizers if any(p in o.parameters for p in _indices(self.run(), wanted))]
+            if not holders:
+                return record.rounds >= 1
+            return all(o.steps >= 1 for o in holders) or record.rounds >= FULL_ROUNDS
+
+        return self._counted(replace(self._plan({}), enough=enough, prepare=prepare, contexts=contexts))
+
+    def dependence(self, names: Sequence[str]) -> dict[str, Dependence]:
+        """Whether what the loop backpropagates changes when each of these parameters is moved."""
+        from pytest_trainloop.evidence.dependence import dependence
+
+        return dependence(self, names)
+
+    def cut(self, names: Sequence[str], kinds: set[Kind]) -> tuple[Cut | None, set[str]]:
+        """The operation that keeps the gradient from these parameters, and which parameters entered some computation."""
+        from pytest_trainloop.evidence.cut import find_cut
+
+        return find_cut(self, names, kinds)
+
+    def exposed(self, names: Sequence[str]) -> set[str]:
+        """Those of the parameters whose result an inner component gives out and its user leaves unused."""
+        from pytest_trainloop.evidence.exposed import exposed
+
+        return exposed(self, names)
+
+    def _first_look(self) -> frozenset[str]:
+        with preserved():
+            first = build(self.make, self._fixed, self._seed)
+            second = build(self.make, self._fixed, self._seed)
+            require_fresh(first, second)
+        given = {name for name in TrainLoop.field_names() if getattr(first, name) is not None}
+        if given & {"fit", "step"}:
+            given.add("fit")
+        if given & {"fit", "loss"}:
+            given.add("run")
+        return frozenset(given)
+
+    def _plan(self, knobs: Mapping[str, Any]) -> Plan:
+        unknown = [name for name in knobs if name not in self.knobs]
+        if unknown:
+            raise CannotDecide(f"the function has no knob {unknown[0]!r}: give it a keyword default, or map one with knobs={{...}}")
+        user = {self.knobs[name]: value for name, value in knobs.items()}
+        accumulate = int(knobs.get("accumulate", 1))
+        return Plan(
+            knobs={**self._fixed, **user},
+            seed=self._seed,
+            seconds=self._seconds,
+            count=FULL_ROUNDS if accumulate == 1 else WINDOWS * accumulate + 1,
+            read_ahead=2 * accumulate + 8,
+        )
+
+    def _long_enough(self, plan: Plan) -> Record:
+        """The run, made again with more batches where it read ahead or accumulated over more than it was given."""
+        record = self._counted(plan)
+        for count in READ_AHEAD_BUDGETS:
+            if record.steps >= ENOUGH_ROUNDS or record.raised is not None or not _could_step(record):
+                break
+            record = self._counted(replace(plan, count=count, read_ahead=None))
+        return record
+
+    def _counted(self, plan: Plan) -> Record:
+        record = run(self.make, plan)
+        self.own_steps += record.steps
+        return record
+
+
+class WatchedOnce:
+    """The evidence of one run that was watched from outside and can't be repeated: a record, and no second look."""
+
+    offers = frozenset({"fit", "run"})
+    options: Mapping[str, Any] = {}
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+
+    def has_knob(self, name: str) -> bool:
+        return False
+
+    def run(self, **knobs: Any) -> Record:
+        return self._record
+
+    def dependence(self, names: Sequence[str]) -> dict[str, Dependence]:
+        raise CannotDecide(
+            f"{some(names)}: no gradient was seen; whether the loss depends on {them(names)} takes further runs: return a TrainLoop from a marked test"
+        )
+
+    def cut(self, names: Sequence[str], kinds: set[Kind]) -> tuple[Cut | None, set[str]]:
+        return None, set()
+
+    def exposed(self, names: Sequence[str]) -> set[str]:
+        return set()
+
+
+def _could_step(record: Record) -> bool:
+    from pytest_trainloop.observe.record import Backward
+
+    return bool(record.of(Backward)) and not record.moved_by_hand()
+
+
+def _indices(record: Record, names: set[str]) -> set[int]:
+    return {p.index for p in record.parameters if p.name in names}
+
+

@@ -1,0 +1,101 @@
+"""The batches that ``fit`` is given: sized, re-iterable, fresh copies, and empty once the budget is spent."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from pytest_trainloop import batch as nests
+from pytest_trainloop.errors import UsageError
+from pytest_trainloop.evidence.guard import StopFit
+from pytest_trainloop.loop import TrainLoop
+
+EMPTY_PASSES = 64
+"""Passes over the spent batches after which a loop is taken for one that never ends."""
+
+
+class Batches(Sequence[Any]):
+    """``count`` batches. ``spent`` says whether the loop has done enough; ``stepped`` whether it has made a step yet.
+
+    A pass in which no step happens ends after ``read_ahead`` items: such a loop collects its batches first. Unknown attributes are asked of the
+    project's own loader, so that ``batches.dataset`` or ``batches.batch_size`` work.
+    """
+
+    def __init__(
+        self, loop: TrainLoop, count: int, *, spent: Callable[[], bool], stepped: Callable[[], bool], read_ahead: int | None
+    ) -> None:
+        self._loop = loop
+        self._count = count
+        self._spent = spent
+        self._stepped = stepped
+        self._read_ahead = read_ahead
+        self._source = _source(loop, count)
+        self._cache: list[Any] = []
+        self._empty_passes = 0
+        self.taken = 0
+        self.cut_short = False
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or self._loop.batches is None:
+            raise AttributeError(f"the batches given to fit have no attribute {name!r}; they are a sized sequence")
+        return getattr(self._loop.batches, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._count))]
+        position = range(self._count)[index]
+        self.taken += 1
+        return nests.copy(self._nth(position))
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._spent():
+            self._empty_passes += 1
+            if self._empty_passes > EMPTY_PASSES:
+                raise StopFit
+        return self._pass()
+
+    def _pass(self) -> Iterator[Any]:
+        for position in range(self._count):
+            if self._spent():
+                self.cut_short = True
+                return
+            if self._read_ahead is not None and position >= self._read_ahead and not self._stepped():
+                self.cut_short = True
+                return
+            try:
+                item = nests.copy(self._nth(position))
+            except IndexError:
+                return
+            self.taken += 1
+            yield item
+
+    def _nth(self, position: int) -> Any:
+        while len(self._cache) <= position:
+            try:
+                self._cache.append(next(self._source))
+            except StopIteration:
+                if not self._cache:
+                    raise UsageError("TrainLoop.batches gave no batch; at least one is needed") from None
+                if self._loop.batch is None and not _re_iterable(self._loop.batches):
+                    raise IndexError(position) from None
+                self._source = itertools.cycle(list(self._cache))
+        return self._cache[position]
+
+
+def _source(loop: TrainLoop, count: int) -> Iterator[Any]:
+    if loop.batches is None:
+        return itertools.repeat(loop.batch)
+    given = loop.batches
+    if callable(given) and not hasattr(given, "__iter__"):
+        given = given(count)
+    if not isinstance(given, Iterable):
+        raise UsageError(f"TrainLoop.batches is {nests.describe(loop.batches)}; a DataLoader, an iterable, or a function batches(n) is needed")
+    return iter(given)
+
+
+def _re_iterable(batches: Any) -> bool:
+    return not isinstance(batches, Iterator)

@@ -1,0 +1,103 @@
+"""Build a fresh loop under a seed with chosen knobs, and refuse what cannot be judged, in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from pytest_trainloop import batch as nests
+from pytest_trainloop.errors import UsageError, UserCodeError
+from pytest_trainloop.evidence.preserve import seed_all
+from pytest_trainloop.evidence.raised import user_error
+from pytest_trainloop.loop import TrainLoop
+
+Make = Callable[..., Any]
+
+
+def build(make: Make, knobs: Mapping[str, Any], seed: int) -> TrainLoop:
+    """A fresh loop. Raises ``UsageError`` for what is no loop and ``UserCodeError`` where the user's function raised."""
+    seed_all(seed)
+    try:
+        loop = make(**knobs)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UserCodeError(user_error(error, "building the loop")) from error
+    if not isinstance(loop, TrainLoop):
+        raise UsageError(f"{_name(make)} returned {_what(loop)}; it must return a TrainLoop")
+    _require_loop(loop)
+    return loop
+
+
+def require_fresh(first: TrainLoop, second: TrainLoop) -> None:
+    """Raise ``UsageError`` if two calls of the user's function share a parameter, buffer or optimizer."""
+    known = {id(thing): name for name, thing in _parts(first)}
+    for name, thing in _parts(second):
+        if id(thing) in known:
+            raise UsageError(
+                f"two calls of the function share {name}; build the model and the optimizer inside the function, so that every call gives a fresh"
+                " loop (a model from a fixture or a module-level variable would be trained by every check)"
+            )
+
+
+def _parts(loop: TrainLoop) -> Iterator[tuple[str, Any]]:
+    for prefix, module in loop.modules.items():
+        dot = f"{prefix}." if prefix else ""
+        for name, parameter in module.named_parameters():
+            yield f"the parameter {dot}{name}", parameter
+        for name, buffer in module.named_buffers():
+            yield f"the buffer {dot}{name}", buffer
+    for optimizer in loop.optimizers:
+        yield f"the optimizer {type(optimizer).__name__}", optimizer
+
+
+def _require_loop(loop: TrainLoop) -> None:
+    if not any(True for module in loop.modules.values() for _ in module.parameters()) and not _hidden_parameters(loop):
+        kinds = ", ".join(type(m).__name__ for m in loop.modules.values())
+        raise UsageError(f"TrainLoop.model ({kinds}) has no parameters; a model that can be trained is needed")
+    if loop.fit is None and loop.step is None and loop.loss is None:
+        raise UsageError("TrainLoop got neither fit nor step nor loss; give the project's own loop: fit=lambda batches: train(model, batches)")
+    if loop.batch is None and loop.batches is None:
+        raise UsageError("TrainLoop got neither batch nor batches; an example batch is needed")
+    if loop.batch is not None:
+        nests.require_batch(loop.batch, "batch")
+    for prefix in loop.frozen or ():
+        names = [n for n, t in _parts(loop) if n.startswith("the parameter ")]
+        if not any(n.removeprefix("the parameter ").startswith(prefix) for n in names):
+            raise UsageError(f"TrainLoop.frozen: no parameter's name starts with {prefix!r}; the first names are {_first_names(names)}")
+
+
+def _hidden_parameters(loop: TrainLoop) -> bool:
+    from pytest_trainloop.observe.book import Book
+    from pytest_trainloop.observe.facts import Reader
+
+    book = Book(Reader())
+    for prefix, module in loop.modules.items():
+        book.add_module(module, prefix)
+    return bool(book.entries)
+
+
+def _first_names(names: list[str]) -> str:
+    return ", ".join(n.removeprefix("the parameter ") for n in names[:4])
+
+
+def _what(value: Any) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, nn.Module):
+        return f"a model ({type(value).__name__})"
+    if isinstance(value, (tuple, list, dict)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, torch.Tensor):
+        return "a tensor"
+    return f"a {type(value).__name__}"
+
+
+def _name(make: Make) -> str:
+    function = getattr(make, "func", make)
+    return str(getattr(function, "__qualname__", None) or getattr(function, "__name__", "the function"))
+
+

@@ -1,0 +1,172 @@
+"""The order of calls around a step: clip, unscale, scaler update, scheduler. Plain data, no torch."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+
+from pytest_trainloop.finding import Finding
+from pytest_trainloop.observe.record import Backward, GradWrite, Record, ScalerCall, SchedulerStep, Site, Step
+
+LOGGED_NORM = 1e5
+"""Above this bound a clip is taken for a norm that is logged: no training clips gradients there."""
+
+_LEARNING = ("overfit_one_batch", "update_ratio")
+
+
+def call_order(record: Record) -> Iterator[Finding]:
+    """Faults of call order, each at least twice in the run."""
+    yield from _clips(record)
+    yield from _updates(record)
+    yield from _schedulers(record)
+
+
+def _clips(record: Record) -> Iterator[Finding]:
+    """Clips that come after the step, or while gradients still carry the loss scale."""
+    by_site: dict[Site, list[GradWrite]] = defaultdict(list)
+    for write in record.of(GradWrite):
+        if write.how == "clipped" and _bites(write):
+            by_site[write.site].append(write)
+    for clips in by_site.values():
+        after = [c for c in clips if _after_step(record, c)]
+        scaled = [(c, s) for c in clips if (s := _scaled(record, c)) is not None]
+        if len(after) >= 2 and 2 * len(after) > len(clips):
+            yield _clip_after_step(record, clips, after)
+        elif len(scaled) >= 2:
+            yield _clip_before_unscale(scaled)
+
+
+def _bites(clip: GradWrite) -> bool:
+    if clip.limit is None:
+        return clip.changed
+    return math.isfinite(clip.limit) and clip.limit < LOGGED_NORM
+
+
+def _after_step(record: Record, clip: GradWrite) -> bool:
+    """Whether what happened last to the clipped gradients is that a step consumed them."""
+    mine = set(clip.parameters)
+    for event in reversed(record.events):
+        if event.at >= clip.at:
+            continue
+        if isinstance(event, Step) and event.reads and not event.nested:
+            if any(event.reads[-1].grads.get(i) is not None for i in mine):
+                return event.until > 0
+        elif isinstance(event, Backward) and mine & set(event.arrivals):
+            return False
+    return False
+
+
+def _scaled(record: Record, clip: GradWrite) -> ScalerCall | None:
+    """The call that scaled the loss, if the clipped gradients still carry its factor."""
+    scale: ScalerCall | None = None
+    for event in record.events:
+        if event.at >= clip.at:
+            break
+        if isinstance(event, ScalerCall):
+            scale = event if event.what == "scale" else scale if event.what == "update" else None
+    return scale
+
+
+def _clip_after_step(record: Record, clips: list[GradWrite], after: list[GradWrite]) -> Finding:
+    step = next((s for s in record.of(Step) if s.until and s.at < after[0].at), None)
+    return Finding(
+        cause="clip_after_step",
+        summary=f"gradients are clipped after step() has used them: {len(after)} of {len(clips)} clips change nothing that trains",
+        measured=f"limit {_limit(after[0])}, {len(after)} clips after the step",
+        shown_by=f"order seen: backward, step, {after[0].by.lstrip('_')}",
+        culprits=(after[0].by.lstrip("_"),),
+        where=str(after[0].place),
+        repair=f"clip between backward() and step(){f' (step at line {step.place.line})' if step else ''}",
+        explains=("finite", *_LEARNING),
+    )
+
+
+def _clip_before_unscale(scaled: list[tuple[GradWrite, ScalerCall]]) -> Finding:
+    clip, scale = scaled[0]
+    factor = f"{scale.factor:g}" if math.isfinite(scale.factor) else "the loss scale"
+    return Finding(
+        cause="clip_before_unscale",
+        level="fault" if scale.enabled else "advice",
+        summary=f"gradients are clipped while they still carry the loss scale of {factor}: the limit bites {factor} times too hard",
+        measured=f"limit {_limit(clip)} on gradients times {factor}, in {len(scaled)} steps" + ("" if scale.enabled else " (this scaler is switched off here)"),
+        shown_by="order seen: scale, backward, clip, with no unscale_ between backward and clip",
+        culprits=(clip.by.lstrip("_"),),
+        where=str(clip.place),
+        repair="call scaler.unscale_(optimizer) before clipping",
+        explains=("grad_scaler", *_LEARNING),
+    )
+
+
+def _limit(clip: GradWrite) -> str:
+    return "unknown" if clip.limit is None else f"{clip.limit:g}"
+
+
+def _updates(record: Record) -> Iterator[Finding]:
+    """Scalers that step and are never updated."""
+    for scaler in sorted({c.scaler for c in record.scaler_calls()}):
+        calls = [c for c in record.scaler_calls() if c.scaler == scaler]
+        steps = [c for c in calls if c.what == "step"]
+        again = [c for c in steps if sum(d.optimizer == c.optimizer for d in steps) > 1]
+        if not again or any(c.what == "update" for c in calls):
+            continue
+        refused = record.raised is not None and "update()" in record.raised.message
+        yield Finding(
+            cause="update_missing",
+            level="fault" if again[0].enabled else "advice",
+            summary="scaler.step() is called again and again without scaler.update(): " + ("torch refuses the second step" if refused else "the scale is never adjusted"),
+            measured=f"{len(steps)} scaler steps, 0 updates",
+            shown_by=f"torch raised: {record.raised.summary}" if refused and record.raised else "no update was seen in the run",
+            culprits=("scaler.update()",),
+            where=str(steps[-1].place),
+            repair="call scaler.update() once at the end of each iteration that steps",
+            explains=("grad_scaler", *_LEARNING),
+        )
+
+
+def _schedulers(record: Record) -> Iterator[Finding]:
+    """Schedulers that step between backward and the optimizer's step, from the first batch on.
+
+    A scheduler stepped once before the loop (to leave a rate of 0) is not followed by another step of the same line before the optimizer's; a step that a
+    gradient scaler skipped counts as tried.
+    """
+    for site, steps in _by_site(record).items():
+        first = steps[0]
+        tried = [e.at for e in record.events if _tries(e, first.optimizer)]
+        backwards = [b.at for b in record.backwards()]
+        pairs = 0
+        for step in steps:
+            last_try = max((at for at in tried if at < step.at), default=0)
+            next_try = min((at for at in tried if at > step.at), default=None)
+            ran_backward = any(last_try < at < step.at for at in backwards)
+            pairs += ran_backward and next_try is not None and not any(step.at < at < next_try for at in backwards)
+        if site and first.at < min(tried, default=0) and pairs >= 2 and 4 * pairs >= 3 * len(steps):
+            yield _scheduler_first(record, steps, pairs)
+
+
+def _by_site(record: Record) -> dict[Site, list[SchedulerStep]]:
+    by_site: dict[Site, list[SchedulerStep]] = defaultdict(list)
+    for step in record.of(SchedulerStep):
+        if not step.metric and step.at <= record.full_until:
+            by_site[step.site].append(step)
+    return by_site
+
+
+def _tries(event: object, optimizer: int | None) -> bool:
+    if isinstance(event, Step):
+        return optimizer is None or event.optimizer == optimizer
+    return isinstance(event, ScalerCall) and event.what == "step" and (optimizer is None or event.optimizer == optimizer)
+
+
+def _scheduler_first(record: Record, steps: list[SchedulerStep], pairs: int) -> Finding:
+    rates = [s.rates[0] for s in record.of(Step) if s.rates][:1]
+    return Finding(
+        cause="scheduler_before_optimizer",
+        summary="scheduler.step() runs before optimizer.step(): the first rate of the schedule is never used and every other comes one step early",
+        measured=f"{pairs} of {len(steps)} scheduler steps came between backward and the optimizer's step" + (f"; the first step ran at rate {rates[0]:.3g}" if rates else ""),
+        shown_by="order seen in the first batch: backward, scheduler, optimizer",
+        culprits=(f"{steps[0].scheduler}.step()",),
+        where=str(steps[0].place),
+        repair="call optimizer.step() first, then scheduler.step()",
+        explains=("schedule",),
+    )

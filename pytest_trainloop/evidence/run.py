@@ -1,0 +1,128 @@
+"""One watched run of a fresh loop: build, seed, guard, watch; the outcome is a record."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pytest_trainloop import batch as nests
+from pytest_trainloop.errors import UsageError
+from pytest_trainloop.evidence.batches import Batches
+from pytest_trainloop.evidence.build import Make, build
+from pytest_trainloop.evidence.guard import Guard
+from pytest_trainloop.evidence.preserve import preserved, seed_all
+from pytest_trainloop.evidence.raised import raised
+from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop.observe.record import Raised, Record
+from pytest_trainloop.observe.watch import FULL_ROUNDS, Watch
+
+READ_AHEAD_BUDGETS = (25, 100, 400)
+"""Batches given to a loop that reads ahead, on fresh loops, until it has made enough steps (DESIGN, fit)."""
+
+ENOUGH_ROUNDS = 3
+"""Steps of one optimizer below which a run is tried again with more batches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How one run goes: ``enough`` ends it; ``prepare`` sees the fresh loop and its watch before ``fit``; ``contexts`` are entered around ``fit``."""
+
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    seconds: float = 120.0
+    count: int = FULL_ROUNDS
+    read_ahead: int | None = None
+    enough: Callable[[Record], bool] = lambda record: record.rounds >= FULL_ROUNDS
+    prepare: Callable[[Watch], None] = lambda watch: None
+    contexts: Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]] = lambda watch: ()
+
+
+def run(make: Make, plan: Plan) -> Record:
+    """Watch one run. Raises ``UsageError`` and ``UserCodeError`` as ``build`` does, and ``UsageError`` where ``fit`` never comes back."""
+    began = time.perf_counter()
+    with preserved():
+        loop = build(make, plan.knobs, plan.seed)
+        guard = Guard(plan.seconds)
+        watch = Watch(loop.modules, loop.optimizers, before_step=lambda w: _stop_if_past(w, guard, plan))
+        record = watch.record
+        batches = Batches(
+            loop,
+            plan.count,
+            spent=lambda: plan.enough(record),
+            stepped=lambda: record.steps > 0,
+            read_ahead=plan.read_ahead,
+        )
+        fit = fit_of(loop)
+        with watch, contextlib.ExitStack() as around:
+            with watch.quietly():
+                plan.prepare(watch)
+            for context in plan.contexts(watch):
+                around.enter_context(context)
+            seed_all(plan.seed)
+            with torch.enable_grad():
+                error = guard.call(lambda: fit(batches), lambda: f"after {record.steps} steps")
+        record.items = batches.taken
+    record.knobs = dict(plan.knobs)
+    record.frozen = None if loop.frozen is None else tuple(loop.frozen)
+    record.seconds = time.perf_counter() - began
+    if isinstance(error, UsageError):
+        raise error
+    if error is not None:
+        _note_raised(record, raised(error), after_end=batches.cut_short or guard.stopped or plan.enough(record))
+    record.ended = error is None and not guard.stopped
+    if error is None and not batches.taken:
+        raise UsageError("fit came back without taking a batch; it must iterate over the batches it is given")
+    return record
+
+
+def _stop_if_past(watch: Watch, guard: Guard, plan: Plan) -> None:
+    """The last guard: a loop that has its own copy of the batches is ended from inside its optimizer's step."""
+    if watch.record.rounds >= max(2 * plan.count, 25) or (plan.enough(watch.record) and watch.record.rounds >= 2 * FULL_ROUNDS):
+        guard.stop()
+
+
+def _note_raised(record: Record, what: Raised, *, after_end: bool) -> None:
+    """What a loop raises once its batches were cut off under its feet (a mean over no batches) is none of its faults."""
+    if after_end:
+        record.notes.append(f"fit raised {what.summary} after the batches had ended")
+    else:
+        record.raised = what
+
+
+def fit_of(loop: TrainLoop) -> Callable[[Any], Any]:
+    """The project's loop; its per-batch step repeated; or, where only a loss was given, the plain canonical loop."""
+    if loop.fit is not None:
+        return loop.fit
+    step, loss = loop.step, loop.loss
+    if step is not None:
+
+        def fit(batches: Any) -> None:
+            for batch in batches:
+                step(batch)
+
+        return fit
+    return _canonical(loop, loss)
+
+
+def _canonical(loop: TrainLoop, loss: Any) -> Callable[[Any], None]:
+    optimizers = loop.optimizers or [torch.optim.SGD([p for m in loop.modules.values() for p in m.parameters()], lr=1e-2)]
+
+    def fit(batches: Any) -> None:
+        for batch in batches:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            value = loss(loop.model, batch)
+            if not isinstance(value, torch.Tensor):
+                raise UsageError(f"TrainLoop.loss returned {nests.describe(value)}; a scalar tensor with a history is needed")
+            if value.numel() != 1:
+                raise UsageError(f"TrainLoop.loss returned {nests.describe(value)}; a scalar is needed: take its mean")
+            value.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+
+    return fit

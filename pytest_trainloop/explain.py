@@ -1,0 +1,43 @@
+"""The table of checks and their rule pages, from the check files themselves. No torch, no pytest."""
+
+from __future__ import annotations
+
+import textwrap
+
+from pytest_trainloop import checks
+from pytest_trainloop.errors import UsageError
+from pytest_trainloop.knobs import nearest
+
+_WIDTH = 100
+
+
+def table() -> str:
+    """Every check with its family and what it holds, in causal order."""
+    rows: list[tuple[str, str, str]] = [
+        ("check", "family", "holds that"),
+        *((c.name, c.family, str(c.headline)) for c in checks.registered().values()),
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
+    return "".join(f"{name.ljust(widths[0])}  {family.ljust(widths[1])}  {text}\n" for name, family, text in rows)
+
+
+def page(name: str) -> str:
+    """The rule page of a check and the causes it tells apart; of ``check:cause`` that cause first."""
+    known = checks.registered()
+    check, colon, cause = name.partition(":")
+    if check not in known:
+        raise UsageError(f"there is no check {check!r}; {nearest(check, known)}")
+    found = known[check]
+    if not colon:
+        return f"{check} ({found.family})\n\n{found.page.strip()}\n\n{_causes(found)}"
+    if cause not in found.causes:
+        raise UsageError(f"{check} names no cause {cause!r}; {nearest(cause, found.causes)}")
+    return f"{check}:{cause}\n{_indented(found.causes[cause])}\n{page(check)}"
+
+
+def _causes(check: checks.Check) -> str:
+    return "Causes\n" + "".join(f"  {cause}\n{_indented(proof)}" for cause, proof in check.causes.items())
+
+
+def _indented(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, initial_indent="    ", subsequent_indent="    ") + "\n"

@@ -1,0 +1,128 @@
+"""Which tensors are watched as parameters, by name: declared, found in modules that run, or held by an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from pytest_trainloop.observe.facts import Reader
+from pytest_trainloop.observe.record import Parameter, Role
+
+
+class Book:
+    """Every watched parameter, its index by identity. Holds the tensors for the time of the run, so that no identity is used twice."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.entries: list[Parameter] = []
+        self.tensors: list[torch.Tensor] = []
+        self._index: dict[int, int] = {}
+        self._names: set[str] = set()
+        self._reader = reader
+        self.declaring = False
+        self.modules: dict[int, str] = {}
+        self._kept: list[nn.Module] = []
+
+    def index(self, tensor: torch.Tensor) -> int | None:
+        return self._index.get(id(tensor))
+
+    def add(self, tensor: torch.Tensor, name: str, role: Role, owner: str = "") -> int:
+        """The tensor's index, newly entered if it was not known."""
+        known = self._index.get(id(tensor))
+        if known is not None:
+            return known
+        index = len(self.entries)
+        entry = Parameter(
+            index=index,
+            name=self._fresh(name),
+            role=role,
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            device=str(tensor.device),
+            requires_grad=tensor.requires_grad,
+            owner=owner,
+            declared=self.declaring,
+        )
+        if not _is_lazy(tensor):
+            entry.start = self._reader.fact(tensor)
+        self._index[id(tensor)] = index
+        self.entries.append(entry)
+        self.tensors.append(tensor)
+        return index
+
+    def _fresh(self, name: str) -> str:
+        if name in self._names:
+            name = next(f"{name} ({n})" for n in range(2, 10_000) if f"{name} ({n})" not in self._names)
+        self._names.add(name)
+        return name
+
+    def knows(self, module: nn.Module) -> bool:
+        return id(module) in self.modules
+
+    def add_module(self, root: nn.Module, prefix: str = "") -> list[int]:
+        """Enter a module with all its parameters, registered or kept in plain lists and dicts; the indices that are new."""
+        before = len(self.entries)
+        for path, module in root.named_modules(prefix=prefix):
+            if id(module) not in self.modules:
+                self.modules[id(module)] = path
+                self._kept.append(module)
+            for name, parameter in module.named_parameters(recurse=False):
+                self.add(parameter, f"{path}.{name}" if path else name, "model", owner=path)
+        registered = {id(m) for m in root.modules()}
+        for path, module in list(root.named_modules(prefix=prefix)):
+            for name, hidden in _hidden(module):
+                self._add_hidden(f"{path}.{name}" if path else name, hidden, registered)
+        return list(range(before, len(self.entries)))
+
+    def _add_hidden(self, path: str, hidden: nn.Module | torch.Tensor, registered: set[int]) -> None:
+        if isinstance(hidden, torch.Tensor):
+            if hidden.requires_grad and hidden.is_leaf:
+                self.add(hidden, path, "unregistered", owner=path)
+            return
+        if id(hidden) in registered:
+            return
+        for sub, module in hidden.named_modules(prefix=path):
+            if id(module) not in self.modules:
+                self.modules[id(module)] = sub
+                self._kept.append(module)
+            for name, parameter in module.named_parameters(recurse=False):
+                self.add(parameter, f"{sub}.{name}", "unregistered", owner=sub)
+
+    def path_of(self, module: nn.Module) -> str:
+        """The module's path in the user's names; its class where it is the root or unknown."""
+        return self.modules.get(id(module), "") or type(module).__name__
+
+
+def _hidden(module: nn.Module) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
+    """Modules and parameters in the plain lists, tuples, sets and dicts among a module's attributes."""
+    for name, value in list(vars(module).items()):
+        if name.startswith("_") and name in _NN_INTERNALS:
+            continue
+        for path, item in _items(name, value):
+            if isinstance(item, (nn.Module, nn.Parameter)):
+                yield path, item
+
+
+def _items(name: str, value: Any, depth: int = 2) -> Iterable[tuple[str, Any]]:
+    if depth == 0:
+        return
+    if isinstance(value, dict):
+        pairs: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, (list, tuple)):
+        pairs = enumerate(value)
+    else:
+        return
+    for key, item in list(pairs)[:256]:
+        if isinstance(item, (list, tuple, dict)):
+            yield from _items(f"{name}[{key!r}]", item, depth - 1)
+        else:
+            yield f"{name}[{key!r}]", item
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.parameter.UninitializedTensorMixin)
+
+
+_NN_INTERNALS = frozenset(vars(nn.Module()))

@@ -1,0 +1,165 @@
+"""What passes through torch's functions while a run is watched in full: loss calls, and writes to gradients."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from pytest_trainloop.observe.record import GradWrite, LossCall
+from pytest_trainloop.observe.source import frames_called, here
+
+if TYPE_CHECKING:
+    from pytest_trainloop.observe.watch import Watch
+
+LOSSES = frozenset(
+    """cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div mse_loss l1_loss smooth_l1_loss huber_loss
+    gaussian_nll_loss poisson_nll_loss ctc_loss cosine_embedding_loss margin_ranking_loss hinge_embedding_loss triplet_margin_loss
+    triplet_margin_with_distance_loss soft_margin_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss""".split()
+)
+
+_GRAD = torch.Tensor.grad
+_DATA = torch.Tensor.data
+_OPERATORS = frozenset({"__imul__", "__itruediv__", "__idiv__", "__iadd__", "__isub__"})
+_UNSCALING = "_amp_foreach_non_finite_check_and_unscale_"
+
+
+class Functions(TorchFunctionMode):
+    """The function mode of the full density. Inside an optimizer's step nothing is looked at but what a closure does."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+        self._gradients: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self.active = True
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        watch = self._watch
+        if not self.active or watch.quiet or watch.stepping:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name == "__get__" and args:
+            return self._read(func, args, kwargs)
+        if name in ("__set__", "__delete__") and getattr(func, "__self__", None) is _GRAD:
+            self._set(name, args)
+        elif self._gradients and args and _writes_in_place(name):
+            return self._in_place(name, func, args, kwargs)
+        elif name in LOSSES and getattr(F, name, None) is func:
+            return self._loss(name, func, args, kwargs)
+        elif func in watch.gradients.originals:
+            return watch.gradients.during(watch.gradients.originals[func], func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Remember which tensors are gradients: every write in place begins with reading ``.grad``."""
+        out = func(*args, **kwargs)
+        owner = getattr(func, "__self__", None)
+        if owner is _GRAD:
+            index = self._watch.book.index(args[0])
+            if index is not None and isinstance(out, torch.Tensor):
+                self._gradients[id(out)] = (weakref.ref(out), index)
+            elif out is None and sys._getframe(2).f_code.co_name == "zero_grad":
+                self._note("none", [] if index is None else [index], "zero_grad")
+        elif owner is _DATA and isinstance(out, torch.Tensor):
+            index = self._parameter_of(args[0])
+            if index is not None:
+                self._gradients[id(out)] = (weakref.ref(out), index)
+        return out
+
+    def _parameter_of(self, tensor: Any) -> int | None:
+        """The parameter whose gradient this tensor is, if it is one."""
+        known = self._gradients.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else None
+
+    def _set(self, name: str, args: tuple[Any, ...]) -> None:
+        index = self._watch.book.index(args[0])
+        if index is None:
+            return
+        value = args[1] if name == "__set__" and len(args) > 1 else None
+        if value is None:
+            self._note("none", [index], "zero_grad" if frames_called("zero_grad", 4) else "grad = None")
+        elif self._parameter_of(value) != index:
+            self._note("assigned", [index], "grad = ...")
+
+    def _in_place(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        targets = args[0] if isinstance(args[0], (list, tuple)) else (args[0],)
+        written = {i: t for t in targets if (i := self._parameter_of(t)) is not None}
+        if not written or name == _UNSCALING:
+            return func(*args, **kwargs)
+        if name in ("zero_", "_foreach_zero_") or (name == "fill_" and args[1:] == (0,)):
+            self._note("zero", list(written), "zero_grad" if frames_called("zero_grad", 6) else name)
+            return func(*args, **kwargs)
+        clip = frames_called("clip", 8)
+        if clip is None:
+            self._note("altered", list(written), name)
+            return func(*args, **kwargs)
+        return self._clip(clip, written, func, args, kwargs)
+
+    def _clip(self, frame: Any, written: dict[int, torch.Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        watch = self._watch
+        limit = frame.f_locals.get("max_norm", frame.f_locals.get("clip_value"))
+        with watch.quietly():
+            before = {i: watch.reader.fact(t) for i, t in written.items()}
+        out = func(*args, **kwargs)
+        event = self._note("clipped", list(written), frame.f_code.co_name)
+        with watch.quietly():
+            event.limit = float(limit) if isinstance(limit, (int, float)) else event.limit
+            event.before.update(before)
+            event.after.update({i: watch.reader.fact(t) for i, t in written.items()})
+        return out
+
+    def _note(self, how: Any, indices: list[int], by: str) -> GradWrite:
+        """Add the write, or join it to the one before it if it is of the same kind and place."""
+        watch = self._watch
+        with watch.quietly():
+            place, site = here(3)
+            last = watch.record.events[-1] if watch.record.events else None
+            if isinstance(last, GradWrite) and last.how == how and last.site[:1] == site[:1] and not set(indices) & set(last.parameters):
+                last.parameters.extend(indices)
+                return last
+            event = GradWrite(at=watch.tick(), place=place, site=site, how=how, parameters=list(indices), by=by)
+            watch.add(event)
+            return event
+
+    def _loss(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        watch = self._watch
+        out = func(*args, **kwargs)
+        with watch.quietly():
+            given = args[0] if args else kwargs.get("input")
+            target = args[1] if len(args) > 1 else kwargs.get("target")
+            place, site = here(2)
+            call = LossCall(
+                at=watch.tick(),
+                place=place,
+                site=site,
+                name=name,
+                input_shape=_shape(given),
+                input_dtype=_dtype(given),
+                target_shape=_shape(target),
+                target_dtype=_dtype(target),
+                reduction=str(kwargs.get("reduction", "mean")),
+            )
+            if isinstance(out, torch.Tensor) and out.numel() == 1:
+                watch.reader.scalar(out, lambda value: setattr(call, "value", value))
+            watch.add(call)
+        return out
+
+
+def _writes_in_place(name: str) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or name in _OPERATORS
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def _dtype(value: Any) -> str:
+    return str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else ""

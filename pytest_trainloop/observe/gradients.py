@@ -1,0 +1,113 @@
+"""Backward passes: their roots, and the gradient that each brings to each parameter."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.hooks import RemovableHandle, unserializable_hook
+
+from pytest_trainloop.observe.record import Arrival, Backward, Root
+from pytest_trainloop.observe.source import NOWHERE, here
+
+if TYPE_CHECKING:
+    from pytest_trainloop.observe.taps import Taps
+    from pytest_trainloop.observe.watch import Watch
+
+
+class Gradients:
+    """Tensor hooks on every watched parameter, and taps on the two doors of autograd."""
+
+    def __init__(self, watch: Watch, taps: Taps) -> None:
+        self._watch = watch
+        self._handles: dict[int, RemovableHandle] = {}
+        self.originals: dict[Any, str] = {torch.autograd.backward: "backward", torch.autograd.grad: "grad"}
+        for name in ("backward", "grad"):
+            taps.put(torch.autograd, name, functools.partial(self._tapped, name))
+
+    def hook(self, indices: Iterable[int]) -> None:
+        """Watch what arrives at these parameters, as soon as they require grad."""
+        for index in indices:
+            tensor = self._watch.book.tensors[index]
+            if index not in self._handles and tensor.requires_grad and tensor.is_leaf:
+                self._handles[index] = tensor.register_hook(self._arrival_hook(index))
+
+    def hooked(self, index: int) -> bool:
+        return index in self._handles
+
+    def remove(self) -> None:
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def _tapped(self, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            return self.during(kind, original, args, kwargs)
+
+        return watched
+
+    def during(self, kind: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call one of autograd's doors with a backward event open."""
+        watch = self._watch
+        if watch.backward is not None:
+            return function(*args, **kwargs)
+        with watch.quietly():
+            event = self._open(kind, args, kwargs)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            event.until = watch.tick()
+            watch.backward = None
+
+    def _open(self, kind: str, args: Any, kwargs: Any) -> Backward:
+        watch = self._watch
+        watch.motion.look()
+        place, site = here(3)
+        watch.backward_opened()
+        event = Backward(at=watch.tick(), place=place, site=site, kind="grad" if kind == "grad" else "backward")
+        given = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+        for tensor in [given] if isinstance(given, torch.Tensor) else list(given or ()):
+            if isinstance(tensor, torch.Tensor):
+                event.roots.append(self._root(tensor))
+        watch.add(event)
+        watch.backward = event
+        return event
+
+    def _root(self, tensor: torch.Tensor) -> Root:
+        root = Root(requires_grad=tensor.requires_grad, shape=tuple(tensor.shape))
+        if tensor.numel() == 1 and not tensor.is_complex():
+            self._watch.reader.scalar(tensor, functools.partial(setattr, root, "value"))
+        return root
+
+    def _arrival_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        watch = self._watch
+
+        @unserializable_hook  # type: ignore[untyped-decorator]
+        def arrived(gradient: torch.Tensor) -> None:
+            with watch.quietly(), torch.no_grad():
+                event = watch.backward or self._unseen_backward()
+                residual = watch.book.tensors[index].grad if event.kind == "backward" else None
+                event.arrivals.setdefault(index, []).append(
+                    Arrival(
+                        at=watch.tick(),
+                        incoming=watch.reader.fact(gradient),
+                        residual=None if residual is None else watch.reader.fact(residual),
+                        steps_since_forward=watch.steps_on[index]
+                        - watch.steps_at_forward.get(index, watch.steps_on[index]),
+                    )
+                )
+
+        return arrived  # type: ignore[no-any-return]
+
+    def _unseen_backward(self) -> Backward:
+        """A backward that passed neither door (started from C++): one event until the next of another kind."""
+        watch = self._watch
+        last = watch.record.events[-1] if watch.record.events else None
+        if isinstance(last, Backward) and not last.roots:
+            return last
+        event = Backward(at=watch.tick(), place=NOWHERE, site=(), kind="backward")
+        watch.add(event)
+        return event

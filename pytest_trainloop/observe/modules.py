@@ -1,0 +1,93 @@
+"""Forward passes: which module is called from outside, in which grad, training and autocast mode."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from pytest_trainloop.observe.record import Forward
+from pytest_trainloop.observe.source import frames_called, here
+
+if TYPE_CHECKING:
+    from pytest_trainloop.observe.watch import Watch
+
+
+class Modules:
+    """Global module hooks; ``stack`` holds the modules being called, innermost last."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self.stack: list[nn.Module] = []
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        watch = self._watch
+        with watch.quietly():
+            if not self.stack:
+                self._root_called(module)
+            self.stack.append(module)
+            self._note_use(module, args)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.stack:
+            self.stack.pop()
+
+    def _root_called(self, module: nn.Module) -> None:
+        watch = self._watch
+        if not watch.book.knows(module) or watch.book_may_be_stale(module):
+            watch.enter_module(module)
+        place, site = here(2)
+        watch.add(
+            Forward(
+                at=watch.tick(),
+                place=place,
+                site=site,
+                module=watch.book.path_of(module),
+                grad_enabled=torch.is_grad_enabled(),
+                inference=torch.is_inference_mode_enabled(),
+                training=module.training,
+                autocast=_autocast(),
+                in_backward=watch.backward is not None,
+                in_eval=tuple(watch.book.path_of(m) for m in module.modules() if not m.training),
+            )
+        )
+
+    def _note_use(self, module: nn.Module, args: Any) -> None:
+        watch = self._watch
+        grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        empty = any(isinstance(a, torch.Tensor) and a.numel() == 0 for a in args)
+        checkpointed = not grad and frames_called("checkpoint", 60) is not None
+        for parameter in module.parameters(recurse=False):
+            index = watch.book.index(parameter)
+            if index is None:
+                continue
+            entry = watch.book.entries[index]
+            if empty:
+                entry.calls_empty += 1
+            elif grad:
+                entry.calls_with_grad += 1
+                entry.calls_in_eval += not module.training
+            elif checkpointed:
+                entry.calls_in_checkpoint += 1
+            else:
+                entry.calls_without_grad += 1
+            if watch.backward is None:
+                watch.steps_at_forward[index] = watch.steps_on[index]
+
+
+def _autocast() -> str:
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            return f"{device}:{str(torch.get_autocast_dtype(device)).removeprefix('torch.')}"
+    return ""

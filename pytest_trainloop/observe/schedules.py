@@ -1,0 +1,138 @@
+"""Scheduler steps and gradient scalers, which have no hooks of their own."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from pytest_trainloop.observe.record import ScalerCall, SchedulerStep
+from pytest_trainloop.observe.source import here
+
+if TYPE_CHECKING:
+    from pytest_trainloop.observe.taps import Taps
+    from pytest_trainloop.observe.watch import Watch
+
+
+class Schedules:
+    """Taps on ``step`` of every scheduler class known when the run begins."""
+
+    def __init__(self, watch: Watch, taps: Taps) -> None:
+        self._watch = watch
+        self._depth = 0
+        for cls in _with_subclasses(LRScheduler):
+            if "step" in vars(cls):
+                taps.put(cls, "step", self._tapped)
+
+    def _tapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._depth == 0 and not _under_construction():
+                self._note(scheduler, args, kwargs)
+            self._depth += 1
+            try:
+                return original(scheduler, *args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return step
+
+    def _note(self, scheduler: Any, args: Any, kwargs: Any) -> None:
+        watch = self._watch
+        with watch.quietly():
+            optimizer = getattr(scheduler, "optimizer", None)
+            place, site = here(3)
+            watch.add(
+                SchedulerStep(
+                    at=watch.tick(),
+                    place=place,
+                    site=site,
+                    scheduler=type(scheduler).__name__,
+                    optimizer=None if optimizer is None else watch.optimizers.index(optimizer),
+                    metric=isinstance(scheduler, ReduceLROnPlateau) or bool(args or kwargs),
+                )
+            )
+
+
+def _under_construction() -> bool:
+    """Whether torch itself steps the scheduler for the first time, inside its constructor."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") == LRScheduler.__module__:
+        if frame.f_code.co_name in ("__init__", "_initial_step"):
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
+
+
+class Scalers:
+    """Taps on the gradient scaler's calls: the order of scale, unscale, step and update, and the steps it skipped."""
+
+    def __init__(self, watch: Watch, taps: Taps) -> None:
+        self._watch = watch
+        self._kept: dict[int, Any] = {}
+        for cls in _with_subclasses(GradScaler):
+            for name, watched in (("scale", self._scale), ("unscale_", self._unscale), ("step", self._step), ("update", self._update)):
+                if name in vars(cls):
+                    taps.put(cls, name, functools.partial(_around, watched))
+
+    def _call(self, scaler: Any, what: Any, optimizer: Any = None) -> ScalerCall:
+        watch = self._watch
+        self._kept[id(scaler)] = scaler
+        with watch.quietly():
+            place, site = here(4)
+            call = ScalerCall(
+                at=watch.tick(), place=place, site=site, what=what, enabled=scaler.is_enabled(), scaler=list(self._kept).index(id(scaler))
+            )
+            if optimizer is not None:
+                call.optimizer = watch.optimizers.index(optimizer)
+            watch.add(call)
+        return call
+
+    def _scale(self, original: Callable[..., Any], scaler: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        call = self._call(scaler, "scale")
+        out = original(scaler, outputs, *args, **kwargs)
+        if isinstance(out, torch.Tensor) and out.numel() == 1 and call.enabled:
+            with self._watch.quietly(), torch.no_grad():
+                self._watch.reader.scalar(out / outputs, functools.partial(setattr, call, "factor"))
+        return out
+
+    def _unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
+        self._call(scaler, "unscale", optimizer)
+        return original(scaler, optimizer)
+
+    def _step(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        call = self._call(scaler, "step", optimizer)
+        before = self._watch.record.steps
+        out = original(scaler, optimizer, *args, **kwargs)
+        call.stepped = self._watch.record.steps > before
+        return out
+
+    def _update(self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        self._call(scaler, "update")
+        return original(scaler, *args, **kwargs)
+
+
+def _around(watched: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        return watched(original, scaler, *args, **kwargs)
+
+    return call
+
+
+def _with_subclasses(cls: type) -> Iterator[type]:
+    seen: set[type] = set()
+    todo = [cls]
+    while todo:
+        one = todo.pop()
+        if one not in seen:
+            seen.add(one)
+            todo.extend(one.__subclasses__())
+            yield one

@@ -1,0 +1,189 @@
+"""One watched run: every hook put in, two densities, every hook taken out again."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from pytest_trainloop.observe.book import Book
+from pytest_trainloop.observe.facts import Reader
+from pytest_trainloop.observe.functions import Functions
+from pytest_trainloop.observe.gradients import Gradients
+from pytest_trainloop.observe.modules import Modules
+from pytest_trainloop.observe.motion import Motion
+from pytest_trainloop.observe.optimizers import Optimizers
+from pytest_trainloop.observe.record import Backward, Event, Record, Step
+from pytest_trainloop.observe.schedules import Scalers, Schedules
+from pytest_trainloop.observe.taps import Taps
+
+FULL_ROUNDS = 12
+"""Optimizer steps that are watched in full (RULINGS R10)."""
+
+
+FULL_BACKWARDS = 400
+"""Backward passes after which no run is watched in full any more, whatever its steps."""
+
+
+class Watch:
+    """Watches whatever trains inside its ``with`` block; ``record`` is complete once the block is left.
+
+    ``modules`` and ``optimizers`` may be given beforehand; what is not is found from what runs. ``before_step`` is called before each optimizer
+    step and may raise to end the run. Hooks come out after an exception too.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module] | None = None,
+        optimizers: Sequence[Any] = (),
+        *,
+        before_step: Callable[[Watch], None] | None = None,
+        full_rounds: int = FULL_ROUNDS,
+    ) -> None:
+        self._declared = (dict(modules or {}), list(optimizers))
+        self._before_step = before_step
+        self._full_rounds = full_rounds
+        self._clock = itertools.count(1)
+        self._counts: dict[int, int] = {}
+        self.record = Record()
+        self.reader = Reader()
+        self.book = Book(self.reader)
+        self.backward: Backward | None = None
+        self.full = True
+        self._backwards = 0
+        self.quiet = 0
+        self.stepping = 0
+        self.steps_on: dict[int, int] = defaultdict(int)
+        self.steps_at_forward: dict[int, int] = {}
+
+    def __enter__(self) -> Watch:
+        self._taps = Taps()
+        self._exit = contextlib.ExitStack()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._taps.remove)
+            self.gradients = Gradients(self, self._taps)
+            undo.callback(self.gradients.remove)
+            self.motion = Motion(self)
+            self.optimizers = Optimizers(self, self._on_step)
+            undo.callback(self.optimizers.remove)
+            self._schedules = Schedules(self, self._taps)
+            self._scalers = Scalers(self, self._taps)
+            self._enter_declared()
+            self._modules = Modules(self)
+            undo.callback(self._modules.remove)
+            undo.enter_context(torch.compiler.set_stance("force_eager"))
+            self.functions = Functions(self)
+            undo.enter_context(self.functions)
+            self._exit = undo.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            with self.quietly():
+                self._note_end()
+        finally:
+            self._exit.close()
+        self._finish()
+
+    def _enter_declared(self) -> None:
+        modules, optimizers = self._declared
+        self.book.declaring = True
+        for prefix, module in modules.items():
+            self.enter_module(module, prefix)
+        self.book.declaring = not modules
+        for optimizer in optimizers:
+            self.optimizers.index(optimizer, declared=True)
+
+    def _note_end(self) -> None:
+        self.motion.look()
+        for index, tensor in enumerate(self.book.tensors):
+            if not nn.parameter.is_lazy(tensor) and not tensor.is_meta:
+                self.record.end[index] = self.reader.sample_only(tensor)
+
+    def _finish(self) -> None:
+        self.record.parameters = self.book.entries
+        self.reader.resolve()
+        self.record.moves = self.motion.resolve()
+        if self.full:
+            self.record.full_until = self.tick()
+
+    @contextlib.contextmanager
+    def quietly(self) -> Iterator[None]:
+        """Torch calls in here are ours and are not looked at."""
+        self.quiet += 1
+        try:
+            yield
+        finally:
+            self.quiet -= 1
+
+    def tick(self) -> int:
+        return next(self._clock)
+
+    def add(self, event: Event) -> None:
+        self.record.events.append(event)
+
+    def enter_module(self, module: nn.Module, prefix: str = "") -> None:
+        """Watch a module's parameters."""
+        self._counts[id(module)] = sum(1 for _ in module.parameters())
+        self.book.add_module(module, prefix)
+        self.hook_gradients(range(len(self.book.tensors)))
+
+    def book_may_be_stale(self, module: nn.Module) -> bool:
+        """Whether a known module has other parameters than when it was entered, or some that only now require grad."""
+        if not self.full:
+            return False
+        count = 0
+        for parameter in module.parameters():
+            count += 1
+            index = self.book.index(parameter)
+            if index is None or (parameter.requires_grad and not self.gradients.hooked(index)):
+                return True
+        return count != self._counts.get(id(module), count)
+
+    def module_path(self) -> str:
+        """The innermost module being called, in the user's names."""
+        return self.book.path_of(self._modules.stack[-1]) if self._modules.stack else ""
+
+    def hook_gradients(self, indices: Any) -> None:
+        if self.full:
+            self.gradients.hook(indices)
+
+    def _on_step(self) -> None:
+        if self._before_step is not None:
+            self._before_step(self)
+
+    def step_done(self, step: Step) -> None:
+        """Count a step and change to the light density when enough were seen in full."""
+        if step.nested:
+            return
+        record = self.record
+        record.steps += 1
+        optimizer = record.optimizers[step.optimizer]
+        optimizer.steps += 1
+        record.rounds = max(record.rounds, optimizer.steps)
+        for index, grad in (step.reads[-1].grads if step.reads else {}).items():
+            if grad is not None:
+                self.steps_on[index] += 1
+        if self.full and record.rounds >= self._full_rounds:
+            self._lighten()
+
+    def backward_opened(self) -> None:
+        """Count a backward pass: a run that makes an optimizer for every batch leaves the full density too."""
+        self._backwards += 1
+        if self.full and self._backwards > FULL_BACKWARDS:
+            self._lighten()
+
+    def _lighten(self) -> None:
+        """Roots, rates and counts only from here on."""
+        self.motion.look()
+        self.full = False
+        self.record.full_until = self.tick()
+        self.gradients.remove()
+        self._modules.remove()
+        self.functions.active = False

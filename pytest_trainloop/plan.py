@@ -1,0 +1,216 @@
+"""What one loop is checked for, and how its results are judged. Standard library only.
+
+The choice comes from several places: the marker on the function, the ini file, the command line. A name or pattern that
+matches nothing is an error there, since a typo would otherwise switch a check off, or on, for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from pytest_trainloop.errors import UsageError
+from pytest_trainloop.knobs import nearest
+
+if TYPE_CHECKING:
+    from pytest_trainloop.finding import Finding, Result
+
+Known = Mapping[str, Collection[str]]
+"""Every registered check with the causes it can name, in causal order."""
+
+_KEYWORDS = ("only", "skip", "xfail", "knobs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What one place asks for; ``where`` names the place in messages."""
+
+    where: str
+    only: Sequence[str] | None = None
+    skip: Mapping[str, str] = field(default_factory=dict)
+    xfail: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    knobs: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """One entry of skip or xfail: a check, a cause of one, or a pattern for either."""
+
+    entry: str
+    reason: str
+
+    @property
+    def check(self) -> str:
+        return self.entry.partition(":")[0]
+
+    @property
+    def cause(self) -> str:
+        return self.entry.partition(":")[2]
+
+    def covers(self, check: str) -> bool:
+        return fnmatchcase(check, self.check)
+
+    def names(self, finding: Finding) -> bool:
+        return bool(self.cause) and fnmatchcase(finding.cause, self.cause)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One loop's choice: ``checks`` to run or to report as skipped, the reasons in ``skip``, ``options`` by check.
+
+    ``suppress`` and ``expect`` are what skip says of causes, and xfail.
+    """
+
+    checks: tuple[str, ...]
+    skip: Mapping[str, str]
+    options: Mapping[str, Mapping[str, Any]]
+    strict: bool
+    known: Known
+    suppress: tuple[_Rule, ...]
+    expect: tuple[_Rule, ...]
+
+    def judge(self, result: Result) -> Result:
+        """The result after suppression by cause, ``--trainloop-strict`` and xfail."""
+        if result.outcome not in ("passed", "failed"):
+            return result  # a crash or an unreliable run is never what an xfail expected
+        if result.findings:
+            result = replace(result, findings=tuple(self._graded(result.check, f) for f in result.findings))
+            result = result.with_outcome("failed" if result.faults else "passed")
+        rules = [rule for rule in self.expect if rule.covers(result.check)]
+        whole = next((rule for rule in rules if not rule.cause), None)
+        if whole is not None:
+            return _expected_to_fail(result, whole)
+        return self._expected_causes(result, rules)
+
+    def _graded(self, check: str, finding: Finding) -> Finding:
+        for rule in self.suppress:
+            if rule.covers(check) and rule.names(finding):
+                return replace(finding, level="advice", summary=f"{finding.summary} (suppressed: {rule.reason})")
+        return replace(finding, level="fault") if self.strict else finding
+
+    def _expected_causes(self, result: Result, rules: Sequence[_Rule]) -> Result:
+        excused: dict[Finding, str] = {}
+        missing: list[str] = []
+        for rule in rules:
+            if not any(fnmatchcase(cause, rule.cause) for cause in self.known.get(result.check, ())):
+                continue  # a pattern over several checks; this one cannot name such a cause
+            found = [fault for fault in result.faults if rule.names(fault)]
+            excused.update(dict.fromkeys(found, rule.reason))
+            if not found:
+                missing.append(f"{rule.entry} was not found, but is listed as expected ({rule.reason})")
+        reasons = "; ".join(dict.fromkeys(excused.values()))
+        if not missing and excused and all(fault in excused for fault in result.faults):
+            return result.with_outcome("xfailed", reasons)
+        findings = tuple(
+            replace(f, summary=f"{f.summary} (xfail: {excused[f]})") if f in excused else f for f in result.findings
+        )
+        result = replace(result, findings=findings)
+        return result.with_outcome("failed", f"xfail(strict): {'; '.join(missing)}") if missing else result
+
+
+def choose(known: Known, *places: Wishes, strict: bool = False) -> Plan:
+    """The plan that the given places agree on; where two give a reason for one name, the first place counts."""
+    for wishes in places:
+        _validate(wishes, known)
+    skip = [_Rule(entry, reason) for wishes in places for entry, reason in wishes.skip.items()]
+    options: dict[str, Mapping[str, Any]] = {}
+    for wishes in reversed(places):
+        for check, given in wishes.options.items():
+            options[check] = {**options.get(check, {}), **given}
+    whole = [rule for rule in skip if not rule.cause]
+    return Plan(
+        checks=tuple(check for check in known if all(_wanted(check, wishes) for wishes in places)),
+        skip={check: rule.reason for check in known for rule in reversed(whole) if rule.covers(check)},
+        options=options,
+        strict=strict,
+        known=known,
+        suppress=tuple(rule for rule in skip if rule.cause),
+        expect=tuple(_Rule(entry, reason) for wishes in places for entry, reason in wishes.xfail.items()),
+    )
+
+
+def marker_wishes(where: str, args: Sequence[object], kwargs: Mapping[str, Any], known: Known) -> Wishes:
+    """What a trainloop marker asks for; every keyword that is none of its own must be the name of a check."""
+    if args:
+        raise UsageError(
+            f"{where} got {args[0]!r} by position; keywords are needed: only, skip, xfail, knobs, or a check's name"
+        )
+    for keyword in kwargs:
+        if keyword not in _KEYWORDS and keyword not in known:
+            raise UsageError(f"{where} has no keyword {keyword!r}; {nearest(keyword, [*_KEYWORDS, *known])}")
+    own = {keyword: kwargs[keyword] for keyword in _KEYWORDS if kwargs.get(keyword) is not None}
+    return Wishes(where=where, options={k: v for k, v in kwargs.items() if k not in _KEYWORDS}, **own)
+
+
+def _wanted(check: str, wishes: Wishes) -> bool:
+    return wishes.only is None or any(fnmatchcase(check, pattern) for pattern in wishes.only)
+
+
+def _expected_to_fail(result: Result, rule: _Rule) -> Result:
+    if result.outcome == "failed":
+        return result.with_outcome("xfailed", rule.reason)
+    return result.with_outcome(
+        "failed", f"xfail(strict): {result.check} passed, but is listed as expected to fail ({rule.reason})"
+    )
+
+
+def _validate(wishes: Wishes, known: Known) -> None:
+    where = wishes.where
+    if wishes.only is not None:
+        _validate_only(where, wishes.only, known)
+    for key in ("skip", "xfail"):
+        _validate_reasons(where, key, getattr(wishes, key), known)
+    for check, given in wishes.options.items():
+        if check not in known:
+            raise UsageError(f"{where} gives options to {check!r}, which is no check; {nearest(check, known)}")
+        if not isinstance(given, Mapping) or not all(isinstance(option, str) for option in given):
+            raise UsageError(f"{where}: {check}={given!r}; a dict of options is needed, as in {check}={{'steps': 400}}")
+
+
+def _validate_only(where: str, only: Sequence[str], known: Known) -> None:
+    if isinstance(only, str) or not isinstance(only, (list, tuple, set, frozenset)):
+        raise UsageError(f"{where}: only={only!r}; a list of check names is needed, as in only=['step_order']")
+    if not only:
+        raise UsageError(f"{where}: only is empty, so no check would run; name at least one, or leave it out")
+    for entry in only:
+        if isinstance(entry, str) and ":" in entry:
+            raise UsageError(
+                f"{where}: only={entry!r} names a cause; only chooses whole checks, skip and xfail know causes"
+            )
+        _validate_entry(where, "only", entry, known)
+
+
+def _validate_reasons(where: str, key: str, given: Mapping[str, str], known: Known) -> None:
+    if not isinstance(given, Mapping):
+        raise UsageError(
+            f"{where}: {key}={given!r}; a dict from name to reason is needed, as in {key}={{'step_order': 'why'}}"
+        )
+    for entry, reason in given.items():
+        _validate_entry(where, key, entry, known)
+        if not isinstance(reason, str) or not reason.strip():
+            raise UsageError(
+                f"{where}: {key} of {entry!r} has no reason ({reason!r}); a sentence is needed that says why"
+            )
+
+
+def _validate_entry(where: str, key: str, entry: object, known: Known) -> None:
+    if not isinstance(entry, str) or not entry:
+        raise UsageError(f"{where}: {key} holds {entry!r}; the name of a check is needed")
+    rule = _Rule(entry, "")
+    covered = [check for check in known if rule.covers(check)]
+    if not covered:
+        raise UsageError(f"{where}: {key} names {entry!r}, which matches no check; {_nearest_entry(rule, known)}")
+    if ":" in entry and not any(fnmatchcase(cause, rule.cause) for check in covered for cause in known[check]):
+        hint = nearest(entry, _causes({check: known[check] for check in covered}))
+        raise UsageError(f"{where}: {key} names {entry!r}, which matches no cause; {hint}")
+
+
+def _nearest_entry(rule: _Rule, known: Known) -> str:
+    return nearest(rule.entry, _causes(known)) if rule.cause else nearest(rule.check, known)
+
+
+def _causes(known: Known) -> Iterator[str]:
+    return (f"{check}:{cause}" for check in known for cause in known[check])

@@ -1,0 +1,86 @@
+"""The pytest plugin. PYTEST_DONT_REWRITE
+
+Only what an unused plugin needs is here; the other modules are loaded for a marked test, or with ``--trainloop``.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from pytest_trainloop.plugin import options
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from pytest_trainloop.plugin.byhand import ByHand
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    options.add(parser)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    name = config.getoption("trainloop_explain")
+    if name is None and not config.getoption("trainloop_list"):
+        return None
+    from pytest_trainloop import explain
+    from pytest_trainloop.errors import UsageError
+
+    try:
+        sys.stdout.write(explain.table() if name is None else explain.page(name))
+    except UsageError as error:
+        raise pytest.UsageError(str(error)) from None
+    return 0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for marker in (
+        "trainloop(only=, skip=, xfail=, knobs=, CHECK={}): the function returns a TrainLoop, which --trainloop checks",
+        "trainloop_check(name): set by pytest-trainloop on each of its tests",
+        "trainloop_cuda: set by pytest-trainloop on its tests that run on CUDA",
+    ):
+        config.addinivalue_line("markers", marker)
+    if config.getoption("trainloop") or config.getoption("trainloop_json"):
+        from pytest_trainloop.plugin import active
+
+        active.configure(config)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> None:
+    unittest = sys.modules.get("unittest")
+    # type(obj), since a mock claims to be an instance of whatever it stands for
+    if unittest is not None and issubclass(type(obj), type) and issubclass(cast("type", obj), unittest.TestCase):
+        from pytest_trainloop.plugin import collect
+
+        collect.refuse_test_case(collector, cast("type", obj))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, object, object]:
+    if metafunc.definition.get_closest_marker("trainloop") is None:
+        return (yield)
+    from pytest_trainloop.plugin import collect
+
+    collect.refuse_misuse(metafunc)
+    done = yield
+    if metafunc.config.getoption("trainloop"):
+        collect.one_item_per_check(metafunc)  # after everybody else, so that the check comes last in the id
+    return done
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if not item.config.getoption("trainloop") and item.get_closest_marker("trainloop"):
+        item.add_marker(pytest.mark.skip(reason="needs --trainloop"))
+
+
+@pytest.fixture
+def trainloop(request: pytest.FixtureRequest) -> ByHand:
+    """Checks of training loops by hand: check(name, make), check_loop(make), observe()."""
+    from pytest_trainloop.plugin import byhand
+
+    return byhand.start(request)

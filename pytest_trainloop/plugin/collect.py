@@ -1,0 +1,156 @@
+"""Collection: one item for each check of a marked function, and a clean error for what cannot be one."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_trainloop.errors import UsageError
+from pytest_trainloop.knobs import read_knobs
+from pytest_trainloop.plan import Plan, Wishes, choose, marker_wishes
+from pytest_trainloop.plugin import options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HIDDEN = "trainloop_check"
+"""The argument that multiplies a function by its checks, and the marker that says which one an item is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Duty:
+    """What collection found out about one marked function."""
+
+    plan: Plan
+    knobs: dict[str, str]
+
+
+_DUTIES = pytest.StashKey[dict[str, Duty]]()
+
+
+def duty_of(item: pytest.Item) -> tuple[str, Duty] | None:
+    """The check that an item runs, and its function's duty; None for an ordinary test."""
+    mark = item.get_closest_marker(HIDDEN)
+    if mark is None or not isinstance(item, pytest.Function) or item.parent is None:
+        return None
+    duty = item.config.stash.get(_DUTIES, {}).get(f"{item.parent.nodeid}::{item.originalname}")
+    return (str(mark.args[0]), duty) if duty is not None and mark.args else None
+
+
+def refuse_test_case(collector: pytest.Collector, case: type) -> None:
+    """A TestCase's methods get no fixtures and their return values are dropped: they would pass unchecked."""
+    methods = {name: value for base in reversed(case.__mro__) for name, value in vars(base).items()}
+    method = next((name for name, value in methods.items() if inspect.isfunction(value) and _marked(value)), None)
+    around = collector.get_closest_marker("trainloop") and any(name.startswith("test") for name in methods)
+    if method is not None or around or any(_marked(base) for base in case.__mro__):
+        place = f"{case.__name__}.{method}" if method else case.__name__
+        raise pytest.Collector.CollectError(
+            f"{collector.nodeid}: the trainloop marker is on {place} of a unittest.TestCase; "
+            "it needs a function, or a method of a plain class"
+        )
+
+
+def refuse_misuse(metafunc: pytest.Metafunc) -> None:
+    """Stop at what would pass unchecked, and at parametrize on a knob."""
+    where, function = metafunc.definition.nodeid, metafunc.function
+    for node, mark in metafunc.definition.iter_markers_with_node("trainloop"):
+        if mark.name == "trainloop" and node is not metafunc.definition:
+            raise pytest.Collector.CollectError(
+                f"{node.nodeid or 'the session'}: the trainloop marker is on a {type(node).__name__.lower()}; "
+                "put it on each function that returns a TrainLoop"
+            )
+    kind = _unfit(function)
+    if kind:
+        raise pytest.Collector.CollectError(
+            f"{where} is marked trainloop and is {kind}; a plain function is needed that returns a TrainLoop"
+        )
+    try:
+        knobs = _knobs(metafunc)
+    except UsageError as error:
+        raise pytest.Collector.CollectError(f"{where}: {error}") from None
+    for name in _parametrized(metafunc):
+        knob = next((knob for knob, parameter in knobs.items() if parameter == name), None)
+        if knob is not None:
+            raise pytest.Collector.CollectError(
+                f"{where}: parametrize gives values to {name!r}, the loop's knob {knob!r}, which the checks vary; "
+                f"take {name!r} out of parametrize, or drop its default to have a plain parameter"
+            )
+
+
+def one_item_per_check(metafunc: pytest.Metafunc) -> None:
+    """Multiply the function by the checks of its plan."""
+    try:
+        plan = _plan(metafunc)
+        knobs = _knobs(metafunc)
+    except UsageError as error:
+        raise pytest.Collector.CollectError(str(error)) from None
+    duties = metafunc.config.stash.setdefault(_DUTIES, {})
+    duties[metafunc.definition.nodeid] = Duty(plan=plan, knobs=knobs)
+    cuda = options.settings(metafunc.config).device == "cuda"
+    metafunc.fixturenames.append(HIDDEN)
+    metafunc.parametrize(HIDDEN, [_parameter(check, plan, cuda=cuda) for check in plan.checks] or [_no_check_left()])
+
+
+def _plan(metafunc: pytest.Metafunc) -> Plan:
+    from pytest_trainloop import checks
+
+    known = {name: tuple(check.causes) for name, check in checks.registered().items()}
+    return choose(
+        known,
+        *(
+            marker_wishes(f"{metafunc.definition.nodeid}: the trainloop marker", mark.args, mark.kwargs, known)
+            for mark in metafunc.definition.iter_markers("trainloop")
+        ),
+        *options.wishes(metafunc.config),
+        strict=options.strict(metafunc.config),
+    )
+
+
+def _parameter(check: str, plan: Plan, *, cuda: bool) -> Any:
+    marks = [pytest.mark.trainloop_check(check)]
+    if cuda:
+        marks.append(pytest.mark.trainloop_cuda)
+    if check in plan.skip:
+        marks.append(pytest.mark.skip(reason=plan.skip[check]))
+    return pytest.param(check, id=check, marks=marks)
+
+
+def _no_check_left() -> Any:
+    reason = "no check is left: the marker, the ini file and --trainloop-only choose different ones"
+    return pytest.param("none", id="none", marks=[pytest.mark.trainloop_check("none"), pytest.mark.skip(reason=reason)])
+
+
+def _knobs(metafunc: pytest.Metafunc) -> dict[str, str]:
+    mapping: dict[str, str] = {}
+    for mark in metafunc.definition.iter_markers("trainloop"):
+        given = mark.kwargs.get("knobs")
+        if given is not None and not isinstance(given, dict):
+            return read_knobs(metafunc.function, given)  # says what is wrong with it
+        mapping.update(given or {})
+    ini: Wishes = options.wishes(metafunc.config)[0]
+    return read_knobs(metafunc.function, mapping, project=ini.knobs)
+
+
+def _parametrized(metafunc: pytest.Metafunc) -> Iterator[str]:
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        names = mark.args[0] if mark.args else mark.kwargs.get("argnames", ())
+        yield from (name.strip() for name in names.split(",")) if isinstance(names, str) else names
+
+
+def _unfit(function: Any) -> str:
+    if inspect.iscoroutinefunction(function):
+        return "a coroutine function"
+    if inspect.isasyncgenfunction(function):
+        return "an async generator"
+    if inspect.isfunction(function) and getattr(function, "is_hypothesis_test", False) is True:
+        return "wrapped in hypothesis.given"
+    return ""
+
+
+def _marked(thing: Any) -> bool:
+    marks = vars(thing).get("pytestmark", [])
+    marks = marks if isinstance(marks, list) else [marks]
+    return any(getattr(mark, "name", None) == "trainloop" for mark in marks)

@@ -1,0 +1,37 @@
+"""Node ids: which loop an item belongs to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+
+def loop_of(nodeid: str, check: str) -> str:
+    """The node id without the part that names the check: the same for all items of one loop."""
+    for part, rest in ((f"[{check}]", ""), (f"-{check}]", "]")):
+        if nodeid.endswith(part):
+            return nodeid.removesuffix(part) + rest
+    for part, rest in ((f"-{check}-", "-"), (f"[{check}-", "[")):  # another plugin put its own part behind ours
+        head, found, tail = nodeid.rpartition(part)
+        if found:
+            return head + rest + tail
+    return nodeid
+
+
+def check_in(nodeid: str) -> str:
+    """The last part of a node id's brackets: the check, if a check's item it is."""
+    inside = nodeid[max(nodeid.rfind("["), nodeid.rfind("-")) + 1 : -1]
+    return inside if nodeid.endswith("]") and inside.isidentifier() else ""
+
+
+def scopes(nodeids: Sequence[str], known: Collection[str]) -> dict[str, str]:
+    """The loop of each item of a loop, and each other item's own id.
+
+    A check that the project registered in a deeper conftest is unknown where xdist schedules: it is told by its
+    neighbours, which have the same id but for a known check.
+    """
+    loops = {loop_of(nodeid, check_in(nodeid)) for nodeid in nodeids if check_in(nodeid) in known}
+    stripped = {nodeid: loop_of(nodeid, check_in(nodeid)) if check_in(nodeid) else nodeid for nodeid in nodeids}
+    return {nodeid: loop if loop in loops else nodeid for nodeid, loop in stripped.items()}

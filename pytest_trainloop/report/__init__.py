@@ -1,0 +1,67 @@
+"""Reports: plain data in, text or JSON out. No torch, no pytest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pytest_trainloop.finding import Result
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """The result of one check on one loop; ``nodeid`` is the test item that ran it."""
+
+    loop: str
+    nodeid: str
+    result: Result
+
+    def to_json(self) -> dict[str, Any]:
+        return {"loop": self.loop, "nodeid": self.nodeid, **self.result.to_json()}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Entry:
+        return cls(loop=data["loop"], nodeid=data["nodeid"], result=Result.from_json(data))
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What came of all checks on all loops; ``str()`` is the closing section."""
+
+    entries: tuple[Entry, ...]
+
+    @classmethod
+    def of(cls, loop: str, results: Iterable[Result]) -> Report:
+        """The report on one loop."""
+        return cls(tuple(Entry(loop=loop, nodeid=f"{loop}[{r.check}]", result=r) for r in results))
+
+    @property
+    def ok(self) -> bool:
+        """Whether no check failed and none met an error."""
+        return not any(entry.result.outcome in ("failed", "error") for entry in self.entries)
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        return tuple(entry.result for entry in self.entries)
+
+    def loops(self) -> Iterator[tuple[str, tuple[Entry, ...]]]:
+        """The entries of each loop, loops and entries in the order in which they were given."""
+        for loop in dict.fromkeys(entry.loop for entry in self.entries):
+            yield loop, tuple(entry for entry in self.entries if entry.loop == loop)
+
+    def in_causal_order(self, checks: Sequence[str]) -> Report:
+        """The same report with loops by name, and checks in the given order: the same on every run."""
+        rank = {name: i for i, name in enumerate(checks)}
+
+        def key(entry: Entry) -> tuple[str, int, str]:
+            return entry.loop, rank.get(entry.result.check, len(rank)), entry.nodeid
+
+        return Report(tuple(sorted(self.entries, key=key)))
+
+    def __str__(self) -> str:
+        from pytest_trainloop.report.section import section
+
+        return "\n".join(line.text for line in section(self))

@@ -1,0 +1,53 @@
+"""The JSON report, schema version 1. No torch, no pytest."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pytest_trainloop.report import Entry, Report
+
+VERSION = 1
+
+
+def document(report: Report, environment: dict[str, Any]) -> dict[str, Any]:
+    """The whole report as plain data."""
+    return {
+        "version": VERSION,
+        "environment": environment,
+        "loops": [
+            {
+                "nodeid": loop,
+                "steps": sum(entry.result.steps for entry in entries),
+                "checks": [_check(entry) for entry in entries],
+            }
+            for loop, entries in report.loops()
+        ],
+    }
+
+
+def environment(*, device: str, seed: int) -> dict[str, Any]:
+    """What the loops ran under; versions come from the installed packages, so that torch stays unimported."""
+    return {
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "pytest": _version("pytest"),
+        "pytest_trainloop": _version("pytest-trainloop"),
+        "platform": platform.platform(),
+        "device": device,
+        "seed": seed,
+    }
+
+
+def _check(entry: Entry) -> dict[str, Any]:
+    data = entry.result.to_json()
+    return {"check": data.pop("check"), "nodeid": entry.nodeid, **data}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

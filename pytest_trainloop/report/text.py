@@ -1,0 +1,48 @@
+"""The text of one failed check, as the terminal shows it. No torch, no pytest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pytest_trainloop.finding import Finding, Result
+
+_LABEL = 11
+
+
+def failure_text(result: Result, causes: Mapping[str, str]) -> str:
+    """One block for each fault, or the user's own traceback under one sentence; ``causes`` are the check's texts."""
+    if result.outcome == "error":
+        return _error_text(result)
+    blocks = [_block(fault, causes) for fault in result.faults]
+    if result.reason or not blocks:
+        blocks.insert(0, result.reason or f"{result.check} failed")
+    return "\n\n".join(blocks) + "\n" + _field("more", f"pytest --trainloop-explain {result.check}")
+
+
+def _block(finding: Finding, causes: Mapping[str, str]) -> str:
+    proof = causes.get(finding.cause, "")
+    fields = {
+        "measured": finding.measured,
+        "cause": f"{finding.cause}: {proof}" if proof else finding.cause,
+        "shown by": finding.shown_by,
+        "where": finding.where,
+        "smallest": finding.smallest,
+        "repair": finding.repair,
+        "explains": ", ".join(finding.explains),
+    }
+    return "\n".join([finding.summary, *(_field(label, text) for label, text in fields.items() if text)])
+
+
+def _field(label: str, text: str) -> str:
+    first, *rest = text.splitlines()
+    return "\n".join([label.ljust(_LABEL) + first, *(" " * _LABEL + line for line in rest)])
+
+
+def _error_text(result: Result) -> str:
+    if result.error is None:
+        return result.reason or f"{result.check} met an error"
+    sentence = f"{result.error.stage} raised {result.error.summary}"
+    return f"{sentence}\n\n{result.error.traceback.rstrip()}" if result.error.traceback else sentence

@@ -1,0 +1,28 @@
+"""Names in sentences. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def some(names: Sequence[str], most: int = 4) -> str:
+    """The first names, and how many more there are."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def them(names: Sequence[str]) -> str:
+    return "them" if len(names) > 1 else "it"
+
+
+def they(names: Sequence[str]) -> str:
+    return "they" if len(names) > 1 else "it"
+
+
+def be(names: Sequence[str]) -> str:
+    return "are" if len(names) > 1 else "is"
+
+
+def verb(names: Sequence[str], plural: str) -> str:
+    """A regular verb in the right number: ``verb(["a"], "get")`` is "gets"."""
+    return plural if len(names) > 1 else f"{plural}s"
