@@ -15,7 +15,7 @@ def table() -> str:
     """Every check with its family and what it holds, in causal order."""
     rows: list[tuple[str, str, str]] = [
         ("check", "family", "holds that"),
-        *((c.name, c.family, str(c.headline)) for c in checks.registered().values()),
+        *((c.name, c.family, c.headline) for c in checks.registered().values()),
     ]
     widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
     return "".join(f"{name.ljust(widths[0])}  {family.ljust(widths[1])}  {text}\n" for name, family, text in rows)

@@ -82,7 +82,7 @@ class Subject:
     def _decided(self, check: Check, evidence: Evidence, options: dict[str, Any], reporter: str) -> Result:
         evidence.options = options
         try:
-            findings = tuple(_checked(check, finding) for finding in check.property(evidence))
+            findings = tuple(_checked(check, finding) for finding in check.decide(evidence))
         except CannotDecide as reason:
             return self._raised_in_fit(check, evidence, reporter) or Result(check=check.name, outcome="skipped", reason=str(reason))
         except Unreliable as reason:
@@ -109,7 +109,7 @@ class Subject:
             if other.name == asked.name or not other.needs <= evidence.offers:
                 continue
             with contextlib.suppress(CannotDecide, Unreliable, UserCodeError):
-                if any(f.level == "fault" for f in other.property(evidence)):
+                if any(f.level == "fault" for f in other.decide(evidence)):
                     return True
         return False
 
@@ -228,7 +228,7 @@ def _once(check: Check, evidence: Any) -> Result:
     if absent:
         return Result(check=check.name, outcome="skipped", reason=f"watching once does not offer {absent[0]}: return a TrainLoop from a marked test")
     try:
-        findings = tuple(_checked(check, finding) for finding in check.property(evidence))
+        findings = tuple(_checked(check, finding) for finding in check.decide(evidence))
     except CannotDecide as reason:
         return Result(check=check.name, outcome="skipped", reason=str(reason))
     failed = any(f.level == "fault" for f in findings)

@@ -43,7 +43,7 @@ class Check:
     """
 
     name: str
-    property: Property
+    decide: Property
     family: Family
     rank: int
     needs: frozenset[str]
@@ -86,7 +86,7 @@ def check(
         module = inspect.getmodule(function)
         _registered[name] = Check(
             name=name,
-            property=function,
+            decide=function,
             family=family,
             rank=rank,
             needs=frozenset(needs),

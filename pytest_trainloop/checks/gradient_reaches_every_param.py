@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING
 from pytest_trainloop.checks import check
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
-from pytest_trainloop.wording import be, some, them, verb
+from pytest_trainloop.wording import be, some, them, they, verb
 
 if TYPE_CHECKING:
     from pytest_trainloop.evidence import Evidence
@@ -72,7 +72,7 @@ def gradient_reaches_every_param(evidence: Evidence) -> Iterator[Finding]:
     if not record.of_backward() and not _stopped_at_backward(record):
         raise CannotDecide(f"no backward pass was seen in {record.items} batches")
     suspects = [p for p in record.parameters if _in_scope(record, p)]
-    never = [p for p in suspects if not any(True for _ in record.arrivals(p.index))]
+    never = [p for p in suspects if not record.last_arrivals(p.index)]
     zero = [p for p in suspects if p not in never]
     if never:
         yield from _never_arrives(evidence, record, never)
@@ -82,16 +82,22 @@ def gradient_reaches_every_param(evidence: Evidence) -> Iterator[Finding]:
 
 def _in_scope(record: Record, p: Parameter) -> bool:
     """Held by an optimizer that steps, meant to train, not moved by other hands, and without a gradient so far."""
-    if not p.requires_grad or p.role == "foreign" or record.reached(p.index):
+    if not p.requires_grad or p.role == "foreign" or (record.reached(p.index) and not _stopped_at_backward(record)):
         return False
     if any(p.name.startswith(prefix) for prefix in record.frozen or ()):
         return False
-    if p.index in record.moved_by_hand() or p.shape == () and not p.calls_with_grad and p.dtype.startswith("int"):
+    if p.index in record.moved_by_hand() or _stands_aside(record, p):
         return False
     holders = [record.optimizers[o] for o in record.held.get(p.index, ())]
     if _stopped_at_backward(record) or not any(o.steps for o in record.optimizers):
         return bool(holders) or not record.optimizers
     return any(o.steps for o in holders)
+
+
+def _stands_aside(record: Record, p: Parameter) -> bool:
+    """Whether another copy of the model trains in place of the declared one: that is for ``optimizer_holds_every_param`` to tell."""
+    called = p.calls_with_grad + p.calls_without_grad + p.calls_in_checkpoint
+    return p.declared and not called and any(q.calls_with_grad and not q.declared for q in record.parameters)
 
 
 def _stopped_at_backward(record: Record) -> bool:
@@ -157,11 +163,17 @@ def _adapted(p: Parameter, adapters: Sequence[Parameter]) -> bool:
 
 def _never_arrives(evidence: Evidence, record: Record, never: Sequence[Parameter]) -> Iterator[Finding]:
     depends = evidence.dependence([p.name for p in never])
-    cut_off = [p for p in never if depends[p.name].depends]
+    change = max(d.change for d in depends.values())
+    no_history = not any(root.history for b in record.of_backward() for root in b.roots)
+    behind = [p for p in never if p.checkpoint is not None and not p.calls_with_grad]
+    if behind and any(depends[p.name].depends for p in behind):
+        yield _checkpoint(behind, change)
+        never = [p for p in never if p not in behind]
+    cut_off = [p for p in never if no_history or depends[p.name].depends]
     if cut_off:
-        change = max(depends[p.name].change for p in cut_off)
         yield from _cut(evidence, record, cut_off, change)
-    apart = [p for p in never if not depends[p.name].depends]
+    owners = {p.owner for p in cut_off}
+    apart = [p for p in never if p not in cut_off and p.owner not in owners]
     if apart:
         yield from _unused(evidence, apart)
 
@@ -169,28 +181,24 @@ def _never_arrives(evidence: Evidence, record: Record, never: Sequence[Parameter
 def _cut(evidence: Evidence, record: Record, cut_off: Sequence[Parameter], change: float) -> Iterator[Finding]:
     """One finding for each operation that cuts; what one operation explains is not looked at again."""
     left = list(cut_off)
-    behind = [p for p in left if p.calls_in_checkpoint and not p.calls_with_grad]
-    if behind:
-        yield _checkpoint(record, behind, change)
-        left = [p for p in left if p not in behind]
     while left:
         names = [p.name for p in left]
-        cut = evidence.cut(names, {"detach", "grad_off", "value"})[0]
+        cut = evidence.cut(names, {"detach", "grad_off", "value", "custom"})[0]
         explained = [p for p in left if cut is not None and (not cut.reached or p.name in cut.reached)]
         yield _graph_cut(record, explained or left, change, cut)
         left = [p for p in left if explained and p not in explained]
 
 
-def _checkpoint(record: Record, behind: Sequence[Parameter], change: float) -> Finding:
+def _checkpoint(behind: Sequence[Parameter], change: float) -> Finding:
     names = tuple(p.name for p in behind)
     owner = next((p.owner for p in behind if p.owner), "the segment")
     return Finding(
         cause="checkpoint_cut",
-        summary=f"{some(names)} {verb(names, 'get')} no gradient: {be(names)} behind a re-entrant checkpoint none of whose inputs requires grad",
+        summary=f"{some(names)} {verb(names, 'get')} no gradient: {they(names)} {be(names)} behind a re-entrant checkpoint none of whose inputs requires grad",
         measured=f"0 gradients arrived; moving {them(names)} changes the loss by {change:.1e}",
         shown_by=f"{owner} ran only inside the checkpoint's forward pass without gradients and was never run again in backward",
         culprits=names,
-        where=str(record.first_forward()),
+        where=str(behind[0].checkpoint),
         repair="checkpoint(..., use_reentrant=False); or make the segment's inputs require grad (enable_input_require_grads) before checkpointing is switched on",
         explains=("checkpointing_equivalence", *CONSEQUENCES),
     )
@@ -211,10 +219,12 @@ def _graph_cut(record: Record, cut_off: Sequence[Parameter], change: float, cut:
             repair="look for a value that leaves torch or comes from another thread on the way from these parameters to the loss",
             explains=CONSEQUENCES,
         )
-    off = cut.candidate.kind == "grad_off"
-    op = "no_grad" if off else _operation(cut.candidate.op)
+    off = cut.candidate.kind == "grad_off" and cut.gradient is not None
+    op = "no_grad" if cut.candidate.kind == "grad_off" else _operation(cut.candidate.op)
     module = f" in {cut.candidate.module}" if cut.candidate.module else ""
-    if cut.gradient is not None:
+    if cut.candidate.kind == "custom":
+        shown = f"a gradient comes in at the output of {cut.candidate.op}, and its backward() gives none to any input"
+    elif cut.gradient is not None:
         shown = f"with {'gradients switched on' if off else f'the {op} left out'} at that line, a gradient (largest entry {cut.gradient:.2g}) reaches {names[0]}"
     else:
         shown = f"likely: moving what {op} gave at that line moves the loss by {cut.change:.1e}, and no gradient passes there"
@@ -275,6 +285,10 @@ def _arrives_as_zero(evidence: Evidence, record: Record, zero: Sequence[Paramete
         names = [p.name for p in left]
         cut = evidence.cut(names, {"flat", "dead"})[0]
         if cut is None or not cut.reached:
+            saddle = evidence.starts_at_saddle(names)
+            if saddle:
+                yield _saddle(tuple(saddle), max(saddle.values()))
+                return
             depends = evidence.dependence(names)
             if any(depends[n].depends for n in names):
                 yield _zero_advice(tuple(n for n in names if depends[n].depends))
@@ -293,6 +307,18 @@ def _zero_advice(names: Sequence[str]) -> Finding:
         shown_by="not determined; ruled out: rounding, clamping, units that are off for all data, normalisation over one entry",
         culprits=tuple(names),
         repair="look at what multiplies the result: a gate at zero, an expert without tokens, a group with rate 0 behind it",
+    )
+
+
+def _saddle(names: Sequence[str], gradient: float) -> Finding:
+    return Finding(
+        cause="dead",
+        summary=f"{some(names)} {verb(names, 'start')} at exactly zero together with what multiplies {them(names)}: no gradient can ever leave that point",
+        measured="every gradient that arrived is zero in every entry",
+        shown_by=f"with all weights moved a little a gradient (largest entry {gradient:.2g}) reaches {names[0]}",
+        culprits=tuple(names),
+        repair="initialise only one of the factors to zero (LoRA: B at zero, A random)",
+        explains=("activations_alive", *CONSEQUENCES),
     )
 
 

@@ -76,7 +76,7 @@ def optimizer_holds_every_param(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _is_missing(record: Record, p: Parameter) -> bool:
-    if not p.requires_grad or p.role == "foreign" or p.index in record.held:
+    if p.role == "foreign" or p.index in record.held:
         return False
     if any(p.name.startswith(prefix) for prefix in record.frozen or ()):
         return False

@@ -67,7 +67,7 @@ CAUSES = {
     "two_optimizers": "two optimizers consume the same gradient of the same parameter",
     "clip_after_step": "gradients are clipped after the step has consumed them and before they are wiped",
     "clip_before_unscale": "gradients are clipped while they still carry the loss scale",
-    "scheduler_before_optimizer": "from the first batch on the scheduler steps between backward and the optimizer's step",
+    "scheduler_before_optimizer": "in the first iteration the scheduler steps before any optimizer does, and goes on from the same line",
     "update_missing": "the scaler steps again and again and is never updated",
     "window_left_over": "the run ends with gradients that no step consumed",
 }
@@ -79,12 +79,12 @@ def step_order(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.evidence.ledger import keep
 
     record = evidence.run()
-    if not record.backwards() and not record.steps:
+    order = list(call_order(record))
+    if not order and not record.backwards() and not record.steps:
         raise CannotDecide(
             f"no backward pass and no optimizer step was seen in {record.items} batches; an exception swallowed inside the loop would look like this"
         )
     ledger = keep(record)
-    order = list(call_order(record))
     accounts = list(_accounts_findings(record, ledger))
     yield from [*order, *accounts]
     if evidence.has_knob("accumulate") and not accounts and record.raised is None:
@@ -95,8 +95,13 @@ def step_order(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _accounts_findings(record: Record, ledger: Ledger) -> Iterator[Finding]:
-    silent = set()
-    for finding, optimizers in (*_missing_steps(record, ledger), *_empty_steps(record, ledger), *_late_backwards(record, ledger)):
+    silent: set[int] = set()
+    for finding, optimizers in (
+        *_missing_steps(record, ledger),
+        *_empty_steps(record, ledger),
+        *_late_backwards(record, ledger),
+        *_refused_backward(record),
+    ):
         if not silent & optimizers:
             yield finding
         silent |= optimizers
@@ -131,12 +136,13 @@ def _missing_steps(record: Record, ledger: Ledger) -> Iterator[Judged]:
 
 def _step_missing(record: Record, lost: list[Account], kind: str, mine: set[int]) -> Finding:
     scaled = any(c.what == "scale" for c in record.scaler_calls())
+    names = record.names(mine)
     return Finding(
         cause="step_missing",
         summary=f"{len(lost)} backward passes made gradients, and the {kind} that holds the parameters made no step",
         measured=f"{len(lost)} backward passes, 0 steps, 0 of {len(mine)} parameters changed",
         shown_by="gradients arrive, nothing consumes them, and no parameter differs from its start",
-        culprits=("scaler.step(optimizer)" if scaled else "optimizer.step()",),
+        culprits=("scaler.step(optimizer)" if scaled else "optimizer.step()", *names),
         where=str(lost[0].backward.place),
         repair="call scaler.step(optimizer) and scaler.update() after backward()" if scaled else "call optimizer.step() after backward()",
         explains=CONSEQUENCES,
@@ -153,6 +159,7 @@ def _empty_steps(record: Record, ledger: Ledger) -> Iterator[Judged]:
             continue
         first = next(s for s in ledger.steps if s.optimizer == index)
         wipe = record.wipe_after(lost[0].backward, mine)
+        names = record.names(set().union(*(mine & a.wiped for a in lost)))
         step = str(first.place)
         measured = f"{count} of {every[index]} steps consumed no gradient; {len(lost)} backward passes were wiped unused"
         if first.at < lost[0].backward.at:
@@ -162,7 +169,7 @@ def _empty_steps(record: Record, ledger: Ledger) -> Iterator[Judged]:
                     summary=f"step() runs before backward(): {count} of {every[index]} steps found no gradient to consume",
                     measured=measured,
                     shown_by="the first step comes before the first backward, and what backward brings is wiped before the next step",
-                    culprits=("optimizer.step()",),
+                    culprits=("optimizer.step()", *names),
                     where=step,
                     repair="order: zero_grad(), forward, backward(), step()",
                     explains=CONSEQUENCES,
@@ -176,7 +183,7 @@ def _empty_steps(record: Record, ledger: Ledger) -> Iterator[Judged]:
                     summary=f"gradients are zeroed between backward() and step(): {count} of {every[index]} steps found nothing to consume",
                     measured=measured,
                     shown_by=f"order seen: backward, {wipe.by if wipe else 'zeroing'}, step",
-                    culprits=(wipe.by if wipe else "zero_grad()",),
+                    culprits=(wipe.by if wipe else "zero_grad()", *names),
                     where=str(wipe.place if wipe else lost[0].backward.place),
                     repair="call zero_grad() before backward() or after step(), never between the two",
                     explains=CONSEQUENCES,
@@ -209,12 +216,35 @@ def _late_backwards(record: Record, ledger: Ledger) -> Iterator[Judged]:
                 summary="step() runs between the forward pass and its backward(): each step consumes the gradient of an earlier batch, made at older weights",
                 measured=f"{len(accounts)} of {settled[index]} backward passes belong to a forward pass before the last step",
                 shown_by="the parameters were stepped after their module's forward call and before the gradient arrived",
-                culprits=("optimizer.step()",),
+                culprits=("optimizer.step()", *record.names({i for a in accounts for i in a.consumed})),
                 where=str(between.place),
                 repair="order: zero_grad(), forward, backward(), step()",
                 explains=CONSEQUENCES,
             ),
             {index},
+        )
+
+
+def _refused_backward(record: Record) -> Iterator[Judged]:
+    """Backward passes that torch refused because a step had changed the weights that they need."""
+    if record.raised is None or "modified by an inplace operation" not in record.raised.message or not record.backwards():
+        return
+    refused = record.backwards()[-1]
+    forward = max((f.at for f in record.root_forwards() if f.at < refused.at), default=0)
+    between = [s for s in record.consuming_steps() if forward < s.at < refused.at]
+    if between:
+        yield (
+            Finding(
+                cause="step_before_backward",
+                summary="step() runs between the forward pass and its backward(): the weights that backward needs are changed by then, and torch refuses",
+                measured=f"{len(between)} optimizer steps between the forward pass and its backward; torch raised: {record.raised.summary[:120]}",
+                shown_by="order seen: forward, step, backward",
+                culprits=("optimizer.step()", *record.names(record.optimizers[between[0].optimizer].parameters)),
+                where=str(between[0].place),
+                repair="order: zero_grad(), forward, backward(), step()",
+                explains=CONSEQUENCES,
+            ),
+            {s.optimizer for s in between},
         )
 
 
@@ -259,7 +289,7 @@ def _stale(record: Record, ledger: Ledger) -> Iterator[Judged]:
         names = record.names(again)
         most = max(len(steps) for steps in again.values())
         total = len([s for s in ledger.steps if s.optimizer == index])
-        wrong = record.zeroing_elsewhere(set(again))
+        wrong = record.zeroing_elsewhere(set(again), index)
         where = wrong.place if wrong else next(iter(again.values()))[0].place
         yield (
             Finding(

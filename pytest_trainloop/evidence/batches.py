@@ -8,11 +8,16 @@ from typing import Any
 
 from pytest_trainloop import batch as nests
 from pytest_trainloop.errors import UsageError
+from pytest_trainloop.evidence.double import widen_batch
 from pytest_trainloop.evidence.guard import StopFit
 from pytest_trainloop.loop import TrainLoop
 
 EMPTY_PASSES = 64
 """Passes over the spent batches after which a loop is taken for one that never ends."""
+
+
+PASSES_WITHOUT_STEP = 2
+"""Passes over all batches that a loop may take without an optimizer step before the batches end for good."""
 
 
 class Batches(Sequence[Any]):
@@ -23,8 +28,16 @@ class Batches(Sequence[Any]):
     """
 
     def __init__(
-        self, loop: TrainLoop, count: int, *, spent: Callable[[], bool], stepped: Callable[[], bool], read_ahead: int | None
+        self,
+        loop: TrainLoop,
+        count: int,
+        *,
+        spent: Callable[[], bool],
+        stepped: Callable[[], bool],
+        read_ahead: int | None,
+        double: bool = False,
     ) -> None:
+        self._double = double
         self._loop = loop
         self._count = count
         self._spent = spent
@@ -49,10 +62,11 @@ class Batches(Sequence[Any]):
             return [self[i] for i in range(*index.indices(self._count))]
         position = range(self._count)[index]
         self.taken += 1
-        return nests.copy(self._nth(position))
+        return self._fresh(position)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._spent():
+        if self._spent() or self.taken >= PASSES_WITHOUT_STEP * self._count and not self._stepped():
+            self.cut_short = True
             self._empty_passes += 1
             if self._empty_passes > EMPTY_PASSES:
                 raise StopFit
@@ -67,11 +81,15 @@ class Batches(Sequence[Any]):
                 self.cut_short = True
                 return
             try:
-                item = nests.copy(self._nth(position))
+                item = self._fresh(position)
             except IndexError:
                 return
             self.taken += 1
             yield item
+
+    def _fresh(self, position: int) -> Any:
+        copy = nests.copy(self._nth(position))
+        return widen_batch(copy) if self._double else copy
 
     def _nth(self, position: int) -> Any:
         while len(self._cache) <= position:

@@ -19,6 +19,7 @@ def call_order(record: Record) -> Iterator[Finding]:
     """Faults of call order, each at least twice in the run."""
     yield from _clips(record)
     yield from _updates(record)
+    yield from _scaler_order(record)
     yield from _schedulers(record)
 
 
@@ -107,14 +108,14 @@ def _updates(record: Record) -> Iterator[Finding]:
     for scaler in sorted({c.scaler for c in record.scaler_calls()}):
         calls = [c for c in record.scaler_calls() if c.scaler == scaler]
         steps = [c for c in calls if c.what == "step"]
-        again = [c for c in steps if sum(d.optimizer == c.optimizer for d in steps) > 1]
+        refused = record.raised is not None and ("update()" in record.raised.message or "called after step()" in record.raised.message)
+        again = steps if refused else [c for c in steps if sum(d.optimizer == c.optimizer for d in steps) > 1]
         if not again or any(c.what == "update" for c in calls):
             continue
-        refused = record.raised is not None and "update()" in record.raised.message
         yield Finding(
             cause="update_missing",
             level="fault" if again[0].enabled else "advice",
-            summary="scaler.step() is called again and again without scaler.update(): " + ("torch refuses the second step" if refused else "the scale is never adjusted"),
+            summary="scaler.step() is called again and again without scaler.update(): " + ("torch refuses to go on" if refused else "the scale is never adjusted"),
             measured=f"{len(steps)} scaler steps, 0 updates",
             shown_by=f"torch raised: {record.raised.summary}" if refused and record.raised else "no update was seen in the run",
             culprits=("scaler.update()",),
@@ -124,49 +125,73 @@ def _updates(record: Record) -> Iterator[Finding]:
         )
 
 
-def _schedulers(record: Record) -> Iterator[Finding]:
-    """Schedulers that step between backward and the optimizer's step, from the first batch on.
+def _scaler_order(record: Record) -> Iterator[Finding]:
+    """Scalers that torch refuses to go on with: updated without a step, or stepped before anything was scaled."""
+    calls = record.scaler_calls()
+    if record.raised is None or not calls:
+        return
+    whats = [c.what for c in calls]
+    if whats[-1] == "update" and "step" not in whats and "scale" in whats:
+        yield Finding(
+            cause="step_missing",
+            summary="the loss is scaled and the scaler updated, and scaler.step(optimizer) is never called: nothing trains",
+            measured=f"{whats.count('scale')} losses scaled, 0 steps",
+            shown_by=f"torch raised: {record.raised.summary}",
+            culprits=("scaler.step(optimizer)",),
+            where=str(calls[-1].place),
+            repair="call scaler.step(optimizer) between backward() and scaler.update()",
+            explains=("grad_scaler", *_LEARNING),
+        )
+    elif whats == ["step"] and not record.backwards():
+        yield Finding(
+            cause="step_before_backward",
+            summary="scaler.step() runs before anything was scaled and backpropagated",
+            measured="1 scaler step before the first backward pass",
+            shown_by=f"torch raised: {record.raised.summary}",
+            culprits=("scaler.step(optimizer)",),
+            where=str(calls[0].place),
+            repair="order: zero_grad(), forward, scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()",
+            explains=("grad_scaler", *_LEARNING),
+        )
 
-    A scheduler stepped once before the loop (to leave a rate of 0) is not followed by another step of the same line before the optimizer's; a step that a
-    gradient scaler skipped counts as tried.
+
+def _schedulers(record: Record) -> Iterator[Finding]:
+    """Schedulers that come before the optimizer in the very first iteration, and go on from the same line.
+
+    A scheduler stepped before the loop (to leave a rate of 0, or to catch up with a resumed run) is not followed by another step of the same line once
+    optimizers step; one stepped once for each micro-batch comes more than once before the first step; a step that a gradient scaler skipped counts as tried.
     """
-    for site, steps in _by_site(record).items():
-        first = steps[0]
-        tried = [e.at for e in record.events if _tries(e, first.optimizer)]
-        backwards = [b.at for b in record.backwards()]
-        pairs = 0
-        for step in steps:
-            last_try = max((at for at in tried if at < step.at), default=0)
-            next_try = min((at for at in tried if at > step.at), default=None)
-            ran_backward = any(last_try < at < step.at for at in backwards)
-            pairs += ran_backward and next_try is not None and not any(step.at < at < next_try for at in backwards)
-        if site and first.at < min(tried, default=0) and pairs >= 2 and 4 * pairs >= 3 * len(steps):
-            yield _scheduler_first(record, steps, pairs)
+    tried = [e.at for e in record.events if _tries(e)]
+    if not tried:
+        return
+    for steps in _by_site(record).values():
+        early = [s for s in steps if s.at < tried[0]]
+        if len(early) == 1 and len(steps) > 1:
+            yield _scheduler_first(record, steps, early[0])
 
 
 def _by_site(record: Record) -> dict[Site, list[SchedulerStep]]:
     by_site: dict[Site, list[SchedulerStep]] = defaultdict(list)
     for step in record.of(SchedulerStep):
-        if not step.metric and step.at <= record.full_until:
+        if not step.metric:
             by_site[step.site].append(step)
     return by_site
 
 
-def _tries(event: object, optimizer: int | None) -> bool:
-    if isinstance(event, Step):
-        return optimizer is None or event.optimizer == optimizer
-    return isinstance(event, ScalerCall) and event.what == "step" and (optimizer is None or event.optimizer == optimizer)
+def _tries(event: object) -> bool:
+    return isinstance(event, Step) or (isinstance(event, ScalerCall) and event.what == "step")
 
 
-def _scheduler_first(record: Record, steps: list[SchedulerStep], pairs: int) -> Finding:
+def _scheduler_first(record: Record, steps: list[SchedulerStep], early: SchedulerStep) -> Finding:
     rates = [s.rates[0] for s in record.of(Step) if s.rates][:1]
+    backward = any(b.at < early.at for b in record.backwards())
     return Finding(
         cause="scheduler_before_optimizer",
         summary="scheduler.step() runs before optimizer.step(): the first rate of the schedule is never used and every other comes one step early",
-        measured=f"{pairs} of {len(steps)} scheduler steps came between backward and the optimizer's step" + (f"; the first step ran at rate {rates[0]:.3g}" if rates else ""),
-        shown_by="order seen in the first batch: backward, scheduler, optimizer",
+        measured=f"{len(steps)} scheduler steps, the first before any optimizer step" + (f", which then ran at rate {rates[0]:.3g}" if rates else ""),
+        shown_by=f"order seen in the first iteration: {'backward, ' if backward else ''}scheduler, optimizer",
         culprits=(f"{steps[0].scheduler}.step()",),
-        where=str(steps[0].place),
+        where=str(early.place),
         repair="call optimizer.step() first, then scheduler.step()",
         explains=("schedule",),
     )

@@ -3,6 +3,8 @@
 Two base points: the initial weights, and all trainable weights moved a little (behind a zero-initialised gate nothing depends at first). At each the
 run is made twice under one seed to see its own noise; then with the parameters in question moved by half their root mean square.
 
+Runs are made in float64 (RULINGS R3); where a loop does not run so, in its own precision.
+
 Bound: moving a parameter that the loss does not depend on changes the roots by rounding alone. Rounding differences of one run are a few machine epsilons
 times the growth over the operations between (about the square root of their number: below 1e3 for these sizes), hence 1e3 * eps of the
 lowest precision among root and parameters, and 10 times the difference that two identical runs show.
@@ -43,19 +45,20 @@ class Dependence:
 def dependence(evidence: Evidence, names: Sequence[str]) -> dict[str, Dependence]:
     """For each named parameter, the largest change over both base points."""
     found: dict[str, Dependence] = {}
+    double = _runs_in_double(evidence, names)
     for jitter in (False, True):
-        base = _roots(evidence, _mover((), jitter), names)
-        again = _roots(evidence, _mover((), jitter), names)
+        base = _roots(evidence, _mover((), jitter), names, double)
+        again = _roots(evidence, _mover((), jitter), names, double)
         noise = difference(base, again)
         if noise > 1e-3:
             raise Unreliable(f"two identical runs of the loop backpropagate values that differ by {noise:.1e}; seed every random source inside the function")
-        bound = max(1e3 * _epsilon(evidence), 10 * noise)
+        bound = max(1e3 * _epsilon(evidence, double), 10 * noise)
         todo = [n for n in names if n not in found or not found[n].depends]
-        if difference(base, _roots(evidence, _mover(todo, jitter), names)) <= bound:
+        if difference(base, _roots(evidence, _mover(todo, jitter), names, double)) <= bound:
             found.update({n: Dependence(0.0, bound) for n in todo})
             continue
         for group in _groups(evidence, todo):
-            change = difference(base, _roots(evidence, _mover(group[:1] if len(todo) > MOST else group, jitter), names))
+            change = difference(base, _roots(evidence, _mover(group[:1] if len(todo) > MOST else group, jitter), names, double))
             for n in group:
                 if n not in found or change > found[n].change:
                     found[n] = Dependence(change, bound)
@@ -85,9 +88,14 @@ def _groups(evidence: Evidence, names: Sequence[str]) -> list[list[str]]:
     return list(owners.values())
 
 
-def _roots(evidence: Evidence, prepare: Callable[[Watch], None], names: Sequence[str]) -> list[float]:
-    record = evidence.short_run(prepare, names)
-    return roots_before_first_step(record, names)
+def _runs_in_double(evidence: Evidence, names: Sequence[str]) -> bool:
+    record = evidence.short_run(_mover((), False), names, double=True)
+    native = evidence.run().raised
+    return record.double and (record.raised is None or (native is not None and record.raised.kind == native.kind))
+
+
+def _roots(evidence: Evidence, prepare: Callable[[Watch], None], names: Sequence[str], double: bool) -> list[float]:
+    return roots_before_first_step(evidence.short_run(prepare, names, double=double), names)
 
 
 def roots_before_first_step(record: Record, names: Sequence[str]) -> list[float]:
@@ -121,7 +129,14 @@ def _mover(names: Sequence[str], jitter: bool) -> Callable[[Watch], None]:
     return move
 
 
-def _epsilon(evidence: Evidence) -> float:
+def moved_a_little(watch: Watch) -> None:
+    """Every trainable weight moved by a tenth of its root mean square (those at zero by 0.02)."""
+    _mover((), True)(watch)
+
+
+def _epsilon(evidence: Evidence, double: bool) -> float:
+    if double:
+        return torch.finfo(torch.float64).eps
     dtypes = {p.dtype for p in evidence.run().parameters if p.requires_grad}
     epsilons = [torch.finfo(d).eps for name in dtypes if isinstance(d := getattr(torch, name), torch.dtype) and (d.is_floating_point or d.is_complex)]
     return max(epsilons, default=torch.finfo(torch.float32).eps)

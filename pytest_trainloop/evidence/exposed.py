@@ -50,11 +50,16 @@ class _Exposure:
         if not holds or holds <= direct or self._watch.backward is not None:
             return
         with self._watch.quietly():
-            given_out = {self._watch.book.entries[i].name for i in holds & self._leaves(output) if i is not None}
+            given_out = {self._watch.book.entries[i].name for i in holds & self._optional(output) if i is not None}
         if self._depth:
             self.inside |= given_out
         else:
             self.outermost |= given_out
+
+    def _optional(self, output: Any) -> set[int | None]:
+        """The parameters behind some of several results, but not behind all of them."""
+        behind: list[set[int | None]] = [self._leaves(t) for t in nests.tensors(output) if t.grad_fn is not None]
+        return behind[0].union(*behind) - behind[0].intersection(*behind) if len(behind) > 1 else set()
 
     def _leaves(self, output: Any) -> set[int | None]:
         """The parameters that an output was computed with, read off its graph."""

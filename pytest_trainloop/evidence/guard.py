@@ -108,7 +108,7 @@ def _no_hard_exit(pid: int) -> Iterator[None]:
             original(status)
         raise _Exited(status)
 
-    os._exit = refused  # type: ignore[assignment]
+    os._exit = refused
     try:
         yield
     finally:

@@ -42,7 +42,7 @@ def _states() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": None if numpy is None else numpy.random.get_state(),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None,
+        "cuda": torch.cuda.get_rng_state_all() if _cuda_in_use() else None,
         "dtype": torch.get_default_dtype(),
         "device": torch.get_default_device(),
         "grad": torch.is_grad_enabled(),
@@ -54,6 +54,10 @@ def _states() -> dict[str, Any]:
         "autocast": {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")},
         "cwd": os.getcwd(),
     }
+
+
+def _cuda_in_use() -> bool:
+    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _restore(before: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from pytest_trainloop import batch as nests
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.evidence.batches import Batches
 from pytest_trainloop.evidence.build import Make, build
+from pytest_trainloop.evidence.double import double_precision, widen
 from pytest_trainloop.evidence.guard import Guard
 from pytest_trainloop.evidence.preserve import preserved, seed_all
 from pytest_trainloop.evidence.raised import raised
@@ -29,7 +30,7 @@ ENOUGH_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RunPlan:
     """How one run goes: ``enough`` ends it; ``prepare`` sees the fresh loop and its watch before ``fit``; ``contexts`` are entered around ``fit``."""
 
     knobs: Mapping[str, Any] = field(default_factory=dict)
@@ -40,13 +41,18 @@ class Plan:
     enough: Callable[[Record], bool] = lambda record: record.rounds >= FULL_ROUNDS
     prepare: Callable[[Watch], None] = lambda watch: None
     contexts: Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]] = lambda watch: ()
+    double: bool = False
 
 
-def run(make: Make, plan: Plan) -> Record:
+def run(make: Make, plan: RunPlan) -> Record:
     """Watch one run. Raises ``UsageError`` and ``UserCodeError`` as ``build`` does, and ``UsageError`` where ``fit`` never comes back."""
     began = time.perf_counter()
-    with preserved():
+    with preserved(), contextlib.ExitStack() as precision:
+        torch.set_grad_enabled(True)
+        wide = precision.enter_context(double_precision()) if plan.double else None
         loop = build(make, plan.knobs, plan.seed)
+        if plan.double:
+            widen(loop)
         guard = Guard(plan.seconds)
         watch = Watch(loop.modules, loop.optimizers, before_step=lambda w: _stop_if_past(w, guard, plan))
         record = watch.record
@@ -56,6 +62,7 @@ def run(make: Make, plan: Plan) -> Record:
             spent=lambda: plan.enough(record),
             stepped=lambda: record.steps > 0,
             read_ahead=plan.read_ahead,
+            double=plan.double,
         )
         fit = fit_of(loop)
         with watch, contextlib.ExitStack() as around:
@@ -64,9 +71,9 @@ def run(make: Make, plan: Plan) -> Record:
             for context in plan.contexts(watch):
                 around.enter_context(context)
             seed_all(plan.seed)
-            with torch.enable_grad():
-                error = guard.call(lambda: fit(batches), lambda: f"after {record.steps} steps")
+            error = guard.call(lambda: fit(batches), lambda: f"after {record.steps} steps")
         record.items = batches.taken
+        record.double = wide is not None and not wide.lower_seen
     record.knobs = dict(plan.knobs)
     record.frozen = None if loop.frozen is None else tuple(loop.frozen)
     record.seconds = time.perf_counter() - began
@@ -80,7 +87,7 @@ def run(make: Make, plan: Plan) -> Record:
     return record
 
 
-def _stop_if_past(watch: Watch, guard: Guard, plan: Plan) -> None:
+def _stop_if_past(watch: Watch, guard: Guard, plan: RunPlan) -> None:
     """The last guard: a loop that has its own copy of the batches is ended from inside its optimizer's step."""
     if watch.record.rounds >= max(2 * plan.count, 25) or (plan.enough(watch.record) and watch.record.rounds >= 2 * FULL_ROUNDS):
         guard.stop()
@@ -121,7 +128,7 @@ def _canonical(loop: TrainLoop, loss: Any) -> Callable[[Any], None]:
                 raise UsageError(f"TrainLoop.loss returned {nests.describe(value)}; a scalar tensor with a history is needed")
             if value.numel() != 1:
                 raise UsageError(f"TrainLoop.loss returned {nests.describe(value)}; a scalar is needed: take its mean")
-            value.backward()
+            value.backward()  # type: ignore[no-untyped-call]
             for optimizer in optimizers:
                 optimizer.step()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,6 +13,7 @@ from torch import nn
 
 from pytest_trainloop.observe.facts import Reader
 from pytest_trainloop.observe.record import Parameter, Role
+from pytest_trainloop.observe.source import layer
 
 
 class Book:
@@ -108,21 +112,32 @@ def _hidden(module: nn.Module) -> Iterator[tuple[str, nn.Module | torch.Tensor]]
 def _items(name: str, value: Any, depth: int = 2) -> Iterable[tuple[str, Any]]:
     if depth == 0:
         return
+    dotted = False
     if isinstance(value, dict):
         pairs: Iterable[tuple[Any, Any]] = value.items()
     elif isinstance(value, (list, tuple)):
         pairs = enumerate(value)
+    elif _is_plain_object(value):
+        pairs, dotted = vars(value).items(), True
     else:
         return
     for key, item in list(pairs)[:256]:
-        if isinstance(item, (list, tuple, dict)):
-            yield from _items(f"{name}[{key!r}]", item, depth - 1)
+        path = f"{name}.{key}" if dotted else f"{name}[{key!r}]"
+        if isinstance(item, (nn.Module, nn.Parameter)):
+            yield path, item
         else:
-            yield f"{name}[{key!r}]", item
+            yield from _items(path, item, depth - 1)
+
+
+def _is_plain_object(value: Any) -> bool:
+    """An object of the project's own (or a namespace) that may carry layers; not a tensor, module, class or function, nor a library's."""
+    if isinstance(value, (torch.Tensor, nn.Module, type)) or not hasattr(value, "__dict__") or inspect.isroutine(value):
+        return False
+    return isinstance(value, types.SimpleNamespace) or layer(getattr(sys.modules.get(type(value).__module__), "__file__", None) or "<frozen>") == 2
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.parameter.UninitializedTensorMixin)
+    return nn.parameter.is_lazy(tensor)
 
 
 _NN_INTERNALS = frozenset(vars(nn.Module()))

@@ -32,7 +32,7 @@ class Gradients:
         for index in indices:
             tensor = self._watch.book.tensors[index]
             if index not in self._handles and tensor.requires_grad and tensor.is_leaf:
-                self._handles[index] = tensor.register_hook(self._arrival_hook(index))
+                self._handles[index] = tensor.register_hook(self._arrival_hook(index))  # type: ignore[no-untyped-call]
 
     def hooked(self, index: int) -> bool:
         return index in self._handles
@@ -77,9 +77,9 @@ class Gradients:
         return event
 
     def _root(self, tensor: torch.Tensor) -> Root:
-        root = Root(requires_grad=tensor.requires_grad, shape=tuple(tensor.shape))
-        if tensor.numel() == 1 and not tensor.is_complex():
-            self._watch.reader.scalar(tensor, functools.partial(setattr, root, "value"))
+        root = Root(requires_grad=tensor.requires_grad, shape=tuple(tensor.shape), history=tensor.grad_fn is not None)
+        if tensor.is_floating_point() and tensor.numel():
+            self._watch.reader.scalar(tensor if tensor.numel() == 1 else tensor.detach().sum(), functools.partial(setattr, root, "value"))
         return root
 
     def _arrival_hook(self, index: int) -> Callable[[torch.Tensor], None]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from pytest_trainloop.observe.record import Forward
-from pytest_trainloop.observe.source import frames_called, here
+from pytest_trainloop.observe.record import Forward, Place
+from pytest_trainloop.observe.source import frame_in, here, layer, place_of
 
 if TYPE_CHECKING:
     from pytest_trainloop.observe.watch import Watch
+
+
+_CHECKPOINT = str(Path("torch") / "utils" / "checkpoint.py")
 
 
 class Modules:
@@ -63,11 +67,18 @@ class Modules:
             )
         )
 
+    def _checkpoint_place(self) -> Place:
+        """The line that called the checkpoint."""
+        frame = frame_in(_CHECKPOINT)
+        while frame is not None and layer(frame.f_code.co_filename) == 0:
+            frame = frame.f_back
+        return here(3)[0] if frame is None else place_of(frame.f_code.co_filename, frame.f_lineno)
+
     def _note_use(self, module: nn.Module, args: Any) -> None:
         watch = self._watch
         grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         empty = any(isinstance(a, torch.Tensor) and a.numel() == 0 for a in args)
-        checkpointed = not grad and frames_called("checkpoint", 60) is not None
+        checkpointed = not grad and frame_in(_CHECKPOINT) is not None
         for parameter in module.parameters(recurse=False):
             index = watch.book.index(parameter)
             if index is None:
@@ -80,6 +91,7 @@ class Modules:
                 entry.calls_in_eval += not module.training
             elif checkpointed:
                 entry.calls_in_checkpoint += 1
+                entry.checkpoint = entry.checkpoint or self._checkpoint_place()
             else:
                 entry.calls_without_grad += 1
             if watch.backward is None:

@@ -66,6 +66,7 @@ class Parameter:
     calls_in_checkpoint: int = 0
     calls_empty: int = 0
     calls_in_eval: int = 0
+    checkpoint: Place | None = None
 
 
 @dataclass(slots=True)
@@ -119,6 +120,7 @@ class Root:
     requires_grad: bool
     shape: tuple[int, ...]
     value: float = math.nan
+    history: bool = True
 
 
 @dataclass(slots=True)
@@ -142,6 +144,11 @@ class Backward(Event):
     scaled: bool = False
 
     @property
+    def last_arrivals(self, index: int) -> list[Arrival]:
+        """What arrived at a parameter: in the whole run, or in the last backward pass where an exception ended it."""
+        passes = self.of(Backward)
+        return [a for b in (passes[-1:] if self.raised else passes) for a in b.arrivals.get(index, ())]
+
     def reached(self) -> bool:
         """Whether any parameter got a gradient that is not zero."""
         return any(not a.incoming.zero for arrived in self.arrivals.values() for a in arrived)
@@ -251,6 +258,7 @@ class Record:
     seconds: float = 0.0
     full_until: int = 0
     ended: bool = False
+    double: bool = False
     knobs: dict[str, object] = field(default_factory=dict)
     moves: list[Move] = field(default_factory=list)
     end: dict[int, Fact] = field(default_factory=dict)
@@ -280,10 +288,6 @@ class Record:
         """Every pass of autograd, those that accumulate nowhere included."""
         return self.of(Backward)
 
-    def first_forward(self) -> Place:
-        """The line of the first forward pass."""
-        return next((f.place for f in self.of(Forward)), Place("", 0))
-
     def backwards(self) -> list[Backward]:
         """The backward passes that accumulate gradients."""
         return [b for b in self.of(Backward) if b.kind == "backward"]
@@ -295,6 +299,11 @@ class Record:
     def arrivals(self, index: int) -> Iterator[Arrival]:
         for backward in self.of(Backward):
             yield from backward.arrivals.get(index, ())
+
+    def last_arrivals(self, index: int) -> list[Arrival]:
+        """What arrived at a parameter: in the whole run, or in the last backward pass where an exception ended it."""
+        passes = self.of(Backward)
+        return [a for b in (passes[-1:] if self.raised else passes) for a in b.arrivals.get(index, ())]
 
     def reached(self, index: int) -> bool:
         """Whether a gradient that is not zero arrived at the parameter, or was put there by hand and consumed."""
@@ -321,8 +330,17 @@ class Record:
         after = min((b.at for b in self.backwards() if b.at > backward.at and parameters & set(b.arrivals)), default=None)
         return any(m.at > backward.at and m.since < (after or m.at) and parameters & set(m.parameters) and m.at <= (after or m.at) + 1 for m in self.moves)
 
-    def zeroing_elsewhere(self, parameters: set[int]) -> GradWrite | None:
-        """A zero_grad that comes round with the steps but zeroes none of these, where no other optimizer explains it."""
+    def root_forwards(self) -> list[Forward]:
+        """Forward passes called from outside any module, recomputation in backward left out."""
+        return [f for f in self.of(Forward) if not f.in_backward]
+
+    def consuming_steps(self) -> list[Step]:
+        """The innermost steps."""
+        return [s for s in self.of(Step) if not s.nested]
+
+    def zeroing_elsewhere(self, parameters: set[int], optimizer: int) -> GradWrite | None:
+        """A zero_grad that comes round with the steps but zeroes none of these: other parameters of the same optimizer, parameters that
+        nothing steps, or one more place of zeroing than there are other optimizers to zero."""
         first_step = min((s.at for s in self.of(Step)), default=0)
         zeroings = [w for w in self.of(GradWrite) if w.by == "zero_grad" and w.at > first_step]
         if any(parameters & set(w.parameters) for w in zeroings):
@@ -331,6 +349,9 @@ class Record:
         by_site: dict[Site, GradWrite] = {}
         for write in zeroings:
             by_site.setdefault(write.site, write)
+        partly = [w for w in zeroings if set(w.parameters) & set(self.optimizers[optimizer].parameters)]
+        if partly:
+            return partly[0]
         others = {o for w in zeroings for i in w.parameters for o in held.get(i, ()) if self.optimizers[o].steps}
         idle = [w for w in by_site.values() if not any(self.optimizers[o].steps for i in w.parameters for o in held.get(i, ()))]
         if idle:

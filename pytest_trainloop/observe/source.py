@@ -18,6 +18,7 @@ NOWHERE = Place("", 0)
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
 _LIBRARY = tuple({sysconfig.get_path(k) for k in ("stdlib", "platstdlib", "purelib", "platlib")})
+_GUARD = str(Path(__file__).parents[1] / "evidence" / "guard.py")
 _SITE_DEPTH = 4
 
 
@@ -41,6 +42,8 @@ def here(depth: int = 1) -> tuple[Place, Site]:
     place: tuple[str, int] | None = None
     while frame is not None and (place is None or len(site) < _SITE_DEPTH):
         filename = frame.f_code.co_filename
+        if filename == _GUARD:
+            break  # whoever called fit is no part of the loop
         rank = layer(filename)
         if rank:
             if len(site) < _SITE_DEPTH:
@@ -64,6 +67,19 @@ def _short(filename: str) -> str:
         if path.is_relative_to(base):
             return path.relative_to(base).as_posix()
     return path.name
+
+
+def frame_in(filename: str, limit: int = 60) -> FrameType | None:
+    """The outermost frame within ``limit`` whose file ends so."""
+    frame: FrameType | None = sys._getframe(1)
+    found = None
+    for _ in range(limit):
+        if frame is None:
+            break
+        if frame.f_code.co_filename.endswith(filename):
+            found = frame
+        frame = frame.f_back
+    return found
 
 
 def frames_called(substring: str, limit: int = 12) -> FrameType | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_trainloop.errors import UsageError
-from pytest_trainloop.plugin import options
+from pytest_trainloop.plugin import chosen
 from pytest_trainloop.plugin.closing import Ledger
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 def configure(config: pytest.Config) -> None:
     """Check the options and register the hooks that they need."""
-    settings = options.settings(config)
+    settings = chosen.settings(config)
     try:
-        options.wishes(config)
+        chosen.wishes(config)
     except UsageError as error:
         raise pytest.UsageError(str(error)) from None
     worker = hasattr(config, "workerinput")

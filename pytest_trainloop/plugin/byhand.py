@@ -12,7 +12,8 @@ from pytest_trainloop import checks, runner
 from pytest_trainloop.errors import CheckFailed, TrainLoopError, UsageError
 from pytest_trainloop.finding import Result
 from pytest_trainloop.knobs import nearest, read_knobs
-from pytest_trainloop.plugin import options
+from pytest_trainloop.plan import choose
+from pytest_trainloop.plugin import chosen
 from pytest_trainloop.plugin.outcome import PROPERTY, causes, location, skip_reason
 from pytest_trainloop.report import Entry, Report
 from pytest_trainloop.report.text import failure_text
@@ -60,6 +61,7 @@ class ByHand:
             result = subject.run_check(name, options=options, reporter=self._item.nodeid)
         except UsageError as error:
             raise UsageError(str(error)) from None  # the sentence is enough: nobody reads our frames
+        result = choose({name: tuple(known[name].causes)}, strict=chosen.strict(self._item.config)).judge(result)
         self._note([result])
         if result.outcome == "error":
             raise TrainLoopError(failure_text(result, {}))
@@ -71,8 +73,9 @@ class ByHand:
         """All checks on ``make``, with the keywords of :func:`pytest_trainloop.check_loop`."""
         __tracebackhide__ = True
         settings = _settings(self._item)
+        given = {"seed": settings.seed, "seconds": settings.seconds, "strict": chosen.strict(self._item.config)}
         try:
-            report: Report = runner.check_loop(make, **{"seed": settings.seed, "seconds": settings.seconds, **choice})
+            report = runner.check_loop(make, **{**given, **choice})
         except CheckFailed as error:
             self._note(error.results)
             raise CheckFailed(str(error), error.results) from None
@@ -95,20 +98,20 @@ class ByHand:
 class Observed:
     """An observation whose results reach the reports."""
 
-    def __init__(self, observation: Any, note: Callable[[Sequence[Result]], None]) -> None:
+    def __init__(self, observation: runner.Observation, note: Callable[[Sequence[Result]], None]) -> None:
         self._observation = observation
         self._note = note
 
-    def check(self, *names: str) -> list[Result]:
-        """Judge what was seen, by the named checks or by all; raises ``CheckFailed``."""
+    def check(self, *names: str, raises: bool = True) -> Report:
+        """Judge what was seen, by the named checks or by all; raises ``CheckFailed`` unless ``raises=False``."""
         __tracebackhide__ = True
         try:
-            results: list[Result] = self._observation.check(*names)
+            report = self._observation.check(*names, raises=raises)
         except CheckFailed as error:
             self._note(error.results)
             raise CheckFailed(str(error), error.results) from None
-        self._note(results)
-        return results
+        self._note(report.results)
+        return report
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._observation, name)
@@ -130,4 +133,4 @@ class Outcomes:
 
 
 def _settings(item: pytest.Item) -> runner.Settings:
-    return options.settings(item.config)
+    return chosen.settings(item.config)

@@ -57,7 +57,7 @@ class Ledger:
 
         check = check_in(report.nodeid)
         if check in checks.registered():
-            reason = (report.longreprtext.strip() or "the worker crashed").splitlines()[0]
+            reason = (str(report.longrepr or "").strip() or "the worker crashed").splitlines()[0]
             result = Result(check=check, outcome="error", reason=reason)
             self._entries[report.nodeid] = [
                 Entry(loop=loop_of(report.nodeid, check), nodeid=report.nodeid, result=result)

@@ -11,7 +11,7 @@ import pytest
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.knobs import read_knobs
 from pytest_trainloop.plan import Plan, Wishes, choose, marker_wishes
-from pytest_trainloop.plugin import options
+from pytest_trainloop.plugin import chosen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,7 +89,7 @@ def one_item_per_check(metafunc: pytest.Metafunc) -> None:
         raise pytest.Collector.CollectError(str(error)) from None
     duties = metafunc.config.stash.setdefault(_DUTIES, {})
     duties[metafunc.definition.nodeid] = Duty(plan=plan, knobs=knobs)
-    cuda = options.settings(metafunc.config).device == "cuda"
+    cuda = chosen.settings(metafunc.config).device == "cuda"
     metafunc.fixturenames.append(HIDDEN)
     metafunc.parametrize(HIDDEN, [_parameter(check, plan, cuda=cuda) for check in plan.checks] or [_no_check_left()])
 
@@ -104,8 +104,8 @@ def _plan(metafunc: pytest.Metafunc) -> Plan:
             marker_wishes(f"{metafunc.definition.nodeid}: the trainloop marker", mark.args, mark.kwargs, known)
             for mark in metafunc.definition.iter_markers("trainloop")
         ),
-        *options.wishes(metafunc.config),
-        strict=options.strict(metafunc.config),
+        *chosen.wishes(metafunc.config),
+        strict=chosen.strict(metafunc.config),
     )
 
 
@@ -130,7 +130,7 @@ def _knobs(metafunc: pytest.Metafunc) -> dict[str, str]:
         if given is not None and not isinstance(given, dict):
             return read_knobs(metafunc.function, given)  # says what is wrong with it
         mapping.update(given or {})
-    ini: Wishes = options.wishes(metafunc.config)[0]
+    ini: Wishes = chosen.wishes(metafunc.config)[0]
     return read_knobs(metafunc.function, mapping, project=ini.knobs)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.finding import Result
-from pytest_trainloop.plugin import options, outcome
+from pytest_trainloop.plugin import chosen, outcome
 from pytest_trainloop.plugin.collect import Duty, duty_of
 from pytest_trainloop.plugin.ids import loop_of
 
@@ -27,15 +27,23 @@ class _Loops:
 
     subjects: dict[str, Subject] = field(default_factory=dict)
     waiting: dict[str, set[str]] = field(default_factory=dict)
+    refused: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def subject(self, item: pytest.Function, loop: str, duty: Duty) -> Subject:
         make = _make(item)
         if loop not in self.subjects:
             from pytest_trainloop import runner
 
-            self.subjects[loop] = runner.Subject(loop, make, settings=options.settings(item.config), knobs=duty.knobs)
+            self.subjects[loop] = runner.Subject(loop, make, settings=chosen.settings(item.config), knobs=duty.knobs)
         self.subjects[loop].bind(make)
         return self.subjects[loop]
+
+    def refuse(self, loop: str, check: str, nodeid: str, sentence: str) -> Result:
+        """A loop that cannot be judged is an error once; the other checks that meet it say where."""
+        first = self.refused.setdefault((loop, sentence), nodeid)
+        if first == nodeid:
+            return Result(check=check, outcome="error", reason=sentence)
+        return Result(check=check, outcome="skipped", reason=f"{sentence} (see {first})")
 
     def done(self, nodeid: str, loop: str) -> None:
         waiting = self.waiting.get(loop, set())
@@ -82,11 +90,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 def _judged(item: pytest.Function, check: str, duty: Duty) -> Result:
     # The subject stays out of the frame that raises: a failure's traceback would keep it alive.
-    subject = item.config.stash[_LOOPS].subject(item, loop_of(item.nodeid, check), duty)
+    loops = item.config.stash[_LOOPS]
+    loop = loop_of(item.nodeid, check)
+    subject = loops.subject(item, loop, duty)
     try:
         result = subject.run_check(check, options=duty.plan.options.get(check), reporter=item.nodeid)
     except UsageError as error:
-        return Result(check=check, outcome="error", reason=str(error))
+        return loops.refuse(loop, check, item.nodeid, str(error))
     return duty.plan.judge(result)
 
 

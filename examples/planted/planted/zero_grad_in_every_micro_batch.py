@@ -1,0 +1,28 @@
+"""Accumulation that keeps only the last micro-batch of each window."""
+
+from collections.abc import Iterable
+
+import torch
+from char_gpt.data import Batch
+from char_gpt.train import lm_loss, windows
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[Batch],
+    *,
+    accumulate: int,
+    scheduler: LRScheduler,
+) -> None:
+    model.train()
+    for window in windows(batches, accumulate):
+        for batch in window:
+            optimizer.zero_grad()
+            loss = lm_loss(model, batch) / len(window)
+            loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()

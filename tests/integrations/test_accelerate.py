@@ -1,0 +1,183 @@
+"""Loops written with Accelerate run unchanged, and the state that it shares does not leak from one to the next."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pytest_trainloop import TrainLoop
+from pytest_trainloop.adapters import fresh_accelerator
+from pytest_trainloop.adapters.accelerate import gradient_state_kept
+from pytest_trainloop.errors import UsageError
+
+accelerate = pytest.importorskip("accelerate")
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(autouse=True)
+def a_process_without_accelerators():
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def labelled(rows=8):
+    x = torch.randn(rows, 4)
+    return x, (x.sum(dim=1) > 0).long()
+
+
+def train(accelerator, model, optimizer, scheduler, batches):
+    """The loop of Accelerate's own guide to gradient accumulation."""
+    model.train()
+    for x, y in batches:
+        with accelerator.accumulate(model):
+            loss = F.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+
+def prepared(accelerator, model, optimizer):
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        batch=labelled(),
+        fit=lambda batches: train(accelerator, model, optimizer, scheduler, batches),
+    )
+
+
+def guide(accumulate=1):
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    model = net()
+    return prepared(accelerator, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+def batches_prepared_as_well(accumulate=1):
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def fit(batches):
+        ready, stepper, loader = accelerator.prepare(model, optimizer, batches)
+        for x, y in loader:
+            with accelerator.accumulate(ready):
+                accelerator.backward(F.cross_entropy(ready(x), y))
+                stepper.step()
+                stepper.zero_grad()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=labelled(), fit=fit)
+
+
+def without_accumulation():
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+    def fit(batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            accelerator.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=labelled(), fit=fit)
+
+
+def precision_as_knob(accumulate=1, precision="fp32"):
+    accelerator = fresh_accelerator(
+        cpu=True, gradient_accumulation_steps=accumulate, mixed_precision="no" if precision == "fp32" else precision
+    )
+    model = net()
+    return prepared(accelerator, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+def copied_before_prepare(accumulate=1):
+    """Faulty: the optimizer holds the model as it was before the copy that trains."""
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return prepared(accelerator, copy.deepcopy(model), optimizer)
+
+
+CORRECT = [guide, batches_prepared_as_well, without_accumulation, precision_as_knob]
+
+
+@pytest.mark.parametrize("make", CORRECT, ids=lambda make: make.__name__)
+def test_a_correct_loop_is_silent(make, assert_silent):
+    assert_silent(make)
+
+
+def test_an_optimizer_over_the_model_before_its_copy(root_fault):
+    fault = root_fault(copied_before_prepare, "optimizer_holds_every_param:stale_copy")
+    assert {"0.weight", "0.bias", "2.weight", "2.bias"} <= set(fault.culprits)
+
+
+@pytest.mark.parametrize("make", [guide, batches_prepared_as_well, precision_as_knob], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(("accumulate", "steps"), [(1, 12), (4, 3), (5, 2)])
+def test_the_loop_runs_unchanged(make, accumulate, steps, run):
+    with gradient_state_kept():
+        assert run(make(accumulate=accumulate)) == steps
+
+
+def test_precision_can_be_varied_in_one_process(run):
+    guide()
+    with pytest.raises(ValueError, match="AcceleratorState has already been initialized"):
+        accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    seen = set()
+    for precision in ("bf16", "fp32"):
+        loop = precision_as_knob(precision=precision)
+        loop.model[0].register_forward_hook(lambda module, args, output: seen.add(output.dtype))
+        assert run(loop) == 12
+        assert seen == {torch.bfloat16 if precision == "bf16" else torch.float32}
+        seen.clear()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_window_left_open_stops_the_next_loop_unless_the_state_is_kept(kept, run):
+    if kept:
+        with gradient_state_kept():
+            run(guide(accumulate=5))
+    else:
+        run(guide(accumulate=5))
+    assert run(without_accumulation()) == (12 if kept else 0)
+
+
+def test_the_state_is_given_back_after_an_exception():
+    state = accelerate.state.GradientState()
+
+    def interrupted():
+        with gradient_state_kept():
+            state._set_sync_gradients(False)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        interrupted()
+    assert state.sync_gradients
+
+
+def test_keeping_the_state_does_not_import_accelerate(monkeypatch):
+    monkeypatch.delitem(sys.modules, "accelerate.state")
+    with gradient_state_kept():
+        pass
+    assert "accelerate.state" not in sys.modules
+
+
+def test_without_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(UsageError, match="fresh_accelerator needs the package accelerate"):
+        fresh_accelerator()

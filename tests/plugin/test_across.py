@@ -1,0 +1,122 @@
+"""xdist: one worker for each loop, one report for all."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+
+import pytest
+
+from pytest_trainloop.plugin.ids import check_in, loop_of, scopes
+
+pytest.importorskip("xdist")
+
+LOOPS = """
+    import pytest
+    from conftest import *
+
+    @pytest.mark.trainloop
+    @pytest.mark.parametrize("depth", [1, 2, 3])
+    def test_gpt(depth): return {"overfit": fault("overfit", "stuck")}
+
+    @pytest.mark.parametrize("n", ["a-b", "c"])
+    def test_plain(n): ...
+"""
+
+
+def workers(log) -> dict[str, set[str]]:
+    """The workers that ran checks of each loop."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for line in log("check"):
+        found[line.split()[0]].add(line.split()[-1])
+    return found
+
+
+@pytest.mark.processes
+def test_all_items_of_a_loop_run_on_one_worker(pytester, session, log):
+    pytester.makepyfile(test_a=LOOPS, test_b=LOOPS)
+    result = session.runpytest_subprocess("--trainloop", "-n2", "-v", "--trainloop-json=out.json", "-p", "no:randomly")
+    result.assert_outcomes(passed=16, failed=6)
+    assert len(log("subject")) == 6
+    assert len(workers(log)) == 6
+    assert all(len(names) == 1 for names in workers(log).values())
+    assert set.union(*workers(log).values()) == {"gw0", "gw1"}
+    assert result.outlines.count("test_a.py::test_gpt[1]  3 run, 1 failed, 0.8 s, 12 own steps") == 1
+    assert result.stdout.str().count("= trainloop =") == 1
+    data = json.loads((pytester.path / "out.json").read_text(encoding="utf-8"))
+    assert [loop["nodeid"] for loop in data["loops"]] == [
+        f"test_{m}.py::test_gpt[{d}]" for m in "ab" for d in (1, 2, 3)
+    ]
+    assert [len(loop["checks"]) for loop in data["loops"]] == [3] * 6
+
+
+@pytest.mark.processes
+def test_another_distribution_makes_the_evidence_again_and_differs_in_nothing_else(pytester, session, log):
+    pytester.makepyfile(test_a=LOOPS)
+    result = session.runpytest_subprocess("--trainloop", "-n2", "--dist=each", "-p", "no:randomly")
+    result.assert_outcomes(passed=16, failed=6)
+    assert len(log("subject")) == 6
+    assert "test_a.py::test_gpt[1]  3 run, 1 failed, 0.8 s, 12 own steps" in result.outlines
+
+
+@pytest.mark.processes
+def test_usage_errors_stay_clean(pytester, session):
+    pytester.makepyfile(
+        test_a="import pytest\n@pytest.mark.trainloop(onyl=1)\ndef test_gpt(): ...",
+        test_b="import pytest\n@pytest.mark.trainloop\nasync def test_gpt(): ...",
+    )
+    result = session.runpytest_subprocess("--trainloop", "-n2")
+    text = result.stdout.str()
+    assert "test_a.py::test_gpt: the trainloop marker has no keyword 'onyl'; the nearest name is 'only'" in text
+    assert "test_b.py::test_gpt is marked trainloop and is a coroutine function" in text
+    assert "Traceback" not in text
+    assert "INTERNALERROR" not in text
+    result = session.runpytest_subprocess("--trainloop", "-n2", "--trainloop-budget=-1")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --trainloop-budget is -1; a number of seconds above 0 is needed"])
+
+
+@pytest.mark.processes
+def test_a_worker_that_dies_is_an_error_of_its_check(pytester, session):
+    pytester.makepyfile(
+        test_a="""
+        import os
+        import pytest
+
+        @pytest.mark.trainloop(only=["overfit"])
+        def test_gpt(): os._exit(3)
+        """
+    )
+    result = session.runpytest_subprocess("--trainloop", "-n1", "--trainloop-json=out.json", "--max-worker-restart=0")
+    result.stdout.fnmatch_lines(["  error  overfit: worker 'gw0' crashed while running *"])
+    data = json.loads((pytester.path / "out.json").read_text(encoding="utf-8"))
+    assert data["loops"][0]["checks"][0]["outcome"] == "error"
+
+
+def test_the_loop_of_an_item():
+    assert loop_of("a.py::test_x[overfit]", "overfit") == "a.py::test_x"
+    assert loop_of("a.py::test_x[2-overfit]", "overfit") == "a.py::test_x[2]"
+    assert loop_of("a.py::test_x[c[d]-overfit]", "overfit") == "a.py::test_x[c[d]]"
+    assert loop_of("a.py::test_x[2-overfit-1-3]", "overfit") == "a.py::test_x[2-1-3]"
+    assert loop_of("a.py::test_x[overfit-1-3]", "overfit") == "a.py::test_x[1-3]"
+    assert loop_of("a.py::test_x", "overfit") == "a.py::test_x"
+
+
+def test_the_check_of_an_item():
+    assert check_in("a.py::test_x[2-overfit]") == "overfit"
+    assert check_in("a.py::test_x[overfit]") == "overfit"
+    assert check_in("a.py::test_x[over fit]") == ""
+    assert check_in("a.py::test_x") == ""
+
+
+def test_scopes_tell_loops_from_ordinary_tests():
+    ids = ["a::t[step]", "a::t[mine]", "a::t[2-step]", "a::u[x-y]", "a::u[x-z]", "a::v", "a::w[mine]"]
+    assert scopes(ids, {"step"}) == {
+        "a::t[step]": "a::t",
+        "a::t[mine]": "a::t",
+        "a::t[2-step]": "a::t[2]",
+        "a::u[x-y]": "a::u[x-y]",
+        "a::u[x-z]": "a::u[x-z]",
+        "a::v": "a::v",
+        "a::w[mine]": "a::w[mine]",
+    }

@@ -1,0 +1,115 @@
+"""--trainloop-list, --trainloop-explain, and options that cannot be right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def test_list(run):
+    result = run("--trainloop-list")
+    assert result.ret == 0
+    assert result.outlines[-4:] == [
+        "check         family    holds that",
+        "step_order    wiring    Steps read fresh gradients",
+        "accumulation  batch     Splits give one gradient",
+        "overfit       learning  One batch can be learnt",
+    ]
+    result.stdout.no_fnmatch_line("*test session starts*")
+
+
+def test_explain(run):
+    result = run("--trainloop-explain", "step_order")
+    assert result.ret == 0
+    assert result.stdout.str().endswith(
+        """\
+step_order (wiring)
+
+Steps read fresh gradients.
+
+What it holds
+    Something that must be true.
+
+Causes
+  stale
+    a gradient is consumed twice
+  lost
+    none is"""
+    )
+
+
+def test_explain_a_cause(run):
+    result = run("--trainloop-explain", "step_order:stale")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["step_order:stale", "    a gradient is consumed twice", "step_order (wiring)"])
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("step_ordr", "ERROR: there is no check 'step_ordr'; the nearest name is 'step_order'"),
+        ("step_order:stael", "ERROR: step_order names no cause 'stael'; the nearest name is 'stale'"),
+    ],
+)
+def test_explain_an_unknown_name(run, name, sentence):
+    result = run("--trainloop-explain", name)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([sentence])
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("--trainloop-seed=-2", "ERROR: --trainloop-seed is -2; a number from 0 on is needed"),
+        ("--trainloop-budget=0", "ERROR: --trainloop-budget is 0; a number of seconds above 0 is needed"),
+        ("--trainloop-budget=nan", "ERROR: --trainloop-budget is nan; a number of seconds above 0 is needed"),
+        ("--trainloop-device=tpu", "*argument --trainloop-device: invalid choice: 'tpu'*"),
+        ("--trainloop-seed=x", "*argument --trainloop-seed: invalid int value: 'x'"),
+    ],
+)
+def test_values_that_cannot_be(run, option, sentence):
+    result = run("--trainloop", option)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([sentence])
+
+
+def test_cuda_where_there_is_none_is_an_error(pytester, run, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    pytester.makepyfile("def test_plain(): ...")
+    result = run("--trainloop", "--trainloop-device=cuda")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: the device of the loops is cuda, but torch finds no CUDA device here; *"])
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_where_there_is_none_is_an_error_under_xdist_too(session):
+    pytest.importorskip("xdist")
+    result = session.runpytest_subprocess("--trainloop", "--trainloop-device=cuda", "-n1")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: the device of the loops is cuda, but torch finds no CUDA device here; *"])
+
+
+def test_items_on_cuda_carry_the_marker(pytester, run, monkeypatch, log):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.trainloop
+        def test_gpt(device="cpu"): return {}
+
+        def test_plain(): ...
+        """
+    )
+    run("--trainloop", "--trainloop-device=cuda", "-m", "trainloop_cuda").assert_outcomes(passed=3, deselected=1)
+    assert log("subject")[0].endswith("{'device': 'device'} 0 120.0 cuda")
+    run("--trainloop", "-m", "trainloop_cuda").assert_outcomes(deselected=4)
+
+
+def test_the_help_names_every_option_and_ini_key(run):
+    text = run("--help").stdout.str()
+    for name in ("", "-list", "-explain", "-only", "-seed", "-budget", "-device", "-strict", "-json"):
+        assert f"--trainloop{name}" in text
+    for key in ("only", "skip", "xfail", "options", "knobs", "strict", "seed", "budget", "device"):
+        assert f"trainloop_{key}" in text

@@ -1,0 +1,212 @@
+"""What would pass unchecked is refused at collection, in one clean sentence."""
+
+from __future__ import annotations
+
+import pytest
+
+REFUSED = {
+    "testcase": (
+        """
+        import unittest
+        import pytest
+
+        class TestOld(unittest.TestCase):
+            @pytest.mark.trainloop
+            def test_gpt(self): ...
+        """,
+        "test_a.py: the trainloop marker is on TestOld.test_gpt of a unittest.TestCase; it needs a function, "
+        "or a method of a plain class",
+    ),
+    "testcase-class": (
+        """
+        from unittest import TestCase
+        import pytest
+
+        @pytest.mark.trainloop
+        class TestOld(TestCase):
+            def test_gpt(self): ...
+        """,
+        "test_a.py: the trainloop marker is on TestOld of a unittest.TestCase; it needs a function, "
+        "or a method of a plain class",
+    ),
+    "testcase-module": (
+        """
+        from unittest import TestCase
+        import pytest
+
+        pytestmark = pytest.mark.trainloop
+
+        class TestOld(TestCase):
+            def test_gpt(self): ...
+        """,
+        "test_a.py: the trainloop marker is on TestOld of a unittest.TestCase; it needs a function, "
+        "or a method of a plain class",
+    ),
+    "testcase-mixin": (
+        """
+        import unittest
+        import pytest
+
+        class Mixin:
+            @pytest.mark.trainloop
+            def test_gpt(self): ...
+
+        class TestOld(Mixin, unittest.TestCase): ...
+        """,
+        "test_a.py: the trainloop marker is on TestOld.test_gpt of a unittest.TestCase; it needs a function, "
+        "or a method of a plain class",
+    ),
+    "coroutine": (
+        """
+        import pytest
+
+        @pytest.mark.trainloop
+        async def test_gpt(): ...
+        """,
+        "test_a.py::test_gpt is marked trainloop and is a coroutine function; a plain function is needed that returns "
+        "a TrainLoop",
+    ),
+    "async-generator": (
+        """
+        import pytest
+
+        @pytest.mark.trainloop
+        async def test_gpt(): yield
+        """,
+        "test_a.py::test_gpt is marked trainloop and is an async generator; a plain function is needed that returns "
+        "a TrainLoop",
+    ),
+    "given-inside": (
+        """
+        import pytest
+        from hypothesis import given, strategies as st
+
+        @pytest.mark.trainloop
+        @given(st.integers())
+        def test_gpt(n): ...
+        """,
+        "test_a.py::test_gpt is marked trainloop and is wrapped in hypothesis.given; a plain function is needed that "
+        "returns a TrainLoop",
+    ),
+    "given-outside": (
+        """
+        import pytest
+        from hypothesis import given, strategies as st
+
+        @given(st.integers())
+        @pytest.mark.trainloop
+        def test_gpt(n): ...
+        """,
+        "test_a.py::test_gpt is marked trainloop and is wrapped in hypothesis.given; a plain function is needed that "
+        "returns a TrainLoop",
+    ),
+    "class": (
+        """
+        import pytest
+
+        @pytest.mark.trainloop
+        class TestLoops:
+            def test_gpt(self): ...
+        """,
+        "test_a.py::TestLoops: the trainloop marker is on a class; put it on each function that returns a TrainLoop",
+    ),
+    "module": (
+        """
+        import pytest
+
+        pytestmark = [pytest.mark.trainloop]
+
+        def test_gpt(): ...
+        """,
+        "test_a.py: the trainloop marker is on a module; put it on each function that returns a TrainLoop",
+    ),
+    "knob": (
+        """
+        import pytest
+
+        @pytest.mark.trainloop
+        @pytest.mark.parametrize(("n", "accumulate"), [(1, 2)])
+        def test_gpt(n, accumulate=1): ...
+        """,
+        "test_a.py::test_gpt: parametrize gives values to 'accumulate', the loop's knob 'accumulate', which the checks "
+        "vary; take 'accumulate' out of parametrize, or drop its default to have a plain parameter",
+    ),
+    "mapped-knob": (
+        """
+        import pytest
+
+        @pytest.mark.trainloop(knobs={"use_ckpt": "checkpoint"})
+        @pytest.mark.parametrize(argnames="n, use_ckpt", argvalues=[(1, True)])
+        def test_gpt(n, use_ckpt=False): ...
+        """,
+        "test_a.py::test_gpt: parametrize gives values to 'use_ckpt', the loop's knob 'checkpoint', which the checks "
+        "vary; take 'use_ckpt' out of parametrize, or drop its default to have a plain parameter",
+    ),
+}
+
+
+@pytest.mark.parametrize("flag", [["--trainloop"], []], ids=["flag", "no-flag"])
+@pytest.mark.parametrize(("source", "sentence"), REFUSED.values(), ids=list(REFUSED))
+def test_refused_in_one_sentence(pytester, run, source, sentence, flag):
+    pytester.makepyfile(test_a=source)
+    result = run(*flag)
+    result.assert_outcomes(errors=1)
+    at = next(i for i, line in enumerate(result.outlines) if "ERROR collecting test_a.py" in line)
+    assert result.outlines[at + 1] == sentence
+    assert result.outlines[at + 2].startswith("=")
+
+
+def test_a_plain_parameter_of_a_knobs_name_may_be_parametrized(pytester, run):
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.trainloop(only=["overfit"])
+        @pytest.mark.parametrize("accumulate", [1, 2])
+        def test_gpt(accumulate): return {}
+        """
+    )
+    run("--trainloop").assert_outcomes(passed=2)
+
+
+def test_objects_that_answer_every_question_are_left_alone(pytester, run):
+    pytester.makepyfile(
+        """
+        import unittest
+        from unittest import mock
+        import pytest
+
+        call = mock.call
+        TestMock = mock.MagicMock()
+        kind = mock.MagicMock(spec=type)
+
+        class Odd:
+            def __getattr__(self, name): raise RuntimeError("hands off")
+
+        odd = Odd()
+
+        class TestPlain(unittest.TestCase):
+            def test_one(self): ...
+
+        def test_two(): ...
+        """
+    )
+    result = run("--trainloop", "-W", "ignore")
+    assert result.parseoutcomes().get("passed", 0) >= 2
+    assert "errors" not in result.parseoutcomes()
+
+
+def test_a_marker_that_came_after_collection_fails_the_item(pytester, run):
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.trainloop)])
+        def test_gpt(n): return {}
+        """
+    )
+    result = run("--trainloop")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["*::test_gpt[[]1[]] got its trainloop marker after collection; put it on the function itself"]
+    )

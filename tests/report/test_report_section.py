@@ -1,0 +1,109 @@
+"""The closing section and the Report."""
+
+from __future__ import annotations
+
+import json
+
+from pytest_trainloop.finding import Finding, Result, UserError
+from pytest_trainloop.report import Entry, Report
+from pytest_trainloop.report.json import document, environment
+from pytest_trainloop.report.section import checked_nothing, section
+
+
+def result(check: str, *findings: Finding, outcome: str = "passed", **fields) -> Result:
+    return Result(check=check, outcome=outcome, findings=findings, **fields)
+
+
+def fault(check: str, cause: str, *explains: str) -> Result:
+    return result(check, Finding(check=check, cause=cause, summary=f"{cause}!", explains=explains), outcome="failed")
+
+
+def test_a_consequence_stands_under_its_root():
+    report = Report.of(
+        "loop", [fault("a", "cut", "b", "d"), fault("b", "low", "c"), fault("c", "flat"), fault("e", "own")]
+    )
+    assert str(report).splitlines() == [
+        "loop  4 run, 4 failed, 0.0 s, 0 own steps",
+        "  a: cut! [cut]",
+        "    explains b, c",
+        "  e: own! [own]",
+    ]
+
+
+def test_two_causes_that_explain_each_other_keep_the_earlier_as_root():
+    lines = str(Report.of("loop", [fault("a", "x", "b"), fault("b", "y", "a")])).splitlines()
+    assert lines[1:] == ["  a: x! [x]", "    explains b"]
+
+
+def test_a_later_cause_does_not_swallow_an_earlier_one():
+    lines = str(Report.of("loop", [fault("a", "x"), fault("b", "y", "a")])).splitlines()
+    assert lines[1:] == ["  a: x! [x]", "  b: y! [y]"]
+
+
+def test_every_kind_of_line():
+    error = UserError(stage="running fit", summary="ValueError: bad")
+    report = Report.of(
+        "loop",
+        [
+            result("a", Finding(cause="c", summary="hint", level="advice"), seconds=1.26, steps=3),
+            result("b", outcome="error", error=error),
+            result("c", outcome="error", reason="no loop"),
+            result("d", outcome="xfailed", reason="ticket"),
+            result("e", outcome="skipped", reason="no fit"),
+            result("f", outcome="skipped", reason="no fit", steps=2),
+            result("g", outcome="unreliable", reason="drifts"),
+            result("h", outcome="failed", reason="xfail(strict): it passed"),
+        ],
+    )
+    assert str(report).splitlines() == [
+        "loop  5 run, 3 failed, 1.3 s, 5 own steps",
+        "  h: xfail(strict): it passed",
+        "  error  b: running fit raised ValueError: bad",
+        "  error  c: no loop",
+        "  xfailed  d: ticket",
+        "  advice  a: hint",
+        "  skipped  no fit: e, f",
+        "  unreliable  drifts: g",
+    ]
+    assert not report.ok
+    assert {line.style for line in section(report)} == {"bad", "plain", "warn"}
+
+
+def test_ok_means_no_failure_and_no_error():
+    assert Report.of("loop", [result("a"), result("b", outcome="skipped"), result("c", outcome="xfailed")]).ok
+    assert not Report.of("loop", [fault("a", "x")]).ok
+
+
+def test_checked_nothing():
+    assert checked_nothing(Report(())) == "no selected test carries @pytest.mark.trainloop"
+    skipped = [result(name, outcome="skipped", reason="no fit") for name in "ab"]
+    assert checked_nothing(Report.of("loop", skipped)) == "all checks were skipped: 2 x no fit"
+    assert checked_nothing(Report.of("loop", [*skipped, result("c")])) == ""
+    assert str(Report.of("loop", skipped)).startswith("loop  NOTHING WAS CHECKED, ")
+
+
+def test_causal_order_is_the_same_whatever_ran_first():
+    entries = [Entry(loop=loop, nodeid=f"{loop}[{c}]", result=result(c)) for loop in "ba" for c in ("z", "y", "own")]
+    ordered = Report(tuple(entries)).in_causal_order(["y", "z"])
+    assert [entry.nodeid for entry in ordered.entries] == ["a[y]", "a[z]", "a[own]", "b[y]", "b[z]", "b[own]"]
+    assert Report(tuple(reversed(entries))).in_causal_order(["y", "z"]) == ordered
+
+
+def test_an_entry_survives_json():
+    error = UserError(stage="running fit", summary="ValueError: bad", traceback="File")
+    entry = Entry(
+        loop="loop", nodeid="loop[a]", result=result("a", *fault("a", "x", "b").findings, error=error, steps=3)
+    )
+    assert Entry.from_json(json.loads(json.dumps(entry.to_json()))) == entry
+
+
+def test_the_json_document():
+    data = document(Report.of("loop", [fault("a", "x", "b"), result("c", steps=4)]), environment(device="cpu", seed=1))
+    assert set(data["environment"]) == {"python", "torch", "pytest", "pytest_trainloop", "platform", "device", "seed"}
+    (loop,) = data["loops"]
+    assert (loop["nodeid"], loop["steps"]) == ("loop", 4)
+    assert list(loop["checks"][0])[:3] == ["check", "nodeid", "outcome"]
+    assert set(loop["checks"][0]["findings"][0]) == {
+        *("check", "cause", "level", "summary", "measured", "shown_by", "culprits", "where", "repair", "smallest"),
+        "explains",
+    }

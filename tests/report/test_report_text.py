@@ -1,0 +1,61 @@
+"""The text of one failure."""
+
+from __future__ import annotations
+
+from pytest_trainloop.finding import Finding, Result, UserError
+from pytest_trainloop.report.text import failure_text
+
+CAUSES = {"stale": "a gradient is consumed twice"}
+
+
+def failed(*findings: Finding, reason: str = "") -> Result:
+    return Result(check="step_order", outcome="failed", findings=findings, reason=reason)
+
+
+def test_empty_fields_are_left_out():
+    assert failure_text(failed(Finding(cause="stale", summary="old")), CAUSES) == (
+        "old\ncause      stale: a gradient is consumed twice\nmore       pytest --trainloop-explain step_order"
+    )
+
+
+def test_one_block_for_each_fault_and_none_for_advice():
+    text = failure_text(
+        failed(
+            Finding(cause="stale", summary="old", measured="x = 4"),
+            Finding(cause="other", summary="hint", level="advice"),
+            Finding(cause="lost", summary="gone", explains=("overfit", "finite")),
+        ),
+        CAUSES,
+    )
+    assert text.splitlines() == [
+        "old",
+        "measured   x = 4",
+        "cause      stale: a gradient is consumed twice",
+        "",
+        "gone",
+        "cause      lost",
+        "explains   overfit, finite",
+        "more       pytest --trainloop-explain step_order",
+    ]
+
+
+def test_further_lines_are_aligned():
+    text = failure_text(failed(Finding(cause="stale", summary="old", repair="one\ntwo")), CAUSES)
+    assert "repair     one\n           two\n" in text
+
+
+def test_a_failure_without_findings_gives_its_reason():
+    text = failure_text(failed(reason="xfail(strict): it passed"), CAUSES)
+    assert text.splitlines()[0] == "xfail(strict): it passed"
+    assert failure_text(failed(), CAUSES).splitlines()[0] == "step_order failed"
+
+
+def test_an_error_is_the_users_traceback_under_one_sentence():
+    error = UserError(stage="building the loop", summary="KeyError: 'x'", traceback="  File a.py\n")
+    result = Result(check="step_order", outcome="error", error=error)
+    assert failure_text(result, CAUSES) == "building the loop raised KeyError: 'x'\n\n  File a.py"
+
+
+def test_an_error_without_an_exception_is_its_reason():
+    assert failure_text(Result(check="step_order", outcome="error", reason="no loop"), CAUSES) == "no loop"
+    assert failure_text(Result(check="step_order", outcome="error"), CAUSES) == "step_order met an error"
