@@ -82,7 +82,7 @@ def gradient_reaches_every_param(evidence: Evidence) -> Iterator[Finding]:
 
 def _in_scope(record: Record, p: Parameter) -> bool:
     """Held by an optimizer that steps, meant to train, not moved by other hands, and without a gradient so far."""
-    if not p.requires_grad or p.role == "foreign" or (record.reached(p.index) and not _stopped_at_backward(record)):
+    if not p.requires_grad or p.role == "foreign" or 0 in p.shape or (record.reached(p.index) and not _stopped_at_backward(record)):
         return False
     if any(p.name.startswith(prefix) for prefix in record.frozen or ()):
         return False

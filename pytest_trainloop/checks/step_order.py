@@ -320,7 +320,7 @@ def _window_findings(record: Record, ledger: Ledger) -> Iterator[Finding]:
                 yield _zeroed_inside(record, accounts, lost)
                 return
     stepped = {a.backward.site for a in ledger.accounts if a.consumed}
-    left = [a for a in ledger.accounts if a.pending and not a.consumed and not a.wiped and a.backward.site in stepped]
+    left = [a for a in ledger.accounts if _left_over(record, a) and a.backward.site in stepped]
     ended_by_itself = record.raised is None and record.ended
     if left and ended_by_itself and any(a.consumed for a in ledger.accounts) and left[-1] is ledger.accounts[-1]:
         yield Finding(
@@ -333,6 +333,13 @@ def _window_findings(record: Record, ledger: Ledger) -> Iterator[Finding]:
             where=str(left[0].backward.place),
             repair="step once more after the loop when a window is open, or drop the remainder on purpose (drop_last=True)",
         )
+
+
+def _left_over(record: Record, account: Account) -> bool:
+    """Whether no step came after this pass that could consume its gradients, and nothing wiped them."""
+    holders = {o for i in account.pending for o in record.held.get(i, ())}
+    later = any(s.optimizer in holders for s in record.consuming_steps() if s.at > account.backward.at)
+    return bool(account.pending) and not account.consumed and not account.wiped and not later
 
 
 def _same_each_window(accounts: list[Account]) -> bool:

@@ -50,7 +50,7 @@ def _after_step(record: Record, clip: GradWrite) -> bool:
     for event in reversed(record.events):
         if event.at >= clip.at:
             continue
-        if isinstance(event, Step) and event.reads and not event.nested:
+        if isinstance(event, Step) and event.reads and event.looked and not event.nested:
             if any(event.reads[-1].grads.get(i) is not None for i in mine):
                 return event.until > 0
         elif isinstance(event, Backward) and mine & set(event.arrivals):

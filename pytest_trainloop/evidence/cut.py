@@ -77,9 +77,15 @@ def _crossing(evidence: Evidence, names: Sequence[str], candidates: list[Candida
 def _gradients(evidence: Evidence, names: Sequence[str], left_out: list[Candidate]) -> dict[str, float]:
     """The largest gradient entry at each of the parameters that a gradient reaches with these operations left out."""
     record, _ = _traced(evidence, names, left_out)
-    if evidence.run().raised is not None:  # torch refused a later backward: it must not do so now
-        return {} if record.raised is not None else dict.fromkeys(names, max(arriving(record, names).values(), default=0.0))
-    return arriving(record, names)
+    peaks = arriving(record, names)
+    if evidence.run().raised is not None and _accepted(record) <= _accepted(evidence.run()):
+        return {}  # torch refused a backward pass, and refuses it still
+    return peaks
+
+
+def _accepted(record: Record) -> int:
+    """Backward passes from a root with a history."""
+    return sum(all(root.history for root in b.roots) for b in record.of_backward())
 
 
 def arriving(record: Record, names: Sequence[str]) -> dict[str, float]:

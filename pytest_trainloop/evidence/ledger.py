@@ -59,7 +59,7 @@ class _State:
 
 def consuming_steps(record: Record) -> list[Step]:
     """The innermost steps watched in full."""
-    return [s for s in record.of(Step) if s.full and not s.nested and s.reads]
+    return [s for s in record.of(Step) if s.full and not s.nested and s.reads and s.looked]
 
 
 def keep(record: Record) -> Ledger:

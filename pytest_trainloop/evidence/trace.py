@@ -55,6 +55,7 @@ class Tracer(TorchFunctionMode):
         self._chosen = {c.key: c for c in chosen}
         self._nudge = nudge
         self._region: tuple[Place, Site] | None = None
+        self._detached: list[Any] = []
         self._closed: list[tuple[Candidate, list[bool]]] = []
         self.found: dict[tuple[str, Site], Candidate] = {}
         self.touched: set[int] = set()
@@ -84,22 +85,29 @@ class Tracer(TorchFunctionMode):
             self._region = here(2) if args and args[0] is False else None
             return func(*args, **kwargs)
         given = list(_tensors(args, kwargs))
+        if self._chosen and name == "__set__" and given and given[0].grad_fn is not None and _sets_requires_grad(func):
+            return None  # it has its history now, and torch sets the flag of leaves only
         off = not torch.is_grad_enabled() or torch.is_inference_mode_enabled()
         if off and self._left_out("grad_off", self._region_site()):
             with torch.inference_mode(False), torch.enable_grad():
                 return func(*args, **kwargs)
         if not off:
             self._touch(given)
+        if name in ("data", "detach"):
+            self._detached = [*self._detached[-63:], out := func(*args, **kwargs)]
+            if not given[0].requires_grad:
+                return out
         if not any(t.requires_grad for t in given):
             return func(*args, **kwargs)
         return self._with_history(name, func, args, kwargs, given)
 
     def _with_history(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
         place, site = here(3)
+        kind: Kind | None
         if chosen := self._chosen.get((name, site)):
             return self._changed(chosen, func, args, kwargs, given)
         out = func(*args, **kwargs)
-        kind = _kind(name, args, given, out)
+        kind = "value" if _in_place(name) and any(args[0] is d for d in self._detached) else _kind(name, args, given, out)
         if kind == "grad_off":
             self._note_region(name, place, site)
             if self._nudge and ("grad_off", self._region_site()) in self._chosen:
@@ -206,6 +214,10 @@ def _constant(name: str, given: list[torch.Tensor], outputs: list[torch.Tensor])
 
 def _same_rows(values: torch.Tensor) -> bool:
     return values.dim() > 1 and bool((values == values[:1]).all())
+
+
+def _sets_requires_grad(func: Callable[..., Any]) -> bool:
+    return getattr(getattr(func, "__self__", None), "__name__", "") == "requires_grad"
 
 
 def _straight_through(given: torch.Tensor, out: Any) -> Any:

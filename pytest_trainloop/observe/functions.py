@@ -43,9 +43,13 @@ class Functions(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         watch = self._watch
-        if not self.active or watch.quiet or watch.stepping:
+        if not self.active or watch.quiet:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        if watch.stepping:
+            if name == "__get__" and getattr(func, "__self__", None) is _GRAD and watch.optimizers.open:
+                watch.optimizers.open[-1].looked = True
+            return func(*args, **kwargs)
         if name == "__get__" and args:
             return self._read(func, args, kwargs)
         if name in ("__set__", "__delete__") and getattr(func, "__self__", None) is _GRAD:

@@ -78,7 +78,7 @@ class Optimizers:
                 self.open[-1].nested = True
             place, site = here(2)
             step = Step(at=watch.tick(), place=place, site=site, optimizer=self.index(optimizer), full=watch.full)
-            step.in_backward = watch.backward is not None
+            step.in_backward = step.looked = watch.backward is not None  # inside backward the function mode sees nothing
             step.rates = self._rates(optimizer, step)
             watch.add(step)
             held = list(dict.fromkeys(self.refresh(optimizer))) if watch.full else []

@@ -184,7 +184,8 @@ class Read:
 
 @dataclass(slots=True, kw_only=True)
 class Step(Event):
-    """One optimizer step. ``nested`` steps contain another, which is the one that consumes."""
+    """One optimizer step. ``nested`` steps contain another, which is the one that consumes; ``looked`` tells whether it read any gradient (a proximal step
+    needs none)."""
 
     optimizer: int
     until: int = 0
@@ -195,6 +196,7 @@ class Step(Event):
     nested: bool = False
     in_backward: bool = False
     full: bool = True
+    looked: bool = False
 
 
 @dataclass(slots=True)

@@ -208,8 +208,8 @@ class UncertaintyWeights(nn.Module):
         self.log_variance = nn.Parameter(torch.zeros(tasks))
 
     def forward(self, losses):
-        losses = torch.stack(losses)
-        return (losses * torch.exp(-self.log_variance) + self.log_variance.clamp(min=-3)).sum()
+        variance = self.log_variance.exp()
+        return (torch.stack(losses) / variance + torch.log1p(variance)).sum()
 
 
 class MultiTask(nn.Module):

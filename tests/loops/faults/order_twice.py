@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributions import Categorical
 
 from pytest_trainloop.loop import TrainLoop
 
@@ -240,45 +239,44 @@ pair(
 )
 
 
-# Actor and critic on a shared trunk, one joint loss: the trunk is in both optimizers.
+# Policy and value on a shared trunk, one joint loss: the trunk is in both optimizers.
 
 
-class SharedActorCritic(nn.Module):
+class PolicyValue(nn.Module):
     def __init__(self):
         super().__init__()
-        self.trunk = nn.Sequential(nn.Linear(4, 24), nn.Tanh())
-        self.policy = nn.Linear(24, 3)
-        self.value = nn.Linear(24, 1)
+        self.trunk = nn.Sequential(nn.Linear(4, 32), nn.Tanh())
+        self.policy = nn.Linear(32, 3)
+        self.value = nn.Linear(32, 1)
 
     def forward(self, states):
         hidden = self.trunk(states)
-        return Categorical(logits=self.policy(hidden)), self.value(hidden).squeeze(-1)
+        return self.policy(hidden), self.value(hidden).squeeze(-1)
 
 
-def train_actor_critic(model, optimizers, batches):
-    for states, actions, returns in batches:
-        policy, values = model(states)
-        advantage = (returns - values).detach()
-        loss = F.mse_loss(values, returns) - (policy.log_prob(actions) * advantage).mean()
+def train_policy_value(model, optimizers, batches):
+    for states, moves, outcomes in batches:
+        logits, values = model(states)
+        loss = F.cross_entropy(logits, moves) + F.mse_loss(values, outcomes)
         for optimizer in optimizers:
             optimizer.zero_grad()
-        (loss - 0.01 * policy.entropy().mean()).backward()
+        loss.backward()
         for optimizer in optimizers:
             optimizer.step()
 
 
-def actor_critic(*, trunk_twice):
+def policy_value(*, trunk_twice):
     def make():
-        model = SharedActorCritic()
-        actor = [*model.trunk.parameters(), *model.policy.parameters()]
-        critic = [*model.trunk.parameters()] if trunk_twice else []
-        critic += model.value.parameters()
-        optimizers = [torch.optim.Adam(actor, lr=3e-3), torch.optim.Adam(critic, lr=5e-3)]
+        model = PolicyValue()
+        policy = [*model.trunk.parameters(), *model.policy.parameters()]
+        value = [*model.trunk.parameters()] if trunk_twice else []
+        value += model.value.parameters()
+        optimizers = [torch.optim.Adam(policy, lr=1e-2), torch.optim.Adam(value, lr=1e-2)]
         return TrainLoop(
             model=model,
             optimizer=optimizers,
             batch=data.episode(),
-            fit=lambda batches: train_actor_critic(model, optimizers, batches),
+            fit=lambda batches: train_policy_value(model, optimizers, batches),
         )
 
     return make
@@ -290,8 +288,8 @@ pair(
     "step_order",
     "two_optimizers",
     culprits=("trunk.0.weight", "trunk.0.bias"),
-    faulty=actor_critic(trunk_twice=True),
-    fixed=actor_critic(trunk_twice=False),
+    faulty=policy_value(trunk_twice=True),
+    fixed=policy_value(trunk_twice=False),
 )
 
 

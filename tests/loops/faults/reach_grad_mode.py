@@ -294,7 +294,6 @@ for name, broken, whole in (
         CHECK,
         "no_grad_forward",
         culprits=("encoder.0.weight", "encoder.1.bias", "encoder.3.weight"),
-        where="return self.encoder(x)",
         faulty=loop(broken, data.table, train_regression),
         fixed=loop(whole, data.table, train_regression),
     )

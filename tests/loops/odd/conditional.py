@@ -16,7 +16,7 @@ from .toydata import curves, fresh, points
 from .values import DQN, transitions
 
 
-def train_balanced_gan(generator, discriminator, opt_g, opt_d, batches, threshold=0.8):
+def train_balanced_gan(generator, discriminator, opt_g, opt_d, batches, threshold=0.7):
     for real in batches:
         opt_d.zero_grad()
         fake = generator(torch.randn(len(real), 4))
@@ -37,7 +37,7 @@ def train_balanced_gan(generator, discriminator, opt_g, opt_d, batches, threshol
 def gan_discriminator_step_left_out_when_too_good() -> TrainLoop:
     generator, discriminator = mlp(4, 16, 8), mlp(8, 16, 1)
     opt_g = torch.optim.Adam(generator.parameters(), lr=2e-3)
-    opt_d = torch.optim.Adam(discriminator.parameters(), lr=5e-3)
+    opt_d = torch.optim.Adam(discriminator.parameters(), lr=1e-2)
     return TrainLoop(
         model=[generator, discriminator],
         optimizer=[opt_g, opt_d],

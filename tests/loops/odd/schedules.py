@@ -312,38 +312,36 @@ def average_registered_inside_the_model() -> TrainLoop:
     return TrainLoop(model=model, optimizer=optimizer, batch=points(), fit=fit)
 
 
-def train_with_rollback(model, optimizer, batches, worse=1.3):
-    best, kept = math.inf, None
-    for batch in batches:
-        loss = classification_loss(model, batch)
-        value = loss.item()
+def train_with_rollback(model, optimizer, batches, heldout, every=3, worse=1.1):
+    best, kept, rate = math.inf, None, optimizer.param_groups[0]["lr"]
+    for step, batch in enumerate(batches, 1):
+        optimizer.zero_grad()
+        classification_loss(model, batch).backward()
+        optimizer.step()
+        if step % every != 0:
+            continue
+        with torch.no_grad():
+            value = classification_loss(model, heldout).item()
         if value < best:
-            best = value
-            kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        elif value > worse * best + 0.05:
+            best, kept = value, copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        elif value > worse * best + 0.02:
+            rate *= 0.5
             model.load_state_dict(kept[0])
             optimizer.load_state_dict(kept[1])
-            for group in optimizer.param_groups:
-                group["lr"] *= 0.7
-            continue
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+            optimizer.param_groups[0]["lr"] = rate
 
 
-@odd(
-    notes="weights and optimizer state jump back to the best point where the loss got worse; "
-    "that batch's loss is dropped openly"
-)
+@odd(notes="weights and optimizer state jump back to the best point where a held-out loss got worse, at half the rate")
 def rollback_when_the_loss_gets_worse() -> TrainLoop:
     model = mlp(8, 16, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    heldout = points()
     return TrainLoop(
         model=model,
         optimizer=optimizer,
         batch=points(),
         batches=fresh(points),
-        fit=lambda batches: train_with_rollback(model, optimizer, batches),
+        fit=lambda batches: train_with_rollback(model, optimizer, batches, heldout),
     )
 
 

@@ -319,14 +319,11 @@ def train_clip(model, optimizer, batches):
         loss.backward()
         optimizer.step()
         with torch.no_grad():
-            model.logit_scale.clamp_(0, math.log(18.0))
+            model.logit_scale.clamp_(0, math.log(10.0))
 
 
-@odd(
-    notes="the learned temperature is clamped after each step and sits on its bound, so its update is undone "
-    "each time (CLIP)"
-)
-def clip_temperature_on_its_bound() -> TrainLoop:
+@odd(notes="the learned temperature is clamped under no_grad after each step, and the first clamp moves it far (CLIP)")
+def clip_temperature_clamped_after_each_step() -> TrainLoop:
     model = CLIP()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     return TrainLoop(

@@ -1,4 +1,4 @@
-"""Ordinary loops in unusual surroundings: threads, event loops, global flags, patched methods, skipped scaler steps."""
+"""Ordinary loops in unusual surroundings: threads, event loops, global flags, patched methods, caught exceptions."""
 
 from __future__ import annotations
 
@@ -132,37 +132,6 @@ def train_with_step_hooks(model, optimizer, batches):
 @odd(notes="clipping and zeroing are step hooks of the project's own; the loop itself has neither")
 def clip_and_zero_in_step_hooks() -> TrainLoop:
     return adam_loop(train_with_step_hooks, batches=fresh(points))
-
-
-def train_overflowing(model, optimizer, scaler, batches):
-    for x, y in batches:
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = F.cross_entropy(model(x), y, reduction="sum")
-        scaler.scale(loss).backward()
-        if scaler.is_enabled():
-            scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-
-
-@odd(
-    notes="the scale starts too high: the first steps are skipped because of infinite gradients, as fp16 "
-    "training always begins"
-)
-def fp16_scaler_skips_the_first_steps() -> TrainLoop:
-    model = mlp(8, 16, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        scaler=scaler,
-        batch=points(),
-        batches=fresh(points),
-        fit=lambda batches: train_overflowing(model, optimizer, scaler, batches),
-    )
 
 
 def train_measured(model, optimizer, batches):
