@@ -13,14 +13,17 @@ from pytest_trainloop.errors import UsageError
 
 
 def tensors(nest: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in a nest: mappings (HF ``BatchEncoding``, ``ModelOutput``), sequences, named tuples, dataclasses, objects with attributes."""
+    """Every tensor in a nest: mappings (HF ``BatchEncoding``, ``ModelOutput``), sequences, named tuples, dataclasses,
+    objects with attributes."""
     seen: set[int] = set()
     todo: list[Any] = [nest]
     while todo:
         value = todo.pop(0)
         if isinstance(value, torch.Tensor):
             yield value
-        elif id(value) in seen or isinstance(value, (str, bytes, int, float, complex, type(None), type, torch.nn.Module)):
+        elif id(value) in seen or isinstance(
+            value, (str, bytes, int, float, complex, type(None), type, torch.nn.Module)
+        ):
             continue
         else:
             seen.add(id(value))
@@ -46,7 +49,9 @@ def copy(batch: Any) -> Any:
     except RuntimeError as error:
         if "graph leaves" not in str(error):
             raise
-        raise UsageError("TrainLoop.batch holds a tensor with a history; detach it: a batch is data, not a result of the model") from error
+        raise UsageError(
+            "TrainLoop.batch holds a tensor with a history; detach it: a batch is data, not a result of the model"
+        ) from error
 
 
 def require_batch(batch: Any, field: str) -> None:
@@ -56,13 +61,16 @@ def require_batch(batch: Any, field: str) -> None:
         raise UsageError(f"TrainLoop.{field} is {describe(batch)}; a batch with at least one tensor is needed")
     for tensor in found:
         if tensor.is_meta:
-            raise UsageError(f"TrainLoop.{field} holds a tensor on the meta device, which has no values; a batch with data is needed")
+            raise UsageError(
+                f"TrainLoop.{field} holds a tensor on the meta device, which has no values; a batch with data is needed"
+            )
     if found and all(t.numel() == 0 for t in found):
         raise UsageError(f"TrainLoop.{field} is empty: {describe(batch)}; at least one row is needed")
 
 
 def _has_numbers(batch: Any) -> bool:
-    """Whether a batch without tensors still holds data that a loop's collate may turn into tensors (numpy arrays, numbers)."""
+    """Whether a batch without tensors still holds data that a loop's collate may turn into tensors (numpy arrays,
+    numbers)."""
     if isinstance(batch, (str, bytes, type(None), bool)):
         return False
     if isinstance(batch, (int, float)) or hasattr(batch, "__array__"):

@@ -14,7 +14,8 @@ class Finding:
     """One fault (or one piece of advice) that a check found, with its cause.
 
     ``summary`` is one sentence with the number that matters; ``cause`` is the stable slug of the fault, declared by the
-    check; ``shown_by`` is the observation that separates this cause from its neighbours; ``culprits`` are the user's own
+    check; ``shown_by`` is the observation that separates this cause from its neighbours; ``culprits`` are the user's
+    own
     names (parameters, modules, calls); ``where`` is ``file:line   source``; ``explains`` names checks whose failure
     follows from this one.
     """
@@ -33,14 +34,9 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """The finding as plain data, fields in the order of the JSON report."""
-        order = (
-            "check cause level summary measured shown_by culprits where repair smallest explains".split()
-        )
+        order = "check cause level summary measured shown_by culprits where repair smallest explains".split()
         data = asdict(self)
-        return {
-            name: list(value) if isinstance(value := data[name], tuple) else value
-            for name in order
-        }
+        return {name: list(value) if isinstance(value := data[name], tuple) else value for name in order}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Finding:

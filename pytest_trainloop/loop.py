@@ -105,10 +105,14 @@ class TrainLoop:
         if self.fit is not None and self.step is not None:
             raise UsageError("TrainLoop got both fit and step; give the whole loop as fit, or one batch's work as step")
         if isinstance(self.frozen, str):
-            raise UsageError(f"TrainLoop.frozen is the string {self.frozen!r}; a tuple of prefixes is needed: ({self.frozen!r},)")
+            raise UsageError(
+                f"TrainLoop.frozen is the string {self.frozen!r}; a tuple of prefixes is needed: ({self.frozen!r},)"
+            )
         for optimizer in self.optimizers:
             if not callable(getattr(optimizer, "step", None)):
-                raise UsageError(f"TrainLoop.optimizer is {_a(optimizer)}; an optimizer with step() is needed, or a list of them")
+                raise UsageError(
+                    f"TrainLoop.optimizer is {_a(optimizer)}; an optimizer with step() is needed, or a list of them"
+                )
 
     @property
     def modules(self) -> dict[str, nn.Module]:

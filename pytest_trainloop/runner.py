@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,8 @@ from pytest_trainloop.errors import CannotDecide, CheckFailed, Unreliable, Usage
 from pytest_trainloop.finding import Finding, Result, UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
     from pytest_trainloop.checks import Check
     from pytest_trainloop.evidence import Evidence
     from pytest_trainloop.observe.watch import Watch
@@ -23,7 +24,8 @@ _FIELDS_FOR = {"fit": "fit (or step)", "run": "fit, step or loss"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How loops are judged: ``seed`` for every build and run, ``seconds`` that one run of ``fit`` may take, ``device`` for a device knob."""
+    """How loops are judged: ``seed`` for every build and run, ``seconds`` that one run of ``fit`` may take,
+    ``device`` for a device knob."""
 
     seed: int = 0
     seconds: float = 120.0
@@ -33,11 +35,14 @@ class Settings:
 class Subject:
     """One loop under judgement: the evidence made for it so far, shared by all its checks.
 
-    ``make`` builds a fresh loop when called with the user's keywords; ``knobs`` maps the plugin's knob names to those keywords. Only records are kept between
+    ``make`` builds a fresh loop when called with the user's keywords; ``knobs`` maps the plugin's knob names to those
+    keywords. Only records are kept between
     checks: ``bind`` gives it the make of the item at hand.
     """
 
-    def __init__(self, name: str, make: Callable[..., Any], *, settings: Settings, knobs: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, make: Callable[..., Any], *, settings: Settings, knobs: Mapping[str, str] | None = None
+    ) -> None:
         self.name = name
         self._make = make
         self._settings = settings
@@ -52,9 +57,11 @@ class Subject:
             self._evidence.make = make
 
     def run_check(self, name: str, *, options: Mapping[str, Any] | None = None, reporter: str = "") -> Result:
-        """The result of one check. Raises ``UsageError`` where what was given cannot be judged; never for a fault of the user's code.
+        """The result of one check. Raises ``UsageError`` where what was given cannot be judged; never for a fault of
+        the user's code.
 
-        An exception of the user's own code is an error in the first check that meets it, and a skip that names ``reporter`` in the others.
+        An exception of the user's own code is an error in the first check that meets it, and a skip that names
+        ``reporter`` in the others.
         """
         from pytest_trainloop.checks import registered
 
@@ -68,7 +75,9 @@ class Subject:
     def _judged(self, check: Check, options: dict[str, Any], reporter: str) -> Result:
         if self._broken is not None:
             error, first = self._broken
-            return Result(check=check.name, outcome="skipped", reason=f"{error.stage} raised {error.summary} (see {first})")
+            return Result(
+                check=check.name, outcome="skipped", reason=f"{error.stage} raised {error.summary} (see {first})"
+            )
         try:
             evidence = self._made()
             absent = sorted(need for need in check.needs if need not in evidence.offers)
@@ -84,14 +93,18 @@ class Subject:
         try:
             findings = tuple(_checked(check, finding) for finding in check.decide(evidence))
         except CannotDecide as reason:
-            return self._raised_in_fit(check, evidence, reporter) or Result(check=check.name, outcome="skipped", reason=str(reason))
+            return self._raised_in_fit(check, evidence, reporter) or Result(
+                check=check.name, outcome="skipped", reason=str(reason)
+            )
         except Unreliable as reason:
             return Result(check=check.name, outcome="unreliable", reason=str(reason))
         except UserCodeError as broken:
             return self._error(check, broken.error, reporter)
         if any(f.level == "fault" for f in findings):
             return Result(check=check.name, outcome="failed", findings=findings)
-        return self._raised_in_fit(check, evidence, reporter) or Result(check=check.name, outcome="passed", findings=findings)
+        return self._raised_in_fit(check, evidence, reporter) or Result(
+            check=check.name, outcome="passed", findings=findings
+        )
 
     def _raised_in_fit(self, check: Check, evidence: Evidence, reporter: str) -> Result | None:
         """An exception that ended fit and that no check could put down to a cause."""
@@ -115,7 +128,11 @@ class Subject:
 
     def _error(self, check: Check, error: UserError, reporter: str) -> Result:
         if self._broken is not None and self._broken[1] != reporter:
-            return Result(check=check.name, outcome="skipped", reason=f"{error.stage} raised {error.summary} (see {self._broken[1]})")
+            return Result(
+                check=check.name,
+                outcome="skipped",
+                reason=f"{error.stage} raised {error.summary} (see {self._broken[1]})",
+            )
         self._broken = (error, reporter)
         return Result(check=check.name, outcome="error", reason=f"{error.stage} raised {error.summary}", error=error)
 
@@ -125,7 +142,9 @@ class Subject:
 
             settings = self._settings
             device = None if settings.device == "auto" else settings.device
-            self._evidence = Evidence(self._make, knobs=self._knobs, seed=settings.seed, seconds=settings.seconds, device=device)
+            self._evidence = Evidence(
+                self._make, knobs=self._knobs, seed=settings.seed, seconds=settings.seconds, device=device
+            )
         return self._evidence
 
 
@@ -150,8 +169,10 @@ def check_loop(
 ) -> Report:
     """The battery on one loop, without pytest, in a notebook or a script.
 
-    ``make`` is the function that a test would be: it returns a fresh ``TrainLoop``, its keyword defaults are knobs. Returns the report
-    (``str()`` is the closing section). Raises ``CheckFailed`` with the failure texts unless ``raises=False``, and ``UsageError`` for what cannot be judged.
+    ``make`` is the function that a test would be: it returns a fresh ``TrainLoop``, its keyword defaults are knobs.
+    Returns the report
+    (``str()`` is the closing section). Raises ``CheckFailed`` with the failure texts unless ``raises=False``, and
+    ``UsageError`` for what cannot be judged.
 
     >>> report = check_loop(make_loop, skip={"step_order": "accumulates by hand"})
     """
@@ -183,7 +204,9 @@ def _plan(
 
     known = {name: tuple(check.causes) for name, check in checks.items()}
     given: dict[str, Any] = {"only": only, "skip": skip, "xfail": xfail}
-    wishes = marker_wishes("check_loop", (), {k: v for k, v in given.items() if v is not None} | dict(options or {}), known)
+    wishes = marker_wishes(
+        "check_loop", (), {k: v for k, v in given.items() if v is not None} | dict(options or {}), known
+    )
     return choose(known, wishes, strict=strict)
 
 
@@ -226,7 +249,11 @@ class Observation:
 def _once(check: Check, evidence: Any) -> Result:
     absent = sorted(check.needs - evidence.offers)
     if absent:
-        return Result(check=check.name, outcome="skipped", reason=f"watching once does not offer {absent[0]}: return a TrainLoop from a marked test")
+        return Result(
+            check=check.name,
+            outcome="skipped",
+            reason=f"watching once does not offer {absent[0]}: return a TrainLoop from a marked test",
+        )
     try:
         findings = tuple(_checked(check, finding) for finding in check.decide(evidence))
     except CannotDecide as reason:

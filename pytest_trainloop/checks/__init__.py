@@ -8,11 +8,12 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
     from pytest_trainloop.evidence import Evidence
     from pytest_trainloop.finding import Finding
 
@@ -38,7 +39,8 @@ FAMILIES: tuple[Family, ...] = (
 class Check:
     """One registered check.
 
-    ``needs`` are fields of ``TrainLoop`` without which it is skipped ("fit" is met by ``fit`` or ``step``); ``causes`` maps each slug that it
+    ``needs`` are fields of ``TrainLoop`` without which it is skipped ("fit" is met by ``fit`` or ``step``);
+    ``causes`` maps each slug that it
     can name to the observation that proves it; ``page`` is its rule page, the docstring of its module.
     """
 
@@ -69,8 +71,10 @@ def check(
 ) -> Callable[[Property], Property]:
     """Register a function from evidence to findings as a check of the function's name.
 
-    ``causes`` maps each cause that the check may name to the observation that proves it; a finding of any other cause is an error.
-    ``rank`` orders the checks of one family. Raises ``ValueError`` for a name that another module has registered, and for no causes.
+    ``causes`` maps each cause that the check may name to the observation that proves it; a finding of any other cause
+    is an error.
+    ``rank`` orders the checks of one family. Raises ``ValueError`` for a name that another module has registered, and
+    for no causes.
 
     >>> @check(needs={"fit"}, causes={"too_few_steps": "fewer than two optimizer steps in the record"})
     ... def steps_at_all(evidence): ...

@@ -1,18 +1,24 @@
 """A gradient reaches every parameter that an optimizer holds and the loss depends on.
 
 What it does
-    It notes which gradients arrive at each held parameter over a watched run. Where none that is not zero ever does, the loop is run again with that
+    It notes which gradients arrive at each held parameter over a watched run. Where none that is not zero ever does,
+    the loop is run again with that
     parameter moved: if what it backpropagates changes, a wire is cut, and a search names the operation where.
 
 Why is this bad?
-    A ``detach()`` left from debugging, a ``.item()`` on the loss path or a forward pass under ``no_grad`` lets part of the model keep its initial
+    A ``detach()`` left from debugging, a ``.item()`` on the loss path or a forward pass under ``no_grad`` lets part
+    of the model keep its initial
     weights for ever, while the rest trains and the loss falls.
 
 How it decides
-    The loss depends on w, yet dL/dw is nothing at every point of training: code broke the chain rule. Dependence is judged at the initial weights and at weights moved a
-    little (behind a zero-initialised gate nothing depends at first). No gradient and no dependence is no cut wire: an expert without tokens, another task's head,
-    LoRA's A in its first step, a teacher. Gradients taken by ``torch.autograd.grad`` and consumed by hand count as arrived.
-    A zero gradient is a fault only where one operation is shown to make it: with that operation passed through, the gradient is there.
+    The loss depends on w, yet dL/dw is nothing at every point of training: code broke the chain rule. Dependence is
+    judged at the initial weights and at weights moved a
+    little (behind a zero-initialised gate nothing depends at first). No gradient and no dependence is no cut wire: an
+    expert without tokens, another task's head,
+    LoRA's A in its first step, a teacher. Gradients taken by ``torch.autograd.grad`` and consumed by hand count as
+    arrived.
+    A zero gradient is a fault only where one operation is shown to make it: with that operation passed through, the
+    gradient is there.
 
 Faulty
     >>> def forward(self, x):
@@ -24,7 +30,8 @@ Fixed
     ...     return self.head(self.encoder(x))
 
 Known limits
-    A gate or router that is detached on purpose looks the same: name it in ``frozen=`` or ``skip=``. A parameter that only ever gets a zero gradient from an operation
+    A gate or router that is detached on purpose looks the same: name it in ``frozen=`` or ``skip=``. A parameter that
+    only ever gets a zero gradient from an operation
     that is not known here is advice.
 
 References
@@ -34,7 +41,6 @@ References
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks import check
@@ -43,6 +49,8 @@ from pytest_trainloop.finding import Finding
 from pytest_trainloop.wording import be, some, them, they, verb
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from pytest_trainloop.evidence import Evidence
     from pytest_trainloop.evidence.cut import Cut
     from pytest_trainloop.observe.record import Parameter, Record
@@ -50,11 +58,16 @@ if TYPE_CHECKING:
 CONSEQUENCES = ("overfit_one_batch", "update_ratio", "every_param_moves")
 
 CAUSES = {
-    "graph_cut": "no gradient ever arrives, the loss depends on the parameter, and an operation gives its value on without its history",
+    "graph_cut": (
+        "no gradient ever arrives, the loss depends on the parameter, and an operation gives its value on without "
+        "its history"
+    ),
     "no_grad_forward": "the operations on the path ran with gradients switched off",
     "checkpoint_cut": "the module ran only inside a checkpointed segment none of whose inputs requires grad",
     "vanished": "a gradient arrives that is exactly zero, and an operation with a slope of zero lies on the path",
-    "dead": "a gradient arrives that is exactly zero, and an activation or normalisation gives the same whatever comes in",
+    "dead": (
+        "a gradient arrives that is exactly zero, and an activation or normalisation gives the same whatever comes in"
+    ),
     "unused": "the parameter is computed with in the training forward pass, and the result goes nowhere",
     "nothing_trainable": "no parameter of the model requires grad",
     "adapters_frozen": "adapters are in the model and none of them requires grad",
@@ -64,8 +77,10 @@ CAUSES = {
 
 @check(needs={"run"}, causes=CAUSES, family="wiring", rank=20)
 def gradient_reaches_every_param(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.evidence.lora import adapter_findings
+
     record = evidence.run()
-    yield from _adapters(record)
+    yield from adapter_findings(record)
     if nothing := _nothing_trainable(record):
         yield nothing
         return
@@ -82,7 +97,12 @@ def gradient_reaches_every_param(evidence: Evidence) -> Iterator[Finding]:
 
 def _in_scope(record: Record, p: Parameter) -> bool:
     """Held by an optimizer that steps, meant to train, not moved by other hands, and without a gradient so far."""
-    if not p.requires_grad or p.role == "foreign" or 0 in p.shape or (record.reached(p.index) and not _stopped_at_backward(record)):
+    if (
+        not p.requires_grad
+        or p.role == "foreign"
+        or 0 in p.shape
+        or (record.reached(p.index) and not _stopped_at_backward(record))
+    ):
         return False
     if any(p.name.startswith(prefix) for prefix in record.frozen or ()):
         return False
@@ -95,7 +115,8 @@ def _in_scope(record: Record, p: Parameter) -> bool:
 
 
 def _stands_aside(record: Record, p: Parameter) -> bool:
-    """Whether another copy of the model trains in place of the declared one: that is for ``optimizer_holds_every_param`` to tell."""
+    """Whether another copy of the model trains in place of the declared one: that is for
+    ``optimizer_holds_every_param`` to tell."""
     called = p.calls_with_grad + p.calls_without_grad + p.calls_in_checkpoint
     return p.declared and not called and any(q.calls_with_grad and not q.declared for q in record.parameters)
 
@@ -121,44 +142,6 @@ def _nothing_trainable(record: Record) -> Finding | None:
         repair="leave requires_grad on for what should train; with adapters: freeze the base first, then attach them",
         explains=CONSEQUENCES,
     )
-
-
-def _adapters(record: Record) -> Iterator[Finding]:
-    """LoRA: adapters that do not train, and base weights that train beside their adapters."""
-    adapters = [p for p in record.parameters if p.role == "model" and "lora_" in p.name.lower()]
-    if not adapters:
-        return
-    training = [p for p in adapters if p.requires_grad]
-    if not training and any(p.requires_grad for p in record.parameters):
-        yield Finding(
-            cause="adapters_frozen",
-            summary=f"the model has {len(adapters)} adapter parameters and none of them requires grad: the adapters never train",
-            measured=f"0 of {len(adapters)} adapter parameters require grad; {sum(p.requires_grad for p in record.parameters)} others do",
-            shown_by="requires_grad is False on every adapter when the loop starts",
-            culprits=tuple(p.name for p in adapters[:8]),
-            repair="freeze the base before the adapters are attached, or switch requires_grad on again for the adapters",
-            explains=CONSEQUENCES,
-        )
-    base = [p for p in record.parameters if _adapted(p, training) and record.reached(p.index) and p.index in record.held]
-    if base:
-        names = tuple(p.name for p in base)
-        yield Finding(
-            cause="base_left_trainable",
-            summary=f"{some(names)} {verb(names, 'train')} together with the adapters on {them(names)}: the base was never frozen",
-            measured=f"{len(base)} adapted weights require grad, get gradients and are held by an optimizer; {len(training)} adapter parameters",
-            shown_by="the adapted weight and its adapter both receive gradients",
-            culprits=names,
-            repair="requires_grad_(False) on the base before the optimizer is built, or pass only the adapters to it",
-            explains=("frozen_stays_frozen",),
-        )
-
-
-def _adapted(p: Parameter, adapters: Sequence[Parameter]) -> bool:
-    """Whether the parameter is a weight that one of the adapters is attached to."""
-    if "lora_" in p.name.lower() or not p.requires_grad or len(p.shape) < 2:
-        return False
-    stems = {a.name[: a.name.lower().index("lora_")] for a in adapters}
-    return any(stem and p.name.startswith(stem) or p.owner + "." == stem for stem in stems)
 
 
 def _never_arrives(evidence: Evidence, record: Record, never: Sequence[Parameter]) -> Iterator[Finding]:
@@ -194,29 +177,47 @@ def _checkpoint(behind: Sequence[Parameter], change: float) -> Finding:
     owner = next((p.owner for p in behind if p.owner), "the segment")
     return Finding(
         cause="checkpoint_cut",
-        summary=f"{some(names)} {verb(names, 'get')} no gradient: {they(names)} {be(names)} behind a re-entrant checkpoint none of whose inputs requires grad",
+        summary=(
+            f"{some(names)} {verb(names, 'get')} no gradient: {they(names)} {be(names)} behind a re-entrant "
+            "checkpoint none of whose inputs requires grad"
+        ),
         measured=f"0 gradients arrived; moving {them(names)} changes the loss by {change:.1e}",
-        shown_by=f"{owner} ran only inside the checkpoint's forward pass without gradients and was never run again in backward",
+        shown_by=(
+            f"{owner} ran only inside the checkpoint's forward pass without gradients and was never run again in "
+            "backward"
+        ),
         culprits=names,
         where=str(behind[0].checkpoint),
-        repair="checkpoint(..., use_reentrant=False); or make the segment's inputs require grad (enable_input_require_grads) before checkpointing is switched on",
+        repair=(
+            "checkpoint(..., use_reentrant=False); or make the segment's inputs require grad "
+            "(enable_input_require_grads) before checkpointing is switched on"
+        ),
         explains=("checkpointing_equivalence", *CONSEQUENCES),
     )
 
 
 def _graph_cut(record: Record, cut_off: Sequence[Parameter], change: float, cut: Cut | None) -> Finding:
     names = tuple(p.name for p in cut_off)
-    measured = f"0 gradients arrived in {len(record.of_backward())} backward passes; moving {them(names)} changes the loss by {change:.1e}"
+    measured = (
+        f"0 gradients arrived in {len(record.of_backward())} backward passes; moving {them(names)} changes the loss "
+        f"by {change:.1e}"
+    )
     whole = _stopped_at_backward(record)
     if cut is None:
         return Finding(
             cause="graph_cut",
             summary=f"{some(names)} {verb(names, 'get')} no gradient although the loss depends on {them(names)}",
             measured=measured,
-            shown_by="no single operation restores the gradient; ruled out: detach, .data, no_grad, and values taken out of tensors in torch calls",
+            shown_by=(
+                "no single operation restores the gradient; ruled out: detach, .data, no_grad, and values taken "
+                "out of tensors in torch calls"
+            ),
             culprits=names,
             where=str(record.raised.place) if record.raised else "",
-            repair="look for a value that leaves torch or comes from another thread on the way from these parameters to the loss",
+            repair=(
+                "look for a value that leaves torch or comes from another thread on the way from these parameters "
+                "to the loss"
+            ),
             explains=CONSEQUENCES,
         )
     off = cut.candidate.kind == "grad_off" and cut.gradient is not None
@@ -225,9 +226,15 @@ def _graph_cut(record: Record, cut_off: Sequence[Parameter], change: float, cut:
     if cut.candidate.kind == "custom":
         shown = f"a gradient comes in at the output of {cut.candidate.op}, and its backward() gives none to any input"
     elif cut.gradient is not None:
-        shown = f"with {'gradients switched on' if off else f'the {op} left out'} at that line, a gradient (largest entry {cut.gradient:.2g}) reaches {names[0]}"
+        shown = (
+            f"with {'gradients switched on' if off else f'the {op} left out'} at that line, a gradient (largest "
+            f"entry {cut.gradient:.2g}) reaches {names[0]}"
+        )
     else:
-        shown = f"likely: moving what {op} gave at that line moves the loss by {cut.change:.1e}, and no gradient passes there"
+        shown = (
+            f"likely: moving what {op} gave at that line moves the loss by {cut.change:.1e}, and no gradient passes "
+            "there"
+        )
     return Finding(
         cause="no_grad_forward" if off else "graph_cut",
         summary=f"{some(names)} {verb(names, 'get')} no gradient although the loss depends on {them(names)}: "
@@ -237,13 +244,17 @@ def _graph_cut(record: Record, cut_off: Sequence[Parameter], change: float, cut:
         shown_by=shown,
         culprits=names,
         where=str(cut.candidate.place),
-        repair="run the training forward pass outside torch.no_grad() / inference_mode()" if off else f"keep the tensor and its history on the loss path; use {op} for logging only",
+        repair="run the training forward pass outside torch.no_grad() / inference_mode()"
+        if off
+        else f"keep the tensor and its history on the loss path; use {op} for logging only",
         explains=CONSEQUENCES,
     )
 
 
 def _operation(op: str) -> str:
-    return {"data": ".data", "__float__": "float()", "__int__": "int()", "__array__": "numpy", "numpy": ".numpy()"}.get(op, f"{op}()")
+    return {"data": ".data", "__float__": "float()", "__int__": "int()", "__array__": "numpy", "numpy": ".numpy()"}.get(
+        op, f"{op}()"
+    )
 
 
 def _unused(evidence: Evidence, apart: Sequence[Parameter]) -> Iterator[Finding]:
@@ -253,14 +264,23 @@ def _unused(evidence: Evidence, apart: Sequence[Parameter]) -> Iterator[Finding]
     if thrown_away:
         names = tuple(p.name for p in thrown_away)
         exposed = evidence.exposed(names)
-        for level, chosen in (("fault", [n for n in names if n not in exposed]), ("advice", [n for n in names if n in exposed])):
+        for level, chosen in (
+            ("fault", [n for n in names if n not in exposed]),
+            ("advice", [n for n in names if n in exposed]),
+        ):
             if chosen:
                 yield Finding(
                     cause="unused",
                     level="fault" if level == "fault" else "advice",
-                    summary=f"{some(chosen)} {be(chosen)} computed with in every forward pass, and the result never reaches the loss",
+                    summary=(
+                        f"{some(chosen)} {be(chosen)} computed with in every forward pass, and the result never "
+                        "reaches the loss"
+                    ),
                     measured="0 gradients arrived; moving " + them(chosen) + " does not change the loss",
-                    shown_by="the parameter enters an operation in the training forward pass, and nothing that is backpropagated depends on the result",
+                    shown_by=(
+                        "the parameter enters an operation in the training forward pass, and nothing that is "
+                        "backpropagated depends on the result"
+                    ),
                     culprits=tuple(chosen),
                     repair="use the result (x = self.norm(x)), add its loss, or take the module out of the optimizer",
                     explains=CONSEQUENCES,
@@ -304,16 +324,25 @@ def _zero_advice(names: Sequence[str]) -> Finding:
         level="advice",
         summary=f"{some(names)} {verb(names, 'get')} only gradients that are exactly zero",
         measured="every gradient that arrived is zero in every entry, and moving " + them(names) + " changes the loss",
-        shown_by="not determined; ruled out: rounding, clamping, units that are off for all data, normalisation over one entry",
+        shown_by=(
+            "not determined; ruled out: rounding, clamping, units that are off for all data, normalisation over "
+            "one entry"
+        ),
         culprits=tuple(names),
-        repair="look at what multiplies the result: a gate at zero, an expert without tokens, a group with rate 0 behind it",
+        repair=(
+            "look at what multiplies the result: a gate at zero, an expert without tokens, a group with rate 0 "
+            "behind it"
+        ),
     )
 
 
 def _saddle(names: Sequence[str], gradient: float) -> Finding:
     return Finding(
         cause="dead",
-        summary=f"{some(names)} {verb(names, 'start')} at exactly zero together with what multiplies {them(names)}: no gradient can ever leave that point",
+        summary=(
+            f"{some(names)} {verb(names, 'start')} at exactly zero together with what multiplies {them(names)}: no "
+            "gradient can ever leave that point"
+        ),
         measured="every gradient that arrived is zero in every entry",
         shown_by=f"with all weights moved a little a gradient (largest entry {gradient:.2g}) reaches {names[0]}",
         culprits=tuple(names),
@@ -331,7 +360,10 @@ def _zeroed_by(names: Sequence[str], cut: Cut) -> Finding:
         summary=f"{some(names)} {verb(names, 'get')} only zero gradients: "
         + (f"{op}{module} gives the same whatever comes in" if dead else f"{op}{module} has a slope of zero there"),
         measured="every gradient that arrived is zero in every entry",
-        shown_by=f"with {op} passed through at that line, a gradient (largest entry {cut.gradient or 0.0:.2g}) reaches {names[0]}",
+        shown_by=(
+            f"with {op} passed through at that line, a gradient (largest entry {cut.gradient or 0.0:.2g}) reaches "
+            f"{names[0]}"
+        ),
         culprits=tuple(names),
         where=str(cut.candidate.place),
         repair=_mend(op, dead),
@@ -346,4 +378,7 @@ def _mend(op: str, dead: bool) -> str:
         return "a softmax over one entry is always 1: check its dim, or use a sigmoid"
     if "norm" in op:
         return "a norm over one entry is always its bias: check the normalised shape"
-    return "check the bias and the scale in front of it: every unit is off for all of this data; lower the rate or use a leaky activation"
+    return (
+        "check the bias and the scale in front of it: every unit is off for all of this data; lower the rate or "
+        "use a leaky activation"
+    )

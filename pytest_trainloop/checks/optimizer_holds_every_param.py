@@ -4,13 +4,17 @@ What it does
     After a watched run it compares the tensors in the optimizers' groups with the parameters that gradients arrived at.
 
 Why is this bad?
-    A head that was never passed to the optimizer, or a model that was copied after the optimizer was built, trains on as if nothing were wrong:
+    A head that was never passed to the optimizer, or a model that was copied after the optimizer was built, trains on
+    as if nothing were wrong:
     the loss falls a little, through the rest or not at all, and nothing is raised.
 
 How it decides
-    A parameter is missing iff it requires grad, a gradient that is not zero arrived at it, no optimizer holds it and nothing else moved it. Not missing:
-    what ``frozen=`` names; what is kept in eval mode beside a training rest (a fixed perceptual net); targets that follow by an average; parameters stepped
-    by hand. Tensors that an optimizer holds beyond the model (a learned temperature, an image that is optimised) are fine as long as gradients reach them.
+    A parameter is missing iff it requires grad, a gradient that is not zero arrived at it, no optimizer holds it and
+    nothing else moved it. Not missing:
+    what ``frozen=`` names; what is kept in eval mode beside a training rest (a fixed perceptual net); targets that
+    follow by an average; parameters stepped
+    by hand. Tensors that an optimizer holds beyond the model (a learned temperature, an image that is optimised) are
+    fine as long as gradients reach them.
 
 Faulty
     >>> model = Classifier()
@@ -23,7 +27,8 @@ Fixed
     >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 Known limits
-    A trunk that is left out of the optimizer on purpose looks like one that was forgotten: freeze it, or name it in ``frozen=``.
+    A trunk that is left out of the optimizer on purpose looks like one that was forgotten: freeze it, or name it in
+    ``frozen=``.
 
 References
     https://docs.pytorch.org/docs/stable/optim.html#constructing-it
@@ -32,7 +37,6 @@ References
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks import check
@@ -41,6 +45,8 @@ from pytest_trainloop.finding import Finding
 from pytest_trainloop.wording import be, some, them, they, verb
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from pytest_trainloop.evidence import Evidence
     from pytest_trainloop.observe.record import Parameter, Record
 
@@ -48,7 +54,10 @@ CONSEQUENCES = ("overfit_one_batch", "update_ratio", "every_param_moves")
 
 CAUSES = {
     "missing": "a gradient arrives at the parameter, and no optimizer holds it",
-    "swapped_after_optimizer": "the optimizer holds tensors that are no longer in the model, where the model has new ones that it does not hold",
+    "swapped_after_optimizer": (
+        "the optimizer holds tensors that are no longer in the model, where the model has new ones that it does "
+        "not hold"
+    ),
     "stale_copy": "the optimizer holds none of the tensors that train, but as many others that no gradient reaches",
     "not_registered": "the parameter sits in a plain list, tuple or dict, where parameters() does not find it",
     "held_twice": "one group holds the same tensor more than once",
@@ -102,7 +111,10 @@ def _held_twice(record: Record) -> Iterator[Finding]:
             names = record.names(twice)
             yield Finding(
                 cause="held_twice",
-                summary=f"{optimizer.kind} holds {some(names)} more than once, so every step updates {them(names)} more than once",
+                summary=(
+                    f"{optimizer.kind} holds {some(names)} more than once, so every step updates {them(names)} more "
+                    "than once"
+                ),
                 measured=f"{len(optimizer.parameters)} entries in its groups, {len(set(optimizer.parameters))} tensors",
                 shown_by="the same tensor stands in the groups repeatedly",
                 culprits=names,
@@ -115,11 +127,17 @@ def _not_registered(unregistered: Sequence[Parameter]) -> Finding:
     names = tuple(p.name for p in unregistered)
     return Finding(
         cause="not_registered",
-        summary=f"{some(names)} {verb(names, 'get')} gradients but {be(names)} in no optimizer: the model never registered {them(names)}",
+        summary=(
+            f"{some(names)} {verb(names, 'get')} gradients but {be(names)} in no optimizer: the model never "
+            f"registered {them(names)}"
+        ),
         measured=f"{len(names)} parameters in plain lists, tuples or dicts",
         shown_by="gradients arrive there, and model.parameters() does not have them",
         culprits=names,
-        repair="use nn.ModuleList, nn.ModuleDict or nn.ParameterList, so that parameters(), to() and state_dict() find them",
+        repair=(
+            "use nn.ModuleList, nn.ModuleDict or nn.ParameterList, so that parameters(), to() and state_dict() "
+            "find them"
+        ),
         explains=CONSEQUENCES,
     )
 
@@ -127,26 +145,40 @@ def _not_registered(unregistered: Sequence[Parameter]) -> Finding:
 def _replaced(record: Record, missing: Sequence[Parameter], left_over: Sequence[Parameter]) -> Finding:
     names = tuple(p.name for p in missing)
     trained = [p for p in record.parameters if p.index in record.held and record.reached(p.index)]
-    measured = f"the optimizer holds {len(left_over)} tensors that no gradient reaches; {len(names)} parameters that get gradients are in no optimizer"
+    measured = (
+        f"the optimizer holds {len(left_over)} tensors that no gradient reaches; {len(names)} parameters that get "
+        "gradients are in no optimizer"
+    )
     if not trained:
         return Finding(
             cause="stale_copy",
-            summary=f"the optimizer holds none of the {len(names)} parameters that train: it was built on another copy of the model",
+            summary=(
+                f"the optimizer holds none of the {len(names)} parameters that train: it was built on another copy "
+                "of the model"
+            ),
             measured=measured,
             shown_by="gradients arrive at the running model's tensors only; the optimizer's own get none",
             culprits=names,
-            repair="build the optimizer after the last copy, re-wrap or rebuild of the model, from that model's parameters()",
+            repair=(
+                "build the optimizer after the last copy, re-wrap or rebuild of the model, from that model's "
+                "parameters()"
+            ),
             explains=CONSEQUENCES,
         )
     return Finding(
         cause="swapped_after_optimizer",
-        summary=f"{some(names)} {be(names)} in no optimizer: {they(names)} replaced tensors that the optimizer still holds",
+        summary=(
+            f"{some(names)} {be(names)} in no optimizer: {they(names)} replaced tensors that the optimizer still holds"
+        ),
         measured=measured,
         shown_by="the optimizer's tensors "
         + ", ".join(str(p.shape) for p in list(left_over)[:3])
         + " are in no module any more",
         culprits=names,
-        repair="change the model first (new head, resized embedding), then build the optimizer; or add_param_group for the new part",
+        repair=(
+            "change the model first (new head, resized embedding), then build the optimizer; or add_param_group "
+            "for the new part"
+        ),
         explains=CONSEQUENCES,
     )
 
@@ -156,10 +188,13 @@ def _missing(record: Record, missing: Sequence[Parameter]) -> Finding:
     trainable = [p for p in record.parameters if p.requires_grad and p.role != "foreign"]
     return Finding(
         cause="missing",
-        summary=f"{some(names)} {verb(names, 'get')} gradients but {be(names)} in no optimizer, so {they(names)} never {verb(names, 'train')}",
+        summary=(
+            f"{some(names)} {verb(names, 'get')} gradients but {be(names)} in no optimizer, so {they(names)} never "
+            f"{verb(names, 'train')}"
+        ),
         measured=f"{len(names)} of {len(trainable)} trainable parameters are held by no optimizer",
         shown_by="gradients that are not zero arrive there, no optimizer holds them, and nothing else moved them",
         culprits=names,
-        repair="pass them to the optimizer; if they are meant to stay fixed, requires_grad_(False) or frozen=(\"...\",) says so",
+        repair='pass them to the optimizer; if they are meant to stay fixed, requires_grad_(False) or frozen=("...",) says so',
         explains=CONSEQUENCES,
     )

@@ -1,18 +1,25 @@
 """Zeroing, backward, clipping and stepping come in an order in which each step consumes just the gradients made for it.
 
 What it does
-    It keeps accounts for every parameter over a watched run: what stood in ``.grad`` before each backward, what came in, what the innermost optimizer
-    step read, and who wiped it. Where the function has the knob ``accumulate``, a run with windows of four micro-batches is judged as well.
+    It keeps accounts for every parameter over a watched run: what stood in ``.grad`` before each backward, what came
+    in, what the innermost optimizer
+    step read, and who wiped it. Where the function has the knob ``accumulate``, a run with windows of four
+    micro-batches is judged as well.
 
 Why is this bad?
-    A forgotten ``zero_grad()`` sums the gradients of all batches so far, a misplaced one throws away what backward has just computed, a clip after the step
+    A forgotten ``zero_grad()`` sums the gradients of all batches so far, a misplaced one throws away what backward
+    has just computed, a clip after the step
     clips nothing. The loop runs, the loss moves, and the result is a worse model.
 
 How it decides
-    Only identities are faults (and only on gradients that autograd accumulated; gradients put there by hand are the user's own doing): a step consumes a
-    residual that an earlier step has already consumed and that is bit-identical still; steps that consume nothing although a backward produced something;
-    in every window, backward passes of one call site that are wiped while the last of them is consumed. Momentum kept in ``.grad`` is scaled, not identical; SAM moves
-    the weights between backward and wipe; a by-product on another network's parameters is wiped unused; batches skipped openly come in no regular windows.
+    Only identities are faults (and only on gradients that autograd accumulated; gradients put there by hand are the
+    user's own doing): a step consumes a
+    residual that an earlier step has already consumed and that is bit-identical still; steps that consume nothing
+    although a backward produced something;
+    in every window, backward passes of one call site that are wiped while the last of them is consumed. Momentum kept
+    in ``.grad`` is scaled, not identical; SAM moves
+    the weights between backward and wipe; a by-product on another network's parameters is wiped unused; batches
+    skipped openly come in no regular windows.
 
 Faulty
     >>> for x, y in batches:
@@ -28,7 +35,8 @@ Fixed
     ...     optimizer.step()
 
 Known limits
-    Writes to gradients are seen in the first twelve steps only. A clip whose limit is infinite or above 1e5 is taken for a norm that is logged.
+    Writes to gradients are seen in the first twelve steps only. A clip whose limit is infinite or above 1e5 is taken
+    for a norm that is logged.
 
 References
     https://docs.pytorch.org/tutorials/recipes/recipes/zeroing_out_gradients.html
@@ -38,9 +46,7 @@ References
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks import check
@@ -49,6 +55,8 @@ from pytest_trainloop.finding import Finding
 from pytest_trainloop.wording import be, some, they
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pytest_trainloop.evidence import Evidence
     from pytest_trainloop.evidence.ledger import Account, Ledger
     from pytest_trainloop.observe.record import Record, Step
@@ -58,7 +66,9 @@ ACCUMULATE = 4
 
 CAUSES = {
     "not_zeroed": "a step consumes gradients that an earlier step has consumed already, bit for bit",
-    "wrong_object_zeroed": "a zero_grad runs before each backward, but not on the parameters whose consumed gradients are still there",
+    "wrong_object_zeroed": (
+        "a zero_grad runs before each backward, but not on the parameters whose consumed gradients are still there"
+    ),
     "zeroed_before_step": "gradients are wiped between backward and step, so steps consume nothing",
     "zeroed_inside_window": "in every window all micro-batches but the last are wiped before the step",
     "step_missing": "backward passes bring gradients, and the optimizer that holds the parameters never steps",
@@ -67,7 +77,9 @@ CAUSES = {
     "two_optimizers": "two optimizers consume the same gradient of the same parameter",
     "clip_after_step": "gradients are clipped after the step has consumed them and before they are wiped",
     "clip_before_unscale": "gradients are clipped while they still carry the loss scale",
-    "scheduler_before_optimizer": "in the first iteration the scheduler steps before any optimizer does, and goes on from the same line",
+    "scheduler_before_optimizer": (
+        "in the first iteration the scheduler steps before any optimizer does, and goes on from the same line"
+    ),
     "update_missing": "the scaler steps again and again and is never updated",
     "window_left_over": "the run ends with gradients that no step consumed",
 }
@@ -77,21 +89,23 @@ CAUSES = {
 def step_order(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.evidence.calls import call_order
     from pytest_trainloop.evidence.ledger import keep
+    from pytest_trainloop.evidence.windows import window_findings
 
     record = evidence.run()
     order = list(call_order(record))
     if not order and not record.backwards() and not record.steps:
         raise CannotDecide(
-            f"no backward pass and no optimizer step was seen in {record.items} batches; an exception swallowed inside the loop would look like this"
+            f"no backward pass and no optimizer step was seen in {record.items} batches; an exception swallowed "
+            "inside the loop would look like this"
         )
     ledger = keep(record)
     accounts = list(_accounts_findings(record, ledger))
     yield from [*order, *accounts]
     if evidence.has_knob("accumulate") and not accounts and record.raised is None:
         window = evidence.run(accumulate=ACCUMULATE)
-        yield from _window_findings(window, keep(window))
+        yield from window_findings(window, keep(window))
     elif not accounts:
-        yield from _window_findings(record, ledger)
+        yield from window_findings(record, ledger)
 
 
 def _accounts_findings(record: Record, ledger: Ledger) -> Iterator[Finding]:
@@ -144,7 +158,9 @@ def _step_missing(record: Record, lost: list[Account], kind: str, mine: set[int]
         shown_by="gradients arrive, nothing consumes them, and no parameter differs from its start",
         culprits=("scaler.step(optimizer)" if scaled else "optimizer.step()", *names),
         where=str(lost[0].backward.place),
-        repair="call scaler.step(optimizer) and scaler.update() after backward()" if scaled else "call optimizer.step() after backward()",
+        repair="call scaler.step(optimizer) and scaler.update() after backward()"
+        if scaled
+        else "call optimizer.step() after backward()",
         explains=CONSEQUENCES,
     )
 
@@ -161,14 +177,21 @@ def _empty_steps(record: Record, ledger: Ledger) -> Iterator[Judged]:
         wipe = record.wipe_after(lost[0].backward, mine)
         names = record.names(set().union(*(mine & a.wiped for a in lost)))
         step = str(first.place)
-        measured = f"{count} of {every[index]} steps consumed no gradient; {len(lost)} backward passes were wiped unused"
+        measured = (
+            f"{count} of {every[index]} steps consumed no gradient; {len(lost)} backward passes were wiped unused"
+        )
         if first.at < lost[0].backward.at:
             yield (
                 Finding(
                     cause="step_before_backward",
-                    summary=f"step() runs before backward(): {count} of {every[index]} steps found no gradient to consume",
+                    summary=(
+                        f"step() runs before backward(): {count} of {every[index]} steps found no gradient to consume"
+                    ),
                     measured=measured,
-                    shown_by="the first step comes before the first backward, and what backward brings is wiped before the next step",
+                    shown_by=(
+                        "the first step comes before the first backward, and what backward brings is wiped before "
+                        "the next step"
+                    ),
                     culprits=("optimizer.step()", *names),
                     where=step,
                     repair="order: zero_grad(), forward, backward(), step()",
@@ -180,7 +203,10 @@ def _empty_steps(record: Record, ledger: Ledger) -> Iterator[Judged]:
             yield (
                 Finding(
                     cause="zeroed_before_step",
-                    summary=f"gradients are zeroed between backward() and step(): {count} of {every[index]} steps found nothing to consume",
+                    summary=(
+                        f"gradients are zeroed between backward() and step(): {count} of {every[index]} steps found "
+                        "nothing to consume"
+                    ),
                     measured=measured,
                     shown_by=f"order seen: backward, {wipe.by if wipe else 'zeroing'}, step",
                     culprits=(wipe.by if wipe else "zero_grad()", *names),
@@ -213,9 +239,16 @@ def _late_backwards(record: Record, ledger: Ledger) -> Iterator[Judged]:
         yield (
             Finding(
                 cause="step_before_backward",
-                summary="step() runs between the forward pass and its backward(): each step consumes the gradient of an earlier batch, made at older weights",
-                measured=f"{len(accounts)} of {settled[index]} backward passes belong to a forward pass before the last step",
-                shown_by="the parameters were stepped after their module's forward call and before the gradient arrived",
+                summary=(
+                    "step() runs between the forward pass and its backward(): each step consumes the gradient of "
+                    "an earlier batch, made at older weights"
+                ),
+                measured=(
+                    f"{len(accounts)} of {settled[index]} backward passes belong to a forward pass before the last step"
+                ),
+                shown_by=(
+                    "the parameters were stepped after their module's forward call and before the gradient arrived"
+                ),
                 culprits=("optimizer.step()", *record.names({i for a in accounts for i in a.consumed})),
                 where=str(between.place),
                 repair="order: zero_grad(), forward, backward(), step()",
@@ -227,7 +260,11 @@ def _late_backwards(record: Record, ledger: Ledger) -> Iterator[Judged]:
 
 def _refused_backward(record: Record) -> Iterator[Judged]:
     """Backward passes that torch refused because a step had changed the weights that they need."""
-    if record.raised is None or "modified by an inplace operation" not in record.raised.message or not record.backwards():
+    if (
+        record.raised is None
+        or "modified by an inplace operation" not in record.raised.message
+        or not record.backwards()
+    ):
         return
     refused = record.backwards()[-1]
     forward = max((f.at for f in record.root_forwards() if f.at < refused.at), default=0)
@@ -236,8 +273,14 @@ def _refused_backward(record: Record) -> Iterator[Judged]:
         yield (
             Finding(
                 cause="step_before_backward",
-                summary="step() runs between the forward pass and its backward(): the weights that backward needs are changed by then, and torch refuses",
-                measured=f"{len(between)} optimizer steps between the forward pass and its backward; torch raised: {record.raised.summary[:120]}",
+                summary=(
+                    "step() runs between the forward pass and its backward(): the weights that backward needs are "
+                    "changed by then, and torch refuses"
+                ),
+                measured=(
+                    f"{len(between)} optimizer steps between the forward pass and its backward; torch raised: "
+                    f"{record.raised.summary[:120]}"
+                ),
                 shown_by="order seen: forward, step, backward",
                 culprits=("optimizer.step()", *record.names(record.optimizers[between[0].optimizer].parameters)),
                 where=str(between[0].place),
@@ -264,12 +307,15 @@ def _repeated(record: Record, ledger: Ledger) -> Iterator[Judged]:
         yield (
             Finding(
                 cause="two_optimizers" if two else "stepped_twice",
-                summary=f"{some(names)} {be(names)} stepped twice on the same gradient" + (f", by {kinds}" if two else ""),
+                summary=f"{some(names)} {be(names)} stepped twice on the same gradient"
+                + (f", by {kinds}" if two else ""),
                 measured=f"{len(steps)} steps consumed a gradient that the step before had consumed",
                 shown_by="the gradient consumed is bit-identical, and no backward ran between the two steps",
                 culprits=names,
                 where=str(next(iter(steps.values())).place),
-                repair="hold each parameter in one optimizer" if two else "call step() once for each backward pass (or window)",
+                repair="hold each parameter in one optimizer"
+                if two
+                else "call step() once for each backward pass (or window)",
                 explains=CONSEQUENCES,
             ),
             {first, second},
@@ -295,74 +341,19 @@ def _stale(record: Record, ledger: Ledger) -> Iterator[Judged]:
             Finding(
                 cause="wrong_object_zeroed" if wrong else "not_zeroed",
                 summary=f"{some(names)} {be(names)} stepped with the gradients of all earlier batches added in: "
-                + (f"the zero_grad() that runs zeroes something else than {they(names)}" if wrong else "nothing zeroes them"),
+                + (
+                    f"the zero_grad() that runs zeroes something else than {they(names)}"
+                    if wrong
+                    else "nothing zeroes them"
+                ),
                 measured=f"{most} of {total} steps consumed a residual that the step before had consumed",
                 shown_by="what stands in .grad before backward is bit-identical to what the last step consumed",
                 culprits=names,
                 where=str(where),
-                repair="zero the optimizer (or the module) that holds these parameters" if wrong else "call optimizer.zero_grad() before backward()",
+                repair="zero the optimizer (or the module) that holds these parameters"
+                if wrong
+                else "call optimizer.zero_grad() before backward()",
                 explains=CONSEQUENCES,
             ),
             {index},
         )
-
-
-def _window_findings(record: Record, ledger: Ledger) -> Iterator[Finding]:
-    """What goes wrong inside an accumulation window, and what is left at the end of the data."""
-    by_site: dict[object, list[Account]] = defaultdict(list)
-    for account in ledger.accounts:
-        if account.backward.reached:
-            by_site[account.backward.site].append(account)
-    for accounts in by_site.values():
-        lost = [a for a in accounts if a.wiped and not a.consumed and not a.pending]
-        if lost and len(lost) < len(accounts) and not ledger.by_hand and _same_each_window(accounts):
-            if not any(record.moved_between(a.backward, a.wiped) for a in lost) and all(_finite(a) for a in lost):
-                yield _zeroed_inside(record, accounts, lost)
-                return
-    stepped = {a.backward.site for a in ledger.accounts if a.consumed}
-    left = [a for a in ledger.accounts if _left_over(record, a) and a.backward.site in stepped]
-    ended_by_itself = record.raised is None and record.ended
-    if left and ended_by_itself and any(a.consumed for a in ledger.accounts) and left[-1] is ledger.accounts[-1]:
-        yield Finding(
-            cause="window_left_over",
-            level="advice",
-            summary=f"the last {len(left)} backward passes were never stepped: the window at the end of the data stays open",
-            measured=f"{len(left)} of {len(ledger.accounts)} backward passes at the end; {record.items} batches",
-            shown_by="their gradients still stand in .grad when fit returns",
-            culprits=("optimizer.step()",),
-            where=str(left[0].backward.place),
-            repair="step once more after the loop when a window is open, or drop the remainder on purpose (drop_last=True)",
-        )
-
-
-def _left_over(record: Record, account: Account) -> bool:
-    """Whether no step came after this pass that could consume its gradients, and nothing wiped them."""
-    holders = {o for i in account.pending for o in record.held.get(i, ())}
-    later = any(s.optimizer in holders for s in record.consuming_steps() if s.at > account.backward.at)
-    return bool(account.pending) and not account.consumed and not account.wiped and not later
-
-
-def _same_each_window(accounts: list[Account]) -> bool:
-    """Whether the wiped passes come in windows of one length, each closed by a pass that is consumed; at least three of them."""
-    lengths = [len(list(g)) for consumed, g in itertools.groupby(accounts, key=lambda a: bool(a.consumed)) if not consumed]
-    whole = lengths[:-1] if not accounts[-1].consumed else lengths
-    return len(whole) >= 3 and len(set(whole)) == 1
-
-
-def _finite(account: Account) -> bool:
-    return all(a.incoming.finite for arrived in account.backward.arrivals.values() for a in arrived)
-
-
-def _zeroed_inside(record: Record, accounts: list[Account], lost: list[Account]) -> Finding:
-    wipe = record.wipe_after(lost[0].backward, lost[0].wiped)
-    share = (len(lost) + len(accounts) - len(lost)) / max(1, len(accounts) - len(lost))
-    return Finding(
-        cause="zeroed_inside_window",
-        summary=f"gradients are zeroed inside the accumulation window: only the last of about {share:.0f} micro-batches counts",
-        measured=f"{len(lost)} of {len(accounts)} backward passes were wiped before a step could consume them",
-        shown_by="in every window the gradient of all micro-batches but the last is gone when the step reads it",
-        culprits=(wipe.by if wipe else "zero_grad()",),
-        where=str(wipe.place if wipe else lost[0].backward.place),
-        repair="call zero_grad() once for each step, right after it, not once for each micro-batch",
-        explains=("accumulation_equivalence", *CONSEQUENCES),
-    )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,19 +10,23 @@ from pytest_trainloop.evidence.build import Make, build, require_fresh
 from pytest_trainloop.evidence.preserve import preserved
 from pytest_trainloop.evidence.run import ENOUGH_ROUNDS, READ_AHEAD_BUDGETS, RunPlan, run
 from pytest_trainloop.loop import TrainLoop
-from pytest_trainloop.observe.record import Record
 from pytest_trainloop.observe.watch import FULL_ROUNDS
 from pytest_trainloop.wording import some, them
 
 if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
     from pytest_trainloop.evidence.cut import Cut
     from pytest_trainloop.evidence.dependence import Dependence
     from pytest_trainloop.evidence.trace import Kind
+    from pytest_trainloop.observe.record import Record
     from pytest_trainloop.observe.watch import Watch
 
 
 WINDOWS = 4
-"""Windows of an accumulating run; one more batch follows, so that a last partial window shows. Without the knob 13 batches do the same for every window
+"""Windows of an accumulating run; one more batch follows, so that a last partial window shows. Without the knob 13
+batches do the same for every window
 of 2 to 12."""
 
 
@@ -34,7 +36,15 @@ class Evidence:
     ``make`` builds a fresh loop when called with the user's keywords; ``knobs`` maps our knob names to those keywords.
     """
 
-    def __init__(self, make: Make, *, knobs: Mapping[str, str] | None = None, seed: int = 0, seconds: float = 120.0, device: str | None = None) -> None:
+    def __init__(
+        self,
+        make: Make,
+        *,
+        knobs: Mapping[str, str] | None = None,
+        seed: int = 0,
+        seconds: float = 120.0,
+        device: str | None = None,
+    ) -> None:
         self.make = make
         self.knobs = dict(knobs or {})
         self._seed = seed
@@ -47,7 +57,8 @@ class Evidence:
 
     @property
     def offers(self) -> frozenset[str]:
-        """The fields of ``TrainLoop`` that were given; "fit" stands for fit or step, "run" for either of these or a loss."""
+        """The fields of ``TrainLoop`` that were given; "fit" stands for fit or step, "run" for either of these or a
+        loss."""
         if self._offers is None:
             self._offers = self._first_look()
         return self._offers
@@ -71,7 +82,8 @@ class Evidence:
         *,
         double: bool = False,
     ) -> Record:
-        """A run, on wish in float64, that ends once every optimizer that holds one of the named parameters has stepped."""
+        """A run, on wish in float64, that ends once every optimizer that holds one of the named parameters has
+        stepped."""
         wanted = set(names)
 
         def enough(record: Record) -> bool:
@@ -91,13 +103,15 @@ class Evidence:
         return dependence(self, names)
 
     def cut(self, names: Sequence[str], kinds: set[Kind]) -> tuple[Cut | None, set[str]]:
-        """The operation that keeps the gradient from these parameters, and which parameters entered some computation."""
+        """The operation that keeps the gradient from these parameters, and which parameters entered some
+        computation."""
         from pytest_trainloop.evidence.cut import find_cut
 
         return find_cut(self, names, kinds)
 
     def starts_at_saddle(self, names: Sequence[str]) -> dict[str, float]:
-        """Parameters that start at zero where no gradient can leave, and the largest gradient entry that arrives once all weights are moved a little."""
+        """Parameters that start at zero where no gradient can leave, and the largest gradient entry that arrives once
+        all weights are moved a little."""
         from pytest_trainloop.evidence.cut import starts_at_saddle
 
         return starts_at_saddle(self, names)
@@ -123,7 +137,9 @@ class Evidence:
     def _plan(self, knobs: Mapping[str, Any]) -> RunPlan:
         unknown = [name for name in knobs if name not in self.knobs]
         if unknown:
-            raise CannotDecide(f"the function has no knob {unknown[0]!r}: give it a keyword default, or map one with knobs={{...}}")
+            raise CannotDecide(
+                f"the function has no knob {unknown[0]!r}: give it a keyword default, or map one with knobs={{...}}"
+            )
         user = {self.knobs[name]: value for name, value in knobs.items()}
         accumulate = int(knobs.get("accumulate", 1))
         return RunPlan(
@@ -166,7 +182,8 @@ class WatchedOnce:
 
     def dependence(self, names: Sequence[str]) -> dict[str, Dependence]:
         raise CannotDecide(
-            f"{some(names)}: no gradient was seen; whether the loss depends on {them(names)} takes further runs: return a TrainLoop from a marked test"
+            f"{some(names)}: no gradient was seen; whether the loss depends on {them(names)} takes further runs: "
+            "return a TrainLoop from a marked test"
         )
 
     def cut(self, names: Sequence[str], kinds: set[Kind]) -> tuple[Cut | None, set[str]]:
@@ -187,5 +204,3 @@ def _could_step(record: Record) -> bool:
 
 def _indices(record: Record, names: set[str]) -> set[int]:
     return {p.index for p in record.parameters if p.name in names}
-
-

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop import batch as nests
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.evidence.double import widen_batch
 from pytest_trainloop.evidence.guard import StopFit
-from pytest_trainloop.loop import TrainLoop
+
+if TYPE_CHECKING:
+    from pytest_trainloop.loop import TrainLoop
 
 EMPTY_PASSES = 64
 """Passes over the spent batches after which a loop is taken for one that never ends."""
@@ -23,7 +25,8 @@ PASSES_WITHOUT_STEP = 2
 class Batches(Sequence[Any]):
     """``count`` batches. ``spent`` says whether the loop has done enough; ``stepped`` whether it has made a step yet.
 
-    A pass in which no step happens ends after ``read_ahead`` items: such a loop collects its batches first. Unknown attributes are asked of the
+    A pass in which no step happens ends after ``read_ahead`` items: such a loop collects its batches first. Unknown
+    attributes are asked of the
     project's own loader, so that ``batches.dataset`` or ``batches.batch_size`` work.
     """
 
@@ -65,7 +68,7 @@ class Batches(Sequence[Any]):
         return self._fresh(position)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._spent() or self.taken >= PASSES_WITHOUT_STEP * self._count and not self._stepped():
+        if self._spent() or (self.taken >= PASSES_WITHOUT_STEP * self._count and not self._stepped()):
             self.cut_short = True
             self._empty_passes += 1
             if self._empty_passes > EMPTY_PASSES:
@@ -111,7 +114,10 @@ def _source(loop: TrainLoop, count: int) -> Iterator[Any]:
     if callable(given) and not hasattr(given, "__iter__"):
         given = given(count)
     if not isinstance(given, Iterable):
-        raise UsageError(f"TrainLoop.batches is {nests.describe(loop.batches)}; a DataLoader, an iterable, or a function batches(n) is needed")
+        raise UsageError(
+            f"TrainLoop.batches is {nests.describe(loop.batches)}; a DataLoader, an iterable, or a function "
+            "batches(n) is needed"
+        )
     return iter(given)
 
 

@@ -18,7 +18,8 @@ Make = Callable[..., Any]
 
 
 def build(make: Make, knobs: Mapping[str, Any], seed: int) -> TrainLoop:
-    """A fresh loop. Raises ``UsageError`` for what is no loop and ``UserCodeError`` where the user's function raised."""
+    """A fresh loop. Raises ``UsageError`` for what is no loop and ``UserCodeError`` where the user's function
+    raised."""
     seed_all(seed)
     try:
         loop = make(**knobs)
@@ -38,7 +39,8 @@ def require_fresh(first: TrainLoop, second: TrainLoop) -> None:
     for name, thing in _parts(second):
         if id(thing) in known:
             raise UsageError(
-                f"two calls of the function share {name}; build the model and the optimizer inside the function, so that every call gives a fresh"
+                f"two calls of the function share {name}; build the model and the optimizer inside the function, so "
+                "that every call gives a fresh"
                 " loop (a model from a fixture or a module-level variable would be trained by every check)"
             )
 
@@ -59,7 +61,10 @@ def _require_loop(loop: TrainLoop) -> None:
         kinds = ", ".join(type(m).__name__ for m in loop.modules.values())
         raise UsageError(f"TrainLoop.model ({kinds}) has no parameters; a model that can be trained is needed")
     if loop.fit is None and loop.step is None and loop.loss is None:
-        raise UsageError("TrainLoop got neither fit nor step nor loss; give the project's own loop: fit=lambda batches: train(model, batches)")
+        raise UsageError(
+            "TrainLoop got neither fit nor step nor loss; give the project's own loop: fit=lambda batches: "
+            "train(model, batches)"
+        )
     if loop.batch is None and loop.batches is None:
         raise UsageError("TrainLoop got neither batch nor batches; an example batch is needed")
     if loop.batch is not None:
@@ -67,7 +72,10 @@ def _require_loop(loop: TrainLoop) -> None:
     for prefix in loop.frozen or ():
         names = [n for n, t in _parts(loop) if n.startswith("the parameter ")]
         if not any(n.removeprefix("the parameter ").startswith(prefix) for n in names):
-            raise UsageError(f"TrainLoop.frozen: no parameter's name starts with {prefix!r}; the first names are {_first_names(names)}")
+            raise UsageError(
+                f"TrainLoop.frozen: no parameter's name starts with {prefix!r}; the first names are "
+                f"{_first_names(names)}"
+            )
 
 
 def _hidden_parameters(loop: TrainLoop) -> bool:
@@ -99,5 +107,3 @@ def _what(value: Any) -> str:
 def _name(make: Make) -> str:
     function = getattr(make, "func", make)
     return str(getattr(function, "__qualname__", None) or getattr(function, "__name__", "the function"))
-
-

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.observe.record import Backward, GradWrite, Record, ScalerCall, SchedulerStep, Site, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 LOGGED_NORM = 1e5
 """Above this bound a clip is taken for a norm that is logged: no training clips gradients there."""
@@ -73,7 +76,10 @@ def _clip_after_step(record: Record, clips: list[GradWrite], after: list[GradWri
     step = next((s for s in record.of(Step) if s.until and s.at < after[0].at), None)
     return Finding(
         cause="clip_after_step",
-        summary=f"gradients are clipped after step() has used them: {len(after)} of {len(clips)} clips change nothing that trains",
+        summary=(
+            f"gradients are clipped after step() has used them: {len(after)} of {len(clips)} clips change nothing "
+            "that trains"
+        ),
         measured=f"limit {_limit(after[0])}, {len(after)} clips after the step",
         shown_by=f"order seen: backward, step, {after[0].by.lstrip('_')}",
         culprits=(after[0].by.lstrip("_"),),
@@ -89,8 +95,12 @@ def _clip_before_unscale(scaled: list[tuple[GradWrite, ScalerCall]]) -> Finding:
     return Finding(
         cause="clip_before_unscale",
         level="fault" if scale.enabled else "advice",
-        summary=f"gradients are clipped while they still carry the loss scale of {factor}: the limit bites {factor} times too hard",
-        measured=f"limit {_limit(clip)} on gradients times {factor}, in {len(scaled)} steps" + ("" if scale.enabled else " (this scaler is switched off here)"),
+        summary=(
+            f"gradients are clipped while they still carry the loss scale of {factor}: the limit bites {factor} "
+            "times too hard"
+        ),
+        measured=f"limit {_limit(clip)} on gradients times {factor}, in {len(scaled)} steps"
+        + ("" if scale.enabled else " (this scaler is switched off here)"),
         shown_by="order seen: scale, backward, clip, with no unscale_ between backward and clip",
         culprits=(clip.by.lstrip("_"),),
         where=str(clip.place),
@@ -108,16 +118,21 @@ def _updates(record: Record) -> Iterator[Finding]:
     for scaler in sorted({c.scaler for c in record.scaler_calls()}):
         calls = [c for c in record.scaler_calls() if c.scaler == scaler]
         steps = [c for c in calls if c.what == "step"]
-        refused = record.raised is not None and ("update()" in record.raised.message or "called after step()" in record.raised.message)
+        refused = record.raised is not None and (
+            "update()" in record.raised.message or "called after step()" in record.raised.message
+        )
         again = steps if refused else [c for c in steps if sum(d.optimizer == c.optimizer for d in steps) > 1]
         if not again or any(c.what == "update" for c in calls):
             continue
         yield Finding(
             cause="update_missing",
             level="fault" if again[0].enabled else "advice",
-            summary="scaler.step() is called again and again without scaler.update(): " + ("torch refuses to go on" if refused else "the scale is never adjusted"),
+            summary="scaler.step() is called again and again without scaler.update(): "
+            + ("torch refuses to go on" if refused else "the scale is never adjusted"),
             measured=f"{len(steps)} scaler steps, 0 updates",
-            shown_by=f"torch raised: {record.raised.summary}" if refused and record.raised else "no update was seen in the run",
+            shown_by=f"torch raised: {record.raised.summary}"
+            if refused and record.raised
+            else "no update was seen in the run",
             culprits=("scaler.update()",),
             where=str(steps[-1].place),
             repair="call scaler.update() once at the end of each iteration that steps",
@@ -134,7 +149,9 @@ def _scaler_order(record: Record) -> Iterator[Finding]:
     if whats[-1] == "update" and "step" not in whats and "scale" in whats:
         yield Finding(
             cause="step_missing",
-            summary="the loss is scaled and the scaler updated, and scaler.step(optimizer) is never called: nothing trains",
+            summary=(
+                "the loss is scaled and the scaler updated, and scaler.step(optimizer) is never called: nothing trains"
+            ),
             measured=f"{whats.count('scale')} losses scaled, 0 steps",
             shown_by=f"torch raised: {record.raised.summary}",
             culprits=("scaler.step(optimizer)",),
@@ -150,7 +167,9 @@ def _scaler_order(record: Record) -> Iterator[Finding]:
             shown_by=f"torch raised: {record.raised.summary}",
             culprits=("scaler.step(optimizer)",),
             where=str(calls[0].place),
-            repair="order: zero_grad(), forward, scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()",
+            repair=(
+                "order: zero_grad(), forward, scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()"
+            ),
             explains=("grad_scaler", *_LEARNING),
         )
 
@@ -158,8 +177,10 @@ def _scaler_order(record: Record) -> Iterator[Finding]:
 def _schedulers(record: Record) -> Iterator[Finding]:
     """Schedulers that come before the optimizer in the very first iteration, and go on from the same line.
 
-    A scheduler stepped before the loop (to leave a rate of 0, or to catch up with a resumed run) is not followed by another step of the same line once
-    optimizers step; one stepped once for each micro-batch comes more than once before the first step; a step that a gradient scaler skipped counts as tried.
+    A scheduler stepped before the loop (to leave a rate of 0, or to catch up with a resumed run) is not followed by
+    another step of the same line once
+    optimizers step; one stepped once for each micro-batch comes more than once before the first step; a step that a
+    gradient scaler skipped counts as tried.
     """
     tried = [e.at for e in record.events if _tries(e)]
     if not tried:
@@ -187,8 +208,12 @@ def _scheduler_first(record: Record, steps: list[SchedulerStep], early: Schedule
     backward = any(b.at < early.at for b in record.backwards())
     return Finding(
         cause="scheduler_before_optimizer",
-        summary="scheduler.step() runs before optimizer.step(): the first rate of the schedule is never used and every other comes one step early",
-        measured=f"{len(steps)} scheduler steps, the first before any optimizer step" + (f", which then ran at rate {rates[0]:.3g}" if rates else ""),
+        summary=(
+            "scheduler.step() runs before optimizer.step(): the first rate of the schedule is never used and every "
+            "other comes one step early"
+        ),
+        measured=f"{len(steps)} scheduler steps, the first before any optimizer step"
+        + (f", which then ran at rate {rates[0]:.3g}" if rates else ""),
         shown_by=f"order seen in the first iteration: {'backward, ' if backward else ''}scheduler, optimizer",
         culprits=(f"{steps[0].scheduler}.step()",),
         where=str(early.place),

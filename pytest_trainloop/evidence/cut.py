@@ -1,24 +1,27 @@
 """Where a gradient is lost: candidate operations, each put to the test.
 
-The loop is run again with a candidate left out (a detach that passes its input on, a no_grad that is none, a rounding that is straight-through): if the
-gradient is there now, that operation is the cut. Where an operation cannot be left out (numpy, float), what it gave is moved instead: if the loss moves with
+The loop is run again with a candidate left out (a detach that passes its input on, a no_grad that is none, a rounding
+that is straight-through): if the
+gradient is there now, that operation is the cut. Where an operation cannot be left out (numpy, float), what it gave
+is moved instead: if the loss moves with
 it, the value crosses there without its gradient.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.evidence.dependence import difference, moved_a_little, roots_before_first_step
 from pytest_trainloop.evidence.trace import Candidate, Kind, Tracer
-from pytest_trainloop.observe.record import Record
-from pytest_trainloop.observe.watch import Watch
 
 if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Iterator, Sequence
+
     from pytest_trainloop.evidence import Evidence
+    from pytest_trainloop.observe.record import Record
+    from pytest_trainloop.observe.watch import Watch
 
 MOST = 16
 """Candidates put to the test, those nearest to the loss first."""
@@ -26,7 +29,8 @@ MOST = 16
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The operation where the gradient is lost. ``gradient`` is the largest entry that arrives with it left out, at the parameters ``reached``; None where its
+    """The operation where the gradient is lost. ``gradient`` is the largest entry that arrives with it left out, at
+    the parameters ``reached``; None where its
     value was moved instead, by which the loss changed by ``change``."""
 
     candidate: Candidate
@@ -36,7 +40,8 @@ class Cut:
 
 
 def find_cut(evidence: Evidence, names: Sequence[str], kinds: set[Kind]) -> tuple[Cut | None, set[str]]:
-    """The operation that keeps the gradient from these parameters, and the names of all parameters that entered some computation."""
+    """The operation that keeps the gradient from these parameters, and the names of all parameters that entered some
+    computation."""
     listed, tracer = _traced(evidence, names)
     touched = {listed.parameters[i].name for i in tracer.touched}
     candidates = [c for c in reversed(tracer.found.values()) if c.kind in kinds][:MOST]
@@ -44,7 +49,8 @@ def find_cut(evidence: Evidence, names: Sequence[str], kinds: set[Kind]) -> tupl
 
 
 def _proven(evidence: Evidence, names: Sequence[str], candidates: list[Candidate]) -> Cut | None:
-    """A cut shown by leaving it out: alone if that is enough, else the one nearest to the loss of those needed together."""
+    """A cut shown by leaving it out: alone if that is enough, else the one nearest to the loss of those needed
+    together."""
     for candidate in candidates:
         if candidate.kind != "custom" and (reached := _gradients(evidence, names, [candidate])):
             return Cut(candidate, max(reached.values()), reached=frozenset(reached))
@@ -96,12 +102,15 @@ def arriving(record: Record, names: Sequence[str]) -> dict[str, float]:
 
 
 def starts_at_saddle(evidence: Evidence, names: Sequence[str]) -> dict[str, float]:
-    """Parameters that start at exactly zero and get a gradient once all weights are moved a little: zero times zero has no slope."""
+    """Parameters that start at exactly zero and get a gradient once all weights are moved a little: zero times zero
+    has no slope."""
     zeros = {p.name for p in evidence.run().parameters if p.start.zero}
     return arriving(evidence.short_run(moved_a_little, names), [n for n in names if n in zeros])
 
 
-def _traced(evidence: Evidence, names: Sequence[str], chosen: Sequence[Candidate] = (), *, nudge: bool = False) -> tuple[Record, Tracer]:
+def _traced(
+    evidence: Evidence, names: Sequence[str], chosen: Sequence[Candidate] = (), *, nudge: bool = False
+) -> tuple[Record, Tracer]:
     made: list[Tracer] = []
 
     def contexts(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:

@@ -1,19 +1,22 @@
 """Does what the loop backpropagates change when a parameter is moved? (RULINGS R2)
 
-Two base points: the initial weights, and all trainable weights moved a little (behind a zero-initialised gate nothing depends at first). At each the
-run is made twice under one seed to see its own noise; then with the parameters in question moved by half their root mean square.
+Two base points: the initial weights, and all trainable weights moved a little (behind a zero-initialised gate nothing
+depends at first). At each the
+run is made twice under one seed to see its own noise; then with the parameters in question moved by half their root
+mean square.
 
 Runs are made in float64 (RULINGS R3); where a loop does not run so, in its own precision.
 
-Bound: moving a parameter that the loss does not depend on changes the roots by rounding alone. Rounding differences of one run are a few machine epsilons
-times the growth over the operations between (about the square root of their number: below 1e3 for these sizes), hence 1e3 * eps of the
+Bound: moving a parameter that the loss does not depend on changes the roots by rounding alone. Rounding differences
+of one run are a few machine epsilons
+times the growth over the operations between (about the square root of their number: below 1e3 for these sizes), hence
+1e3 * eps of the
 lowest precision among root and parameters, and 10 times the difference that two identical runs show.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,10 +24,12 @@ import torch
 
 from pytest_trainloop.errors import Unreliable
 from pytest_trainloop.observe.record import Backward, Record, Step
-from pytest_trainloop.observe.watch import Watch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from pytest_trainloop.evidence import Evidence
+    from pytest_trainloop.observe.watch import Watch
 
 MOST = 12
 """Parameters that are looked at one by one; beyond, one of each owning module stands for it."""
@@ -32,7 +37,8 @@ MOST = 12
 
 @dataclass(frozen=True, slots=True)
 class Dependence:
-    """By how much the roots change, relative to their size, when the parameter is moved; ``bound`` is what rounding alone may do."""
+    """By how much the roots change, relative to their size, when the parameter is moved; ``bound`` is what rounding
+    alone may do."""
 
     change: float
     bound: float
@@ -51,14 +57,19 @@ def dependence(evidence: Evidence, names: Sequence[str]) -> dict[str, Dependence
         again = _roots(evidence, _mover((), jitter), names, double)
         noise = difference(base, again)
         if noise > 1e-3:
-            raise Unreliable(f"two identical runs of the loop backpropagate values that differ by {noise:.1e}; seed every random source inside the function")
+            raise Unreliable(
+                f"two identical runs of the loop backpropagate values that differ by {noise:.1e}; seed every random "
+                "source inside the function"
+            )
         bound = max(1e3 * _epsilon(evidence, double), 10 * noise)
         todo = [n for n in names if n not in found or not found[n].depends]
         if difference(base, _roots(evidence, _mover(todo, jitter), names, double)) <= bound:
             found.update({n: Dependence(0.0, bound) for n in todo})
             continue
         for group in _groups(evidence, todo):
-            change = difference(base, _roots(evidence, _mover(group[:1] if len(todo) > MOST else group, jitter), names, double))
+            change = difference(
+                base, _roots(evidence, _mover(group[:1] if len(todo) > MOST else group, jitter), names, double)
+            )
             for n in group:
                 if n not in found or change > found[n].change:
                     found[n] = Dependence(change, bound)
@@ -66,7 +77,8 @@ def dependence(evidence: Evidence, names: Sequence[str]) -> dict[str, Dependence
 
 
 def difference(a: list[float], b: list[float]) -> float:
-    """The largest relative difference between two sequences of roots; infinite where one is non-finite only there or longer."""
+    """The largest relative difference between two sequences of roots; infinite where one is non-finite only there or
+    longer."""
     if len(a) != len(b):
         return math.inf
     worst = 0.0
@@ -99,7 +111,8 @@ def _roots(evidence: Evidence, prepare: Callable[[Watch], None], names: Sequence
 
 
 def roots_before_first_step(record: Record, names: Sequence[str]) -> list[float]:
-    """The values backpropagated until every optimizer that holds one of the names has stepped; without a step, all of them."""
+    """The values backpropagated until every optimizer that holds one of the names has stepped; without a step, all of
+    them."""
     wanted = {p.index for p in record.parameters if p.name in set(names)}
     holders = {o.index for o in record.optimizers if wanted & set(o.parameters)}
     first = [min((s.at for s in record.of(Step) if s.optimizer == h), default=None) for h in holders]
@@ -138,5 +151,9 @@ def _epsilon(evidence: Evidence, double: bool) -> float:
     if double:
         return torch.finfo(torch.float64).eps
     dtypes = {p.dtype for p in evidence.run().parameters if p.requires_grad}
-    epsilons = [torch.finfo(d).eps for name in dtypes if isinstance(d := getattr(torch, name), torch.dtype) and (d.is_floating_point or d.is_complex)]
+    epsilons = [
+        torch.finfo(d).eps
+        for name in dtypes
+        if isinstance(d := getattr(torch, name), torch.dtype) and (d.is_floating_point or d.is_complex)
+    ]
     return max(epsilons, default=torch.finfo(torch.float32).eps)

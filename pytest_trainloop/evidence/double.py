@@ -1,14 +1,15 @@
 """Runs in float64 by construction (RULINGS R3).
 
-The default dtype is float64 before the user's function runs; a dispatch mode turns every lower floating ``dtype=`` of building and ``fit`` into float64
-and widens lower operands that meet float64 ones; gradient scalers are switched off (their factor is 1). Whether every result was float64 is told.
+The default dtype is float64 before the user's function runs; a dispatch mode turns every lower floating ``dtype=`` of
+building and ``fit`` into float64
+and widens lower operands that meet float64 ones; gradient scalers are switched off (their factor is 1). Whether every
+result was float64 is told.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -16,8 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from pytest_trainloop import batch as nests
-from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.observe.taps import Taps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from pytest_trainloop.loop import TrainLoop
 
 _WIDER = {
     torch.float32: torch.float64,
@@ -40,7 +45,9 @@ class _Promote(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         args, kwargs = tree_map(_wide_dtype, (args, kwargs or {}))
         if _mixed(args):
-            written = {i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write}
+            written = {
+                i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+            }
             args = tuple(a if i in written else tree_map(_wide, a) for i, a in enumerate(args))
         out = func(*args, **kwargs)
         if isinstance(out, torch.Tensor) and out.dtype in _WIDER:
@@ -57,7 +64,9 @@ def _wide(value: Any) -> Any:
 
 
 def _mixed(args: Iterable[Any]) -> bool:
-    dtypes = {t.dtype for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(t, torch.Tensor)}
+    dtypes = {
+        t.dtype for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(t, torch.Tensor)
+    }
     return bool(dtypes & set(_WIDER)) and bool(dtypes & {torch.float64, torch.complex128})
 
 

@@ -1,13 +1,13 @@
 """Which results that the loss does not use are still given out by a component to its user.
 
-A library's encoder returns a pooled output beside the hidden states, and the project takes only the latter: nothing is wrong. A result that its own module's
+A library's encoder returns a pooled output beside the hidden states, and the project takes only the latter: nothing
+is wrong. A result that its own module's
 parent drops, or that the outermost module returns and the loop leaves out of the loss, is.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,12 +17,15 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from pytest_trainloop import batch as nests
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from pytest_trainloop.evidence import Evidence
     from pytest_trainloop.observe.watch import Watch
 
 
 class _Exposure:
-    """For each parameter: how many of the modules around it returned something that was computed with it, and how many there were."""
+    """For each parameter: how many of the modules around it returned something that was computed with it, and how
+    many there were."""
 
     def __init__(self, watch: Watch, wanted: set[int]) -> None:
         self._watch = watch
@@ -33,7 +36,10 @@ class _Exposure:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        handles = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave, always_call=True)]
+        handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
         try:
             yield
         finally:
@@ -78,7 +84,8 @@ class _Exposure:
 
 
 def exposed(evidence: Evidence, names: Sequence[str]) -> set[str]:
-    """Those of the parameters whose result some inner component returned and its user, a module further out, left unused."""
+    """Those of the parameters whose result some inner component returned and its user, a module further out, left
+    unused."""
     made: list[_Exposure] = []
 
     def contexts(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:

@@ -6,11 +6,13 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
 
 SWALLOWED = 3
 """Stops that a loop may swallow before it is interrupted wherever it stands."""
@@ -62,7 +64,8 @@ class Guard:
                     os._exit(0)
         if self._timed_out:
             raise UsageError(
-                f"fit did not come back within {self._seconds:g} s {progress()}; it must end when the batches it is given end"
+                f"fit did not come back within {self._seconds:g} s {progress()}; it must end when the batches it is "
+                "given end"
                 " (--trainloop-budget SECONDS allows more)"
             )
         return None

@@ -1,15 +1,19 @@
 """Who consumed which backward: the accounts of gradients, kept from a record. Plain data, no torch.
 
-Per parameter: a gradient that arrives is added to what stands in ``.grad`` (the residual). If nothing stands there, what arrived before was wiped. A step consumes
+Per parameter: a gradient that arrives is added to what stands in ``.grad`` (the residual). If nothing stands there,
+what arrived before was wiped. A step consumes
 what it reads. A residual that is bit-identical to what an earlier step left after consuming it is *stale*.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from pytest_trainloop.observe.record import Arrival, Backward, Fact, GradWrite, Read, Record, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @dataclass(slots=True)
@@ -23,12 +27,17 @@ class Account:
     @property
     def pending(self) -> set[int]:
         """Parameters whose gradient was neither consumed nor wiped when the run ended."""
-        return {i for i, a in self.backward.arrivals.items() if any(not x.incoming.zero for x in a)} - self.consumed - self.wiped
+        return (
+            {i for i, a in self.backward.arrivals.items() if any(not x.incoming.zero for x in a)}
+            - self.consumed
+            - self.wiped
+        )
 
 
 @dataclass(slots=True)
 class Meal:
-    """What one step consumed of one parameter: ``stale`` holds the earlier step whose gradient was still in it; ``fresh`` whether anything new was."""
+    """What one step consumed of one parameter: ``stale`` holds the earlier step whose gradient was still in it;
+    ``fresh`` whether anything new was."""
 
     step: Step
     parameter: int

@@ -7,17 +7,21 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pytest_trainloop.adapters.accelerate import gradient_state_kept
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 
 @contextlib.contextmanager
 def preserved() -> Iterator[None]:
-    """Put back, also after an exception: python, numpy, torch and CUDA random states, default dtype and device, grad mode, thread count,
+    """Put back, also after an exception: python, numpy, torch and CUDA random states, default dtype and device, grad
+    mode, thread count,
     determinism, matmul and cuDNN flags, anomaly mode, autocast, the working directory and the warning filters."""
     before = _states()
     try:
@@ -47,12 +51,15 @@ def _states() -> dict[str, Any]:
         "device": torch.get_default_device(),
         "grad": torch.is_grad_enabled(),
         "threads": torch.get_num_threads(),
-        "deterministic": (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
         "matmul": torch.get_float32_matmul_precision(),
         "cudnn": (torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
         "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         "autocast": {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")},
-        "cwd": os.getcwd(),
+        "cwd": Path.cwd(),
     }
 
 
@@ -84,5 +91,5 @@ def _restore(before: dict[str, Any]) -> None:
     for device, (enabled, dtype) in before["autocast"].items():
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
-    if os.getcwd() != before["cwd"]:
+    if Path.cwd() != before["cwd"]:
         os.chdir(before["cwd"])

@@ -52,7 +52,9 @@ def _strip(told: traceback.TracebackException) -> None:
 
 @functools.cache
 def _ours(filename: str) -> bool:
-    return filename.startswith(_OURS) or (filename.startswith(str(Path(torch.__file__).parent)) and filename.endswith("overrides.py"))
+    return filename.startswith(_OURS) or (
+        filename.startswith(str(Path(torch.__file__).parent)) and filename.endswith("overrides.py")
+    )
 
 
 def _place(error: BaseException) -> Place:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,9 +17,13 @@ from pytest_trainloop.evidence.double import double_precision, widen
 from pytest_trainloop.evidence.guard import Guard
 from pytest_trainloop.evidence.preserve import preserved, seed_all
 from pytest_trainloop.evidence.raised import raised
-from pytest_trainloop.loop import TrainLoop
-from pytest_trainloop.observe.record import Raised, Record
 from pytest_trainloop.observe.watch import FULL_ROUNDS, Watch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.observe.record import Raised, Record
 
 READ_AHEAD_BUDGETS = (25, 100, 400)
 """Batches given to a loop that reads ahead, on fresh loops, until it has made enough steps (DESIGN, fit)."""
@@ -31,7 +34,8 @@ ENOUGH_ROUNDS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """How one run goes: ``enough`` ends it; ``prepare`` sees the fresh loop and its watch before ``fit``; ``contexts`` are entered around ``fit``."""
+    """How one run goes: ``enough`` ends it; ``prepare`` sees the fresh loop and its watch before ``fit``;
+    ``contexts`` are entered around ``fit``."""
 
     knobs: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
@@ -45,7 +49,8 @@ class RunPlan:
 
 
 def run(make: Make, plan: RunPlan) -> Record:
-    """Watch one run. Raises ``UsageError`` and ``UserCodeError`` as ``build`` does, and ``UsageError`` where ``fit`` never comes back."""
+    """Watch one run. Raises ``UsageError`` and ``UserCodeError`` as ``build`` does, and ``UsageError`` where ``fit``
+    never comes back."""
     began = time.perf_counter()
     with preserved(), contextlib.ExitStack() as precision:
         torch.set_grad_enabled(True)
@@ -89,12 +94,15 @@ def run(make: Make, plan: RunPlan) -> Record:
 
 def _stop_if_past(watch: Watch, guard: Guard, plan: RunPlan) -> None:
     """The last guard: a loop that has its own copy of the batches is ended from inside its optimizer's step."""
-    if watch.record.rounds >= max(2 * plan.count, 25) or (plan.enough(watch.record) and watch.record.rounds >= 2 * FULL_ROUNDS):
+    if watch.record.rounds >= max(2 * plan.count, 25) or (
+        plan.enough(watch.record) and watch.record.rounds >= 2 * FULL_ROUNDS
+    ):
         guard.stop()
 
 
 def _note_raised(record: Record, what: Raised, *, after_end: bool) -> None:
-    """What a loop raises once its batches were cut off under its feet (a mean over no batches) is none of its faults."""
+    """What a loop raises once its batches were cut off under its feet (a mean over no batches) is none of its
+    faults."""
     if after_end:
         record.notes.append(f"fit raised {what.summary} after the batches had ended")
     else:
@@ -117,7 +125,9 @@ def fit_of(loop: TrainLoop) -> Callable[[Any], Any]:
 
 
 def _canonical(loop: TrainLoop, loss: Any) -> Callable[[Any], None]:
-    optimizers = loop.optimizers or [torch.optim.SGD([p for m in loop.modules.values() for p in m.parameters()], lr=1e-2)]
+    optimizers = loop.optimizers or [
+        torch.optim.SGD([p for m in loop.modules.values() for p in m.parameters()], lr=1e-2)
+    ]
 
     def fit(batches: Any) -> None:
         for batch in batches:
@@ -125,7 +135,9 @@ def _canonical(loop: TrainLoop, loss: Any) -> Callable[[Any], None]:
                 optimizer.zero_grad()
             value = loss(loop.model, batch)
             if not isinstance(value, torch.Tensor):
-                raise UsageError(f"TrainLoop.loss returned {nests.describe(value)}; a scalar tensor with a history is needed")
+                raise UsageError(
+                    f"TrainLoop.loss returned {nests.describe(value)}; a scalar tensor with a history is needed"
+                )
             if value.numel() != 1:
                 raise UsageError(f"TrainLoop.loss returned {nests.describe(value)}; a scalar is needed: take its mean")
             value.backward()  # type: ignore[no-untyped-call]

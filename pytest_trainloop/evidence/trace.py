@@ -1,31 +1,51 @@
-"""A diagnostic run: operations that take a tensor with a history and give one without, and what happens with some of them changed."""
+"""A diagnostic run: operations that take a tensor with a history and give one without, and what happens with some of
+them changed."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from pytest_trainloop.observe.record import Place, Site
 from pytest_trainloop.observe.source import here
 from pytest_trainloop.observe.taps import Taps
-from pytest_trainloop.observe.watch import Watch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from pytest_trainloop.observe.record import Place, Site
+    from pytest_trainloop.observe.watch import Watch
 
 Kind = Literal["detach", "grad_off", "value", "custom", "flat", "dead"]
 
 _DETACHES = frozenset({"detach", "detach_", "data"})
-_VALUES = frozenset({"item", "tolist", "numpy", "__float__", "__array__", "__int__", "__complex__", "__index__", "tensor", "as_tensor"})
+_VALUES = frozenset(
+    {"item", "tolist", "numpy", "__float__", "__array__", "__int__", "__complex__", "__index__", "tensor", "as_tensor"}
+)
 _NOT_A_TENSOR = frozenset({"numpy", "tolist", "__float__", "__array__", "__int__", "__complex__", "__index__"})
 _FLAT = frozenset(
-    """round round_ floor floor_ ceil ceil_ trunc trunc_ fix sign sign_ sgn heaviside clamp clamp_ clip clamp_min clamp_max hardtanh hardtanh_
+    """round round_ floor floor_ ceil ceil_ trunc trunc_ fix sign sign_ sgn heaviside clamp clamp_ clip clamp_min
+    clamp_max hardtanh hardtanh_
     hardsigmoid hardswish relu6 threshold""".split()
 )
-_CAN_DIE = frozenset({"relu", "relu_", "softmax", "log_softmax", "layer_norm", "group_norm", "instance_norm", "batch_norm", "rms_norm", "normalize"})
+_CAN_DIE = frozenset(
+    {
+        "relu",
+        "relu_",
+        "softmax",
+        "log_softmax",
+        "layer_norm",
+        "group_norm",
+        "instance_norm",
+        "batch_norm",
+        "rms_norm",
+        "normalize",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +64,8 @@ class Candidate:
 
 
 class Tracer(TorchFunctionMode):
-    """Lists candidates in ``found``, in order, and changes the ``chosen`` ones: left out, or (``nudge``) their result moved a little.
+    """Lists candidates in ``found``, in order, and changes the ``chosen`` ones: left out, or (``nudge``) their result
+    moved a little.
 
     ``touched`` are the parameters that entered some computation with gradients on.
     """
@@ -75,7 +96,11 @@ class Tracer(TorchFunctionMode):
                     self.found[candidate.key] = candidate
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if self._watch.quiet or self._watch.stepping or self._watch.backward is not None:
@@ -101,13 +126,17 @@ class Tracer(TorchFunctionMode):
             return func(*args, **kwargs)
         return self._with_history(name, func, args, kwargs, given)
 
-    def _with_history(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
+    def _with_history(
+        self, name: str, func: Callable[..., Any], args: Any, kwargs: Any, given: list[torch.Tensor]
+    ) -> Any:
         place, site = here(3)
         kind: Kind | None
         if chosen := self._chosen.get((name, site)):
             return self._changed(chosen, func, args, kwargs, given)
         out = func(*args, **kwargs)
-        kind = "value" if _in_place(name) and any(args[0] is d for d in self._detached) else _kind(name, args, given, out)
+        kind = (
+            "value" if _in_place(name) and any(args[0] is d for d in self._detached) else _kind(name, args, given, out)
+        )
         if kind == "grad_off":
             self._note_region(name, place, site)
             if self._nudge and ("grad_off", self._region_site()) in self._chosen:
@@ -144,7 +173,7 @@ class Tracer(TorchFunctionMode):
         if self._nudge:
             with torch.no_grad():
                 return _nudged(func(*args, **kwargs))
-        if chosen.op in _NOT_A_TENSOR or _in_place(chosen.op) and chosen.kind == "value":
+        if chosen.op in _NOT_A_TENSOR or (_in_place(chosen.op) and chosen.kind == "value"):
             return func(*args, **kwargs)
         return _straight_through(given[0], func(*args, **kwargs))
 
@@ -172,7 +201,7 @@ class Tracer(TorchFunctionMode):
             tensor.register_hook(functools.partial(_mark, passed, 1))  # type: ignore[no-untyped-call]
 
 
-def _mark(passed: list[bool], which: int, gradient: torch.Tensor) -> None:
+def _mark(passed: list[bool], which: int, _gradient: torch.Tensor) -> None:
     passed[which] = True
 
 
@@ -196,11 +225,14 @@ def _kind(name: str, args: tuple[Any, ...], given: list[torch.Tensor], out: Any)
 
 
 def _in_place(name: str) -> bool:
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__") and name not in ("detach_", "requires_grad_"))
+    return name == "__setitem__" or (
+        name.endswith("_") and not name.endswith("__") and name not in ("detach_", "requires_grad_")
+    )
 
 
 def _constant(name: str, given: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
-    """Whether an activation or a normalisation gives the same for whatever comes in: every unit off, or only one entry to normalise."""
+    """Whether an activation or a normalisation gives the same for whatever comes in: every unit off, or only one
+    entry to normalise."""
     if not outputs or outputs[0].numel() == 0:
         return False
     out = outputs[0].detach()
@@ -256,5 +288,3 @@ def _name(func: Callable[..., Any]) -> str:
     if name == "__get__":
         return "data" if getattr(getattr(func, "__self__", None), "__name__", "") == "data" else "__get__"
     return name
-
-

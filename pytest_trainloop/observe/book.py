@@ -5,19 +5,23 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from pytest_trainloop.observe.facts import Reader
 from pytest_trainloop.observe.record import Parameter, Role
 from pytest_trainloop.observe.source import layer
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from pytest_trainloop.observe.facts import Reader
+
 
 class Book:
-    """Every watched parameter, its index by identity. Holds the tensors for the time of the run, so that no identity is used twice."""
+    """Every watched parameter, its index by identity. Holds the tensors for the time of the run, so that no identity
+    is used twice."""
 
     def __init__(self, reader: Reader) -> None:
         self.entries: list[Parameter] = []
@@ -66,7 +70,8 @@ class Book:
         return id(module) in self.modules
 
     def add_module(self, root: nn.Module, prefix: str = "") -> list[int]:
-        """Enter a module with all its parameters, registered or kept in plain lists and dicts; the indices that are new."""
+        """Enter a module with all its parameters, registered or kept in plain lists and dicts; the indices that are
+        new."""
         before = len(self.entries)
         for path, module in root.named_modules(prefix=prefix):
             if id(module) not in self.modules:
@@ -130,10 +135,14 @@ def _items(name: str, value: Any, depth: int = 2) -> Iterable[tuple[str, Any]]:
 
 
 def _is_plain_object(value: Any) -> bool:
-    """An object of the project's own (or a namespace) that may carry layers; not a tensor, module, class or function, nor a library's."""
+    """An object of the project's own (or a namespace) that may carry layers; not a tensor, module, class or function,
+    nor a library's."""
     if isinstance(value, (torch.Tensor, nn.Module, type)) or not hasattr(value, "__dict__") or inspect.isroutine(value):
         return False
-    return isinstance(value, types.SimpleNamespace) or layer(getattr(sys.modules.get(type(value).__module__), "__file__", None) or "<frozen>") == 2
+    return (
+        isinstance(value, types.SimpleNamespace)
+        or layer(getattr(sys.modules.get(type(value).__module__), "__file__", None) or "<frozen>") == 2
+    )
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:

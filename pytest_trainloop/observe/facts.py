@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from pytest_trainloop.observe.record import Fact
 from pytest_trainloop.observe.torch_internals import is_functorch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ENTRIES = 64
 """Sampled entries a tensor: their bytes tell whether it was changed, and they are linear in it (RULINGS R1)."""
@@ -46,7 +49,8 @@ class Reader:
         return fact
 
     def scalar(self, tensor: torch.Tensor, use: Callable[[float], None]) -> None:
-        """Hand the value of a one-element tensor to ``use`` once it is read; never where it lives inside a functorch transform."""
+        """Hand the value of a one-element tensor to ``use`` once it is read; never where it lives inside a functorch
+        transform."""
         if not is_functorch(tensor):
             self._scalars.append((use, tensor.detach().clone()))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +14,17 @@ from pytest_trainloop.observe.record import GradWrite, LossCall
 from pytest_trainloop.observe.source import frames_called, here
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from pytest_trainloop.observe.watch import Watch
 
 LOSSES = frozenset(
-    """cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div mse_loss l1_loss smooth_l1_loss huber_loss
-    gaussian_nll_loss poisson_nll_loss ctc_loss cosine_embedding_loss margin_ranking_loss hinge_embedding_loss triplet_margin_loss
-    triplet_margin_with_distance_loss soft_margin_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss""".split()
+    """cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div mse_loss l1_loss
+    smooth_l1_loss huber_loss
+    gaussian_nll_loss poisson_nll_loss ctc_loss cosine_embedding_loss margin_ranking_loss hinge_embedding_loss
+    triplet_margin_loss
+    triplet_margin_with_distance_loss soft_margin_loss multi_margin_loss multilabel_margin_loss
+    multilabel_soft_margin_loss""".split()
 )
 
 _GRAD = torch.Tensor.grad
@@ -30,7 +34,8 @@ _UNSCALING = "_amp_foreach_non_finite_check_and_unscale_"
 
 
 class Functions(TorchFunctionMode):
-    """The function mode of the full density. Inside an optimizer's step nothing is looked at but what a closure does."""
+    """The function mode of the full density. Inside an optimizer's step nothing is looked at but what a closure
+    does."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -39,7 +44,11 @@ class Functions(TorchFunctionMode):
         self.active = True
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         watch = self._watch
@@ -107,7 +116,9 @@ class Functions(TorchFunctionMode):
             return func(*args, **kwargs)
         return self._clip(clip, written, func, args, kwargs)
 
-    def _clip(self, frame: Any, written: dict[int, torch.Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _clip(
+        self, frame: Any, written: dict[int, torch.Tensor], func: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         watch = self._watch
         limit = frame.f_locals.get("max_norm", frame.f_locals.get("clip_value"))
         with watch.quietly():
@@ -126,7 +137,12 @@ class Functions(TorchFunctionMode):
         with watch.quietly():
             place, site = here(3)
             last = watch.record.events[-1] if watch.record.events else None
-            if isinstance(last, GradWrite) and last.how == how and last.site[:1] == site[:1] and not set(indices) & set(last.parameters):
+            if (
+                isinstance(last, GradWrite)
+                and last.how == how
+                and last.site[:1] == site[:1]
+                and not set(indices) & set(last.parameters)
+            ):
                 last.parameters.extend(indices)
                 return last
             event = GradWrite(at=watch.tick(), place=place, site=site, how=how, parameters=list(indices), by=by)

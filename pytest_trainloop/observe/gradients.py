@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +12,8 @@ from pytest_trainloop.observe.record import Arrival, Backward, Root
 from pytest_trainloop.observe.source import NOWHERE, here
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from pytest_trainloop.observe.taps import Taps
     from pytest_trainloop.observe.watch import Watch
 
@@ -79,7 +80,9 @@ class Gradients:
     def _root(self, tensor: torch.Tensor) -> Root:
         root = Root(requires_grad=tensor.requires_grad, shape=tuple(tensor.shape), history=tensor.grad_fn is not None)
         if tensor.is_floating_point() and tensor.numel():
-            self._watch.reader.scalar(tensor if tensor.numel() == 1 else tensor.detach().sum(), functools.partial(setattr, root, "value"))
+            self._watch.reader.scalar(
+                tensor if tensor.numel() == 1 else tensor.detach().sum(), functools.partial(setattr, root, "value")
+            )
         return root
 
     def _arrival_hook(self, index: int) -> Callable[[torch.Tensor], None]:

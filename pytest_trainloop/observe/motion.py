@@ -25,7 +25,8 @@ class _Look:
 
 
 class Motion:
-    """``look`` is called before each backward and around each step; the change between two looks belongs to what ran between."""
+    """``look`` is called before each backward and around each step; the change between two looks belongs to what ran
+    between."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -66,7 +67,9 @@ class Motion:
         self._looks.clear()
         return moves
 
-    def _note_updates(self, step: Step, moved: tuple[int, ...], before: dict[int, bytes], now: dict[int, bytes]) -> None:
+    def _note_updates(
+        self, step: Step, moved: tuple[int, ...], before: dict[int, bytes], now: dict[int, bytes]
+    ) -> None:
         for i in moved:
             dtype = self._watch.book.tensors[i].dtype
             old, new = _values(before[i], dtype), _values(now[i], dtype)

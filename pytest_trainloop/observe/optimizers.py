@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +18,9 @@ from pytest_trainloop.observe.record import Optimizer as Held
 from pytest_trainloop.observe.source import here
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
     from pytest_trainloop.observe.watch import Watch
 
 
@@ -78,7 +79,9 @@ class Optimizers:
                 self.open[-1].nested = True
             place, site = here(2)
             step = Step(at=watch.tick(), place=place, site=site, optimizer=self.index(optimizer), full=watch.full)
-            step.in_backward = step.looked = watch.backward is not None  # inside backward the function mode sees nothing
+            step.in_backward = step.looked = (
+                watch.backward is not None
+            )  # inside backward the function mode sees nothing
             step.rates = self._rates(optimizer, step)
             watch.add(step)
             held = list(dict.fromkeys(self.refresh(optimizer))) if watch.full else []
@@ -106,7 +109,8 @@ class Optimizers:
         step.rates = (*step.rates[:group], value, *step.rates[group + 1 :])
 
     def _with_closure_read(self, step: Step, held: list[int], args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """The call with its closure wrapped, so that gradients are read when it returns; None where there is no closure."""
+        """The call with its closure wrapped, so that gradients are read when it returns; None where there is no
+        closure."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             return None

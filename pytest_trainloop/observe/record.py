@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 Site = tuple[tuple[str, int], ...]
 """A call site: the nearest frames outside torch and this package, innermost first, as (file, line)."""
@@ -144,11 +146,6 @@ class Backward(Event):
     scaled: bool = False
 
     @property
-    def last_arrivals(self, index: int) -> list[Arrival]:
-        """What arrived at a parameter: in the whole run, or in the last backward pass where an exception ended it."""
-        passes = self.of(Backward)
-        return [a for b in (passes[-1:] if self.raised else passes) for a in b.arrivals.get(index, ())]
-
     def reached(self) -> bool:
         """Whether any parameter got a gradient that is not zero."""
         return any(not a.incoming.zero for arrived in self.arrivals.values() for a in arrived)
@@ -158,7 +155,8 @@ class Backward(Event):
 class GradWrite(Event):
     """A write to gradients by other than backward.
 
-    ``how``: "none" (set to None), "zero", "assigned" (another tensor put there), "clipped", "altered" (in place). ``limit`` is the clip's bound where
+    ``how``: "none" (set to None), "zero", "assigned" (another tensor put there), "clipped", "altered" (in place).
+    ``limit`` is the clip's bound where
     it was seen; ``before`` and ``after`` are there for clips.
     """
 
@@ -184,7 +182,8 @@ class Read:
 
 @dataclass(slots=True, kw_only=True)
 class Step(Event):
-    """One optimizer step. ``nested`` steps contain another, which is the one that consumes; ``looked`` tells whether it read any gradient (a proximal step
+    """One optimizer step. ``nested`` steps contain another, which is the one that consumes; ``looked`` tells whether
+    it read any gradient (a proximal step
     needs none)."""
 
     optimizer: int
@@ -218,7 +217,8 @@ class SchedulerStep(Event):
 
 @dataclass(slots=True, kw_only=True)
 class ScalerCall(Event):
-    """A call of a gradient scaler: ``what`` is scale, unscale, step or update; ``stepped`` whether step() reached the optimizer."""
+    """A call of a gradient scaler: ``what`` is scale, unscale, step or update; ``stepped`` whether step() reached the
+    optimizer."""
 
     what: Literal["scale", "unscale", "step", "update"]
     enabled: bool
@@ -246,8 +246,10 @@ E_ = TypeVar("E_", bound=Event)
 class Record:
     """One watched run.
 
-    ``rounds`` is the largest number of steps that one optimizer made, ``full_until`` the position after which only roots, rates and counts were
-    watched; ``ended`` says whether the batches ran out under the loop's feet, so that what it raised after is none of its faults.
+    ``rounds`` is the largest number of steps that one optimizer made, ``full_until`` the position after which only
+    roots, rates and counts were
+    watched; ``ended`` says whether the batches ran out under the loop's feet, so that what it raised after is none of
+    its faults.
     """
 
     parameters: list[Parameter] = field(default_factory=list)
@@ -329,8 +331,16 @@ class Record:
 
     def moved_between(self, backward: Backward, parameters: set[int]) -> bool:
         """Whether the parameters changed between this backward and the next that reaches them (SAM's first step)."""
-        after = min((b.at for b in self.backwards() if b.at > backward.at and parameters & set(b.arrivals)), default=None)
-        return any(m.at > backward.at and m.since < (after or m.at) and parameters & set(m.parameters) and m.at <= (after or m.at) + 1 for m in self.moves)
+        after = min(
+            (b.at for b in self.backwards() if b.at > backward.at and parameters & set(b.arrivals)), default=None
+        )
+        return any(
+            m.at > backward.at
+            and m.since < (after or m.at)
+            and parameters & set(m.parameters)
+            and m.at <= (after or m.at) + 1
+            for m in self.moves
+        )
 
     def root_forwards(self) -> list[Forward]:
         """Forward passes called from outside any module, recomputation in backward left out."""
@@ -341,7 +351,8 @@ class Record:
         return [s for s in self.of(Step) if not s.nested]
 
     def zeroing_elsewhere(self, parameters: set[int], optimizer: int) -> GradWrite | None:
-        """A zero_grad that comes round with the steps but zeroes none of these: other parameters of the same optimizer, parameters that
+        """A zero_grad that comes round with the steps but zeroes none of these: other parameters of the same
+        optimizer, parameters that
         nothing steps, or one more place of zeroing than there are other optimizers to zero."""
         first_step = min((s.at for s in self.of(Step)), default=0)
         zeroings = [w for w in self.of(GradWrite) if w.by == "zero_grad" and w.at > first_step]
@@ -355,7 +366,11 @@ class Record:
         if partly:
             return partly[0]
         others = {o for w in zeroings for i in w.parameters for o in held.get(i, ()) if self.optimizers[o].steps}
-        idle = [w for w in by_site.values() if not any(self.optimizers[o].steps for i in w.parameters for o in held.get(i, ()))]
+        idle = [
+            w
+            for w in by_site.values()
+            if not any(self.optimizers[o].steps for i in w.parameters for o in held.get(i, ()))
+        ]
         if idle:
             return idle[0]
         return list(by_site.values())[-1] if len(by_site) > len(others) else None

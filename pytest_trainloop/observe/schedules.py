@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,8 @@ from pytest_trainloop.observe.record import ScalerCall, SchedulerStep
 from pytest_trainloop.observe.source import here
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from pytest_trainloop.observe.taps import Taps
     from pytest_trainloop.observe.watch import Watch
 
@@ -78,7 +79,12 @@ class Scalers:
         self._watch = watch
         self._kept: dict[int, Any] = {}
         for cls in _with_subclasses(GradScaler):
-            for name, watched in (("scale", self._scale), ("unscale_", self._unscale), ("step", self._step), ("update", self._update)):
+            for name, watched in (
+                ("scale", self._scale),
+                ("unscale_", self._unscale),
+                ("step", self._step),
+                ("update", self._update),
+            ):
                 if name in vars(cls):
                     taps.put(cls, name, functools.partial(_around, watched))
 
@@ -88,7 +94,12 @@ class Scalers:
         with watch.quietly():
             place, site = here(4)
             call = ScalerCall(
-                at=watch.tick(), place=place, site=site, what=what, enabled=scaler.is_enabled(), scaler=list(self._kept).index(id(scaler))
+                at=watch.tick(),
+                place=place,
+                site=site,
+                what=what,
+                enabled=scaler.is_enabled(),
+                scaler=list(self._kept).index(id(scaler)),
             )
             if optimizer is not None:
                 call.optimizer = watch.optimizers.index(optimizer)

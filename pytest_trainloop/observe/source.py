@@ -7,11 +7,14 @@ import linecache
 import sys
 import sysconfig
 from pathlib import Path
-from types import FrameType
+from typing import TYPE_CHECKING
 
 import torch
 
 from pytest_trainloop.observe.record import Place, Site
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 NOWHERE = Place("", 0)
 

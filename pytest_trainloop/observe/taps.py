@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _ABSENT = object()
 
@@ -11,7 +13,8 @@ _ABSENT = object()
 class Taps:
     """Attributes replaced by watchers, put back in reverse order by ``remove``.
 
-    ``torch.autograd.backward`` is the one door through which ``Tensor.backward`` and direct calls both pass, at either density; schedulers and
+    ``torch.autograd.backward`` is the one door through which ``Tensor.backward`` and direct calls both pass, at
+    either density; schedulers and
     gradient scalers have no hooks of their own.
     """
 

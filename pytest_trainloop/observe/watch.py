@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +21,10 @@ from pytest_trainloop.observe.record import Backward, Event, Record, Step
 from pytest_trainloop.observe.schedules import Scalers, Schedules
 from pytest_trainloop.observe.taps import Taps
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from types import TracebackType
+
 FULL_ROUNDS = 12
 """Optimizer steps that are watched in full (RULINGS R10)."""
 
@@ -34,7 +36,8 @@ FULL_BACKWARDS = 400
 class Watch:
     """Watches whatever trains inside its ``with`` block; ``record`` is complete once the block is left.
 
-    ``modules`` and ``optimizers`` may be given beforehand; what is not is found from what runs. ``before_step`` is called before each optimizer
+    ``modules`` and ``optimizers`` may be given beforehand; what is not is found from what runs. ``before_step`` is
+    called before each optimizer
     step and may raise to end the run. Hooks come out after an exception too.
     """
 
@@ -83,7 +86,9 @@ class Watch:
             self._exit = undo.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             with self.quietly():
                 self._note_end()

@@ -1,0 +1,90 @@
+"""Accumulation windows: micro-batches wiped inside one, and a window left open at the end of the data. Plain data, no
+torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.finding import Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.evidence.ledger import Account, Ledger
+    from pytest_trainloop.observe.record import Record
+
+_CONSEQUENCES = ("accumulation_equivalence", "overfit_one_batch", "update_ratio", "every_param_moves")
+
+
+def window_findings(record: Record, ledger: Ledger) -> Iterator[Finding]:
+    """What goes wrong inside an accumulation window, and what is left at the end of the data."""
+    by_site: dict[object, list[Account]] = defaultdict(list)
+    for account in ledger.accounts:
+        if account.backward.reached:
+            by_site[account.backward.site].append(account)
+    for accounts in by_site.values():
+        lost = [a for a in accounts if a.wiped and not a.consumed and not a.pending]
+        perturbed = any(record.moved_between(a.backward, a.wiped) for a in lost)
+        regular = 0 < len(lost) < len(accounts) and _same_each_window(accounts)
+        if regular and not perturbed and not ledger.by_hand and all(_finite(a) for a in lost):
+            yield _zeroed_inside(record, accounts, lost)
+            return
+    stepped = {a.backward.site for a in ledger.accounts if a.consumed}
+    left = [a for a in ledger.accounts if _left_over(record, a) and a.backward.site in stepped]
+    ended_by_itself = record.raised is None and record.ended
+    if left and ended_by_itself and any(a.consumed for a in ledger.accounts) and left[-1] is ledger.accounts[-1]:
+        yield Finding(
+            cause="window_left_over",
+            level="advice",
+            summary=(
+                f"the last {len(left)} backward passes were never stepped: the window at the end of the data stays open"
+            ),
+            measured=f"{len(left)} of {len(ledger.accounts)} backward passes at the end; {record.items} batches",
+            shown_by="their gradients still stand in .grad when fit returns",
+            culprits=("optimizer.step()",),
+            where=str(left[0].backward.place),
+            repair=(
+                "step once more after the loop when a window is open, or drop the remainder on purpose (drop_last=True)"
+            ),
+        )
+
+
+def _left_over(record: Record, account: Account) -> bool:
+    """Whether no step came after this pass that could consume its gradients, and nothing wiped them."""
+    holders = {o for i in account.pending for o in record.held.get(i, ())}
+    later = any(s.optimizer in holders for s in record.consuming_steps() if s.at > account.backward.at)
+    return bool(account.pending) and not account.consumed and not account.wiped and not later
+
+
+def _same_each_window(accounts: list[Account]) -> bool:
+    """Whether the wiped passes come in windows of one length, each closed by a pass that is consumed; at least three
+    of them."""
+    lengths = [
+        len(list(g)) for consumed, g in itertools.groupby(accounts, key=lambda a: bool(a.consumed)) if not consumed
+    ]
+    whole = lengths[:-1] if not accounts[-1].consumed else lengths
+    return len(whole) >= 3 and len(set(whole)) == 1
+
+
+def _finite(account: Account) -> bool:
+    return all(a.incoming.finite for arrived in account.backward.arrivals.values() for a in arrived)
+
+
+def _zeroed_inside(record: Record, accounts: list[Account], lost: list[Account]) -> Finding:
+    wipe = record.wipe_after(lost[0].backward, lost[0].wiped)
+    share = (len(lost) + len(accounts) - len(lost)) / max(1, len(accounts) - len(lost))
+    return Finding(
+        cause="zeroed_inside_window",
+        summary=(
+            f"gradients are zeroed inside the accumulation window: only the last of about {share:.0f} micro-batches "
+            "counts"
+        ),
+        measured=f"{len(lost)} of {len(accounts)} backward passes were wiped before a step could consume them",
+        shown_by="in every window the gradient of all micro-batches but the last is gone when the step reads it",
+        culprits=(wipe.by if wipe else "zero_grad()",),
+        where=str(wipe.place if wipe else lost[0].backward.place),
+        repair="call zero_grad() once for each step, right after it, not once for each micro-batch",
+        explains=_CONSEQUENCES,
+    )
