@@ -146,6 +146,7 @@ def _nothing_trainable(record: Record) -> Finding | None:
 
 def _never_arrives(evidence: Evidence, record: Record, never: Sequence[Parameter]) -> Iterator[Finding]:
     depends = evidence.dependence([p.name for p in never])
+    never = [p for p in never if not depends[p.name].alive]
     change = max(d.change for d in depends.values())
     no_history = not any(root.history for b in record.of_backward() for root in b.roots)
     behind = [p for p in never if p.checkpoint is not None and not p.calls_with_grad]

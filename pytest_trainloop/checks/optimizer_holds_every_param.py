@@ -77,7 +77,7 @@ def optimizer_holds_every_param(evidence: Evidence) -> Iterator[Finding]:
     unregistered = [p for p in missing if p.role == "unregistered"]
     registered = [p for p in missing if p.role != "unregistered"]
     if unregistered:
-        yield _not_registered(unregistered)
+        yield _not_registered(unregistered, _where(record))
     if registered and left_over:
         yield _replaced(record, registered, left_over)
     elif registered:
@@ -118,12 +118,13 @@ def _held_twice(record: Record) -> Iterator[Finding]:
                 measured=f"{len(optimizer.parameters)} entries in its groups, {len(set(optimizer.parameters))} tensors",
                 shown_by="the same tensor stands in the groups repeatedly",
                 culprits=names,
+                where=_where(record, optimizer.index),
                 repair="pass each parameter once: model.parameters() already leaves out repeated (tied) ones",
                 explains=CONSEQUENCES,
             )
 
 
-def _not_registered(unregistered: Sequence[Parameter]) -> Finding:
+def _not_registered(unregistered: Sequence[Parameter], where: str) -> Finding:
     names = tuple(p.name for p in unregistered)
     return Finding(
         cause="not_registered",
@@ -134,6 +135,7 @@ def _not_registered(unregistered: Sequence[Parameter]) -> Finding:
         measured=f"{len(names)} parameters in plain lists, tuples or dicts",
         shown_by="gradients arrive there, and model.parameters() does not have them",
         culprits=names,
+        where=where,
         repair=(
             "use nn.ModuleList, nn.ModuleDict or nn.ParameterList, so that parameters(), to() and state_dict() "
             "find them"
@@ -175,6 +177,7 @@ def _replaced(record: Record, missing: Sequence[Parameter], left_over: Sequence[
         + ", ".join(str(p.shape) for p in list(left_over)[:3])
         + " are in no module any more",
         culprits=names,
+        where=_where(record),
         repair=(
             "change the model first (new head, resized embedding), then build the optimizer; or add_param_group "
             "for the new part"
@@ -195,6 +198,16 @@ def _missing(record: Record, missing: Sequence[Parameter]) -> Finding:
         measured=f"{len(names)} of {len(trainable)} trainable parameters are held by no optimizer",
         shown_by="gradients that are not zero arrive there, no optimizer holds them, and nothing else moved them",
         culprits=names,
-        repair='pass them to the optimizer; if they are meant to stay fixed, requires_grad_(False) or frozen=("...",) says so',
+        where=_where(record),
+        repair=(
+            "pass them to the optimizer; if they are meant to stay fixed, say so: "
+            'requires_grad_(False), or frozen=("...",)'
+        ),
         explains=CONSEQUENCES,
     )
+
+
+def _where(record: Record, optimizer: int | None = None) -> str:
+    """The line of the first step, of this optimizer or of any."""
+    steps = (s for s in record.consuming_steps() if optimizer in (None, s.optimizer))
+    return next((str(s.place) for s in steps), "")

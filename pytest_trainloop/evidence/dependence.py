@@ -17,7 +17,7 @@ lowest precision among root and parameters, and 10 times the difference that two
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,42 +38,58 @@ MOST = 12
 @dataclass(frozen=True, slots=True)
 class Dependence:
     """By how much the roots change, relative to their size, when the parameter is moved; ``bound`` is what rounding
-    alone may do."""
+    alone may do. ``alive``: in one of these runs a gradient arrived after all (an expert that other weights send
+    tokens to), so no wire is cut."""
 
     change: float
     bound: float
+    alive: bool = False
 
     @property
     def depends(self) -> bool:
-        return self.change > self.bound
+        return self.change > self.bound and not self.alive
 
 
 def dependence(evidence: Evidence, names: Sequence[str]) -> dict[str, Dependence]:
     """For each named parameter, the largest change over both base points."""
+    probe = _Probe(evidence, names, _runs_in_double(evidence, names))
     found: dict[str, Dependence] = {}
-    double = _runs_in_double(evidence, names)
     for jitter in (False, True):
-        base = _roots(evidence, _mover((), jitter), names, double)
-        again = _roots(evidence, _mover((), jitter), names, double)
-        noise = difference(base, again)
+        base = probe.roots((), jitter)
+        noise = difference(base, probe.roots((), jitter))
         if noise > 1e-3:
             raise Unreliable(
                 f"two identical runs of the loop backpropagate values that differ by {noise:.1e}; seed every random "
                 "source inside the function"
             )
-        bound = max(1e3 * _epsilon(evidence, double), 10 * noise)
+        bound = max(1e3 * _epsilon(evidence, probe.double), 10 * noise)
         todo = [n for n in names if n not in found or not found[n].depends]
-        if difference(base, _roots(evidence, _mover(todo, jitter), names, double)) <= bound:
-            found.update({n: Dependence(0.0, bound) for n in todo})
+        if difference(base, probe.roots(todo, jitter)) <= bound:
+            found.update({n: Dependence(0.0, bound) for n in todo if n not in found})
             continue
         for group in _groups(evidence, todo):
-            change = difference(
-                base, _roots(evidence, _mover(group[:1] if len(todo) > MOST else group, jitter), names, double)
-            )
+            change = difference(base, probe.roots(group[:1] if len(todo) > MOST else group, jitter))
             for n in group:
                 if n not in found or change > found[n].change:
                     found[n] = Dependence(change, bound)
-    return found
+    return {n: replace(d, alive=n in probe.arrived) for n, d in found.items()}
+
+
+class _Probe:
+    """Short runs with some parameters moved; ``arrived`` gathers the names that a gradient reached in any of them."""
+
+    def __init__(self, evidence: Evidence, names: Sequence[str], double: bool) -> None:
+        self._evidence = evidence
+        self._names = names
+        self._watched = evidence.run().raised is None
+        self.double = double
+        self.arrived: set[str] = set()
+
+    def roots(self, moved: Sequence[str], jitter: bool) -> list[float]:
+        record = self._evidence.short_run(_mover(moved, jitter), self._names, double=self.double)
+        if self._watched:
+            self.arrived |= {p.name for p in record.parameters if record.reached(p.index)}
+        return roots_before_first_step(record, self._names)
 
 
 def difference(a: list[float], b: list[float]) -> float:
@@ -104,10 +120,6 @@ def _runs_in_double(evidence: Evidence, names: Sequence[str]) -> bool:
     record = evidence.short_run(_mover((), False), names, double=True)
     native = evidence.run().raised
     return record.double and (record.raised is None or (native is not None and record.raised.kind == native.kind))
-
-
-def _roots(evidence: Evidence, prepare: Callable[[Watch], None], names: Sequence[str], double: bool) -> list[float]:
-    return roots_before_first_step(evidence.short_run(prepare, names, double=double), names)
 
 
 def roots_before_first_step(record: Record, names: Sequence[str]) -> list[float]:

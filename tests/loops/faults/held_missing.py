@@ -227,7 +227,7 @@ class MultiTask(nn.Module):
 def multi_task(trained):
     def make():
         model, weigh = MultiTask(), UncertaintyWeights()
-        optimizer = torch.optim.Adam(trained(model, weigh), lr=5e-3)
+        optimizer = torch.optim.Adam(trained(model, weigh), lr=1e-2)
 
         def loss(batch):
             x, y = batch

@@ -197,68 +197,6 @@ dead(
 )
 
 
-# Centred over the features: after the projection there is only one, and it minus its mean is zero.
-
-
-def centre(x):
-    return x - x.mean(dim=-1, keepdim=True)
-
-
-class Centred(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lift = nn.Linear(6, 24)
-        self.out = nn.Linear(24, 1)
-        self.shift = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x):
-        return self.out(torch.tanh(centre(self.lift(x)))) + self.shift
-
-
-class CentredTooLate(Centred):
-    def forward(self, x):
-        return centre(self.out(torch.tanh(self.lift(x)))) + self.shift
-
-
-dead(
-    "one_feature_centred",
-    "R2",
-    ("lift.weight", "out.weight", "out.bias"),
-    CentredTooLate,
-    Centred,
-    data.table,
-    regress,
-)
-
-
-# Layer norm over one feature. What arrives is zero up to rounding.
-
-
-class Normed(nn.Module):
-    def __init__(self, *, last):
-        super().__init__()
-        self.lift = nn.Linear(6, 24)
-        self.norm = nn.LayerNorm(1 if last else 24)
-        self.out = nn.Linear(24, 1)
-        self.last = last
-
-    def forward(self, x):
-        if self.last:
-            return self.norm(self.out(torch.tanh(self.lift(x))))
-        return self.out(torch.tanh(self.norm(self.lift(x))))
-
-
-dead(
-    "layer_norm_of_one_feature",
-    "R2",
-    ("lift.weight", "out.weight"),
-    lambda: Normed(last=True),
-    lambda: Normed(last=False),
-    data.table,
-    regress,
-)
-
-
 # Both factors of an adapter start at zero.
 
 

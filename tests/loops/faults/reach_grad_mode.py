@@ -282,11 +282,11 @@ def train_regression(model, optimizer, batches):
         optimizer.step()
 
 
-for name, broken, whole in (
-    ("encoder_under_no_grad", EncodedUnderNoGrad, Encoded),
-    ("encoder_decorated", EncodedUnderDecorator, Encoded),
-    ("encoder_grad_mode_inverted", EncodedInverted, Encoded),
-    ("encoder_never_released", EncodedFrozenAtFirst, EncodedCounting),
+for name, broken, whole, where in (
+    ("encoder_under_no_grad", EncodedUnderNoGrad, Encoded, "with torch.no_grad():"),
+    ("encoder_decorated", EncodedUnderDecorator, Encoded, None),
+    ("encoder_grad_mode_inverted", EncodedInverted, Encoded, "torch.set_grad_enabled(not self.training)"),
+    ("encoder_never_released", EncodedFrozenAtFirst, EncodedCounting, "self.steps_done >= self.freeze_steps"),
 ):
     pair(
         name,
@@ -294,6 +294,7 @@ for name, broken, whole in (
         CHECK,
         "no_grad_forward",
         culprits=("encoder.0.weight", "encoder.1.bias", "encoder.3.weight"),
+        where=where,
         faulty=loop(broken, data.table, train_regression),
         fixed=loop(whole, data.table, train_regression),
     )

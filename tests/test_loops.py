@@ -1,0 +1,42 @@
+"""The corpora: every odd but correct loop is silent, every fault is named, every repaired twin passes everything."""
+
+import pytest
+
+from pytest_trainloop.runner import check_loop
+from tests.loops.faults import PAIRS
+from tests.loops.odd import ODD
+
+SEEDS = range(5)
+
+
+def said(report):
+    return [
+        f"{r.check}: {r.outcome} {r.reason} {[(f.level, f.cause, f.summary) for f in r.findings]}"
+        for r in report.results
+        if r.outcome in ("failed", "error", "unreliable") or r.findings
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(ODD))
+def test_an_odd_but_correct_loop_is_silent(name):
+    for seed in SEEDS:
+        report = check_loop(ODD[name].make, seed=seed, raises=False)
+        assert report.ok, f"seed {seed}: {ODD[name].why}\n" + "\n".join(said(report))
+
+
+@pytest.mark.parametrize("name", sorted(PAIRS))
+def test_the_fault_is_named_with_its_culprits_and_line(name):
+    pair = PAIRS[name]
+    report = check_loop(pair.faulty, raises=False)
+    named = [f for r in report.results for f in r.findings if (f.check, f.cause, f.level) == (pair.check, pair.cause, pair.level)]
+    assert named, "\n".join(said(report))
+    assert set(pair.culprits or ()) <= {c for f in named for c in f.culprits}
+    assert pair.where is None or any(pair.where in f.where for f in named)
+    others = [(f.check, f.cause) for r in report.results for f in r.faults if f.cause != pair.cause]
+    assert not others, f"one fault, one root cause; also named: {others}"
+
+
+@pytest.mark.parametrize("name", sorted(PAIRS))
+def test_the_repaired_twin_passes_every_check(name):
+    report = check_loop(PAIRS[name].fixed, raises=False)
+    assert report.ok, "\n".join(said(report))
