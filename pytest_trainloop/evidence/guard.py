@@ -5,17 +5,26 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
-from typing import TYPE_CHECKING, Any
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from pytest_trainloop.errors import UsageError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import FrameType
-
 SWALLOWED = 3
-"""Stops that a loop may swallow before it is interrupted wherever it stands."""
+"""Stops that a loop may swallow before it is pressed harder."""
+
+PRESS = 0.01
+"""Seconds between two stops of a loop that swallows them."""
+
+DELICATE = 50
+"""Times that a stop waits because hooks or torch's modes are at work."""
+
+_OURS = str(Path(__file__).parents[1])
 
 
 class StopFit(BaseException):
@@ -32,6 +41,8 @@ class Guard:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._stops = 0
+        self._presses = 0
+        self._waited = 0
         self._timed_out = False
         self.stopped = False
 
@@ -40,40 +51,46 @@ class Guard:
         self._stops += 1
         self.stopped = True
         if self._stops > SWALLOWED:
-            self._interrupt_within(0.01)
+            self._interrupt_within(PRESS)
         raise StopFit
 
     def call(self, fit: Callable[[], Any], progress: Callable[[], str]) -> BaseException | None:
         """What ``fit`` raised, if anything; ``UsageError`` where it left in a way that no loop may."""
-        pid = os.getpid()
+        pid, tracer = os.getpid(), sys.gettrace()
         with self._deadline(), _no_hard_exit(pid):
             try:
-                fit()
-            except StopFit:
-                self.stopped = True
-            except SystemExit as error:
-                raise UsageError(f"fit called sys.exit({_code(error)}) {progress()}; return from fit instead") from None
-            except _Exited as error:
-                raise UsageError(f"fit called os._exit({error}) {progress()}; return from fit instead") from None
-            except KeyboardInterrupt:
-                raise
+                _fenced(fit)
             except BaseException as error:
-                return self._unless_forked(pid, error)
-            finally:
+                if os.getpid() != pid:
+                    os._exit(_status(error))
+                raised = self._settled(error, progress)
+            else:
                 if os.getpid() != pid:
                     os._exit(0)
+                raised = None
+            finally:
+                if self._presses > SWALLOWED:
+                    sys.settrace(tracer)
         if self._timed_out:
             raise UsageError(
                 f"fit did not come back within {self._seconds:g} s {progress()}; it must end when the batches it is "
-                "given end"
-                " (--trainloop-budget SECONDS allows more)"
+                "given end (--trainloop-budget SECONDS allows more)"
             )
-        return None
+        return raised
 
-    @staticmethod
-    def _unless_forked(pid: int, error: BaseException) -> BaseException:
-        if os.getpid() != pid:
-            os._exit(1)
+    def _settled(self, error: BaseException, progress: Callable[[], str]) -> BaseException | None:
+        """The exception if it is one of the loop's own; what a loop makes of being stopped is not."""
+        if isinstance(error, StopFit):
+            self.stopped = True
+            return None
+        if self.stopped and isinstance(error, (SystemExit, _Exited)):
+            return None
+        if isinstance(error, SystemExit):
+            raise UsageError(f"fit called sys.exit({_code(error)}) {progress()}; return from fit instead") from None
+        if isinstance(error, _Exited):
+            raise UsageError(f"fit called os._exit({error}) {progress()}; return from fit instead") from None
+        if not isinstance(error, Exception) and type(error).__module__ == "builtins":
+            raise error  # KeyboardInterrupt, and what pytest.skip raises, are for the session
         return error
 
     @contextlib.contextmanager
@@ -93,12 +110,63 @@ class Guard:
 
     def _interrupt_within(self, seconds: float) -> None:
         if hasattr(signal, "setitimer") and signal.getsignal(signal.SIGALRM) == self._alarm:
-            signal.setitimer(signal.ITIMER_REAL, seconds, 0.01)
+            signal.setitimer(signal.ITIMER_REAL, seconds, PRESS)
 
     def _alarm(self, number: int, frame: FrameType | None) -> None:
-        self._timed_out = self._stops == 0
+        """Raise ``StopFit`` in ``fit``, but not once it has come back; past a few, once more at a later line."""
+        frames = _frames_of_fit(frame)
+        if not frames:
+            return
+        if _delicate(frames[0]) and self._waited < DELICATE:
+            self._waited += 1
+            return
+        self._timed_out = self._timed_out or self._stops == 0
         self.stopped = True
+        self._presses += 1
+        if self._presses > SWALLOWED:
+            _raise_again(frames, self._presses - SWALLOWED)
         raise StopFit
+
+
+def _fenced(fit: Callable[[], Any]) -> None:
+    """The outermost frame that an alarm may raise in: it holds no ``try``, so nothing is half done when it is left."""
+    fit()
+
+
+def _frames_of_fit(frame: FrameType | None) -> list[FrameType]:
+    """The frames inside ``_fenced``, innermost first; none where ``fit`` is not running."""
+    frames = []
+    while frame is not None:
+        if frame.f_code is _fenced.__code__:
+            return frames or [frame]
+        frames.append(frame)
+        frame = frame.f_back
+    return []
+
+
+def _delicate(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return name.startswith(_OURS) or name == contextlib.__file__ or name.endswith(str(Path("torch") / "overrides.py"))
+
+
+def _raise_again(frames: list[FrameType], after: int) -> None:
+    """Raise at the so-manieth line that the frames under way come to.
+
+    A loop that swallows every exception does so between its ``try`` and its ``except``; a count that grows with each
+    attempt comes to a line outside of them, where nothing holds the exception.
+    """
+    left = after
+
+    def at_line(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal left
+        left -= event == "line"
+        if left <= 0:
+            raise StopFit
+        return at_line
+
+    sys.settrace(lambda *new_frame: None)
+    for frame in frames:
+        frame.f_trace = at_line
 
 
 @contextlib.contextmanager
@@ -116,6 +184,14 @@ def _no_hard_exit(pid: int) -> Iterator[None]:
         yield
     finally:
         os._exit = original
+
+
+def _status(error: BaseException) -> int:
+    """How a forked child leaves in which ``fit`` raised, as Python would: it never goes on with the test session."""
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+        return 1
+    return error.code if isinstance(error.code, int) else int(error.code is not None)
 
 
 def _code(error: SystemExit) -> str:

@@ -1,0 +1,44 @@
+"""The planted faults are named as their table says; the README shows what pytest really prints."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TABLE = re.compile(r"^\| \[`(?P<fault>\w+)`\].*\| `(?P<check>\w+)` \| `(?P<cause>\w+)`(?P<advice> \(advice\))? \|$", re.M)
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """The JSON report on the planted faults, by fault."""
+    report = tmp_path_factory.mktemp("planted") / "report.json"
+    command = [sys.executable, "-m", "pytest", "--trainloop", "examples/planted/test_planted.py", "-q", "-p", "no:randomly"]
+    subprocess.run([*command, f"--trainloop-json={report}"], cwd=ROOT, check=False, capture_output=True, timeout=900)
+    loops = json.loads(report.read_text(encoding="utf-8"))["loops"]
+    return {loop["nodeid"].rpartition("::test_")[2]: loop["checks"] for loop in loops}
+
+
+@pytest.mark.processes
+def test_every_planted_fault_is_named_as_the_table_says(planted):
+    rows = list(TABLE.finditer((ROOT / "examples/planted/README.md").read_text(encoding="utf-8")))
+    assert len(rows) >= 27
+    wrong = []
+    for row in rows:
+        found = [(f["check"], f["cause"], f["level"]) for check in planted[row["fault"]] for f in check["findings"]]
+        wanted = (row["check"], row["cause"], "advice" if row["advice"] else "fault")
+        others = [f for f in found if f[2] == "fault" and f != wanted]
+        if wanted not in found or others:
+            wrong.append((row["fault"], wanted, found))
+    assert not wrong
+
+
+@pytest.mark.processes
+def test_the_readme_is_not_stale():
+    done = subprocess.run(
+        [sys.executable, "scripts/readme.py", "--check"], cwd=ROOT, check=False, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
