@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from pytest_trainloop.plan import Plan
     from pytest_trainloop.report import Report
 
+Verdict = tuple[Finding, ...] | CannotDecide | Unreliable | UserCodeError
+
 _FIELDS_FOR = {"fit": "fit (or step)", "run": "fit, step or loss"}
 
 
@@ -49,6 +51,7 @@ class Subject:
         self._knobs = dict(knobs or {})
         self._evidence: Evidence | None = None
         self._broken: tuple[UserError, str] | None = None
+        self._verdicts: dict[str, Verdict] = {}
 
     def bind(self, make: Callable[..., Any]) -> None:
         """Use this function for runs from now on: the same loop, with the fixture values of another item."""
@@ -89,42 +92,44 @@ class Subject:
         return self._decided(check, evidence, options, reporter)
 
     def _decided(self, check: Check, evidence: Evidence, options: dict[str, Any], reporter: str) -> Result:
-        evidence.options = options
-        try:
-            findings = tuple(_checked(check, finding) for finding in check.decide(evidence))
-        except CannotDecide as reason:
-            return self._raised_in_fit(check, evidence, reporter) or Result(
-                check=check.name, outcome="skipped", reason=str(reason)
-            )
-        except Unreliable as reason:
-            return Result(check=check.name, outcome="unreliable", reason=str(reason))
-        except UserCodeError as broken:
-            return self._error(check, broken.error, reporter)
+        verdict = self._verdict(check, evidence, options)
+        if isinstance(verdict, UserCodeError):
+            return self._error(check, verdict.error, reporter)
+        if isinstance(verdict, Unreliable):
+            return Result(check=check.name, outcome="unreliable", reason=str(verdict))
+        findings = verdict if isinstance(verdict, tuple) else ()
         if any(f.level == "fault" for f in findings):
             return Result(check=check.name, outcome="failed", findings=findings)
-        return self._raised_in_fit(check, evidence, reporter) or Result(
-            check=check.name, outcome="passed", findings=findings
-        )
+        if raised := self._raised_in_fit(check, evidence):
+            return self._error(check, raised, reporter)
+        if isinstance(verdict, CannotDecide):
+            return Result(check=check.name, outcome="skipped", reason=str(verdict))
+        return Result(check=check.name, outcome="passed", findings=findings)
 
-    def _raised_in_fit(self, check: Check, evidence: Evidence, reporter: str) -> Result | None:
+    def _verdict(self, check: Check, evidence: Evidence, options: dict[str, Any]) -> Verdict:
+        """What the check says of the evidence: asked once, also where another check needs to know."""
+        if check.name not in self._verdicts:
+            evidence.options = options
+            try:
+                self._verdicts[check.name] = tuple(_checked(check, finding) for finding in check.decide(evidence))
+            except (CannotDecide, Unreliable, UserCodeError) as reason:
+                self._verdicts[check.name] = reason
+        return self._verdicts[check.name]
+
+    def _raised_in_fit(self, check: Check, evidence: Evidence) -> UserError | None:
         """An exception that ended fit and that no check could put down to a cause."""
+        raised = evidence.run().raised if "run" in evidence.offers else None
+        if raised is None or self._explained_elsewhere(check, evidence):
+            return None
+        return UserError(stage="fit", summary=raised.summary, traceback=raised.traceback)
+
+    def _explained_elsewhere(self, asked: Check, evidence: Evidence) -> bool:
+        """Whether another check finds the fault that made fit raise: then this one has nothing to report."""
         from pytest_trainloop.checks import registered
 
-        raised = evidence.run().raised if "run" in evidence.offers else None
-        if raised is None or self._explained(check, evidence, registered()):
-            return None
-        error = UserError(stage="fit", summary=raised.summary, traceback=raised.traceback)
-        return self._error(check, error, reporter)
-
-    def _explained(self, asked: Check, evidence: Evidence, checks: Mapping[str, Check]) -> bool:
-        """Whether another check finds the fault that made fit raise: then this one has nothing to report."""
-        for other in checks.values():
-            if other.name == asked.name or not other.needs <= evidence.offers:
-                continue
-            with contextlib.suppress(CannotDecide, Unreliable, UserCodeError):
-                if any(f.level == "fault" for f in other.decide(evidence)):
-                    return True
-        return False
+        others = [c for c in registered().values() if c.name != asked.name and c.needs <= evidence.offers]
+        verdicts = (self._verdict(other, evidence, {}) for other in others)
+        return any(isinstance(v, tuple) and any(f.level == "fault" for f in v) for v in verdicts)
 
     def _error(self, check: Check, error: UserError, reporter: str) -> Result:
         if self._broken is not None and self._broken[1] != reporter:

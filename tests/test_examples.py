@@ -9,14 +9,25 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TABLE = re.compile(r"^\| \[`(?P<fault>\w+)`\].*\| `(?P<check>\w+)` \| `(?P<cause>\w+)`(?P<advice> \(advice\))? \|$", re.M)
+TABLE = re.compile(
+    r"^\| \[`(?P<fault>\w+)`\].*\| `(?P<check>\w+)` \| `(?P<cause>\w+)`(?P<advice> \(advice\))? \|$", re.M
+)
 
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
     """The JSON report on the planted faults, by fault."""
     report = tmp_path_factory.mktemp("planted") / "report.json"
-    command = [sys.executable, "-m", "pytest", "--trainloop", "examples/planted/test_planted.py", "-q", "-p", "no:randomly"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--trainloop",
+        "examples/planted/test_planted.py",
+        "-q",
+        "-p",
+        "no:randomly",
+    ]
     subprocess.run([*command, f"--trainloop-json={report}"], cwd=ROOT, check=False, capture_output=True, timeout=900)
     loops = json.loads(report.read_text(encoding="utf-8"))["loops"]
     return {loop["nodeid"].rpartition("::test_")[2]: loop["checks"] for loop in loops}
@@ -39,6 +50,11 @@ def test_every_planted_fault_is_named_as_the_table_says(planted):
 @pytest.mark.processes
 def test_the_readme_is_not_stale():
     done = subprocess.run(
-        [sys.executable, "scripts/readme.py", "--check"], cwd=ROOT, check=False, capture_output=True, text=True, timeout=600
+        [sys.executable, "scripts/readme.py", "--check"],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -28,7 +28,12 @@ def test_an_odd_but_correct_loop_is_silent(name):
 def test_the_fault_is_named_with_its_culprits_and_line(name):
     pair = PAIRS[name]
     report = check_loop(pair.faulty, raises=False)
-    named = [f for r in report.results for f in r.findings if (f.check, f.cause, f.level) == (pair.check, pair.cause, pair.level)]
+    named = [
+        f
+        for r in report.results
+        for f in r.findings
+        if (f.check, f.cause, f.level) == (pair.check, pair.cause, pair.level)
+    ]
     assert named, "\n".join(said(report))
     assert set(pair.culprits or ()) <= {c for f in named for c in f.culprits}
     assert pair.where is None or any(pair.where in f.where for f in named)

@@ -30,7 +30,9 @@ Fixed
     ...     return self.head(self.encoder(x))
 
 Known limits
-    A gate or router that is detached on purpose looks the same: name it in ``frozen=`` or ``skip=``. A parameter that
+    Rounding noise in place of zeros (LayerNorm over one feature) is no zero, and weights that the loss does not depend
+    on are left to the learning checks. A gate or router that is detached on purpose looks the same: name it in
+    ``frozen=`` or ``skip=``. A parameter that
     only ever gets a zero gradient from an operation
     that is not known here is advice.
 
@@ -168,7 +170,7 @@ def _cut(evidence: Evidence, record: Record, cut_off: Sequence[Parameter], chang
     while left:
         names = [p.name for p in left]
         cut = evidence.cut(names, {"detach", "grad_off", "value", "custom"})[0]
-        explained = [p for p in left if cut is not None and (not cut.reached or p.name in cut.reached)]
+        explained = [p for p in left if cut is not None and (not cut.reached or p.name in cut.reached | cut.fired)]
         yield _graph_cut(record, explained or left, change, cut)
         left = [p for p in left if explained and p not in explained]
 

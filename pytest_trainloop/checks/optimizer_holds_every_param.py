@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.evidence import Evidence
+    from pytest_trainloop.finding import Level
     from pytest_trainloop.observe.record import Parameter, Record
 
 CONSEQUENCES = ("overfit_one_batch", "update_ratio", "every_param_moves")
@@ -81,7 +82,7 @@ def optimizer_holds_every_param(evidence: Evidence) -> Iterator[Finding]:
     if registered and left_over:
         yield _replaced(record, registered, left_over)
     elif registered:
-        yield _missing(record, registered)
+        yield _missing(record, registered, "advice" if _optimises_something_else(record) else "fault")
 
 
 def _is_missing(record: Record, p: Parameter) -> bool:
@@ -186,11 +187,18 @@ def _replaced(record: Record, missing: Sequence[Parameter], left_over: Sequence[
     )
 
 
-def _missing(record: Record, missing: Sequence[Parameter]) -> Finding:
+def _optimises_something_else(record: Record) -> bool:
+    """Whether what trains is no part of any module (an image, a latent code): the model is a fixed function then."""
+    trained = [p for p in record.parameters if p.index in record.held and record.reached(p.index)]
+    return bool(trained) and all(p.role == "foreign" for p in trained)
+
+
+def _missing(record: Record, missing: Sequence[Parameter], level: Level) -> Finding:
     names = tuple(p.name for p in missing)
     trainable = [p for p in record.parameters if p.requires_grad and p.role != "foreign"]
     return Finding(
         cause="missing",
+        level=level,
         summary=(
             f"{some(names)} {verb(names, 'get')} gradients but {be(names)} in no optimizer, so {they(names)} never "
             f"{verb(names, 'train')}"

@@ -179,7 +179,8 @@ def _schedulers(record: Record) -> Iterator[Finding]:
 
     A scheduler stepped before the loop (to leave a rate of 0, or to catch up with a resumed run) is not followed by
     another step of the same line once
-    optimizers step; one stepped once for each micro-batch comes more than once before the first step; a step that a
+    optimizers step; one stepped once for each micro-batch comes more than once before the first step; where the first
+    batch was skipped openly, a scheduler step still follows the last optimizer step; a step that a
     gradient scaler skipped counts as tried.
     """
     tried = [e.at for e in record.events if _tries(e)]
@@ -187,7 +188,9 @@ def _schedulers(record: Record) -> Iterator[Finding]:
         return
     for steps in _by_site(record).values():
         early = [s for s in steps if s.at < tried[0]]
-        if len(early) == 1 and len(steps) > 1:
+        by_batch = steps[-1].at < tried[-1]
+        by_epoch = len(steps) > 1 and sum(early[0].at < at < steps[1].at for at in tried) > 1 if early else False
+        if len(early) == 1 and len(steps) > 1 and (by_batch or by_epoch):
             yield _scheduler_first(record, steps, early[0])
 
 

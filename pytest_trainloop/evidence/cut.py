@@ -9,6 +9,7 @@ it, the value crosses there without its gradient.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
     from pytest_trainloop.evidence import Evidence
     from pytest_trainloop.observe.record import Record
     from pytest_trainloop.observe.watch import Watch
+
+NOISE = 1e-5
+"""Share of the largest gradient entry of a run below which a gradient is rounding: a sum that cancels exactly (a bias
+before a batch norm, or before a softmax over keys) leaves a few machine epsilons of its terms, up to about 1e2 * 1.2e-7
+in float32."""
 
 MOST = 16
 """Candidates put to the test, those nearest to the loss first."""
@@ -37,6 +43,7 @@ class Cut:
     gradient: float | None
     change: float = 0.0
     reached: frozenset[str] = frozenset()
+    fired: frozenset[str] = frozenset()
 
 
 def find_cut(evidence: Evidence, names: Sequence[str], kinds: set[Kind]) -> tuple[Cut | None, set[str]]:
@@ -52,17 +59,16 @@ def _proven(evidence: Evidence, names: Sequence[str], candidates: list[Candidate
     """A cut shown by leaving it out: alone if that is enough, else the one nearest to the loss of those needed
     together."""
     for candidate in candidates:
-        if candidate.kind != "custom" and (reached := _gradients(evidence, names, [candidate])):
-            return Cut(candidate, max(reached.values()), reached=frozenset(reached))
-    if len(candidates) < 2 or not _gradients(evidence, names, candidates):
+        if candidate.kind != "custom" and (cut := _without(evidence, names, [candidate])):
+            return cut
+    if len(candidates) < 2 or not _without(evidence, names, candidates):
         return None
     needed = list(candidates)
     for candidate in candidates:
         rest = [c for c in needed if c is not candidate]
-        if rest and _gradients(evidence, names, rest):
+        if rest and _without(evidence, names, rest):
             needed = rest
-    reached = _gradients(evidence, names, needed)
-    return Cut(needed[0], max(reached.values()), reached=frozenset(reached))
+    return _without(evidence, names, needed)
 
 
 def _crossing(evidence: Evidence, names: Sequence[str], candidates: list[Candidate], listed: Record) -> Cut | None:
@@ -80,13 +86,14 @@ def _crossing(evidence: Evidence, names: Sequence[str], candidates: list[Candida
     return None
 
 
-def _gradients(evidence: Evidence, names: Sequence[str], left_out: list[Candidate]) -> dict[str, float]:
-    """The largest gradient entry at each of the parameters that a gradient reaches with these operations left out."""
+def _without(evidence: Evidence, names: Sequence[str], left_out: list[Candidate]) -> Cut | None:
+    """The first of these operations as the cut, if a gradient reaches one of the parameters with all of them left out."""
     record, _ = _traced(evidence, names, left_out)
     peaks = arriving(record, names)
     if evidence.run().raised is not None and _accepted(record) <= _accepted(evidence.run()):
-        return {}  # torch refused a backward pass, and refuses it still
-    return peaks
+        return None  # torch refused a backward pass, and refuses it still
+    fired = frozenset(p.name for p in record.parameters if p.name in set(names) and any(record.arrivals(p.index)))
+    return Cut(left_out[0], max(peaks.values()), reached=frozenset(peaks), fired=fired) if peaks else None
 
 
 def _accepted(record: Record) -> int:
@@ -96,9 +103,9 @@ def _accepted(record: Record) -> int:
 
 def arriving(record: Record, names: Sequence[str]) -> dict[str, float]:
     """The largest gradient entry at each of the parameters that gets one that is not zero."""
-    wanted = [p for p in record.parameters if p.name in set(names)]
-    peaks = {p.name: max((a.incoming.peak for a in record.arrivals(p.index)), default=0.0) for p in wanted}
-    return {name: peak for name, peak in peaks.items() if peak != 0}
+    peaks = {p.name: max((a.incoming.peak for a in record.arrivals(p.index)), default=0.0) for p in record.parameters}
+    largest = max((peak for peak in peaks.values() if math.isfinite(peak)), default=0.0)
+    return {name: peaks[name] for name in names if name in peaks and not peaks[name] <= NOISE * largest}
 
 
 def starts_at_saddle(evidence: Evidence, names: Sequence[str]) -> dict[str, float]:

@@ -137,6 +137,8 @@ class Tracer(TorchFunctionMode):
         kind = (
             "value" if _in_place(name) and any(args[0] is d for d in self._detached) else _kind(name, args, given, out)
         )
+        if kind == "dead" and not self._watch.inside_parameters():
+            kind = None  # a hinge in the loss that every example meets is no dead layer
         if kind == "grad_off":
             self._note_region(name, place, site)
             if self._nudge and ("grad_off", self._region_site()) in self._chosen:
