@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def some(names: Sequence[str], most: int = 4) -> str:
+def some(names: Sequence[str], most: int = 2) -> str:
     """The first names, and how many more there are."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

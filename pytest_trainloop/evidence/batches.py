@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pytest_trainloop import batch as nests
-from pytest_trainloop.errors import UsageError
+from pytest_trainloop.errors import UsageError, UserCodeError
 from pytest_trainloop.evidence.double import widen_batch
-from pytest_trainloop.evidence.guard import StopFit
+from pytest_trainloop.evidence.raised import user_error
 
 if TYPE_CHECKING:
     from pytest_trainloop.loop import TrainLoop
@@ -23,11 +25,11 @@ PASSES_WITHOUT_STEP = 2
 
 
 class Batches(Sequence[Any]):
-    """``count`` batches. ``spent`` says whether the loop has done enough; ``stepped`` whether it has made a step yet.
+    """``count`` batches. ``spent`` says whether the loop has done enough; ``stepped`` whether it has made a step yet;
+    ``stop`` raises and ends a loop that goes on and on over batches that are spent.
 
     A pass in which no step happens ends after ``read_ahead`` items: such a loop collects its batches first. Unknown
-    attributes are asked of the
-    project's own loader, so that ``batches.dataset`` or ``batches.batch_size`` work.
+    attributes are asked of the project's own loader, so that ``batches.dataset`` or ``batches.batch_size`` work.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Batches(Sequence[Any]):
         *,
         spent: Callable[[], bool],
         stepped: Callable[[], bool],
+        stop: Callable[[], None],
         read_ahead: int | None,
         double: bool = False,
     ) -> None:
@@ -45,6 +48,7 @@ class Batches(Sequence[Any]):
         self._count = count
         self._spent = spent
         self._stepped = stepped
+        self._stop = stop
         self._read_ahead = read_ahead
         self._source = _source(loop, count)
         self._cache: list[Any] = []
@@ -72,7 +76,7 @@ class Batches(Sequence[Any]):
             self.cut_short = True
             self._empty_passes += 1
             if self._empty_passes > EMPTY_PASSES:
-                raise StopFit
+                self._stop()
         return self._pass()
 
     def _pass(self) -> Iterator[Any]:
@@ -91,13 +95,17 @@ class Batches(Sequence[Any]):
             yield item
 
     def _fresh(self, position: int) -> Any:
-        copy = nests.copy(self._nth(position))
+        field = "batch" if self._loop.batches is None else f"batches[{position}]"
+        copy = nests.copy(self._nth(position), field)
         return widen_batch(copy) if self._double else copy
 
     def _nth(self, position: int) -> Any:
         while len(self._cache) <= position:
             try:
-                self._cache.append(next(self._source))
+                item = next(self._source)
+                if self._loop.batches is not None:
+                    nests.require_batch(item, f"batches[{len(self._cache)}]")
+                self._cache.append(item)
             except StopIteration:
                 if not self._cache:
                     raise UsageError("TrainLoop.batches gave no batch; at least one is needed") from None
@@ -112,10 +120,14 @@ def _source(loop: TrainLoop, count: int) -> Iterator[Any]:
         return itertools.repeat(loop.batch)
     given = loop.batches
     if callable(given) and not hasattr(given, "__iter__"):
-        given = given(count)
-    if not isinstance(given, Iterable):
+        try:
+            given = given(count)
+        except Exception as error:
+            raise UserCodeError(user_error(error, f"TrainLoop.batches({count})")) from error
+    if not isinstance(given, Iterable) or isinstance(given, (str, bytes, torch.Tensor, Mapping)):
+        gave = " is" if given is loop.batches else f"({count}) gave"
         raise UsageError(
-            f"TrainLoop.batches is {nests.describe(loop.batches)}; a DataLoader, an iterable, or a function "
+            f"TrainLoop.batches{gave} {nests.describe(given)}; a DataLoader, an iterable, or a function "
             "batches(n) is needed"
         )
     return iter(given)

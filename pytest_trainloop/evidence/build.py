@@ -25,7 +25,7 @@ def build(make: Make, knobs: Mapping[str, Any], seed: int) -> TrainLoop:
         loop = make(**knobs)
     except UsageError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserCodeError(user_error(error, "building the loop")) from error
     if not isinstance(loop, TrainLoop):
         raise UsageError(f"{_name(make)} returned {_what(loop)}; it must return a TrainLoop")
@@ -95,6 +95,8 @@ def _first_names(names: list[str]) -> str:
 def _what(value: Any) -> str:
     if value is None:
         return "None"
+    if isinstance(value, type):
+        return f"the class {value.__qualname__}"
     if isinstance(value, nn.Module):
         return f"a model ({type(value).__name__})"
     if isinstance(value, (tuple, list, dict)):

@@ -87,7 +87,7 @@ def _crossing(evidence: Evidence, names: Sequence[str], candidates: list[Candida
 
 
 def _without(evidence: Evidence, names: Sequence[str], left_out: list[Candidate]) -> Cut | None:
-    """The first of these operations as the cut, if a gradient reaches one of the parameters with all of them left out."""
+    """The first of these operations as the cut, if a gradient reaches one of the parameters with all left out."""
     record, _ = _traced(evidence, names, left_out)
     peaks = arriving(record, names)
     if evidence.run().raised is not None and _accepted(record) <= _accepted(evidence.run()):

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pytest_trainloop import batch as nests
-from pytest_trainloop.errors import UsageError
+from pytest_trainloop.errors import UsageError, UserCodeError
 from pytest_trainloop.evidence.batches import Batches
 from pytest_trainloop.evidence.build import Make, build
 from pytest_trainloop.evidence.double import double_precision, widen
 from pytest_trainloop.evidence.guard import Guard
 from pytest_trainloop.evidence.preserve import preserved, seed_all
-from pytest_trainloop.evidence.raised import raised
+from pytest_trainloop.evidence.raised import raised, user_error
 from pytest_trainloop.observe.watch import FULL_ROUNDS, Watch
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ READ_AHEAD_BUDGETS = (25, 100, 400)
 
 ENOUGH_ROUNDS = 3
 """Steps of one optimizer below which a run is tried again with more batches."""
+
+_SCALARS_ONLY = "grad can be implicitly created only for scalar outputs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,7 @@ def run(make: Make, plan: RunPlan) -> Record:
             plan.count,
             spent=lambda: plan.enough(record),
             stepped=lambda: record.steps > 0,
+            stop=guard.stop,
             read_ahead=plan.read_ahead,
             double=plan.double,
         )
@@ -84,12 +87,21 @@ def run(make: Make, plan: RunPlan) -> Record:
     record.seconds = time.perf_counter() - began
     if isinstance(error, UsageError):
         raise error
+    if error is not None and _SCALARS_ONLY in str(error):
+        raise _no_scalar(record, error) from error
     if error is not None:
         _note_raised(record, raised(error), after_end=batches.cut_short or guard.stopped or plan.enough(record))
     record.ended = error is None and not guard.stopped
     if error is None and not batches.taken:
         raise UsageError("fit came back without taking a batch; it must iterate over the batches it is given")
     return record
+
+
+def _no_scalar(record: Record, error: BaseException) -> UserCodeError:
+    """Torch's own exception, with what was given to backward."""
+    user = user_error(error, "fit")
+    shape = next((root.shape for b in record.backwards()[-1:] for root in b.roots), ())
+    return UserCodeError(replace(user, summary=f"{user.summary}; this one has shape {shape}: take its mean"))
 
 
 def _stop_if_past(watch: Watch, guard: Guard, plan: RunPlan) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_trainloop.wording import some
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -28,12 +30,18 @@ def _block(finding: Finding, causes: Mapping[str, str]) -> str:
         "measured": finding.measured,
         "cause": f"{finding.cause}: {proof}" if proof else finding.cause,
         "shown by": finding.shown_by,
+        "culprits": _culprits(finding),
         "where": finding.where,
         "smallest": finding.smallest,
         "repair": finding.repair,
         "explains": ", ".join(finding.explains),
     }
     return "\n".join([finding.summary, *(_field(label, text) for label, text in fields.items() if text)])
+
+
+def _culprits(finding: Finding) -> str:
+    """The culprits, where there are more than a summary has room for."""
+    return some(finding.culprits, most=12) if len(finding.culprits) > 2 else ""
 
 
 def _field(label: str, text: str) -> str:
