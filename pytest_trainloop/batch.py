@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy as _copy
 import dataclasses
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -42,15 +43,19 @@ def _children(value: Any) -> list[Any]:
     return list(vars(value).values()) if hasattr(value, "__dict__") else []
 
 
-def copy(batch: Any) -> Any:
+def copy(batch: Any, field: str = "batch") -> Any:
     """A fresh copy that shares no tensor with the original; types, keys, dtypes and devices stay."""
     try:
         return _copy.deepcopy(batch)
-    except RuntimeError as error:
-        if "graph leaves" not in str(error):
-            raise
+    except Exception as error:
+        if "graph leaves" in str(error):
+            raise UsageError(
+                f"TrainLoop.{field} holds a tensor with a history; detach it: a batch is data, not a result of the "
+                "model"
+            ) from error
         raise UsageError(
-            "TrainLoop.batch holds a tensor with a history; detach it: a batch is data, not a result of the model"
+            f"TrainLoop.{field} cannot be copied ({type(error).__name__}: {error}); a batch of plain data is needed, "
+            "since every run gets a fresh copy"
         ) from error
 
 
@@ -71,12 +76,14 @@ def require_batch(batch: Any, field: str) -> None:
 def _has_numbers(batch: Any) -> bool:
     """Whether a batch without tensors still holds data that a loop's collate may turn into tensors (numpy arrays,
     numbers)."""
-    if isinstance(batch, (str, bytes, type(None), bool)):
+    if isinstance(batch, (str, bytes, type(None), bool, type, torch.nn.Module)) or inspect.isroutine(batch):
         return False
     if isinstance(batch, (int, float)) or hasattr(batch, "__array__"):
         return True
     children = _children(batch)
-    return bool(children) and any(_has_numbers(child) or isinstance(child, str) for child in children)
+    if not children:  # an object that cannot be looked into may well hold data
+        return not isinstance(batch, (Mapping, list, tuple, set, frozenset))
+    return any(_has_numbers(child) or isinstance(child, str) for child in children)
 
 
 def describe(batch: Any) -> str:
@@ -85,8 +92,11 @@ def describe(batch: Any) -> str:
         return f"a {str(batch.dtype).removeprefix('torch.')} tensor of shape {tuple(batch.shape)}"
     if isinstance(batch, str):
         return f"the string {batch[:40]!r}"
-    if batch is None:
-        return "None"
+    if batch is None or isinstance(batch, (int, float, complex)):
+        return repr(batch)
+    if callable(batch):
+        return f"the {'class' if isinstance(batch, type) else 'function'} {getattr(batch, '__name__', batch)}"
     shapes = [str(tuple(t.shape)) for t in tensors(batch)]
     held = f" with tensors of shapes {', '.join(shapes[:4])}" if shapes else " without tensors"
-    return f"a {type(batch).__name__}{held}"
+    name = type(batch).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}{held}"

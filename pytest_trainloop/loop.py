@@ -104,10 +104,7 @@ class TrainLoop:
                 raise UsageError(f"TrainLoop.{name} is {_a(given)}; a function is needed")
         if self.fit is not None and self.step is not None:
             raise UsageError("TrainLoop got both fit and step; give the whole loop as fit, or one batch's work as step")
-        if isinstance(self.frozen, str):
-            raise UsageError(
-                f"TrainLoop.frozen is the string {self.frozen!r}; a tuple of prefixes is needed: ({self.frozen!r},)"
-            )
+        _require_prefixes(self.frozen)
         for optimizer in self.optimizers:
             if not callable(getattr(optimizer, "step", None)):
                 raise UsageError(
@@ -156,6 +153,16 @@ def _named_modules(model: Any) -> dict[str, nn.Module]:
     if not named:
         raise UsageError("TrainLoop.model is empty; at least one torch.nn.Module is needed")
     return named
+
+
+def _require_prefixes(frozen: Any) -> None:
+    if isinstance(frozen, str):
+        raise UsageError(f"TrainLoop.frozen is the string {frozen!r}; a tuple of prefixes is needed: ({frozen!r},)")
+    for prefix in frozen if isinstance(frozen, Iterable) else () if frozen is None else (frozen,):
+        if not isinstance(prefix, str):
+            raise UsageError(
+                f"TrainLoop.frozen names {_a(prefix)}; prefixes of parameter names are needed, as in ('backbone.',)"
+            )
 
 
 def _a(value: Any) -> str:

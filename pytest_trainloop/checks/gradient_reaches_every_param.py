@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.evidence import Evidence
     from pytest_trainloop.evidence.cut import Cut
+    from pytest_trainloop.finding import Level
     from pytest_trainloop.observe.record import Parameter, Record
 
 CONSEQUENCES = ("overfit_one_batch", "update_ratio", "every_param_moves")
@@ -100,7 +101,8 @@ def gradient_reaches_every_param(evidence: Evidence) -> Iterator[Finding]:
 def _in_scope(record: Record, p: Parameter) -> bool:
     """Held by an optimizer that steps, meant to train, not moved by other hands, and without a gradient so far."""
     if (
-        not p.requires_grad
+        not p.trainable
+        or p.gone
         or p.role == "foreign"
         or 0 in p.shape
         or (record.reached(p.index) and not _stopped_at_backward(record))
@@ -227,7 +229,7 @@ def _graph_cut(record: Record, cut_off: Sequence[Parameter], change: float, cut:
     op = "no_grad" if cut.candidate.kind == "grad_off" else _operation(cut.candidate.op)
     module = f" in {cut.candidate.module}" if cut.candidate.module else ""
     if cut.candidate.kind == "custom":
-        shown = f"a gradient comes in at the output of {cut.candidate.op}, and its backward() gives none to any input"
+        shown = f"a gradient comes in at the output of {cut.candidate.op}, and its backward() gives an input none"
     elif cut.gradient is not None:
         shown = (
             f"with {'gradients switched on' if off else f'the {op} left out'} at that line, a gradient (largest "
@@ -266,7 +268,7 @@ def _unused(evidence: Evidence, apart: Sequence[Parameter]) -> Iterator[Finding]
     thrown_away = [p for p in used if p.name in touched]
     if thrown_away:
         names = tuple(p.name for p in thrown_away)
-        exposed = evidence.exposed(names)
+        exposed = evidence.exposed(names, whole_data="batches" in evidence.offers)
         for level, chosen in (
             ("fault", [n for n in names if n not in exposed]),
             ("advice", [n for n in names if n in exposed]),
@@ -317,7 +319,8 @@ def _arrives_as_zero(evidence: Evidence, record: Record, zero: Sequence[Paramete
                 yield _zero_advice(tuple(n for n in names if depends[n].depends))
             return
         chosen = [n for n in names if n in cut.reached]
-        yield _zeroed_by(tuple(chosen), cut)
+        beside = "softmax" in cut.candidate.op and any(record.reached(p.index) for p in record.parameters)
+        yield _zeroed_by(tuple(chosen), cut, "advice" if beside else "fault")
         left = [p for p in left if p.name not in cut.reached]
 
 
@@ -354,12 +357,13 @@ def _saddle(names: Sequence[str], gradient: float) -> Finding:
     )
 
 
-def _zeroed_by(names: Sequence[str], cut: Cut) -> Finding:
+def _zeroed_by(names: Sequence[str], cut: Cut, level: Level) -> Finding:
     dead = cut.candidate.kind == "dead"
     op = cut.candidate.op.rstrip("_")
     module = f" in {cut.candidate.module}" if cut.candidate.module else ""
     return Finding(
         cause="dead" if dead else "vanished",
+        level=level,
         summary=f"{some(names)} {verb(names, 'get')} only zero gradients: "
         + (f"{op}{module} gives the same whatever comes in" if dead else f"{op}{module} has a slope of zero there"),
         measured="every gradient that arrived is zero in every entry",

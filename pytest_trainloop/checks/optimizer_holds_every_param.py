@@ -53,6 +53,10 @@ if TYPE_CHECKING:
 
 CONSEQUENCES = ("overfit_one_batch", "update_ratio", "every_param_moves")
 
+PASSES_OF_A_PART = 3
+"""Backward passes that must reach a parameter of a module nobody declared: copies made for one step (an unrolled model,
+a client's) are no parts of the model."""
+
 CAUSES = {
     "missing": "a gradient arrives at the parameter, and no optimizer holds it",
     "swapped_after_optimizer": (
@@ -90,7 +94,8 @@ def _is_missing(record: Record, p: Parameter) -> bool:
         return False
     if any(p.name.startswith(prefix) for prefix in record.frozen or ()):
         return False
-    if not any(not a.incoming.zero for b in record.backwards() for a in b.arrivals.get(p.index, ())):
+    passes = sum(any(not a.incoming.zero for a in b.arrivals.get(p.index, ())) for b in record.backwards())
+    if passes < (1 if p.declared else PASSES_OF_A_PART):
         return False
     moved = p.index in record.moved_by_hand() or not p.start.same(record.end.get(p.index))
     fixed_part = p.calls_with_grad > 0 and p.calls_in_eval == p.calls_with_grad and record.trains_elsewhere(p)
@@ -102,7 +107,7 @@ def _left_over(record: Record) -> list[Parameter]:
     held = record.held
     ran = [p for p in record.parameters if p.calls_with_grad + p.calls_without_grad + p.calls_in_checkpoint > 0]
     silent = [p for p in record.parameters if p.index in held and not record.reached(p.index)]
-    return [p for p in silent if p.role == "foreign" or (p not in ran and any(not q.declared for q in ran))]
+    return [p for p in silent if p.role == "foreign" or p.gone or (p not in ran and any(not q.declared for q in ran))]
 
 
 def _held_twice(record: Record) -> Iterator[Finding]:

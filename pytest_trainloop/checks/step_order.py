@@ -133,7 +133,7 @@ def _missing_steps(record: Record, ledger: Ledger) -> Iterator[Judged]:
         return
     moved = record.moved_by_hand() | record.changed()
     for optimizer in record.optimizers:
-        if optimizer.steps or not optimizer.declared:
+        if optimizer.steps:
             continue
         mine = set(optimizer.parameters) - {i for o in record.optimizers if o.steps for i in o.parameters}
         lost = [a for a in ledger.accounts if a.backward.reached and mine & set(a.backward.arrivals) and not a.consumed]
@@ -142,10 +142,6 @@ def _missing_steps(record: Record, ledger: Ledger) -> Iterator[Judged]:
         if record.steps and len(lost) < record.rounds // 2:
             continue
         yield _step_missing(record, lost, optimizer.kind, mine), {optimizer.index}
-    if not record.optimizers and not moved and not ledger.by_hand:
-        lost = [a for a in ledger.accounts if a.backward.reached]
-        if len(lost) >= 2:
-            yield _step_missing(record, lost, "optimizer", {i for a in lost for i in a.backward.arrivals}), set()
 
 
 def _step_missing(record: Record, lost: list[Account], kind: str, mine: set[int]) -> Finding:

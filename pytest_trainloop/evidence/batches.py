@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from pytest_trainloop import batch as nests
 from pytest_trainloop.errors import UsageError, UserCodeError
 from pytest_trainloop.evidence.double import widen_batch
@@ -124,7 +122,7 @@ def _source(loop: TrainLoop, count: int) -> Iterator[Any]:
             given = given(count)
         except Exception as error:
             raise UserCodeError(user_error(error, f"TrainLoop.batches({count})")) from error
-    if not isinstance(given, Iterable) or isinstance(given, (str, bytes, torch.Tensor, Mapping)):
+    if not isinstance(given, Iterable) or isinstance(given, (str, bytes, Mapping)):
         gave = " is" if given is loop.batches else f"({count}) gave"
         raise UsageError(
             f"TrainLoop.batches{gave} {nests.describe(given)}; a DataLoader, an iterable, or a function "

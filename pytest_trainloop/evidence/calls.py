@@ -53,11 +53,13 @@ def _after_step(record: Record, clip: GradWrite) -> bool:
     for event in reversed(record.events):
         if event.at >= clip.at:
             continue
-        if isinstance(event, Step) and event.reads and event.looked and not event.nested:
+        if isinstance(event, Step) and event.reads and event.consumes and not event.nested:
             if any(event.reads[-1].grads.get(i) is not None for i in mine):
                 return event.until > 0
         elif isinstance(event, Backward) and mine & set(event.arrivals):
             return False
+        elif isinstance(event, GradWrite) and event.by_hand and mine & set(event.parameters):
+            return False  # gradients copied in, as into master weights
     return False
 
 

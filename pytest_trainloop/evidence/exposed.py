@@ -1,13 +1,16 @@
-"""Which results that the loss does not use are still given out by a component to its user.
+"""Which results that the loss does not use have a good reason to be there.
 
-A library's encoder returns a pooled output beside the hidden states, and the project takes only the latter: nothing
-is wrong. A result that its own module's
-parent drops, or that the outermost module returns and the loop leaves out of the loss, is.
+A library's encoder returns a pooled output beside the hidden states, and the project takes only the latter; a component
+returns attention weights that its user drops; a model returns a head's output for a task that is not in this batch; an
+energy's last bias is in the graph that ``autograd.grad`` differentiates. A result that its module's parent drops has
+none.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,24 +18,33 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from pytest_trainloop import batch as nests
+from pytest_trainloop.observe.source import layer
+from pytest_trainloop.observe.taps import Taps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pytest_trainloop.evidence import Evidence
     from pytest_trainloop.observe.watch import Watch
 
 
 class _Exposure:
-    """For each parameter: how many of the modules around it returned something that was computed with it, and how
-    many there were."""
+    """Gathers the names of parameters whose result is ``given_out``: by an inner component as one of several results,
+    by the outermost module where a batch need not use all of them, or to autograd itself (``autograd.grad`` of an
+    energy;
+    a function of the project's own that takes a parameter and has no gradient for it)."""
 
-    def __init__(self, watch: Watch, wanted: set[int]) -> None:
+    def __init__(self, watch: Watch, wanted: set[int], *, whole_data: bool) -> None:
         self._watch = watch
         self._wanted = wanted
+        self._whole_data = whole_data
         self._depth = 0
-        self.inside: set[str] = set()
-        self.outermost: set[str] = set()
+        self._given_out: set[int | None] = set()
+        self._claimed: set[int | None] = set()
+
+    @property
+    def names(self) -> set[str]:
+        return {self._watch.book.entries[i].name for i in self._given_out - self._claimed if i is not None}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -40,11 +52,25 @@ class _Exposure:
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
+        taps = Taps()
+        for name in ("grad", "backward"):
+            taps.put(torch.autograd, name, self._tapped)
         try:
             yield
         finally:
+            taps.remove()
             for handle in handles:
                 handle.remove()
+
+    def _tapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def differentiate(*args: Any, **kwargs: Any) -> Any:
+            roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+            with self._watch.quietly():
+                self._given_out |= self._wanted & self._leaves(roots)
+            return original(*args, **kwargs)
+
+        return differentiate
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
@@ -56,11 +82,10 @@ class _Exposure:
         if not holds or holds <= direct or self._watch.backward is not None:
             return
         with self._watch.quietly():
-            given_out = {self._watch.book.entries[i].name for i in holds & self._optional(output) if i is not None}
-        if self._depth:
-            self.inside |= given_out
-        else:
-            self.outermost |= given_out
+            optional = holds & self._optional(output)
+        if self._depth == 0 and self._whole_data and not _from_a_library(module):
+            self._claimed |= optional
+        self._given_out |= optional
 
     def _optional(self, output: Any) -> set[int | None]:
         """The parameters behind some of several results, but not behind all of them."""
@@ -83,15 +108,19 @@ class _Exposure:
         return leaves
 
 
-def exposed(evidence: Evidence, names: Sequence[str]) -> set[str]:
-    """Those of the parameters whose result some inner component returned and its user, a module further out, left
-    unused."""
+def _from_a_library(module: nn.Module) -> bool:
+    return layer(getattr(sys.modules.get(type(module).__module__), "__file__", None) or "<frozen>") < 2
+
+
+def exposed(evidence: Evidence, names: Sequence[str], *, whole_data: bool) -> set[str]:
+    """Those of the parameters whose unused result is given out with good reason; ``whole_data`` says that the batches
+    at hand are the project's own, so that what the outermost module returns must be used by some of them."""
     made: list[_Exposure] = []
 
     def contexts(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
         wanted = {e.index for e in watch.book.entries if e.name in set(names)}
-        made.append(_Exposure(watch, wanted))
+        made.append(_Exposure(watch, wanted, whole_data=whole_data))
         yield made[0].watching()
 
     evidence.short_run(lambda watch: None, names, contexts)
-    return made[0].inside - made[0].outermost
+    return made[0].names

@@ -8,12 +8,14 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
 
 SWALLOWED = 3
 """Stops that a loop may swallow before it is pressed harder."""
@@ -136,7 +138,7 @@ def _fenced(fit: Callable[[], Any]) -> None:
 
 def _frames_of_fit(frame: FrameType | None) -> list[FrameType]:
     """The frames inside ``_fenced``, innermost first; none where ``fit`` is not running."""
-    frames = []
+    frames: list[FrameType] = []
     while frame is not None:
         if frame.f_code is _fenced.__code__:
             return frames or [frame]
@@ -158,14 +160,14 @@ def _raise_again(frames: list[FrameType], after: int) -> None:
     """
     left = after
 
-    def at_line(frame: FrameType, event: str, arg: Any) -> Any:
+    def at_line(_frame: FrameType, event: str, _arg: Any) -> Any:
         nonlocal left
         left -= event == "line"
         if left <= 0:
             raise StopFit
         return at_line
 
-    sys.settrace(lambda *new_frame: None)
+    sys.settrace(lambda *_called: None)
     for frame in frames:
         frame.f_trace = at_line
 

@@ -68,14 +68,14 @@ class _State:
 
 def consuming_steps(record: Record) -> list[Step]:
     """The innermost steps watched in full."""
-    return [s for s in record.of(Step) if s.full and not s.nested and s.reads and s.looked]
+    return [s for s in record.of(Step) if s.full and not s.nested and s.reads and s.consumes]
 
 
 def keep(record: Record) -> Ledger:
     """Go through the run in order and settle every parameter's accounts."""
     accounts = [Account(b) for b in record.of(Backward) if b.kind == "backward"]
     steps = consuming_steps(record)
-    by_hand = {i for w in record.of(GradWrite) if w.how == "assigned" for i in w.parameters}
+    by_hand = {i for w in record.of(GradWrite) if w.by_hand for i in w.parameters}
     ledger = Ledger(accounts, [], [], steps, by_hand)
     states: dict[int, _State] = {}
     for _, what, account, step in _timeline(accounts, steps):

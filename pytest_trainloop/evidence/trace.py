@@ -76,6 +76,7 @@ class Tracer(TorchFunctionMode):
         self._chosen = {c.key: c for c in chosen}
         self._nudge = nudge
         self._region: tuple[Place, Site] | None = None
+        self._inside = 0
         self._detached: list[Any] = []
         self._closed: list[tuple[Candidate, list[bool]]] = []
         self.found: dict[tuple[str, Site], Candidate] = {}
@@ -92,7 +93,7 @@ class Tracer(TorchFunctionMode):
         finally:
             taps.remove()
             for candidate, passed in self._closed:
-                if passed == [True, False]:
+                if passed[0] and not all(passed[1:]):
                     self.found[candidate.key] = candidate
 
     def __torch_function__(
@@ -103,7 +104,7 @@ class Tracer(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self._watch.quiet or self._watch.stepping or self._watch.backward is not None:
+        if self._watch.quiet or self._watch.stepping or self._inside or self._watch.backward is not None:
             return func(*args, **kwargs)
         name = _name(func)
         if name == "_set_grad_enabled":
@@ -180,12 +181,17 @@ class Tracer(TorchFunctionMode):
         return _straight_through(given[0], func(*args, **kwargs))
 
     def _tapped_apply(self, original: Callable[..., Any]) -> Any:
-        """Watch the project's own autograd functions: a gradient that comes in at the output must go on to an input."""
+        """Watch the project's own autograd functions: a gradient that comes in at the output must go on to each
+        input."""
         underlying = original.__func__  # type: ignore[attr-defined]
 
         @functools.wraps(underlying)
         def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-            out = underlying(cls, *args, **kwargs)
+            self._inside += 1  # autograd switches gradients off in there, which is no cut
+            try:
+                out = underlying(cls, *args, **kwargs)
+            finally:
+                self._inside -= 1
             inputs = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
             first = next((o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, torch.Tensor)), None)
             if inputs and first is not None and first.requires_grad and not cls.__module__.startswith("torch."):
@@ -196,15 +202,16 @@ class Tracer(TorchFunctionMode):
 
     def _watch_passage(self, cls: type, inputs: list[torch.Tensor], output: torch.Tensor) -> None:
         place, site = here(3)
-        passed = [False, False]
+        passed = [False] * (1 + len(inputs))
         self._closed.append((Candidate("custom", cls.__name__, place, site, self._watch.module_path()), passed))
         output.register_hook(functools.partial(_mark, passed, 0))  # type: ignore[no-untyped-call]
-        for tensor in inputs:
-            tensor.register_hook(functools.partial(_mark, passed, 1))  # type: ignore[no-untyped-call]
+        for i, tensor in enumerate(inputs, start=1):
+            tensor.register_hook(functools.partial(_mark, passed, i))  # type: ignore[no-untyped-call]
 
 
-def _mark(passed: list[bool], which: int, _gradient: torch.Tensor) -> None:
-    passed[which] = True
+def _mark(passed: list[bool], which: int, gradient: torch.Tensor | None) -> None:
+    if gradient is not None:
+        passed[which] = True
 
 
 def _kind(name: str, args: tuple[Any, ...], given: list[torch.Tensor], out: Any) -> Kind | None:

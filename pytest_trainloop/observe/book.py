@@ -29,6 +29,7 @@ class Book:
         self._index: dict[int, int] = {}
         self._names: set[str] = set()
         self._reader = reader
+        self._unmade: list[int] = []
         self.declaring = False
         self.modules: dict[int, str] = {}
         self._kept: list[nn.Module] = []
@@ -40,25 +41,42 @@ class Book:
         """The tensor's index, newly entered if it was not known."""
         known = self._index.get(id(tensor))
         if known is not None:
+            self._adopt(self.entries[known], name, role, owner)
             return known
         index = len(self.entries)
         entry = Parameter(
             index=index,
             name=self._fresh(name),
             role=role,
-            shape=tuple(tensor.shape),
-            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=(),
+            dtype="",
             device=str(tensor.device),
             requires_grad=tensor.requires_grad,
             owner=owner,
             declared=self.declaring,
         )
-        if not _is_lazy(tensor):
-            entry.start = self._reader.fact(tensor)
         self._index[id(tensor)] = index
         self.entries.append(entry)
         self.tensors.append(tensor)
+        self._unmade.append(index)
+        self.settle()
         return index
+
+    def settle(self) -> list[int]:
+        """Note shape and start of those that have entries only now (lazy ones get them in the first forward)."""
+        made = [i for i in self._unmade if not nn.parameter.is_lazy(self.tensors[i])]
+        for index in made:
+            tensor, entry = self.tensors[index], self.entries[index]
+            entry.shape, entry.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            entry.start = self._reader.fact(tensor)
+            self._unmade.remove(index)
+        return made
+
+    def _adopt(self, entry: Parameter, name: str, role: Role, owner: str) -> None:
+        """A tensor that was seen in an optimizer first takes the name that it has in the module where it turns up."""
+        if entry.role == "foreign" and role != "foreign":
+            self._names.discard(entry.name)
+            entry.name, entry.role, entry.owner = self._fresh(name), role, owner
 
     def _fresh(self, name: str) -> str:
         if name in self._names:
@@ -78,7 +96,8 @@ class Book:
                 self.modules[id(module)] = path
                 self._kept.append(module)
             for name, parameter in module.named_parameters(recurse=False):
-                self.add(parameter, f"{path}.{name}" if path else name, "model", owner=path)
+                if isinstance(parameter, nn.Parameter):  # functional_call puts plain tensors there for one call
+                    self.add(parameter, f"{path}.{name}" if path else name, "model", owner=path)
         registered = {id(m) for m in root.modules()}
         for path, module in list(root.named_modules(prefix=prefix)):
             for name, hidden in _hidden(module):
@@ -98,6 +117,12 @@ class Book:
                 self._kept.append(module)
             for name, parameter in module.named_parameters(recurse=False):
                 self.add(parameter, f"{sub}.{name}", "unregistered", owner=sub)
+
+    def note_gone(self) -> None:
+        """Mark the registered parameters that stand in none of the modules any more."""
+        present = {id(p) for module in self._kept for p in module.parameters(recurse=False)}
+        for entry, tensor in zip(self.entries, self.tensors, strict=True):
+            entry.gone = entry.role == "model" and id(tensor) not in present
 
     def path_of(self, module: nn.Module) -> str:
         """The module's path in the user's names; its class where it is the root or unknown."""
@@ -143,10 +168,6 @@ def _is_plain_object(value: Any) -> bool:
         isinstance(value, types.SimpleNamespace)
         or layer(getattr(sys.modules.get(type(value).__module__), "__file__", None) or "<frozen>") == 2
     )
-
-
-def _is_lazy(tensor: torch.Tensor) -> bool:
-    return nn.parameter.is_lazy(tensor)
 
 
 _NN_INTERNALS = frozenset(vars(nn.Module()))

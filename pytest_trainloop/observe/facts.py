@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from pytest_trainloop.observe.record import Fact
 from pytest_trainloop.observe.torch_internals import is_functorch
@@ -16,7 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ENTRIES = 64
-"""Sampled entries a tensor: their bytes tell whether it was changed, and they are linear in it (RULINGS R1)."""
+"""Sampled entries of a tensor: their bytes tell whether it was changed, and they are linear in it (RULINGS R1)."""
+
+
+_NORMED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})
 
 
 class Reader:
@@ -30,21 +35,21 @@ class Reader:
     def fact(self, tensor: torch.Tensor) -> Fact:
         """The tensor's peak and sample as they are now."""
         fact = Fact()
-        if is_functorch(tensor):
+        if not readable(tensor):
             return fact
         values = _dense(tensor.detach())
-        if values.numel() == 0 or values.is_meta:
+        if values.numel() == 0:
             fact.peak = 0.0
             return fact
-        peak = torch.linalg.vector_norm(values, ord=math.inf)
-        self._facts.append((fact, peak, sample(values)))
+        entries = sample(values)
+        self._facts.append((fact, _peak(values, entries), entries))
         return fact
 
     def sample_only(self, tensor: torch.Tensor) -> Fact:
         """A fact without its peak: enough to see a change, at a third of the cost."""
         fact = Fact()
         values = _dense(tensor.detach())
-        if values.numel() and not values.is_meta:
+        if values.numel():
             self._facts.append((fact, self._empty, sample(values)))
         return fact
 
@@ -68,11 +73,33 @@ class Reader:
         self._scalars.clear()
 
 
+def readable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has entries of its own: not lazy, not on the meta device, not inside a functorch transform."""
+    return not (nn.parameter.is_lazy(tensor) or tensor.is_meta or is_functorch(tensor))
+
+
+def _peak(values: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+    """The largest absolute entry; of the sampled ones only where torch has no norm of the dtype (integers, float8)."""
+    if values.dtype in _NORMED:
+        peak: torch.Tensor = torch.linalg.vector_norm(values, ord=math.inf)
+        return peak
+    return entries.to(torch.complex128 if entries.is_complex() else torch.float64).abs().amax()
+
+
 def sample(values: torch.Tensor) -> torch.Tensor:
-    """Up to 64 entries at even spacing, copied."""
+    """All of up to 128 entries, at most 64 of more, at even spacing, copied."""
     flat = _flat(values)
-    n = flat.numel()
-    return flat[:: max(1, n // ENTRIES)][:ENTRIES].clone()
+    return flat[:: _spacing(flat.numel())].clone()
+
+
+@functools.lru_cache(maxsize=4096)
+def _spacing(count: int) -> int:
+    """The least spacing that leaves few enough entries and shares no factor with the count: one that does can run down
+    a single column, whose input may always be zero."""
+    spacing = 1 if count <= 2 * ENTRIES else -(-count // ENTRIES)
+    while math.gcd(spacing, count) > 1:
+        spacing += 1
+    return spacing
 
 
 def _flat(values: torch.Tensor) -> torch.Tensor:

@@ -12,9 +12,11 @@ from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop.observe.record import GradWrite, LossCall
 from pytest_trainloop.observe.source import frames_called, here
+from pytest_trainloop.observe.torch_internals import take_off
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
+    from types import FrameType
 
     from pytest_trainloop.observe.watch import Watch
 
@@ -29,7 +31,8 @@ LOSSES = frozenset(
 
 _GRAD = torch.Tensor.grad
 _DATA = torch.Tensor.data
-_OPERATORS = frozenset({"__imul__", "__itruediv__", "__idiv__", "__iadd__", "__isub__"})
+_OPERATORS = frozenset({"__imul__", "__itruediv__", "__idiv__", "__iadd__", "__isub__", "__setitem__"})
+_NO_WRITES = frozenset({"requires_grad_", "detach_", "share_memory_"})
 _UNSCALING = "_amp_foreach_non_finite_check_and_unscale_"
 
 
@@ -41,7 +44,18 @@ class Functions(TorchFunctionMode):
         super().__init__()
         self._watch = watch
         self._gradients: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self.active = True
+        self._active = True
+        self._on = False
+
+    def put_on(self) -> None:
+        self.__enter__()  # type: ignore[no-untyped-call]
+        self._on = True
+
+    def take_off(self) -> None:
+        """See nothing more. The mode leaves torch's stack; it stays on idle while torch is inside a call through it."""
+        self._active = False
+        if self._on and take_off(self):
+            self._on = False
 
     def __torch_function__(
         self,
@@ -52,13 +66,11 @@ class Functions(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         watch = self._watch
-        if not self.active or watch.quiet:
+        if not self._active or watch.thread.quiet:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if watch.stepping:
-            if name == "__get__" and getattr(func, "__self__", None) is _GRAD and watch.optimizers.open:
-                watch.optimizers.open[-1].looked = True
-            return func(*args, **kwargs)
+        if watch.thread.stepping and self._inside_step(name, func, args):
+            return self._read(func, args, kwargs) if name == "__get__" else func(*args, **kwargs)
         if name == "__get__" and args:
             return self._read(func, args, kwargs)
         if name in ("__set__", "__delete__") and getattr(func, "__self__", None) is _GRAD:
@@ -71,6 +83,21 @@ class Functions(TorchFunctionMode):
             return watch.gradients.during(watch.gradients.originals[func], func, args, kwargs)
         return func(*args, **kwargs)
 
+    def _inside_step(self, name: str, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        """Whether a step is under way still: an exception may have ended it, and the loop gone on with a zero_grad.
+
+        A step that computes with a gradient has consumed it; asking whether there is one does not.
+        """
+        thread = self._watch.thread
+        if name == "__get__" and getattr(func, "__self__", None) is _GRAD and thread.open:
+            if sys._getframe(2).f_code.co_name == "zero_grad":
+                self._watch.optimizers.drop_aborted()
+                return thread.stepping > 0
+            thread.open[-1].asked = True
+        elif thread.open and not thread.open[-1].computed and name != "__get__":
+            thread.open[-1].computed = any(self._parameter_of(t) is not None for t in _flat(args))
+        return True
+
     def _read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Remember which tensors are gradients: every write in place begins with reading ``.grad``."""
         out = func(*args, **kwargs)
@@ -80,12 +107,20 @@ class Functions(TorchFunctionMode):
             if index is not None and isinstance(out, torch.Tensor):
                 self._gradients[id(out)] = (weakref.ref(out), index)
             elif out is None and sys._getframe(2).f_code.co_name == "zero_grad":
+                self._note_optimizer(sys._getframe(2))
                 self._note("none", [] if index is None else [index], "zero_grad")
         elif owner is _DATA and isinstance(out, torch.Tensor):
             index = self._parameter_of(args[0])
             if index is not None:
                 self._gradients[id(out)] = (weakref.ref(out), index)
         return out
+
+    def _note_optimizer(self, zeroing: FrameType) -> None:
+        """An optimizer that zeroes is known from then on, also if it never steps."""
+        zeroed_by = zeroing.f_locals.get("self")
+        if isinstance(zeroed_by, torch.optim.Optimizer):
+            with self._watch.quietly():
+                self._watch.optimizers.index(zeroed_by)
 
     def _parameter_of(self, tensor: Any) -> int | None:
         """The parameter whose gradient this tensor is, if it is one."""
@@ -98,6 +133,8 @@ class Functions(TorchFunctionMode):
             return
         value = args[1] if name == "__set__" and len(args) > 1 else None
         if value is None:
+            if (zeroing := frames_called("zero_grad", 4)) is not None:
+                self._note_optimizer(zeroing)
             self._note("none", [index], "zero_grad" if frames_called("zero_grad", 4) else "grad = None")
         elif self._parameter_of(value) != index:
             self._note("assigned", [index], "grad = ...")
@@ -110,7 +147,7 @@ class Functions(TorchFunctionMode):
         if name in ("zero_", "_foreach_zero_") or (name == "fill_" and args[1:] == (0,)):
             self._note("zero", list(written), "zero_grad" if frames_called("zero_grad", 6) else name)
             return func(*args, **kwargs)
-        clip = frames_called("clip", 8)
+        clip = frames_called("clip_grad_norm_", 8) or frames_called("clip", 8)
         if clip is None:
             self._note("altered", list(written), name)
             return func(*args, **kwargs)
@@ -173,8 +210,16 @@ class Functions(TorchFunctionMode):
         return out
 
 
+def _flat(args: tuple[Any, ...]) -> Iterator[Any]:
+    for value in args:
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
+
+
 def _writes_in_place(name: str) -> bool:
-    return (name.endswith("_") and not name.endswith("__")) or name in _OPERATORS
+    return name in _OPERATORS or (name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES)
 
 
 def _shape(value: Any) -> tuple[int, ...]:

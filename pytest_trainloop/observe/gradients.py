@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from pytest_trainloop.observe.record import Arrival, Backward, Root
@@ -32,7 +34,7 @@ class Gradients:
         """Watch what arrives at these parameters, as soon as they require grad."""
         for index in indices:
             tensor = self._watch.book.tensors[index]
-            if index not in self._handles and tensor.requires_grad and tensor.is_leaf:
+            if index not in self._handles and not is_lazy(tensor) and tensor.requires_grad and tensor.is_leaf:
                 self._handles[index] = tensor.register_hook(self._arrival_hook(index))  # type: ignore[no-untyped-call]
 
     def hooked(self, index: int) -> bool:
@@ -55,6 +57,7 @@ class Gradients:
         watch = self._watch
         if watch.backward is not None:
             return function(*args, **kwargs)
+        args, kwargs = tuple(map(_listed, args)), {name: _listed(value) for name, value in kwargs.items()}
         with watch.quietly():
             event = self._open(kind, args, kwargs)
         try:
@@ -65,6 +68,7 @@ class Gradients:
 
     def _open(self, kind: str, args: Any, kwargs: Any) -> Backward:
         watch = self._watch
+        watch.optimizers.drop_aborted()
         watch.motion.look()
         place, site = here(3)
         watch.backward_opened()
@@ -85,11 +89,13 @@ class Gradients:
             )
         return root
 
-    def _arrival_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+    def _arrival_hook(self, index: int) -> Callable[[torch.Tensor | None], None]:
         watch = self._watch
 
         @unserializable_hook  # type: ignore[untyped-decorator]
-        def arrived(gradient: torch.Tensor) -> None:
+        def arrived(gradient: torch.Tensor | None) -> None:
+            if gradient is None:
+                return  # a custom function gave none
             with watch.quietly(), torch.no_grad():
                 event = watch.backward or self._unseen_backward()
                 residual = watch.book.tensors[index].grad if event.kind == "backward" else None
@@ -114,3 +120,8 @@ class Gradients:
         event = Backward(at=watch.tick(), place=NOWHERE, site=(), kind="backward")
         watch.add(event)
         return event
+
+
+def _listed(given: Any) -> Any:
+    """An iterator as a tuple, so that looking at it does not use it up."""
+    return tuple(given) if isinstance(given, Iterator) else given

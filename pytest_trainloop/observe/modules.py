@@ -20,11 +20,10 @@ _CHECKPOINT = str(Path("torch") / "utils" / "checkpoint.py")
 
 
 class Modules:
-    """Global module hooks; ``stack`` holds the modules being called, innermost last."""
+    """Global module hooks."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self.stack: list[nn.Module] = []
         self._handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -38,17 +37,18 @@ class Modules:
     def _enter(self, module: nn.Module, args: Any) -> None:
         watch = self._watch
         with watch.quietly():
-            if not self.stack:
+            if not watch.thread.modules:
                 self._root_called(module)
-            self.stack.append(module)
+            watch.thread.modules.append(module)
             self._note_use(module, args)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.stack:
-            self.stack.pop()
+        if self._watch.thread.modules:
+            self._watch.thread.modules.pop()
 
     def _root_called(self, module: nn.Module) -> None:
         watch = self._watch
+        watch.optimizers.drop_aborted()
         if not watch.book.knows(module) or watch.book_may_be_stale(module):
             watch.enter_module(module)
         place, site = here(2)
@@ -84,6 +84,7 @@ class Modules:
             if index is None:
                 continue
             entry = watch.book.entries[index]
+            entry.asked = entry.asked or parameter.requires_grad
             if empty:
                 entry.calls_empty += 1
             elif grad:

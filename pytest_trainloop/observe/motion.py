@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.observe.facts import _bytes_of, _dense, sample
+from pytest_trainloop.observe.facts import _bytes_of, _dense, readable, sample
 from pytest_trainloop.observe.record import Move, Step
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ class _Look:
     counts: list[int]
     vectors: dict[torch.device, torch.Tensor]
     order: dict[torch.device, list[int]]
+    dtypes: dict[int, torch.dtype]
 
 
 class Motion:
@@ -37,24 +38,27 @@ class Motion:
         watch = self._watch
         if not watch.full:
             return
+        watch.hook_gradients(watch.book.settle())
         chunks: dict[torch.device, list[torch.Tensor]] = {}
         order: dict[torch.device, list[int]] = {}
         counts = [0] * len(watch.book.tensors)
+        dtypes: dict[int, torch.dtype] = {}
         for index, tensor in enumerate(watch.book.tensors):
-            if torch.nn.parameter.is_lazy(tensor) or tensor.is_meta:
+            if not readable(tensor):
                 continue
+            dtypes[index] = tensor.dtype
             chunk = _bytes_of(sample(_dense(tensor.detach())))
             counts[index] = chunk.numel()
             chunks.setdefault(chunk.device, []).append(chunk)
             order.setdefault(chunk.device, []).append(index)
         vectors = {device: torch.cat(parts) for device, parts in chunks.items()}
-        step = watch.optimizers.open[-1] if watch.optimizers.open else None
-        self._looks.append(_Look(watch.tick(), step, counts, vectors, order))
+        step = watch.thread.open[-1] if watch.thread.open else None
+        self._looks.append(_Look(watch.tick(), step, counts, vectors, order, dtypes))
 
     def resolve(self) -> list[Move]:
         """The moves, in order; each step's relative updates are noted on it."""
         moves: list[Move] = []
-        before: dict[int, bytes] = {}
+        before: dict[int, _Chunk] = {}
         since = 0
         for look in self._looks:
             now = _split(look)
@@ -68,28 +72,30 @@ class Motion:
         return moves
 
     def _note_updates(
-        self, step: Step, moved: tuple[int, ...], before: dict[int, bytes], now: dict[int, bytes]
+        self, step: Step, moved: tuple[int, ...], before: dict[int, _Chunk], now: dict[int, _Chunk]
     ) -> None:
         for i in moved:
-            dtype = self._watch.book.tensors[i].dtype
-            old, new = _values(before[i], dtype), _values(now[i], dtype)
-            if old.shape == new.shape:
+            if (before[i][0], len(before[i][1])) == (now[i][0], len(now[i][1])):
+                old, new = _values(*before[i]), _values(*now[i])
                 size = float((new - old).abs().max() / old.abs().max().clamp_min(torch.finfo(torch.float64).tiny))
                 step.updates[i] = max(step.updates.get(i, 0.0), size)
 
 
-def _split(look: _Look) -> dict[int, bytes]:
-    chunks: dict[int, bytes] = {}
+_Chunk = tuple[torch.dtype, bytes]
+
+
+def _split(look: _Look) -> dict[int, _Chunk]:
+    chunks: dict[int, _Chunk] = {}
     for device, vector in look.vectors.items():
         joined = vector.cpu().contiguous()
         raw = ctypes.string_at(joined.data_ptr(), joined.numel())
         start = 0
         for index in look.order[device]:
-            chunks[index] = raw[start : start + look.counts[index]]
+            chunks[index] = look.dtypes[index], raw[start : start + look.counts[index]]
             start += look.counts[index]
     return chunks
 
 
-def _values(raw: bytes, dtype: torch.dtype) -> torch.Tensor:
+def _values(dtype: torch.dtype, raw: bytes) -> torch.Tensor:
     values = torch.frombuffer(bytearray(raw), dtype=dtype)
     return (torch.view_as_real(values) if values.is_complex() else values).to(torch.float64)

@@ -25,15 +25,13 @@ if TYPE_CHECKING:
 
 
 class Optimizers:
-    """Torch's global step hooks. ``open`` holds the steps under way, innermost last."""
+    """Torch's global step hooks."""
 
     def __init__(self, watch: Watch, before_step: Callable[[], None]) -> None:
         self._watch = watch
         self._before_step = before_step
         self._index: dict[int, int] = {}
         self._kept: list[Any] = []
-        self.open: list[Step] = []
-        self._frames: list[FrameType] = []
         self._handles = [
             register_optimizer_step_pre_hook(self._pre),
             register_optimizer_step_post_hook(self._post),
@@ -74,24 +72,24 @@ class Optimizers:
         watch = self._watch
         with watch.quietly():
             self._before_step()
-            self._drop_aborted()
-            if self.open:
-                self.open[-1].nested = True
+            self.drop_aborted()
+            if watch.thread.open:
+                watch.thread.open[-1].nested = True
             place, site = here(2)
             step = Step(at=watch.tick(), place=place, site=site, optimizer=self.index(optimizer), full=watch.full)
-            step.in_backward = step.looked = (
+            step.in_backward = step.asked = step.computed = (
                 watch.backward is not None
             )  # inside backward the function mode sees nothing
             step.rates = self._rates(optimizer, step)
             watch.add(step)
             held = list(dict.fromkeys(self.refresh(optimizer))) if watch.full else []
             watch.motion.look()
-            self.open.append(step)
-            self._frames.append(sys._getframe(1))
+            watch.thread.open.append(step)
+            watch.thread.frames.append(sys._getframe(1))
             wrapped = self._with_closure_read(step, held, args, kwargs)
             if wrapped is None:
                 step.reads.append(self._read(held))
-        watch.stepping += 1
+        watch.thread.stepping += 1
         return wrapped
 
     def _rates(self, optimizer: Any, step: Step) -> tuple[float, ...]:
@@ -118,11 +116,11 @@ class Optimizers:
 
         @functools.wraps(closure, updated=())
         def watched(*a: Any, **k: Any) -> Any:
-            outer, watch.stepping = watch.stepping, 0
+            outer, watch.thread.stepping = watch.thread.stepping, 0
             try:
                 return closure(*a, **k)
             finally:
-                watch.stepping = outer
+                watch.thread.stepping = outer
                 with watch.quietly():
                     step.reads.append(self._read(held))
 
@@ -139,32 +137,33 @@ class Optimizers:
         return Read(at=watch.tick(), grads=grads)
 
     def _post(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        watch = self._watch
-        if not self.open:
+        watch, thread = self._watch, self._watch.thread
+        if not thread.open:
             return
-        watch.stepping = max(0, watch.stepping - 1)
+        thread.stepping = max(0, thread.stepping - 1)
         with watch.quietly():
             watch.motion.look()
-            step = self.open.pop()
-            self._frames.pop()
+            step = thread.open.pop()
+            thread.frames.pop()
             if not step.nested and step.reads:
                 step.left = self._read(list(step.reads[-1].grads)).grads
             step.until = watch.tick()
             watch.step_done(step)
 
-    def _drop_aborted(self) -> None:
+    def drop_aborted(self) -> None:
         """Forget steps that an exception ended: torch runs no post hook for them."""
-        if not self.open:
+        thread = self._watch.thread
+        if not thread.open:
             return
         frame: FrameType | None = sys._getframe(1)
         running = set()
         while frame is not None:
             running.add(id(frame))
             frame = frame.f_back
-        while self._frames and id(self._frames[-1]) not in running:
-            self._frames.pop()
-            self.open.pop()
-            self._watch.stepping = max(0, self._watch.stepping - 1)
+        while thread.frames and id(thread.frames[-1]) not in running:
+            thread.frames.pop()
+            thread.open.pop()
+            thread.stepping = max(0, thread.stepping - 1)
 
 
 def unwrap(optimizer: Any) -> Any:

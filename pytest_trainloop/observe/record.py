@@ -51,7 +51,8 @@ class Fact:
 
 @dataclass(slots=True)
 class Parameter:
-    """One tensor that trains or could: ``owner`` is the path of the module that holds it."""
+    """One tensor that trains or could: ``owner`` is the path of the module that holds it; ``gone`` says that another
+    tensor had taken its place when the run ended, ``asked`` that it required grad in some call of its module."""
 
     index: int
     name: str
@@ -63,12 +64,20 @@ class Parameter:
     owner: str = ""
     declared: bool = True
     start: Fact = field(default_factory=Fact)
+    gone: bool = False
+    asked: bool = False
     calls_with_grad: int = 0
     calls_without_grad: int = 0
     calls_in_checkpoint: int = 0
     calls_empty: int = 0
     calls_in_eval: int = 0
     checkpoint: Place | None = None
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it required grad when it was used; where no module call used it, when the run began."""
+        called = self.calls_with_grad + self.calls_without_grad + self.calls_in_checkpoint + self.calls_empty
+        return self.asked if called else self.requires_grad
 
 
 @dataclass(slots=True)
@@ -168,6 +177,11 @@ class GradWrite(Event):
     after: dict[int, Fact] = field(default_factory=dict)
 
     @property
+    def by_hand(self) -> bool:
+        """Whether the user put other values there: another tensor, or a copy into the one that stands there."""
+        return self.how == "assigned" or (self.how == "altered" and "copy" in self.by)
+
+    @property
     def changed(self) -> bool:
         return any(not fact.same(self.after.get(i)) for i, fact in self.before.items())
 
@@ -182,9 +196,8 @@ class Read:
 
 @dataclass(slots=True, kw_only=True)
 class Step(Event):
-    """One optimizer step. ``nested`` steps contain another, which is the one that consumes; ``looked`` tells whether
-    it read any gradient (a proximal step
-    needs none)."""
+    """One optimizer step. ``nested`` steps contain another, which is the one that consumes; ``asked`` and ``computed``
+    tell whether it looked for gradients, and whether it used any (a proximal step needs none)."""
 
     optimizer: int
     until: int = 0
@@ -195,7 +208,14 @@ class Step(Event):
     nested: bool = False
     in_backward: bool = False
     full: bool = True
-    looked: bool = False
+    asked: bool = False
+    computed: bool = False
+
+    @property
+    def consumes(self) -> bool:
+        """Whether the step takes gradients: it computed with some, or it asked and found none."""
+        present = any(grad is not None for read in self.reads for grad in read.grads.values())
+        return self.computed or (self.asked and not present)
 
 
 @dataclass(slots=True)

@@ -72,6 +72,9 @@ def _under_construction() -> bool:
     return False
 
 
+_PLAIN_SCALE = GradScaler.scale
+
+
 class Scalers:
     """Taps on the gradient scaler's calls: the order of scale, unscale, step and update, and the steps it skipped."""
 
@@ -109,9 +112,10 @@ class Scalers:
     def _scale(self, original: Callable[..., Any], scaler: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         call = self._call(scaler, "scale")
         out = original(scaler, outputs, *args, **kwargs)
-        if isinstance(out, torch.Tensor) and out.numel() == 1 and call.enabled:
+        if isinstance(outputs, torch.Tensor) and call.enabled:
             with self._watch.quietly(), torch.no_grad():
-                self._watch.reader.scalar(out / outputs, functools.partial(setattr, call, "factor"))
+                one = torch.ones((), device=outputs.device)  # the loss itself may be zero or infinite
+                self._watch.reader.scalar(_PLAIN_SCALE(scaler, one), functools.partial(setattr, call, "factor"))
         return out
 
     def _unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:

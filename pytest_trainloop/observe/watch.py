@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from pytest_trainloop.observe.book import Book
-from pytest_trainloop.observe.facts import Reader
+from pytest_trainloop.observe.facts import Reader, readable
 from pytest_trainloop.observe.functions import Functions
 from pytest_trainloop.observe.gradients import Gradients
 from pytest_trainloop.observe.modules import Modules
@@ -20,6 +21,7 @@ from pytest_trainloop.observe.optimizers import Optimizers
 from pytest_trainloop.observe.record import Backward, Event, Record, Step
 from pytest_trainloop.observe.schedules import Scalers, Schedules
 from pytest_trainloop.observe.taps import Taps
+from pytest_trainloop.observe.thread import Thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,8 +62,7 @@ class Watch:
         self.backward: Backward | None = None
         self.full = True
         self._backwards = 0
-        self.quiet = 0
-        self.stepping = 0
+        self.thread = Thread()
         self.steps_on: dict[int, int] = defaultdict(int)
         self.steps_at_forward: dict[int, int] = {}
 
@@ -80,9 +81,10 @@ class Watch:
             self._enter_declared()
             self._modules = Modules(self)
             undo.callback(self._modules.remove)
-            undo.enter_context(torch.compiler.set_stance("force_eager"))
+            undo.enter_context(_compiled_models_run_eagerly())
             self.functions = Functions(self)
-            undo.enter_context(self.functions)
+            self.functions.put_on()
+            undo.callback(self.functions.take_off)
             self._exit = undo.pop_all()
         return self
 
@@ -107,8 +109,9 @@ class Watch:
 
     def _note_end(self) -> None:
         self.motion.look()
+        self.book.note_gone()
         for index, tensor in enumerate(self.book.tensors):
-            if not nn.parameter.is_lazy(tensor) and not tensor.is_meta:
+            if readable(tensor):
                 self.record.end[index] = self.reader.sample_only(tensor)
 
     def _finish(self) -> None:
@@ -121,11 +124,20 @@ class Watch:
     @contextlib.contextmanager
     def quietly(self) -> Iterator[None]:
         """Torch calls in here are ours and are not looked at."""
-        self.quiet += 1
+        thread = self.thread
+        thread.quiet += 1
         try:
             yield
         finally:
-            self.quiet -= 1
+            thread.quiet -= 1
+
+    @property
+    def quiet(self) -> int:
+        return self.thread.quiet
+
+    @property
+    def stepping(self) -> int:
+        return self.thread.stepping
 
     def tick(self) -> int:
         return next(self._clock)
@@ -147,13 +159,21 @@ class Watch:
         for parameter in module.parameters():
             count += 1
             index = self.book.index(parameter)
-            if index is None or (parameter.requires_grad and not self.gradients.hooked(index)):
+            if index is None or self.book.entries[index].role == "foreign":
+                if isinstance(parameter, nn.Parameter):
+                    return True
+            elif parameter.requires_grad and not self.gradients.hooked(index):
                 return True
         return count != self._counts.get(id(module), count)
 
     def module_path(self) -> str:
         """The innermost module being called, in the user's names."""
-        return self.book.path_of(self._modules.stack[-1]) if self._modules.stack else ""
+        modules = self.thread.modules
+        return self.book.path_of(modules[-1]) if modules else ""
+
+    def inside_parameters(self) -> bool:
+        """Whether a module that holds parameters is being called."""
+        return any(True for module in self.thread.modules for _ in module.parameters())
 
     def hook_gradients(self, indices: Any) -> None:
         if self.full:
@@ -177,6 +197,8 @@ class Watch:
                 self.steps_on[index] += 1
         if self.full and record.rounds >= self._full_rounds:
             self._lighten()
+        elif not self.full:
+            self.functions.take_off()
 
     def backward_opened(self) -> None:
         """Count a backward pass: a run that makes an optimizer for every batch leaves the full density too."""
@@ -191,4 +213,12 @@ class Watch:
         self.record.full_until = self.tick()
         self.gradients.remove()
         self._modules.remove()
-        self.functions.active = False
+        self.functions.take_off()
+
+
+@contextlib.contextmanager
+def _compiled_models_run_eagerly() -> Iterator[None]:
+    """Under a function mode they would be compiled anew, and they warn of global module hooks."""
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
+        yield

@@ -27,6 +27,7 @@ def parameter(index, name, *, role="model", held=True, **fields):
     entry.calls_with_grad = 2
     for field, value in fields.items():
         setattr(entry, field, value)
+    entry.asked = entry.requires_grad
     return entry
 
 
@@ -58,7 +59,8 @@ def record(parameters, *, held, gradients, batches=3, changed=()):
                 site=(("train.py", 8),),
                 optimizer=0,
                 reads=reads,
-                looked=True,
+                asked=True,
+                computed=True,
             )
         )
         at += 10
@@ -97,7 +99,7 @@ class Given:
     def cut(self, names, kinds):
         return self._cut, self._touched
 
-    def exposed(self, names):
+    def exposed(self, names, *, whole_data):
         return self._exposed & set(names)
 
     def starts_at_saddle(self, names):

@@ -40,13 +40,14 @@ def classify(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def dead(name, row, culprits, broken, whole, batch, loss, *, broken_loss=None, **options):
+def dead(name, row, culprits, broken, whole, batch, loss, *, broken_loss=None, level="fault", **options):
     pair(
         name,
         row,
         CHECK,
         "dead",
         culprits=culprits,
+        level=level,
         faulty=loop(broken, batch, broken_loss or loss, **options),
         fixed=loop(whole, batch, loss, **options),
     )
@@ -194,6 +195,7 @@ dead(
     lambda: Pooled(dim=1),
     data.series,
     regress,
+    level="advice",  # attention over a single key looks the same
 )
 
 

@@ -27,7 +27,13 @@ def loop(network, batch, loss, lr=5e-3):
                 loss(model, batch).backward()
                 optimizer.step()
 
-        return TrainLoop(model=model, optimizer=optimizer, batch=batch(), fit=fit)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=batch(),
+            batches=lambda n: [batch() for _ in range(n)],
+            fit=fit,
+        )
 
     return make
 
