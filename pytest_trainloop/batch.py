@@ -6,6 +6,7 @@ import copy as _copy
 import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping
+from os import PathLike
 from typing import Any
 
 import torch
@@ -40,7 +41,11 @@ def _children(value: Any) -> list[Any]:
         return [getattr(value, f.name, None) for f in dataclasses.fields(value)]
     if hasattr(value, "data") and isinstance(value.data, Mapping):
         return list(value.data.values())
-    return list(vars(value).values()) if hasattr(value, "__dict__") else []
+    held = list(vars(value).values()) if hasattr(value, "__dict__") else []
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        held += [getattr(value, slot, None) for slot in ([slots] if isinstance(slots, str) else slots)]
+    return held
 
 
 def copy(batch: Any, field: str = "batch") -> Any:
@@ -76,7 +81,7 @@ def require_batch(batch: Any, field: str) -> None:
 def _has_numbers(batch: Any) -> bool:
     """Whether a batch without tensors still holds data that a loop's collate may turn into tensors (numpy arrays,
     numbers)."""
-    if isinstance(batch, (str, bytes, type(None), bool, type, torch.nn.Module)) or inspect.isroutine(batch):
+    if isinstance(batch, (str, bytes, PathLike, type(None), bool, type, torch.nn.Module)) or inspect.isroutine(batch):
         return False
     if isinstance(batch, (int, float)) or hasattr(batch, "__array__"):
         return True

@@ -72,6 +72,7 @@ CAUSES = {
         "a gradient arrives that is exactly zero, and an activation or normalisation gives the same whatever comes in"
     ),
     "unused": "the parameter is computed with in the training forward pass, and the result goes nowhere",
+    "frozen_by_mistake": "frozen= says what is meant to rest, and a layer's weight outside of it does not require grad",
     "nothing_trainable": "no parameter of the model requires grad",
     "adapters_frozen": "adapters are in the model and none of them requires grad",
     "base_left_trainable": "adapters and the weights they adapt are both trained",
@@ -81,12 +82,14 @@ CAUSES = {
 @check(needs={"run"}, causes=CAUSES, family="wiring", rank=20)
 def gradient_reaches_every_param(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.evidence.lora import adapter_findings
+    from pytest_trainloop.evidence.trainable import frozen_by_mistake, nothing_trainable
 
     record = evidence.run()
     yield from adapter_findings(record)
-    if nothing := _nothing_trainable(record):
+    if nothing := nothing_trainable(record):
         yield nothing
         return
+    yield from frozen_by_mistake(record)
     if not record.of_backward() and not _stopped_at_backward(record):
         raise CannotDecide(f"no backward pass was seen in {record.items} batches")
     suspects = [p for p in record.parameters if _in_scope(record, p)]
@@ -131,21 +134,6 @@ def _stopped_at_backward(record: Record) -> bool:
         return False
     message = record.raised.message
     return "does not require grad" in message or "has no attribute 'backward'" in message
-
-
-def _nothing_trainable(record: Record) -> Finding | None:
-    mine = [p for p in record.parameters if p.role == "model" and p.declared]
-    if not mine or any(p.requires_grad for p in mine) or any(record.reached(p.index) for p in record.parameters):
-        return None
-    return Finding(
-        cause="nothing_trainable",
-        summary=f"nothing trains: none of the {len(mine)} parameters requires grad",
-        measured=f"0 of {len(mine)} parameters require grad",
-        shown_by="requires_grad is False on every parameter when the loop starts, and no gradient arrives anywhere",
-        culprits=tuple(p.name for p in mine[:8]),
-        repair="leave requires_grad on for what should train; with adapters: freeze the base first, then attach them",
-        explains=CONSEQUENCES,
-    )
 
 
 def _never_arrives(evidence: Evidence, record: Record, never: Sequence[Parameter]) -> Iterator[Finding]:
@@ -214,7 +202,7 @@ def _graph_cut(record: Record, cut_off: Sequence[Parameter], change: float, cut:
             summary=f"{some(names)} {verb(names, 'get')} no gradient although the loss depends on {them(names)}",
             measured=measured,
             shown_by=(
-                "no single operation restores the gradient; ruled out: detach, .data, no_grad, and values taken "
+                "no operation seen restores the gradient; tried without: detach, .data, no_grad, and values taken "
                 "out of tensors in torch calls"
             ),
             culprits=names,

@@ -78,6 +78,7 @@ def optimizer_holds_every_param(evidence: Evidence) -> Iterator[Finding]:
     missing = [p for p in record.parameters if _is_missing(record, p)]
     if not missing:
         return
+    missing += [p for p in record.parameters if p not in missing and _silent_sibling(record, p, missing)]
     left_over = _left_over(record)
     unregistered = [p for p in missing if p.role == "unregistered"]
     registered = [p for p in missing if p.role != "unregistered"]
@@ -100,6 +101,12 @@ def _is_missing(record: Record, p: Parameter) -> bool:
     moved = p.index in record.moved_by_hand() or not p.start.same(record.end.get(p.index))
     fixed_part = p.calls_with_grad > 0 and p.calls_in_eval == p.calls_with_grad and record.trains_elsewhere(p)
     return not moved and not fixed_part
+
+
+def _silent_sibling(record: Record, p: Parameter, missing: Sequence[Parameter]) -> bool:
+    """Whether a parameter beside missing ones gets gradients that are zero only so far (LoRA's A behind a zero B)."""
+    beside = any(p.owner == m.owner and p.role == m.role for m in missing)
+    return beside and p.index not in record.held and any(True for _ in record.arrivals(p.index))
 
 
 def _left_over(record: Record) -> list[Parameter]:

@@ -72,6 +72,7 @@ CAUSES = {
     "zeroed_before_step": "gradients are wiped between backward and step, so steps consume nothing",
     "zeroed_inside_window": "in every window all micro-batches but the last are wiped before the step",
     "step_missing": "backward passes bring gradients, and the optimizer that holds the parameters never steps",
+    "backward_missing": "the optimizer steps again and again, and no backward pass brings a gradient",
     "step_before_backward": "the step runs between the forward pass and its backward",
     "stepped_twice": "the same optimizer consumes the same gradient more than once, with no backward between",
     "two_optimizers": "two optimizers consume the same gradient of the same parameter",
@@ -111,6 +112,7 @@ def step_order(evidence: Evidence) -> Iterator[Finding]:
 def _accounts_findings(record: Record, ledger: Ledger) -> Iterator[Finding]:
     silent: set[int] = set()
     for finding, optimizers in (
+        *_missing_backwards(record, ledger),
         *_missing_steps(record, ledger),
         *_empty_steps(record, ledger),
         *_late_backwards(record, ledger),
@@ -119,12 +121,33 @@ def _accounts_findings(record: Record, ledger: Ledger) -> Iterator[Finding]:
         if not silent & optimizers:
             yield finding
         silent |= optimizers
-    for finding, optimizers in (*_repeated(record, ledger), *_stale(record, ledger)):
+    for finding, optimizers in (*_stale(record, ledger), *_repeated(record, ledger)):
         if not silent & optimizers:
             yield finding
+        silent |= optimizers
 
 
 Judged = tuple[Finding, set[int]]
+
+
+def _missing_backwards(record: Record, ledger: Ledger) -> Iterator[Judged]:
+    """Steps without any backward pass, gradient or movement."""
+    touched = record.of_backward() or ledger.by_hand or record.moved_by_hand() or record.changed()
+    if len(ledger.empty) < 2 or len(ledger.empty) < len(ledger.steps) or touched or record.raised is not None:
+        return
+    yield (
+        Finding(
+            cause="backward_missing",
+            summary=f"{len(ledger.empty)} optimizer steps found no gradient: no backward pass ever ran",
+            measured=f"0 backward passes, {len(ledger.empty)} steps, no parameter changed",
+            shown_by="no gradient arrived or was put there by hand, and every parameter is as it was",
+            culprits=("loss.backward()",),
+            where=str(ledger.empty[0].place),
+            repair="call loss.backward() (with the parentheses) before step()",
+            explains=CONSEQUENCES,
+        ),
+        {s.optimizer for s in ledger.empty},
+    )
 
 
 def _missing_steps(record: Record, ledger: Ledger) -> Iterator[Judged]:
@@ -329,9 +352,9 @@ def _stale(record: Record, ledger: Ledger) -> Iterator[Judged]:
         if not again:
             continue
         names = record.names(again)
-        most = max(len(steps) for steps in again.values())
+        most = max(len({s.at for s in steps}) for steps in again.values())
         total = len([s for s in ledger.steps if s.optimizer == index])
-        wrong = record.zeroing_elsewhere(set(again), index)
+        wrong = record.zeroing_elsewhere(set(again), index, before=next(iter(again.values()))[-1].at)
         where = wrong.place if wrong else next(iter(again.values()))[0].place
         yield (
             Finding(

@@ -154,7 +154,9 @@ class Evidence:
         """The run, made again with more batches where it read ahead or accumulated over more than it was given."""
         record = self._counted(plan)
         for count in READ_AHEAD_BUDGETS:
-            if record.steps >= ENOUGH_ROUNDS or record.raised is not None or not _could_step(record):
+            if record.steps >= ENOUGH_ROUNDS or not _could_step(record):
+                break
+            if record.raised is not None and not record.cut_short:
                 break
             record = self._counted(replace(plan, count=count, read_ahead=None))
         return record
@@ -199,7 +201,7 @@ class WatchedOnce:
 def _could_step(record: Record) -> bool:
     from pytest_trainloop.observe.record import Backward
 
-    return bool(record.of(Backward)) and not record.moved_by_hand()
+    return (bool(record.of(Backward)) or record.raised is not None) and not record.moved_by_hand()
 
 
 def _indices(record: Record, names: set[str]) -> set[int]:

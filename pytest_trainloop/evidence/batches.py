@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 EMPTY_PASSES = 64
 """Passes over the spent batches after which a loop is taken for one that never ends."""
 
-
 PASSES_WITHOUT_STEP = 2
-"""Passes over all batches that a loop may take without an optimizer step before the batches end for good."""
+"""Passes over all batches after which, without an optimizer step so far, each further one counts as one over spent
+batches: statistics take a few, and a loop that never steps may take passes for ever."""
 
 
 class Batches(Sequence[Any]):
@@ -28,6 +28,8 @@ class Batches(Sequence[Any]):
 
     A pass in which no step happens ends after ``read_ahead`` items: such a loop collects its batches first. Unknown
     attributes are asked of the project's own loader, so that ``batches.dataset`` or ``batches.batch_size`` work.
+    ``cut_short`` tells that enough was seen before the loop was through, ``held_back`` that a pass ended for want of a
+    step.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Batches(Sequence[Any]):
         self._empty_passes = 0
         self.taken = 0
         self.cut_short = False
+        self.held_back = False
 
     def __len__(self) -> int:
         return self._count
@@ -70,8 +73,9 @@ class Batches(Sequence[Any]):
         return self._fresh(position)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._spent() or (self.taken >= PASSES_WITHOUT_STEP * self._count and not self._stepped()):
-            self.cut_short = True
+        spent = self._spent()
+        self.cut_short = self.cut_short or spent
+        if spent or (self.taken >= PASSES_WITHOUT_STEP * self._count and not self._stepped()):
             self._empty_passes += 1
             if self._empty_passes > EMPTY_PASSES:
                 self._stop()
@@ -83,7 +87,7 @@ class Batches(Sequence[Any]):
                 self.cut_short = True
                 return
             if self._read_ahead is not None and position >= self._read_ahead and not self._stepped():
-                self.cut_short = True
+                self.held_back = True
                 return
             try:
                 item = self._fresh(position)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from pytest_trainloop import batch as nests
@@ -93,17 +92,11 @@ def _first_names(names: list[str]) -> str:
 
 
 def _what(value: Any) -> str:
-    if value is None:
-        return "None"
-    if isinstance(value, type):
-        return f"the class {value.__qualname__}"
     if isinstance(value, nn.Module):
         return f"a model ({type(value).__name__})"
     if isinstance(value, (tuple, list, dict)):
         return f"a {type(value).__name__} of {len(value)}"
-    if isinstance(value, torch.Tensor):
-        return "a tensor"
-    return f"a {type(value).__name__}"
+    return nests.describe(value)
 
 
 def _name(make: Make) -> str:

@@ -71,6 +71,8 @@ def _scaled(record: Record, clip: GradWrite) -> ScalerCall | None:
             break
         if isinstance(event, ScalerCall):
             scale = event if event.what == "scale" else scale if event.what == "update" else None
+        elif isinstance(event, GradWrite) and event.how in ("assigned", "altered"):
+            scale = None  # divided by hand, as far as call order can tell
     return scale
 
 

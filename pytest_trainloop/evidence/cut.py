@@ -30,7 +30,7 @@ before a batch norm, or before a softmax over keys) leaves a few machine epsilon
 in float32."""
 
 MOST = 16
-"""Candidates put to the test, those nearest to the loss first."""
+"""Candidates put to the test one by one, those nearest to the loss first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +51,28 @@ def find_cut(evidence: Evidence, names: Sequence[str], kinds: set[Kind]) -> tupl
     computation."""
     listed, tracer = _traced(evidence, names)
     touched = {listed.parameters[i].name for i in tracer.touched}
-    candidates = [c for c in reversed(tracer.found.values()) if c.kind in kinds][:MOST]
+    candidates = [c for c in reversed(tracer.found.values()) if c.kind in kinds]
     return _proven(evidence, names, candidates) or _crossing(evidence, names, candidates, listed), touched
 
 
 def _proven(evidence: Evidence, names: Sequence[str], candidates: list[Candidate]) -> Cut | None:
-    """A cut shown by leaving it out: alone if that is enough, else the one nearest to the loss of those needed
-    together."""
-    for candidate in candidates:
-        if candidate.kind != "custom" and (cut := _without(evidence, names, [candidate])):
-            return cut
-    if len(candidates) < 2 or not _without(evidence, names, candidates):
-        return None
-    needed = list(candidates)
-    for candidate in candidates:
+    """A cut shown by leaving it out: all candidates at once, then halves, down to one; where several are needed, the
+    one nearest to the loss. One by one where leaving all out is too much for the loop."""
+    candidates = [c for c in candidates if c.kind != "custom"]
+    if len(candidates) > 1 and _without(evidence, names, candidates):
+        return _narrowed(evidence, names, candidates)
+    cuts = (_without(evidence, names, [c]) for c in candidates[:MOST])
+    return next((cut for cut in cuts if cut), None)
+
+
+def _narrowed(evidence: Evidence, names: Sequence[str], needed: list[Candidate]) -> Cut | None:
+    while len(needed) > 1:
+        half = len(needed) // 2
+        smaller = next((part for part in (needed[:half], needed[half:]) if _without(evidence, names, part)), None)
+        if smaller is None:
+            break
+        needed = smaller
+    for candidate in needed[:MOST] if len(needed) > 1 else ():
         rest = [c for c in needed if c is not candidate]
         if rest and _without(evidence, names, rest):
             needed = rest
@@ -77,7 +85,7 @@ def _crossing(evidence: Evidence, names: Sequence[str], candidates: list[Candida
     if broken is not None:
         return Cut(broken, None)
     base = roots_before_first_step(listed, names)
-    for candidate in candidates:
+    for candidate in candidates[:MOST]:
         if candidate.kind in ("value", "detach", "grad_off"):
             moved, _ = _traced(evidence, names, [candidate], nudge=True)
             change = difference(base, roots_before_first_step(moved, names))

@@ -64,6 +64,7 @@ class _State:
     left: Fact | None = None
     carries: Step | None = None
     fresh: bool = False
+    arrived: bool = False
 
 
 def consuming_steps(record: Record) -> list[Step]:
@@ -102,6 +103,7 @@ def _timeline(accounts: list[Account], steps: list[Step]) -> Iterator[_Entry]:
 
 
 def _arrive(state: _State, arrival: Arrival, index: int, account: Account) -> None:
+    state.arrived = True
     if arrival.residual is None or arrival.residual.zero:
         for earlier in state.pending:
             if earlier is not account:
@@ -131,9 +133,9 @@ def _consume(ledger: Ledger, states: dict[int, _State], read: Read, step: Step) 
         consumed_any = True
         for account in state.pending:
             account.consumed.add(index)
-        repeated = not state.pending and state.eaten_by is not None and grad.same(state.left)
+        repeated = not state.pending and not state.arrived and state.eaten_by is not None and grad.same(state.left)
         ledger.meals.append(Meal(step, index, state.carries if not repeated else state.eaten_by, state.fresh, repeated))
-        state.pending, state.fresh, state.carries = [], False, None
+        state.pending, state.fresh, state.carries, state.arrived = [], False, None, False
         state.eaten_by = step
         state.left = step.left.get(index, grad) if read is step.reads[-1] else grad
     if not consumed_any and read.grads and read is step.reads[-1]:

@@ -87,10 +87,14 @@ def run(make: Make, plan: RunPlan) -> Record:
     record.seconds = time.perf_counter() - began
     if isinstance(error, UsageError):
         raise error
+    if error is not None and batches.held_back:
+        return run(make, replace(plan, read_ahead=None))  # it may have raised for want of batches only
     if error is not None and _SCALARS_ONLY in str(error):
         raise _no_scalar(record, error) from error
     if error is not None:
-        _note_raised(record, raised(error), after_end=batches.cut_short or guard.stopped or plan.enough(record))
+        ended = guard.stopped or plan.enough(record) or (batches.cut_short and record.steps > 0)
+        _note_raised(record, raised(error), after_end=ended)
+    record.cut_short = batches.cut_short
     record.ended = error is None and not guard.stopped
     if error is None and not batches.taken:
         raise UsageError("fit came back without taking a batch; it must iterate over the batches it is given")

@@ -27,9 +27,9 @@ def window_findings(record: Record, ledger: Ledger) -> Iterator[Finding]:
     for accounts in by_site.values():
         lost = [a for a in accounts if a.wiped and not a.consumed and not a.pending]
         perturbed = any(record.moved_between(a.backward, a.wiped) for a in lost)
-        regular = 0 < len(lost) < len(accounts) and _same_each_window(accounts)
-        if regular and not perturbed and not ledger.by_hand and all(_finite(a) for a in lost):
-            yield _zeroed_inside(record, accounts, lost)
+        window = _window(accounts) if 0 < len(lost) < len(accounts) else None
+        if window and not perturbed and not ledger.by_hand and all(_finite(a) for a in lost):
+            yield _zeroed_inside(record, accounts, lost, *window)
             return
     stepped = {a.backward.site for a in ledger.accounts if a.consumed}
     left = [a for a in ledger.accounts if _left_over(record, a) and a.backward.site in stepped]
@@ -58,31 +58,27 @@ def _left_over(record: Record, account: Account) -> bool:
     return bool(account.pending) and not account.consumed and not account.wiped and not later
 
 
-def _same_each_window(accounts: list[Account]) -> bool:
-    """Whether the wiped passes come in windows of one length, each closed by a pass that is consumed; at least three
-    of them."""
-    lengths = [
-        len(list(g)) for consumed, g in itertools.groupby(accounts, key=lambda a: bool(a.consumed)) if not consumed
-    ]
-    whole = lengths[:-1] if not accounts[-1].consumed else lengths
-    return len(whole) >= 3 and len(set(whole)) == 1
+def _window(accounts: list[Account]) -> tuple[int, int] | None:
+    """How many passes are wiped in a window, and how many make one, where at least three whole windows are alike."""
+    runs = [(bool(c), len(list(g))) for c, g in itertools.groupby(accounts, key=lambda a: bool(a.consumed))]
+    wiped = [n for consumed, n in (runs if runs[-1][0] else runs[:-1]) if not consumed]
+    kept = [n for consumed, n in runs if consumed]
+    if len(wiped) < 3 or len(set(wiped)) != 1:
+        return None
+    return wiped[0], wiped[0] + max(set(kept), key=kept.count)
 
 
 def _finite(account: Account) -> bool:
     return all(a.incoming.finite for arrived in account.backward.arrivals.values() for a in arrived)
 
 
-def _zeroed_inside(record: Record, accounts: list[Account], lost: list[Account]) -> Finding:
+def _zeroed_inside(record: Record, accounts: list[Account], lost: list[Account], wiped: int, window: int) -> Finding:
     wipe = record.wipe_after(lost[0].backward, lost[0].wiped)
-    share = (len(lost) + len(accounts) - len(lost)) / max(1, len(accounts) - len(lost))
     return Finding(
         cause="zeroed_inside_window",
-        summary=(
-            f"gradients are zeroed inside the accumulation window: only the last of about {share:.0f} micro-batches "
-            "counts"
-        ),
+        summary=f"gradients are zeroed inside the accumulation window: {wiped} of {window} micro-batches are lost",
         measured=f"{len(lost)} of {len(accounts)} backward passes were wiped before a step could consume them",
-        shown_by="in every window the gradient of all micro-batches but the last is gone when the step reads it",
+        shown_by=f"in every window the gradients of {wiped} micro-batches are gone when the step reads what is left",
         culprits=(wipe.by if wipe else "zero_grad()",),
         where=str(wipe.place if wipe else lost[0].backward.place),
         repair="call zero_grad() once for each step, right after it, not once for each micro-batch",

@@ -97,7 +97,8 @@ class Book:
                 self._kept.append(module)
             for name, parameter in module.named_parameters(recurse=False):
                 if isinstance(parameter, nn.Parameter):  # functional_call puts plain tensors there for one call
-                    self.add(parameter, f"{path}.{name}" if path else name, "model", owner=path)
+                    index = self.add(parameter, f"{path}.{name}" if path else name, "model", owner=path)
+                    self.entries[index].layer = type(module).__module__.startswith("torch.")
         registered = {id(m) for m in root.modules()}
         for path, module in list(root.named_modules(prefix=prefix)):
             for name, hidden in _hidden(module):

@@ -21,14 +21,18 @@ ENTRIES = 64
 """Sampled entries of a tensor: their bytes tell whether it was changed, and they are linear in it (RULINGS R1)."""
 
 
-_NORMED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})
+_ORDERED = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64}
+    | {torch.uint8, torch.bool}
+)
+_NORMED = frozenset({torch.complex64, torch.complex128})
 
 
 class Reader:
     """Collects device scalars and samples; ``resolve`` reads them with one transfer a device."""
 
     def __init__(self) -> None:
-        self._facts: list[tuple[Fact, torch.Tensor, torch.Tensor]] = []
+        self._facts: list[tuple[Fact, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._scalars: list[tuple[Callable[[float], None], torch.Tensor]] = []
         self._empty = torch.empty(0)
 
@@ -41,8 +45,8 @@ class Reader:
         if values.numel() == 0:
             fact.peak = 0.0
             return fact
-        entries = sample(values)
-        self._facts.append((fact, _peak(values, entries), entries))
+        entries = spaced(values).clone()
+        self._facts.append((fact, *_extremes(values, entries), entries))
         return fact
 
     def sample_only(self, tensor: torch.Tensor) -> Fact:
@@ -50,7 +54,7 @@ class Reader:
         fact = Fact()
         values = _dense(tensor.detach())
         if values.numel():
-            self._facts.append((fact, self._empty, sample(values)))
+            self._facts.append((fact, self._empty, self._empty, spaced(values).clone()))
         return fact
 
     def scalar(self, tensor: torch.Tensor, use: Callable[[float], None]) -> None:
@@ -61,12 +65,13 @@ class Reader:
 
     def resolve(self) -> None:
         """Read everything that is pending."""
-        peaks = _read([peak for _, peak, _ in self._facts])
-        chunks = _read_bytes([s for _, _, s in self._facts])
-        for (fact, _, _), peak, chunk in zip(self._facts, peaks, chunks, strict=True):
+        lows = _read([low for _, low, _, _ in self._facts])
+        highs = _read([high for _, _, high, _ in self._facts])
+        chunks = _read_bytes([entries for _, _, _, entries in self._facts])
+        for (fact, *_), low, high, chunk in zip(self._facts, lows, highs, chunks, strict=True):
             fact.sample = chunk
-            if peak is not None:
-                fact.peak = peak
+            if low is not None and high is not None:
+                fact.peak = max(abs(low), abs(high))
         for (use, _), value in zip(self._scalars, _read([t for _, t in self._scalars]), strict=True):
             use(math.nan if value is None else value)
         self._facts.clear()
@@ -78,18 +83,23 @@ def readable(tensor: torch.Tensor) -> bool:
     return not (nn.parameter.is_lazy(tensor) or tensor.is_meta or is_functorch(tensor))
 
 
-def _peak(values: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
-    """The largest absolute entry; of the sampled ones only where torch has no norm of the dtype (integers, float8)."""
-    if values.dtype in _NORMED:
-        peak: torch.Tensor = torch.linalg.vector_norm(values, ord=math.inf)
-        return peak
-    return entries.to(torch.complex128 if entries.is_complex() else torch.float64).abs().amax()
+def _extremes(values: torch.Tensor, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the largest entry; of the sampled ones only where torch cannot order the dtype (float8). One pass
+    without a copy: the infinity norm takes twenty times as long on a CPU."""
+    if values.dtype in _ORDERED:
+        low, high = torch.aminmax(values)
+        return low, high
+    if values.is_complex():
+        peak = (values if values.dtype in _NORMED else entries.to(torch.complex128)).abs().amax()
+        return peak, peak
+    low, high = torch.aminmax(entries.to(torch.float64))
+    return low, high
 
 
-def sample(values: torch.Tensor) -> torch.Tensor:
-    """All of up to 128 entries, at most 64 of more, at even spacing, copied."""
+def spaced(values: torch.Tensor) -> torch.Tensor:
+    """All of up to 128 entries, at most 64 of more, at even spacing: a view where the layout allows."""
     flat = _flat(values)
-    return flat[:: _spacing(flat.numel())].clone()
+    return flat[:: _spacing(flat.numel())]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.observe.facts import _bytes_of, _dense, readable, sample
+from pytest_trainloop.observe.facts import _dense, readable, spaced
 from pytest_trainloop.observe.record import Move, Step
 
 if TYPE_CHECKING:
@@ -16,13 +17,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
+class _Part:
+    """The samples of all parameters of one device and dtype, one after the other."""
+
+    entries: torch.Tensor
+    order: list[int]
+    counts: list[int]
+
+
+@dataclass(slots=True)
 class _Look:
     at: int
     step: Step | None
-    counts: list[int]
-    vectors: dict[torch.device, torch.Tensor]
-    order: dict[torch.device, list[int]]
-    dtypes: dict[int, torch.dtype]
+    parts: list[_Part]
 
 
 class Motion:
@@ -39,21 +46,13 @@ class Motion:
         if not watch.full:
             return
         watch.hook_gradients(watch.book.settle())
-        chunks: dict[torch.device, list[torch.Tensor]] = {}
-        order: dict[torch.device, list[int]] = {}
-        counts = [0] * len(watch.book.tensors)
-        dtypes: dict[int, torch.dtype] = {}
+        found: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = defaultdict(dict)
         for index, tensor in enumerate(watch.book.tensors):
-            if not readable(tensor):
-                continue
-            dtypes[index] = tensor.dtype
-            chunk = _bytes_of(sample(_dense(tensor.detach())))
-            counts[index] = chunk.numel()
-            chunks.setdefault(chunk.device, []).append(chunk)
-            order.setdefault(chunk.device, []).append(index)
-        vectors = {device: torch.cat(parts) for device, parts in chunks.items()}
+            if readable(tensor):
+                found[tensor.device, tensor.dtype][index] = spaced(_dense(tensor.detach()))
+        parts = [_Part(torch.cat(list(p.values())), list(p), [e.numel() for e in p.values()]) for p in found.values()]
         step = watch.thread.open[-1] if watch.thread.open else None
-        self._looks.append(_Look(watch.tick(), step, counts, vectors, order, dtypes))
+        self._looks.append(_Look(watch.tick(), step, parts))
 
     def resolve(self) -> list[Move]:
         """The moves, in order; each step's relative updates are noted on it."""
@@ -86,13 +85,14 @@ _Chunk = tuple[torch.dtype, bytes]
 
 def _split(look: _Look) -> dict[int, _Chunk]:
     chunks: dict[int, _Chunk] = {}
-    for device, vector in look.vectors.items():
-        joined = vector.cpu().contiguous()
-        raw = ctypes.string_at(joined.data_ptr(), joined.numel())
+    for part in look.parts:
+        joined = part.entries.cpu()
+        raw = ctypes.string_at(joined.data_ptr(), joined.numel() * joined.itemsize)
         start = 0
-        for index in look.order[device]:
-            chunks[index] = look.dtypes[index], raw[start : start + look.counts[index]]
-            start += look.counts[index]
+        for index, count in zip(part.order, part.counts, strict=True):
+            end = start + count * joined.itemsize
+            chunks[index] = joined.dtype, raw[start:end]
+            start = end
     return chunks
 
 

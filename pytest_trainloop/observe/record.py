@@ -51,7 +51,8 @@ class Fact:
 
 @dataclass(slots=True)
 class Parameter:
-    """One tensor that trains or could: ``owner`` is the path of the module that holds it; ``gone`` says that another
+    """One tensor that trains or could: ``owner`` is the path of the module that holds it; ``layer`` says that this is a
+    layer of torch's own, ``gone`` that another
     tensor had taken its place when the run ended, ``asked`` that it required grad in some call of its module."""
 
     index: int
@@ -63,6 +64,7 @@ class Parameter:
     requires_grad: bool
     owner: str = ""
     declared: bool = True
+    layer: bool = False
     start: Fact = field(default_factory=Fact)
     gone: bool = False
     asked: bool = False
@@ -282,6 +284,7 @@ class Record:
     seconds: float = 0.0
     full_until: int = 0
     ended: bool = False
+    cut_short: bool = False
     double: bool = False
     knobs: dict[str, object] = field(default_factory=dict)
     moves: list[Move] = field(default_factory=list)
@@ -370,21 +373,21 @@ class Record:
         """The innermost steps."""
         return [s for s in self.of(Step) if not s.nested]
 
-    def zeroing_elsewhere(self, parameters: set[int], optimizer: int) -> GradWrite | None:
+    def zeroing_elsewhere(self, parameters: set[int], optimizer: int, *, before: int) -> GradWrite | None:
         """A zero_grad that comes round with the steps but zeroes none of these: other parameters of the same
         optimizer, parameters that
         nothing steps, or one more place of zeroing than there are other optimizers to zero."""
         first_step = min((s.at for s in self.of(Step)), default=0)
-        zeroings = [w for w in self.of(GradWrite) if w.by == "zero_grad" and w.at > first_step]
+        zeroings = [w for w in self.of(GradWrite) if w.by == "zero_grad" and first_step < w.at < before]
         if any(parameters & set(w.parameters) for w in zeroings):
             return None
         held = self.held
         by_site: dict[Site, GradWrite] = {}
         for write in zeroings:
-            by_site.setdefault(write.site, write)
+            by_site[write.site] = write
         partly = [w for w in zeroings if set(w.parameters) & set(self.optimizers[optimizer].parameters)]
         if partly:
-            return partly[0]
+            return partly[-1]
         others = {o for w in zeroings for i in w.parameters for o in held.get(i, ()) if self.optimizers[o].steps}
         idle = [
             w
@@ -392,7 +395,7 @@ class Record:
             if not any(self.optimizers[o].steps for i in w.parameters for o in held.get(i, ()))
         ]
         if idle:
-            return idle[0]
+            return idle[-1]
         return list(by_site.values())[-1] if len(by_site) > len(others) else None
 
     def moved_by_hand(self) -> set[int]:

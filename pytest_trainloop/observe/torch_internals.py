@@ -29,3 +29,7 @@ def take_off(mode: TorchFunctionMode) -> bool:
     for one in reversed(above):
         _push_mode(one)  # type: ignore[no-untyped-call]
     return found
+
+
+no_torch_function = torch._C.DisableTorchFunction
+"""A context in which torch calls no function mode and no ``__torch_function__``: the user's do not see our calls."""

@@ -22,6 +22,7 @@ from pytest_trainloop.observe.record import Backward, Event, Record, Step
 from pytest_trainloop.observe.schedules import Scalers, Schedules
 from pytest_trainloop.observe.taps import Taps
 from pytest_trainloop.observe.thread import Thread
+from pytest_trainloop.observe.torch_internals import no_torch_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -127,7 +128,8 @@ class Watch:
         thread = self.thread
         thread.quiet += 1
         try:
-            yield
+            with no_torch_function():
+                yield
         finally:
             thread.quiet -= 1
 
