@@ -256,7 +256,7 @@ def _unused(evidence: Evidence, apart: Sequence[Parameter]) -> Iterator[Finding]
     thrown_away = [p for p in used if p.name in touched]
     if thrown_away:
         names = tuple(p.name for p in thrown_away)
-        exposed = evidence.exposed(names, whole_data="batches" in evidence.offers)
+        exposed = evidence.exposed(names)
         for level, chosen in (
             ("fault", [n for n in names if n not in exposed]),
             ("advice", [n for n in names if n in exposed]),

@@ -87,7 +87,7 @@ def optimizer_holds_every_param(evidence: Evidence) -> Iterator[Finding]:
     if registered and left_over:
         yield _replaced(record, registered, left_over)
     elif registered:
-        yield _missing(record, registered, "advice" if _optimises_something_else(record) else "fault")
+        yield _missing(record, registered, "advice" if _may_be_meant(record, registered) else "fault")
 
 
 def _is_missing(record: Record, p: Parameter) -> bool:
@@ -199,8 +199,12 @@ def _replaced(record: Record, missing: Sequence[Parameter], left_over: Sequence[
     )
 
 
-def _optimises_something_else(record: Record) -> bool:
-    """Whether what trains is no part of any module (an image, a latent code): the model is a fixed function then."""
+def _may_be_meant(record: Record, missing: Sequence[Parameter]) -> bool:
+    """Whether what is missing may be a fixed function: nets that were not handed over as the model (a perceptual
+    net), or
+    a model around something that is optimised in its stead (an image, a latent code)."""
+    if not any(p.declared for p in missing) and any(p.declared for p in record.parameters):
+        return True
     trained = [p for p in record.parameters if p.index in record.held and record.reached(p.index)]
     return bool(trained) and all(p.role == "foreign" for p in trained)
 

@@ -104,7 +104,7 @@ def step_order(evidence: Evidence) -> Iterator[Finding]:
     yield from [*order, *accounts]
     if evidence.has_knob("accumulate") and not accounts and record.raised is None:
         window = evidence.run(accumulate=ACCUMULATE)
-        yield from window_findings(window, keep(window))
+        yield from window_findings(window, keep(window), ACCUMULATE)
     elif not accounts:
         yield from window_findings(record, ledger)
 

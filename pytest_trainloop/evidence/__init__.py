@@ -116,11 +116,11 @@ class Evidence:
 
         return starts_at_saddle(self, names)
 
-    def exposed(self, names: Sequence[str], *, whole_data: bool) -> set[str]:
+    def exposed(self, names: Sequence[str]) -> set[str]:
         """Those of the parameters whose result is given out and left unused with good reason."""
         from pytest_trainloop.evidence.exposed import exposed
 
-        return exposed(self, names, whole_data=whole_data)
+        return exposed(self, names)
 
     def _first_look(self) -> frozenset[str]:
         with preserved():
@@ -194,7 +194,7 @@ class WatchedOnce:
     def starts_at_saddle(self, names: Sequence[str]) -> dict[str, float]:
         return {}
 
-    def exposed(self, names: Sequence[str], *, whole_data: bool) -> set[str]:
+    def exposed(self, names: Sequence[str]) -> set[str]:
         return set()
 
 

@@ -34,7 +34,7 @@ def _clips(record: Record) -> Iterator[Finding]:
             by_site[write.site].append(write)
     for clips in by_site.values():
         after = [c for c in clips if _after_step(record, c)]
-        scaled = [(c, s) for c in clips if (s := _scaled(record, c)) is not None]
+        scaled = [(c, s) for c in clips if (s := _scaled(record, c)) is not None and not _scaled_limit(c, s)]
         if len(after) >= 2 and 2 * len(after) > len(clips):
             yield _clip_after_step(record, clips, after)
         elif len(scaled) >= 2:
@@ -74,6 +74,11 @@ def _scaled(record: Record, clip: GradWrite) -> ScalerCall | None:
         elif isinstance(event, GradWrite) and event.how in ("assigned", "altered"):
             scale = None  # divided by hand, as far as call order can tell
     return scale
+
+
+def _scaled_limit(clip: GradWrite, scale: ScalerCall) -> bool:
+    """Whether the limit was multiplied by the loss scale too: limits from 0.01 up are in use, scales begin at 2**10."""
+    return clip.limit is not None and math.isfinite(scale.factor) and clip.limit >= 0.01 * scale.factor > 1
 
 
 def _clip_after_step(record: Record, clips: list[GradWrite], after: list[GradWrite]) -> Finding:

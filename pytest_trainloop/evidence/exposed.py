@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook
 
 from pytest_trainloop import batch as nests
-from pytest_trainloop.observe.source import layer
 from pytest_trainloop.observe.taps import Taps
 
 if TYPE_CHECKING:
@@ -29,29 +27,24 @@ if TYPE_CHECKING:
 
 
 class _Exposure:
-    """Gathers the names of parameters whose result is ``given_out``: by an inner component as one of several results,
-    by the outermost module where a batch need not use all of them, or to autograd itself (``autograd.grad`` of an
-    energy;
-    a function of the project's own that takes a parameter and has no gradient for it)."""
+    """Gathers the names of parameters whose result is given out: by a module as one of several results, of which a
+    batch
+    need not use all, or to autograd itself (``autograd.grad`` of an energy; a function of the project's own that
+    takes a
+    parameter and has no gradient for it)."""
 
-    def __init__(self, watch: Watch, wanted: set[int], *, whole_data: bool) -> None:
+    def __init__(self, watch: Watch, wanted: set[int]) -> None:
         self._watch = watch
         self._wanted = wanted
-        self._whole_data = whole_data
-        self._depth = 0
         self._given_out: set[int | None] = set()
-        self._claimed: set[int | None] = set()
 
     @property
     def names(self) -> set[str]:
-        return {self._watch.book.entries[i].name for i in self._given_out - self._claimed if i is not None}
+        return {self._watch.book.entries[i].name for i in self._given_out if i is not None}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        handles = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
+        handle = register_module_forward_hook(self._leave)
         taps = Taps()
         for name in ("grad", "backward"):
             taps.put(torch.autograd, name, self._tapped)
@@ -59,8 +52,7 @@ class _Exposure:
             yield
         finally:
             taps.remove()
-            for handle in handles:
-                handle.remove()
+            handle.remove()
 
     def _tapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -72,19 +64,13 @@ class _Exposure:
 
         return differentiate
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        self._depth += 1
-
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._depth -= 1
         holds = {self._watch.book.index(p) for p in module.parameters()} & self._wanted
         direct = {self._watch.book.index(p) for p in module.parameters(recurse=False)}
         if not holds or holds <= direct or self._watch.backward is not None:
             return
         with self._watch.quietly():
             optional = holds & self._optional(output)
-        if self._depth == 0 and self._whole_data and not _from_a_library(module):
-            self._claimed |= optional
         self._given_out |= optional
 
     def _optional(self, output: Any) -> set[int | None]:
@@ -108,18 +94,13 @@ class _Exposure:
         return leaves
 
 
-def _from_a_library(module: nn.Module) -> bool:
-    return layer(getattr(sys.modules.get(type(module).__module__), "__file__", None) or "<frozen>") < 2
-
-
-def exposed(evidence: Evidence, names: Sequence[str], *, whole_data: bool) -> set[str]:
-    """Those of the parameters whose unused result is given out with good reason; ``whole_data`` says that the batches
-    at hand are the project's own, so that what the outermost module returns must be used by some of them."""
+def exposed(evidence: Evidence, names: Sequence[str]) -> set[str]:
+    """Those of the parameters whose unused result is given out with good reason."""
     made: list[_Exposure] = []
 
     def contexts(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
         wanted = {e.index for e in watch.book.entries if e.name in set(names)}
-        made.append(_Exposure(watch, wanted, whole_data=whole_data))
+        made.append(_Exposure(watch, wanted))
         yield made[0].watching()
 
     evidence.short_run(lambda watch: None, names, contexts)

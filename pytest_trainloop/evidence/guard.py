@@ -62,26 +62,23 @@ class Guard:
         pid, tracer = os.getpid(), sys.gettrace()
         with self._deadline(), _no_hard_exit(pid):
             try:
-                _fenced(fit)
+                raised = next(_fenced(fit))
             except BaseException as error:
-                if os.getpid() != pid:
-                    os._exit(_status(error))
-                raised = self._settled(error, progress)
-            else:
-                if os.getpid() != pid:
-                    os._exit(0)
-                raised = None
+                raised = error
             finally:
                 if self._presses > SWALLOWED:
                     sys.settrace(tracer)
+            if os.getpid() != pid:
+                os._exit(_status(raised))
+        settled = self._settled(raised, progress)
         if self._timed_out:
             raise UsageError(
                 f"fit did not come back within {self._seconds:g} s {progress()}; it must end when the batches it is "
                 "given end (--trainloop-budget SECONDS allows more)"
             )
-        return raised
+        return settled
 
-    def _settled(self, error: BaseException, progress: Callable[[], str]) -> BaseException | None:
+    def _settled(self, error: BaseException | None, progress: Callable[[], str]) -> BaseException | None:
         """The exception if it is one of the loop's own; what a loop makes of being stopped is not."""
         if isinstance(error, StopFit):
             self.stopped = True
@@ -92,7 +89,7 @@ class Guard:
             raise UsageError(f"fit called sys.exit({_code(error)}) {progress()}; return from fit instead") from None
         if isinstance(error, _Exited):
             raise UsageError(f"fit called os._exit({error}) {progress()}; return from fit instead") from None
-        if not isinstance(error, Exception) and type(error).__module__ == "builtins":
+        if error is not None and not isinstance(error, Exception) and type(error).__module__ == "builtins":
             raise error  # KeyboardInterrupt, and what pytest.skip raises, are for the session
         return error
 
@@ -131,9 +128,17 @@ class Guard:
         raise StopFit
 
 
-def _fenced(fit: Callable[[], Any]) -> None:
-    """The outermost frame that an alarm may raise in: it holds no ``try``, so nothing is half done when it is left."""
-    fit()
+def _fenced(fit: Callable[[], Any]) -> Iterator[BaseException | None]:
+    """The outermost frame that an alarm may raise in: nothing is half done when it is left.
+
+    A generator, since it keeps to itself which exception is being handled: a stop that strikes at the end of an
+    ``except`` clause would leave that set for good. No StopIteration may leave one, so it is handed out.
+    """
+    try:
+        fit()
+    except StopIteration as error:
+        yield error
+    yield None
 
 
 def _frames_of_fit(frame: FrameType | None) -> list[FrameType]:
@@ -189,8 +194,10 @@ def _no_hard_exit(pid: int) -> Iterator[None]:
         os._exit = original
 
 
-def _status(error: BaseException) -> int:
-    """How a forked child leaves in which ``fit`` raised, as Python would: it never goes on with the test session."""
+def _status(error: BaseException | None) -> int:
+    """How a forked child leaves, as Python would: it never goes on with the test session."""
+    if error is None:
+        return 0
     if not isinstance(error, SystemExit):
         traceback.print_exception(error)
         return 1

@@ -58,8 +58,9 @@ def run(make: Make, plan: RunPlan) -> Record:
         torch.set_grad_enabled(True)
         wide = precision.enter_context(double_precision()) if plan.double else None
         loop = build(make, plan.knobs, plan.seed)
-        if plan.double:
+        if wide is not None:
             widen(loop)
+            wide.lower_seen = False  # what was built in a lower precision (from numpy, from a file) is wide by now
         guard = Guard(plan.seconds)
         watch = Watch(loop.modules, loop.optimizers, before_step=lambda w: _stop_if_past(w, guard, plan))
         record = watch.record
@@ -72,6 +73,7 @@ def run(make: Make, plan: RunPlan) -> Record:
             read_ahead=plan.read_ahead,
             double=plan.double,
         )
+        watch.items = lambda: batches.taken
         fit = fit_of(loop)
         with watch, contextlib.ExitStack() as around:
             with watch.quietly():
@@ -87,14 +89,14 @@ def run(make: Make, plan: RunPlan) -> Record:
     record.seconds = time.perf_counter() - began
     if isinstance(error, UsageError):
         raise error
-    if error is not None and batches.held_back:
+    if error is not None and batches.held_back and record.steps:
         return run(make, replace(plan, read_ahead=None))  # it may have raised for want of batches only
     if error is not None and _SCALARS_ONLY in str(error):
         raise _no_scalar(record, error) from error
     if error is not None:
         ended = guard.stopped or plan.enough(record) or (batches.cut_short and record.steps > 0)
         _note_raised(record, raised(error), after_end=ended)
-    record.cut_short = batches.cut_short
+    record.cut_short = batches.cut_short or batches.held_back
     record.ended = error is None and not guard.stopped
     if error is None and not batches.taken:
         raise UsageError("fit came back without taking a batch; it must iterate over the batches it is given")

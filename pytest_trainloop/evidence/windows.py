@@ -18,8 +18,12 @@ if TYPE_CHECKING:
 _CONSEQUENCES = ("accumulation_equivalence", "overfit_one_batch", "update_ratio", "every_param_moves")
 
 
-def window_findings(record: Record, ledger: Ledger) -> Iterator[Finding]:
-    """What goes wrong inside an accumulation window, and what is left at the end of the data."""
+def window_findings(record: Record, ledger: Ledger, accumulate: int = 0) -> Iterator[Finding]:
+    """What goes wrong inside an accumulation window, and what is left at the end of the data.
+
+    Passes count as micro-batches where the loop's own knob says how many there are (``accumulate``), or where each has
+    a batch of its own: several passes over one batch are what adversarial training and per-sample gradients do.
+    """
     by_site: dict[object, list[Account]] = defaultdict(list)
     for account in ledger.accounts:
         if account.backward.reached:
@@ -28,7 +32,9 @@ def window_findings(record: Record, ledger: Ledger) -> Iterator[Finding]:
         lost = [a for a in accounts if a.wiped and not a.consumed and not a.pending]
         perturbed = any(record.moved_between(a.backward, a.wiped) for a in lost)
         window = _window(accounts) if 0 < len(lost) < len(accounts) else None
-        if window and not perturbed and not ledger.by_hand and all(_finite(a) for a in lost):
+        fresh = all(a.backward.item < b.backward.item for a, b in itertools.pairwise(accounts))
+        micro = fresh or (window is not None and window[1] == accumulate)
+        if window and micro and not perturbed and not ledger.by_hand and all(_finite(a) for a in lost):
             yield _zeroed_inside(record, accounts, lost, *window)
             return
     stepped = {a.backward.site for a in ledger.accounts if a.consumed}

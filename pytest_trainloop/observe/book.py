@@ -31,6 +31,8 @@ class Book:
         self._reader = reader
         self._unmade: list[int] = []
         self.declaring = False
+        self._declared: set[int] = set()
+        self._within_declared = False
         self.modules: dict[int, str] = {}
         self._kept: list[nn.Module] = []
 
@@ -53,7 +55,7 @@ class Book:
             device=str(tensor.device),
             requires_grad=tensor.requires_grad,
             owner=owner,
-            declared=self.declaring,
+            declared=self.declaring or self._within_declared,
         )
         self._index[id(tensor)] = index
         self.entries.append(entry)
@@ -91,6 +93,9 @@ class Book:
         """Enter a module with all its parameters, registered or kept in plain lists and dicts; the indices that are
         new."""
         before = len(self.entries)
+        if self.declaring:
+            self._declared.update(id(module) for module in root.modules())
+        self._within_declared = id(root) in self._declared
         for path, module in root.named_modules(prefix=prefix):
             if id(module) not in self.modules:
                 self.modules[id(module)] = path

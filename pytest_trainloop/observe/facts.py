@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
-from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from pytest_trainloop.observe.record import Fact
+from pytest_trainloop.observe.store import Store
 from pytest_trainloop.observe.torch_internals import is_functorch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from pytest_trainloop.observe.store import Kept
 
 ENTRIES = 64
 """Sampled entries of a tensor: their bytes tell whether it was changed, and they are linear in it (RULINGS R1)."""
@@ -29,12 +30,12 @@ _NORMED = frozenset({torch.complex64, torch.complex128})
 
 
 class Reader:
-    """Collects device scalars and samples; ``resolve`` reads them with one transfer a device."""
+    """Collects device scalars and samples; ``resolve`` reads them, with a few transfers in all."""
 
     def __init__(self) -> None:
-        self._facts: list[tuple[Fact, torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self._scalars: list[tuple[Callable[[float], None], torch.Tensor]] = []
-        self._empty = torch.empty(0)
+        self._entries, self._numbers = Store(), Store()
+        self._facts: list[tuple[Fact, Kept, Kept | None]] = []
+        self._scalars: list[tuple[Callable[[float], None], Kept]] = []
 
     def fact(self, tensor: torch.Tensor) -> Fact:
         """The tensor's peak and sample as they are now."""
@@ -45,8 +46,8 @@ class Reader:
         if values.numel() == 0:
             fact.peak = 0.0
             return fact
-        entries = spaced(values).clone()
-        self._facts.append((fact, *_extremes(values, entries), entries))
+        entries = spaced(values)
+        self._facts.append((fact, self._entries.keep(entries), self._extremes(values, entries)))
         return fact
 
     def sample_only(self, tensor: torch.Tensor) -> Fact:
@@ -54,46 +55,46 @@ class Reader:
         fact = Fact()
         values = _dense(tensor.detach())
         if values.numel():
-            self._facts.append((fact, self._empty, self._empty, spaced(values).clone()))
+            self._facts.append((fact, self._entries.keep(spaced(values)), None))
         return fact
 
     def scalar(self, tensor: torch.Tensor, use: Callable[[float], None]) -> None:
         """Hand the value of a one-element tensor to ``use`` once it is read; never where it lives inside a functorch
         transform."""
         if not is_functorch(tensor):
-            self._scalars.append((use, tensor.detach().clone()))
+            self._scalars.append((use, self._numbers.keep(tensor.detach().reshape(1))))
+
+    def _extremes(self, values: torch.Tensor, entries: torch.Tensor) -> Kept:
+        """The least and the largest entry; of the sampled ones only where torch cannot order the dtype (float8). One
+        pass without a copy: the infinity norm takes twenty times as long on a CPU."""
+        if values.dtype in _ORDERED:
+            room, kept = self._numbers.room(values, 2)
+            torch.aminmax(values, out=(room[0], room[1]))
+            return kept
+        if values.is_complex():
+            wide = values if values.dtype in _NORMED else entries.to(torch.complex128)
+            return self._numbers.keep(wide.abs().amax().reshape(1))
+        return self._numbers.keep(entries.to(torch.float64).abs().amax().reshape(1))
 
     def resolve(self) -> None:
         """Read everything that is pending."""
-        lows = _read([low for _, low, _, _ in self._facts])
-        highs = _read([high for _, _, high, _ in self._facts])
-        chunks = _read_bytes([entries for _, _, _, entries in self._facts])
-        for (fact, *_), low, high, chunk in zip(self._facts, lows, highs, chunks, strict=True):
-            fact.sample = chunk
-            if low is not None and high is not None:
-                fact.peak = max(abs(low), abs(high))
-        for (use, _), value in zip(self._scalars, _read([t for _, t in self._scalars]), strict=True):
-            use(math.nan if value is None else value)
+        entries, numbers = self._entries.all_bytes(), self._numbers.all_floats()
+        for fact, sampled, extremes in self._facts:
+            fact.sample = entries(sampled)
+            if extremes is not None:
+                fact.peak = max(map(abs, numbers(extremes)))
+        for use, kept in self._scalars:
+            use(numbers(kept)[0])
+        self._entries, self._numbers = Store(), Store()
         self._facts.clear()
         self._scalars.clear()
 
 
 def readable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has entries of its own: not lazy, not on the meta device, not inside a functorch transform."""
-    return not (nn.parameter.is_lazy(tensor) or tensor.is_meta or is_functorch(tensor))
-
-
-def _extremes(values: torch.Tensor, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least and the largest entry; of the sampled ones only where torch cannot order the dtype (float8). One pass
-    without a copy: the infinity norm takes twenty times as long on a CPU."""
-    if values.dtype in _ORDERED:
-        low, high = torch.aminmax(values)
-        return low, high
-    if values.is_complex():
-        peak = (values if values.dtype in _NORMED else entries.to(torch.complex128)).abs().amax()
-        return peak, peak
-    low, high = torch.aminmax(entries.to(torch.float64))
-    return low, high
+    """Whether a tensor has entries of its own: not lazy, not on the meta device, not inside a functorch transform, not
+    a wrapper around other tensors."""
+    wraps = hasattr(type(tensor), "__tensor_flatten__")
+    return not (wraps or nn.parameter.is_lazy(tensor) or tensor.is_meta or is_functorch(tensor))
 
 
 def spaced(values: torch.Tensor) -> torch.Tensor:
@@ -124,43 +125,3 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is torch.sparse_coo:
         return tensor.coalesce().values()
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
-
-
-def _read(scalars: list[torch.Tensor]) -> list[float | None]:
-    """One-element tensors as floats; None for empty ones."""
-    values: list[float | None] = [None] * len(scalars)
-    by_device: dict[torch.device, list[int]] = defaultdict(list)
-    for i, scalar in enumerate(scalars):
-        if scalar.numel() == 1:
-            by_device[scalar.device].append(i)
-    for positions in by_device.values():
-        wide = [_real(scalars[i]).reshape(()).to(torch.float64) for i in positions]
-        for i, value in zip(positions, torch.stack(wide).tolist(), strict=True):
-            values[i] = value
-    return values
-
-
-def _read_bytes(samples: list[torch.Tensor]) -> list[bytes]:
-    chunks = [b""] * len(samples)
-    by_device: dict[torch.device, list[int]] = defaultdict(list)
-    for i, one in enumerate(samples):
-        by_device[one.device].append(i)
-    for positions in by_device.values():
-        raw = [_bytes_of(samples[i]) for i in positions]
-        joined = torch.cat(raw).cpu()
-        together = ctypes.string_at(joined.data_ptr(), joined.numel())
-        start = 0
-        for i, one in zip(positions, raw, strict=True):
-            chunks[i] = together[start : start + one.numel()]
-            start += one.numel()
-    return chunks
-
-
-def _bytes_of(one: torch.Tensor) -> torch.Tensor:
-    if one.is_conj() or one.is_neg():
-        one = one.resolve_conj().resolve_neg()
-    return one.contiguous().view(torch.uint8)
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.abs() if tensor.is_complex() else tensor

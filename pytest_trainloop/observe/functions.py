@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from pytest_trainloop.observe.record import GradWrite, LossCall
+from pytest_trainloop.observe.record import GradWrite, LossCall, Place
 from pytest_trainloop.observe.source import frames_called, here
 from pytest_trainloop.observe.torch_internals import take_off
 
@@ -31,6 +32,7 @@ LOSSES = frozenset(
 
 _GRAD = torch.Tensor.grad
 _DATA = torch.Tensor.data
+_READ = (_GRAD, _DATA)
 _OPERATORS = frozenset({"__imul__", "__itruediv__", "__idiv__", "__iadd__", "__isub__", "__setitem__"})
 _NO_WRITES = frozenset({"requires_grad_", "detach_", "share_memory_"})
 _UNSCALING = "_amp_foreach_non_finite_check_and_unscale_"
@@ -44,6 +46,8 @@ class Functions(TorchFunctionMode):
         super().__init__()
         self._watch = watch
         self._gradients: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._writer: tuple[FrameType, int] | None = None
+        self._written: set[int] = set()
         self._active = True
         self._on = False
 
@@ -53,7 +57,7 @@ class Functions(TorchFunctionMode):
 
     def take_off(self) -> None:
         """See nothing more. The mode leaves torch's stack; it stays on idle while torch is inside a call through it."""
-        self._active = False
+        self._active, self._writer = False, None
         if self._on and take_off(self):
             self._on = False
 
@@ -65,21 +69,22 @@ class Functions(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        watch = self._watch
-        if not self._active or watch.thread.quiet:
-            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        if not self._active or (name == "__get__" and getattr(func, "__self__", None) not in _READ):
+            return func(*args, **kwargs)
+        watch = self._watch
         if watch.thread.stepping and self._inside_step(name, func, args):
             return self._read(func, args, kwargs) if name == "__get__" else func(*args, **kwargs)
-        if name == "__get__" and args:
+        kind = _kind(name)
+        if kind == "get":
             return self._read(func, args, kwargs)
-        if name in ("__set__", "__delete__") and getattr(func, "__self__", None) is _GRAD:
+        if kind == "set" and getattr(func, "__self__", None) is _GRAD:
             self._set(name, args)
-        elif self._gradients and args and _writes_in_place(name):
+        elif kind == "write" and self._gradients and args:
             return self._in_place(name, func, args, kwargs)
-        elif name in LOSSES and getattr(F, name, None) is func:
+        elif kind == "loss" and getattr(F, name, None) is func:
             return self._loss(name, func, args, kwargs)
-        elif func in watch.gradients.originals:
+        elif kind == "door" and func in watch.gradients.originals:
             return watch.gradients.during(watch.gradients.originals[func], func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -94,7 +99,7 @@ class Functions(TorchFunctionMode):
                 self._watch.optimizers.drop_aborted()
                 return thread.stepping > 0
             thread.open[-1].asked = True
-        elif thread.open and not thread.open[-1].computed and name != "__get__":
+        elif thread.open and not thread.open[-1].computed and not _asks_for_shape(name):
             thread.open[-1].computed = any(self._parameter_of(t) is not None for t in _flat(args))
         return True
 
@@ -133,9 +138,10 @@ class Functions(TorchFunctionMode):
             return
         value = args[1] if name == "__set__" and len(args) > 1 else None
         if value is None:
-            if (zeroing := frames_called("zero_grad", 4)) is not None:
+            zeroing = frames_called("zero_grad", 4)
+            if zeroing is not None:
                 self._note_optimizer(zeroing)
-            self._note("none", [index], "zero_grad" if frames_called("zero_grad", 4) else "grad = None")
+            self._note("none", [index], "grad = None" if zeroing is None else "zero_grad")
         elif self._parameter_of(value) != index:
             self._note("assigned", [index], "grad = ...")
 
@@ -172,17 +178,21 @@ class Functions(TorchFunctionMode):
         """Add the write, or join it to the one before it if it is of the same kind and place."""
         watch = self._watch
         with watch.quietly():
-            place, site = here(3)
+            frame = sys._getframe(3)
+            writer, self._writer = self._writer, (frame, frame.f_lineno)
             last = watch.record.events[-1] if watch.record.events else None
-            if (
-                isinstance(last, GradWrite)
-                and last.how == how
-                and last.site[:1] == site[:1]
-                and not set(indices) & set(last.parameters)
-            ):
-                last.parameters.extend(indices)
-                return last
+            place: Place | None = None
+            if isinstance(last, GradWrite) and last.how == how and self._written.isdisjoint(indices):
+                if writer != self._writer:  # a loop over parameters writes them all from one line
+                    place, site = here(3)
+                if place is None or last.site[:1] == site[:1]:
+                    last.parameters.extend(indices)
+                    self._written.update(indices)
+                    return last
+            if place is None:
+                place, site = here(3)
             event = GradWrite(at=watch.tick(), place=place, site=site, how=how, parameters=list(indices), by=by)
+            self._written = set(indices)
             watch.add(event)
             return event
 
@@ -210,6 +220,10 @@ class Functions(TorchFunctionMode):
         return out
 
 
+def _asks_for_shape(name: str) -> bool:
+    return name == "__get__" or name.endswith("_like") or name.startswith("new_") or name in ("size", "dim", "numel")
+
+
 def _flat(args: tuple[Any, ...]) -> Iterator[Any]:
     for value in args:
         if isinstance(value, (list, tuple)):
@@ -218,8 +232,18 @@ def _flat(args: tuple[Any, ...]) -> Iterator[Any]:
             yield value
 
 
-def _writes_in_place(name: str) -> bool:
-    return name in _OPERATORS or (name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES)
+@functools.cache
+def _kind(name: str) -> Literal["get", "set", "write", "loss", "door", ""]:
+    """What a function of this name may be to us."""
+    if name == "__get__":
+        return "get"
+    if name in ("__set__", "__delete__"):
+        return "set"
+    if name in _OPERATORS or (name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES):
+        return "write"
+    if name in LOSSES:
+        return "loss"
+    return "door" if name in ("backward", "grad") else ""
 
 
 def _shape(value: Any) -> tuple[int, ...]:

@@ -73,6 +73,7 @@ class Gradients:
         place, site = here(3)
         watch.backward_opened()
         event = Backward(at=watch.tick(), place=place, site=site, kind="grad" if kind == "grad" else "backward")
+        event.item = watch.items()
         given = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
         for tensor in [given] if isinstance(given, torch.Tensor) else list(given or ()):
             if isinstance(tensor, torch.Tensor):
@@ -104,8 +105,9 @@ class Gradients:
                         at=watch.tick(),
                         incoming=watch.reader.fact(gradient),
                         residual=None if residual is None else watch.reader.fact(residual),
+                        # popped: a loss made by another method than forward() has no call of its own to compare with
                         steps_since_forward=watch.steps_on[index]
-                        - watch.steps_at_forward.get(index, watch.steps_on[index]),
+                        - watch.steps_at_forward.pop(index, watch.steps_on[index]),
                     )
                 )
 

@@ -148,13 +148,14 @@ class Arrival:
 
 @dataclass(slots=True, kw_only=True)
 class Backward(Event):
-    """One backward pass (``kind`` "grad" for ``torch.autograd.grad``, which accumulates nowhere)."""
+    """One backward pass; ``item`` counts the batches that the loop had taken by then (``kind`` "grad" for
+    ``torch.autograd.grad``, which accumulates nowhere)."""
 
     kind: Literal["backward", "grad"]
     roots: list[Root] = field(default_factory=list)
     arrivals: dict[int, list[Arrival]] = field(default_factory=dict)
     until: int = 0
-    scaled: bool = False
+    item: int = 0
 
     @property
     def reached(self) -> bool:

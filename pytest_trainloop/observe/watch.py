@@ -62,6 +62,7 @@ class Watch:
         self.book = Book(self.reader)
         self.backward: Backward | None = None
         self.full = True
+        self.items: Callable[[], int] = lambda: 0
         self._backwards = 0
         self.thread = Thread()
         self.steps_on: dict[int, int] = defaultdict(int)

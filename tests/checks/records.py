@@ -99,7 +99,7 @@ class Given:
     def cut(self, names, kinds):
         return self._cut, self._touched
 
-    def exposed(self, names, *, whole_data):
+    def exposed(self, names):
         return self._exposed & set(names)
 
     def starts_at_saddle(self, names):

@@ -38,11 +38,17 @@ class Story:
         self.events: list[Event] = []
         self.moves: list[Move] = []
         self.grads: dict[int, list[str]] = {}
+        self.items = 0
         self._clock = 0
 
-    def backward(self, *on: int, line: int = 20, late: int = 0, kind: Any = "backward", dead: bool = False) -> Backward:
-        """A backward pass from this line that reaches these parameters; ``dead``: with zeros only."""
-        event = self._tell(Backward, line, "loss.backward()", kind=kind, roots=[Root(True, (), 1.0)])
+    def backward(
+        self, *on: int, line: int = 20, late: int = 0, kind: Any = "backward", dead: bool = False, again: bool = False
+    ) -> Backward:
+        """A backward pass from this line that reaches these parameters; ``dead``: with zeros only, ``again``: on the
+        batch of the pass before."""
+        self.items += not again
+        roots = [Root(True, (), 1.0)]
+        event = self._tell(Backward, line, "loss.backward()", kind=kind, roots=roots, item=self.items)
         for index in on or range(len(self.parameters)):
             incoming = [] if dead else [f"b{event.at}"]
             before = self.grads.get(index)
@@ -125,7 +131,7 @@ class Story:
             raised=error,
             rounds=rounds,
             steps=sum(o.steps for o in self.optimizers),
-            items=len(self.events),
+            items=self.items,
             full_until=self._tick(),
             ended=ended and not raised,
             moves=self.moves,

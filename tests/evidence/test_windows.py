@@ -45,7 +45,7 @@ def test_zeroing_in_every_micro_batch_is_named_with_its_line():
     assert finding.culprits == ("zero_grad",)
     assert finding.where == "train.py:12   zero_grad()"
     assert finding.measured == "9 of 12 backward passes were wiped before a step could consume them"
-    assert "about 4 micro-batches" in finding.summary
+    assert "of 4 micro-batches" in finding.summary
 
 
 def test_two_windows_are_too_few_to_tell():
@@ -78,6 +78,16 @@ def test_weights_moved_between_the_passes_are_a_first_step_of_two():
         story.move(0)
         story.zero()
         story.backward()
+        story.step()
+    assert found(story) == []
+
+
+def test_several_passes_over_one_batch_are_no_window():
+    story = Story([0])
+    for _ in range(4):
+        for number in range(3):
+            story.zero()
+            story.backward(again=number > 0)
         story.step()
     assert found(story) == []
 

@@ -232,7 +232,7 @@ def test_manual_optimization_without_zero_grad(make, root_fault):
         (gan, 24),
         (gan_untoggled, 24),
     ],
-    ids=str,
+    ids=lambda value: getattr(getattr(value, "func", value), "__name__", str(value)),
 )
 def test_fit_goes_once_over_the_batches(make, steps, run):
     loop = make()

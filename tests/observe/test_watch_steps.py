@@ -275,6 +275,7 @@ def test_a_subclass_that_calls_the_step_above_it_steps_once():
             return super().step(closure)
 
     model = net()
+    torch.optim.SGD(model.parameters(), lr=0.1)  # torch puts its hooks around a class's step when one is made
     optimizer = Logged(model.parameters(), lr=0.1)
     with Watch({"": model}, [optimizer]) as watch:
         train(model, optimizer)
@@ -343,6 +344,7 @@ class Fails(torch.optim.SGD):
 
 def test_after_a_step_that_raised_and_was_caught_everything_is_seen_again():
     model = net()
+    torch.optim.SGD(model.parameters(), lr=0.1)  # or its step would have no hooks of its own
     optimizer = Fails(model.parameters(), lr=0.1)
     with Watch({"": model}, [optimizer]) as watch:
         F.mse_loss(model(torch.ones(1, 3)), torch.ones(1, 2)).backward()

@@ -163,6 +163,7 @@ unused(
     clusters,
     label_and_radius,
     broken_loss=label_only,
+    level="advice",  # the head of a task that is not in this batch looks the same
 )
 unused(
     "second_term_left_out",
@@ -172,6 +173,7 @@ unused(
     clusters,
     label_and_radius,
     broken_loss=radius_term_lost,
+    level="advice",
 )
 
 

@@ -1,0 +1,82 @@
+"""Entries that are kept until the run is over, in a few large blocks for each device and dtype.
+
+Thousands of small tensors that outlive their step leave holes between the large ones that come and go: the allocator
+can give them to nothing else, and the process grows by half.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BLOCK = 32_768
+"""Entries of a block."""
+
+Kept = tuple[int, int, int]
+"""Where entries are kept: block, first, behind the last."""
+
+
+class Store:
+    """Keeps copies of entries; ``all_bytes`` and ``all_floats`` read them back, with one transfer a block."""
+
+    def __init__(self) -> None:
+        self._blocks: list[torch.Tensor] = []
+        self._used: list[int] = []
+        self._last: dict[tuple[torch.device, torch.dtype], int] = {}
+        self._lock = threading.Lock()
+
+    def keep(self, entries: torch.Tensor) -> Kept:
+        """Copy the entries of a flat tensor."""
+        room, kept = self.room(entries, entries.numel())
+        room.copy_(entries)
+        return kept
+
+    def room(self, like: torch.Tensor, count: int) -> tuple[torch.Tensor, Kept]:
+        """Room for so many entries of the tensor's device and dtype, to be written at once."""
+        with self._lock:
+            number = self._last.get((like.device, like.dtype))
+            if number is None or self._used[number] + count > BLOCK:
+                number = self._begin(like, max(count, BLOCK))
+            first = self._used[number]
+            self._used[number] = behind = first + count
+        return self._blocks[number][first:behind], (number, first, behind)
+
+    def _begin(self, like: torch.Tensor, count: int) -> int:
+        with torch.inference_mode(False):  # a block may not be written outside that mode if it is made in it
+            self._blocks.append(torch.empty(count, dtype=like.dtype, device=like.device))
+        self._used.append(0)
+        number = self._last[like.device, like.dtype] = len(self._blocks) - 1
+        return number
+
+    def all_bytes(self) -> Callable[[Kept], bytes]:
+        """A look into all blocks as they are now: the bytes of what was kept."""
+        raw: list[bytes] = []
+        for block, used in zip(self._blocks, self._used, strict=True):
+            here = block[:used].cpu()
+            raw.append(ctypes.string_at(here.data_ptr(), used * here.itemsize))
+
+        def read(kept: Kept) -> bytes:
+            number, first, behind = kept
+            size = self._blocks[number].itemsize
+            return raw[number][first * size : behind * size]
+
+        return read
+
+    def all_floats(self) -> Callable[[Kept], list[float]]:
+        """The same as floats; the absolute value of what is complex."""
+        values: list[list[float]] = []
+        for block, used in zip(self._blocks, self._used, strict=True):
+            real = block[:used].abs() if block.is_complex() else block[:used]
+            values.append(real.to(torch.float64).tolist())
+
+        def read(kept: Kept) -> list[float]:
+            number, first, behind = kept
+            return values[number][first:behind]
+
+        return read

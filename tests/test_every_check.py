@@ -1,0 +1,168 @@
+"""What holds for every registered check, whoever adds one: its page, its causes, its examples, its findings."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import pkgutil
+import re
+import sys
+import types
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop import TrainLoop, checks
+from pytest_trainloop.checks import FAMILIES, Check
+from pytest_trainloop.finding import Finding, Result
+from pytest_trainloop.runner import check_loop
+from tests.loops.faults import PAIRS, Pair
+
+HEADINGS = ["What it does", "Why is this bad?", "How it decides", "Faulty", "Fixed", "Known limits", "References"]
+CHECKS = {name: check for name, check in checks.registered().items() if check.family != "project"}
+CAUSES = [(name, cause) for name, check in CHECKS.items() for cause in check.causes]
+
+every_check = pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+every_cause = pytest.mark.parametrize(("check", "cause"), CAUSES, ids=[f"{c}:{cause}" for c, cause in CAUSES])
+
+
+def section(check: Check, heading: str) -> str:
+    """The text under one heading of the rule page."""
+    lines = check.page.splitlines()
+    start = lines.index(heading) + 1
+    end = next((i for i in range(start, len(lines)) if lines[i] and not lines[i].startswith(" ")), len(lines))
+    return "\n".join(lines[start:end])
+
+
+def pair_of(check: str, cause: str) -> Pair | None:
+    found = [p for p in PAIRS.values() if (p.check, p.cause) == (check, cause)]
+    return min(found, key=lambda p: p.name, default=None)
+
+
+@cache
+def results_of(pair: Pair) -> tuple[Result, ...]:
+    return check_loop(pair.faulty, raises=False).results
+
+
+def test_every_file_holds_one_check_of_its_name():
+    files = {found.name for found in pkgutil.iter_modules(checks.__path__)}
+    assert {check.module.rpartition(".")[2] for check in CHECKS.values()} == files
+    assert set(CHECKS) == files
+
+
+@every_check
+def test_the_page_has_all_headings_in_order_and_text_under_each(check):
+    assert [line for line in check.page.splitlines() if line in HEADINGS] == HEADINGS
+    assert [h for h in HEADINGS if not section(check, h).strip()] == []
+    assert check.headline
+    assert len(check.headline) <= 120
+    assert check.page.splitlines()[1] == ""
+    assert re.findall(r"https://\S+", section(check, "References"))
+
+
+@every_check
+def test_its_data_is_well_formed(check):
+    assert check.family in FAMILIES
+    assert check.needs <= {*TrainLoop.field_names(), "run"}
+    assert all(re.fullmatch(r"[a-z][a-z0-9_]*", cause) for cause in check.causes)
+    assert all(len(proof.split()) > 3 for proof in check.causes.values())
+
+
+@every_check
+def test_nothing_heavy_and_no_other_check_stands_at_the_top_of_its_file(check):
+    held = list(vars(sys.modules[check.module]).values())
+    held_modules = {v.__name__.partition(".")[0] for v in held if isinstance(v, types.ModuleType)}
+    origins = {str(getattr(v, "__module__", "")) for v in held} - {check.module}
+    assert not {"torch", "hypothesis", "numpy"} & (held_modules | {o.partition(".")[0] for o in origins})
+    assert not {c.module for c in CHECKS.values()} & origins
+
+
+class Classifier(nn.Module):
+    """What the examples call a model: 8 features, 3 classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(self.encoder(x))
+
+
+def different_batches(n):
+    generator = torch.Generator().manual_seed(3)
+    return [(torch.randn(6, 8, generator=generator), torch.randint(3, (6,), generator=generator)) for _ in range(n)]
+
+
+def loop_of(example: str):
+    """A loop around an example: a ``forward`` for the model, a loop over ``batches``, or the lines that build both."""
+    compiled = compile(example, "<example>", "exec")
+
+    def make():
+        model = Classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        names = {"torch": torch, "nn": nn, "F": F, "Classifier": Classifier, "model": model, "optimizer": optimizer}
+        if "in batches" not in example:
+            exec(compiled, names)
+        if "forward" in names:
+            model.forward = types.MethodType(names["forward"], model)
+
+        def fit(batches):
+            if "in batches" in example:
+                exec(compiled, {**names, "batches": batches})
+                return
+            for x, y in batches:
+                names["optimizer"].zero_grad()
+                F.cross_entropy(names["model"](x), y).backward()
+                names["optimizer"].step()
+
+        batch = different_batches(1)[0]
+        return TrainLoop(
+            model=names["model"], optimizer=names["optimizer"], batch=batch, batches=different_batches, fit=fit
+        )
+
+    return make
+
+
+@every_check
+def test_the_faulty_example_fails_it_and_the_fixed_one_passes_everything(check):
+    code = {
+        heading: "".join(e.source for e in doctest.DocTestParser().get_examples(section(check, heading)))
+        for heading in ("Faulty", "Fixed")
+    }
+    assert all(code.values())
+    faulty = check_loop(loop_of(code["Faulty"]), raises=False)
+    assert [r.check for r in faulty.results if r.outcome == "failed"] == [check.name]
+    fixed = check_loop(loop_of(code["Fixed"]), raises=False)
+    assert {r.outcome for r in fixed.results} == {"passed"}
+
+
+@every_cause
+def test_every_cause_has_a_pair_that_shows_it(check, cause):
+    assert pair_of(check, cause) is not None
+
+
+def test_every_pair_is_of_a_declared_cause():
+    assert [p.name for p in PAIRS.values() if (p.check, p.cause) not in CAUSES] == []
+
+
+@every_cause
+def test_its_findings_are_whole_and_survive_json(check, cause):
+    pair = pair_of(check, cause)
+    if pair is None:
+        pytest.fail("no pair has this cause")
+    found = [f for r in results_of(pair) for f in r.findings if (f.check, f.cause) == (check, cause)]
+    assert found
+    for finding in found:
+        assert Finding.from_json(json.loads(json.dumps(finding.to_json()))) == finding
+        assert finding.summary
+        assert finding.measured
+        assert finding.shown_by
+        assert finding.repair
+        assert finding.culprits
+        assert "\n" not in finding.summary
+    for result in results_of(pair):
+        assert Result.from_json(json.loads(json.dumps(result.to_json()))).findings == result.findings
