@@ -1,6 +1,7 @@
 """Peak memory of an observed run against the bare run, each in a process of its own.
 
-The peak is the process's high-water mark (``VmHWM``), reset once torch is imported and the model is built, as ``growth``: what lies above
+The peak is the process's high-water mark (``VmHWM``), reset once torch is imported and the model is built, as
+``growth``: what lies above
 the resident memory at that moment; ``whole`` is the ratio of the high-water marks themselves. Linux only.
 """
 

@@ -56,9 +56,7 @@ def _children() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def test_start_of_pytest_with_the_unused_plugin(
-    benchmark: Any, project: Path, figures: Callable[..., None]
-) -> None:
+def test_start_of_pytest_with_the_unused_plugin(benchmark: Any, project: Path, figures: Callable[..., None]) -> None:
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in PLUGINS}
 
     def one_round() -> None:

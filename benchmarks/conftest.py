@@ -1,4 +1,5 @@
-"""Figures of the benchmarks: kept in pytest-benchmark's JSON as ``extra_info`` and printed at the end of the session."""
+"""Figures of the benchmarks: kept in pytest-benchmark's JSON as ``extra_info`` and printed at the end of the
+session."""
 
 from __future__ import annotations
 

@@ -78,14 +78,13 @@ class Reader:
 
     def resolve(self) -> None:
         """Read everything that is pending."""
-        entries, numbers = self._entries.all_bytes(), self._numbers.all_floats()
+        entries, numbers = self._entries.take_bytes(), self._numbers.take_floats()
         for fact, sampled, extremes in self._facts:
             fact.sample = entries(sampled)
             if extremes is not None:
                 fact.peak = max(map(abs, numbers(extremes)))
         for use, kept in self._scalars:
             use(numbers(kept)[0])
-        self._entries, self._numbers = Store(), Store()
         self._facts.clear()
         self._scalars.clear()
 

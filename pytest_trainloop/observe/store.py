@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 BLOCK = 32_768
 """Entries of a block."""
@@ -23,7 +23,7 @@ Kept = tuple[int, int, int]
 
 
 class Store:
-    """Keeps copies of entries; ``all_bytes`` and ``all_floats`` read them back, with one transfer a block."""
+    """Keeps copies of entries; ``take_bytes`` and ``take_floats`` read them back, with one transfer a block."""
 
     def __init__(self) -> None:
         self._blocks: list[torch.Tensor] = []
@@ -54,25 +54,25 @@ class Store:
         number = self._last[like.device, like.dtype] = len(self._blocks) - 1
         return number
 
-    def all_bytes(self) -> Callable[[Kept], bytes]:
-        """A look into all blocks as they are now: the bytes of what was kept."""
-        raw: list[bytes] = []
-        for block, used in zip(self._blocks, self._used, strict=True):
-            here = block[:used].cpu()
-            raw.append(ctypes.string_at(here.data_ptr(), used * here.itemsize))
+    def take_bytes(self) -> Callable[[Kept], bytes]:
+        """Read all blocks and let go of them: the bytes of what was kept."""
+        raw: list[tuple[bytes, int]] = []
+        for block in self._taken():
+            here = block.cpu()
+            raw.append((ctypes.string_at(here.data_ptr(), here.numel() * here.itemsize), here.itemsize))
 
         def read(kept: Kept) -> bytes:
             number, first, behind = kept
-            size = self._blocks[number].itemsize
-            return raw[number][first * size : behind * size]
+            joined, size = raw[number]
+            return joined[first * size : behind * size]
 
         return read
 
-    def all_floats(self) -> Callable[[Kept], list[float]]:
+    def take_floats(self) -> Callable[[Kept], list[float]]:
         """The same as floats; the absolute value of what is complex."""
         values: list[list[float]] = []
-        for block, used in zip(self._blocks, self._used, strict=True):
-            real = block[:used].abs() if block.is_complex() else block[:used]
+        for block in self._taken():
+            real = block.abs() if block.is_complex() else block
             values.append(real.to(torch.float64).tolist())
 
         def read(kept: Kept) -> list[float]:
@@ -80,3 +80,10 @@ class Store:
             return values[number][first:behind]
 
         return read
+
+    def _taken(self) -> Iterator[torch.Tensor]:
+        """The written part of each block, one at a time."""
+        for number, used in enumerate(self._used):
+            block, self._blocks[number] = self._blocks[number], torch.empty(0)
+            yield block[:used]
+        self._blocks, self._used, self._last = [], [], {}
