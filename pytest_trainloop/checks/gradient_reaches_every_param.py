@@ -92,6 +92,8 @@ def gradient_reaches_every_param(evidence: Evidence) -> Iterator[Finding]:
     yield from frozen_by_mistake(record)
     if not record.of_backward() and not _stopped_at_backward(record):
         raise CannotDecide(f"no backward pass was seen in {record.items} batches")
+    if record.raised is not None and not _stopped_at_backward(record) and not record.of_backward()[-1].arrivals:
+        return  # the exception came from inside backward: that is the fault to show
     suspects = [p for p in record.parameters if _in_scope(record, p)]
     never = [p for p in suspects if not record.last_arrivals(p.index)]
     zero = [p for p in suspects if p not in never]
