@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor, nn
 
@@ -25,11 +25,16 @@ VOCABULARY = 96
 
 @dataclass
 class Loop:
-    """A model with its optimizer and one step of its training."""
+    """A model with its optimizer, one step of its training on one batch, and a loop over batches."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    step: Callable[[], Tensor]
+    batch: Tensor
+    step: Callable[..., Tensor]
+
+    def fit(self, batches: Iterable[Tensor]) -> None:
+        for tokens in batches:
+            self.step(tokens)
 
 
 def gpt(*, layers: int, width: int, context: int, rows: int) -> Loop:
@@ -39,9 +44,9 @@ def gpt(*, layers: int, width: int, context: int, rows: int) -> Loop:
     model = GPT(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 100))
-    tokens = torch.randint(VOCABULARY, (rows, context + 1))
+    batch = torch.randint(VOCABULARY, (rows, context + 1))
 
-    def step() -> Tensor:
+    def step(tokens: Tensor = batch) -> Tensor:
         optimizer.zero_grad()
         logits = model(tokens[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -51,7 +56,7 @@ def gpt(*, layers: int, width: int, context: int, rows: int) -> Loop:
         scheduler.step()
         return loss
 
-    return Loop(model, optimizer, step)
+    return Loop(model, optimizer, batch, step)
 
 
 class Calls(TorchFunctionMode):

@@ -309,7 +309,8 @@ def _arrives_as_zero(evidence: Evidence, record: Record, zero: Sequence[Paramete
                 yield _zero_advice(tuple(n for n in names if depends[n].depends))
             return
         chosen = [n for n in names if n in cut.reached]
-        beside = "softmax" in cut.candidate.op and any(record.reached(p.index) for p in record.parameters)
+        by_batch = "softmax" in cut.candidate.op and not cut.candidate.by_shape  # attention over the one key there is
+        beside = by_batch and any(record.reached(p.index) for p in record.parameters)
         yield _zeroed_by(tuple(chosen), cut, "advice" if beside else "fault")
         left = [p for p in left if p.name not in cut.reached]
 

@@ -48,6 +48,9 @@ _CAN_DIE = frozenset(
 )
 
 
+_LAYERS = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One operation at one line; for ``grad_off`` the line that switched gradients off."""
@@ -57,6 +60,8 @@ class Candidate:
     place: Place
     site: Site
     module: str
+    by_shape: bool = False
+    """Whether the shape of a weight makes it so, whatever the batch."""
 
     @property
     def key(self) -> tuple[str, Site]:
@@ -79,6 +84,7 @@ class Tracer(TorchFunctionMode):
         self._inside = 0
         self._detached: list[Any] = []
         self._closed: list[tuple[Candidate, list[bool]]] = []
+        self._one_wide: list[torch.Tensor] = []
         self.found: dict[tuple[str, Site], Candidate] = {}
         self.touched: set[int] = set()
 
@@ -145,7 +151,10 @@ class Tracer(TorchFunctionMode):
             if self._nudge and ("grad_off", self._region_site()) in self._chosen:
                 return _nudged(out)
         elif kind is not None:
-            self._note(Candidate(kind, name, place, site, self._watch.module_path()))
+            by_shape = any(given[0] is one for one in self._one_wide) and list(given[0].shape).count(1) == 1
+            self._note(Candidate(kind, name, place, site, self._watch.module_path(), by_shape))
+        if name in _LAYERS and len(given) > 1 and given[1].shape[0] == 1:
+            self._one_wide = [*self._one_wide[-15:], out]
         return out
 
     def _note(self, candidate: Candidate) -> None:

@@ -79,8 +79,10 @@ class Reader:
     def resolve(self) -> None:
         """Read everything that is pending."""
         entries, numbers = self._entries.take_bytes(), self._numbers.take_floats()
+        seen: dict[bytes, bytes] = {}  # what arrived, what was consumed and what was left are often the same
         for fact, sampled, extremes in self._facts:
-            fact.sample = entries(sampled)
+            chunk = entries(sampled)
+            fact.sample = seen.setdefault(chunk, chunk)
             if extremes is not None:
                 fact.peak = max(map(abs, numbers(extremes)))
         for use, kept in self._scalars:

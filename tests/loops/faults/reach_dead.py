@@ -195,7 +195,6 @@ dead(
     lambda: Pooled(dim=1),
     data.series,
     regress,
-    level="advice",  # attention over a single key looks the same
 )
 
 
