@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy as _copy
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -46,6 +46,68 @@ def _children(value: Any) -> list[Any]:
         slots = vars(kind).get("__slots__", ())
         held += [getattr(value, slot, None) for slot in ([slots] if isinstance(slots, str) else slots)]
     return held
+
+
+def rows(batch: Any, axis: int = 0) -> int:
+    """How many rows a batch has: the size along ``axis`` that most of its tensors share, that of the first where
+    several do; 0 where no tensor has such an axis."""
+    sizes = [t.shape[axis] for t in tensors(batch) if t.dim() > _least_dims(axis)]
+    return max(dict.fromkeys(sizes), key=sizes.count, default=0)
+
+
+def take(batch: Any, chosen: Sequence[int], axis: int = 0) -> Any:
+    """A fresh batch of the chosen rows, in this order; types, keys, dtypes and devices stay.
+
+    What has another size along ``axis`` (class weights, one mask for all) is kept whole. Plain lists and arrays with
+    one entry for each row are taken from as well.
+    """
+    count = rows(batch, axis)
+    memo: dict[int, Any] = {}
+    kept: list[Any] = []  # an identity may not be used again while it is in the memo
+    for leaf in _leaves(batch):
+        taken = _taken(leaf, chosen, count, axis)
+        if taken is not leaf:
+            memo[id(leaf)] = taken
+            kept.append(leaf)
+    return _copy.deepcopy(batch, memo)
+
+
+def _least_dims(axis: int) -> int:
+    return axis if axis >= 0 else -axis - 1
+
+
+def _taken(leaf: Any, chosen: Sequence[int], count: int, axis: int) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        if leaf.dim() <= _least_dims(axis) or leaf.shape[axis] != count:
+            return leaf
+        fresh = leaf.detach().index_select(axis, torch.tensor(list(chosen), device=leaf.device)).clone()
+        return fresh.requires_grad_(leaf.requires_grad)
+    if isinstance(leaf, list):
+        return [_copy.deepcopy(leaf[i]) for i in chosen]
+    return leaf[list(chosen)] if leaf.ndim > _least_dims(axis) and leaf.shape[0] == count and axis == 0 else leaf
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    """Tensors, numpy arrays, and lists with as many entries as there are rows."""
+    count = rows(batch)
+    seen: set[int] = set()
+    todo: list[Any] = [batch]
+    while todo:
+        value = todo.pop(0)
+        if id(value) in seen or isinstance(value, (str, bytes, int, float, complex, type(None), type, torch.nn.Module)):
+            continue
+        seen.add(id(value))
+        listed = isinstance(value, list) and value is not batch and len(value) == count
+        array = hasattr(value, "__array__") and hasattr(value, "ndim")
+        if isinstance(value, torch.Tensor) or array or (listed and not _of_columns(value, count)):
+            yield value
+        else:
+            todo.extend(_children(value))
+
+
+def _of_columns(values: list[Any], count: int) -> bool:
+    """Whether a list as long as the batch holds columns, each with all rows, rather than rows."""
+    return all(isinstance(v, torch.Tensor) and v.dim() > 0 and v.shape[0] == count for v in values)
 
 
 def copy(batch: Any, field: str = "batch") -> Any:

@@ -82,7 +82,7 @@ CAUSES = {
         "in the first iteration the scheduler steps before any optimizer does, and goes on from the same line"
     ),
     "update_missing": "the scaler steps again and again and is never updated",
-    "window_left_over": "the run ends with gradients that no step consumed",
+    "window_left_over": "the run of a loop without the knob accumulate ends with gradients that no step consumed",
 }
 
 
@@ -90,7 +90,7 @@ CAUSES = {
 def step_order(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.evidence.calls import call_order
     from pytest_trainloop.evidence.ledger import keep
-    from pytest_trainloop.evidence.windows import window_findings
+    from pytest_trainloop.evidence.windows import left_over, window_findings
 
     record = evidence.run()
     order = list(call_order(record))
@@ -107,6 +107,7 @@ def step_order(evidence: Evidence) -> Iterator[Finding]:
         yield from window_findings(window, keep(window), ACCUMULATE)
     elif not accounts:
         yield from window_findings(record, ledger)
+        yield from left_over(record, ledger)
 
 
 def _accounts_findings(record: Record, ledger: Ledger) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import contextlib
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from pytest_trainloop.evidence.accumulation import Accumulation
     from pytest_trainloop.evidence.cut import Cut
     from pytest_trainloop.evidence.dependence import Dependence
     from pytest_trainloop.evidence.trace import Kind
@@ -121,6 +122,16 @@ class Evidence:
         from pytest_trainloop.evidence.exposed import exposed
 
         return exposed(self, names)
+
+    def accumulation(self) -> Accumulation:
+        """The runs over windows of micro-batches, against those over whole batches."""
+        from pytest_trainloop.evidence.accumulation import Accumulation
+
+        made = Accumulation(self._plan, self._counted)
+        seen = self.run()
+        with preserved():
+            made.look(build(self.make, self._fixed, self._seed), seen)
+        return made
 
     def _first_look(self) -> frozenset[str]:
         with preserved():

@@ -28,6 +28,7 @@ class Batches(Sequence[Any]):
 
     A pass in which no step happens ends after ``read_ahead`` items: such a loop collects its batches first. Unknown
     attributes are asked of the project's own loader, so that ``batches.dataset`` or ``batches.batch_size`` work.
+    ``items`` take the place of the loop's own batches; a pass over them is never cut short, and is the only one.
     ``cut_short`` tells that enough was seen before the loop was through, ``held_back`` that a pass ended for want of a
     step.
     """
@@ -41,6 +42,7 @@ class Batches(Sequence[Any]):
         stepped: Callable[[], bool],
         stop: Callable[[], None],
         read_ahead: int | None,
+        items: Sequence[Any] | None = None,
         double: bool = False,
     ) -> None:
         self._double = double
@@ -50,7 +52,9 @@ class Batches(Sequence[Any]):
         self._stepped = stepped
         self._stop = stop
         self._read_ahead = read_ahead
-        self._source = _source(loop, count)
+        self._source = _source(loop, count) if items is None else iter(items)
+        self._once = items is not None
+        self._through = False
         self._cache: list[Any] = []
         self._empty_passes = 0
         self.taken = 0
@@ -73,7 +77,7 @@ class Batches(Sequence[Any]):
         return self._fresh(position)
 
     def __iter__(self) -> Iterator[Any]:
-        spent = self._spent()
+        spent = self._over() or (self._once and self._through and self._stepped())
         self.cut_short = self.cut_short or spent
         if spent or (self.taken >= PASSES_WITHOUT_STEP * self._count and not self._stepped()):
             self._empty_passes += 1
@@ -83,7 +87,7 @@ class Batches(Sequence[Any]):
 
     def _pass(self) -> Iterator[Any]:
         for position in range(self._count):
-            if self._spent():
+            if self._over():
                 self.cut_short = True
                 return
             if self._read_ahead is not None and position >= self._read_ahead and not self._stepped():
@@ -95,6 +99,11 @@ class Batches(Sequence[Any]):
                 return
             self.taken += 1
             yield item
+        self._through = True
+
+    def _over(self) -> bool:
+        """Whether enough was seen in the middle of a pass; items that were chosen one by one are all given."""
+        return not self._once and self._spent()
 
     def _fresh(self, position: int) -> Any:
         field = "batch" if self._loop.batches is None else f"batches[{position}]"
@@ -133,6 +142,12 @@ def _source(loop: TrainLoop, count: int) -> Iterator[Any]:
             "batches(n) is needed"
         )
     return iter(given)
+
+
+def first_batches(loop: TrainLoop, count: int) -> list[Any]:
+    """The loop's own first batches: repeated where it gives one only, from the start again where it has too few."""
+    given = list(itertools.islice(_source(loop, count), count))
+    return [given[i % len(given)] for i in range(count)] if given else []
 
 
 def _re_iterable(batches: Any) -> bool:

@@ -9,6 +9,7 @@ result was float64 is told.
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,25 +35,41 @@ _WIDER = {
 
 
 class _Promote(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Every floating dtype that an operation is asked for becomes float64."""
+    """Every floating dtype that an operation is asked for becomes float64, and so does every lower operand of one that
+    makes a tensor of its own. ``lower`` names the first operations that gave a lower precision all the same."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.lower_seen = False
+        self.lower: dict[str, None] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         args, kwargs = tree_map(_wide_dtype, (args, kwargs or {}))
-        if _mixed(args):
-            written = {
-                i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
-            }
-            args = tuple(a if i in written else tree_map(_wide, a) for i, a in enumerate(args))
+        aliased, written = _aliases(func)
+        if func is torch.ops.aten.copy_.default:
+            return func(*args, **kwargs)  # it converts by itself
+        if _lower_among(args) and (not aliased or _mixed(args)):
+            args = tuple(a if i in written or i in aliased else tree_map(_wide, a) for i, a in enumerate(args))
         out = func(*args, **kwargs)
-        if isinstance(out, torch.Tensor) and out.dtype in _WIDER:
-            self.lower_seen = True
+        if not aliased:
+            out = tree_map(_wide, out) if func is torch.ops.aten.lift_fresh.default else out
+            for tensor in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(tensor, torch.Tensor) and tensor.dtype in _WIDER and len(self.lower) < MOST:
+                    self.lower[f"{func} gave {str(tensor.dtype).removeprefix('torch.')}"] = None
         return out
+
+
+MOST = 8
+"""Operations that are named at most."""
+
+
+@functools.cache
+def _aliases(func: Any) -> tuple[frozenset[int], frozenset[int]]:
+    """Which arguments the result is a view of, and which are written to."""
+    known = [(i, a.alias_info) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None]
+    written = frozenset(i for i, info in known if info.is_write)
+    return frozenset(i for i, _ in known) - written, written
 
 
 def _wide_dtype(value: Any) -> Any:
@@ -63,10 +80,19 @@ def _wide(value: Any) -> Any:
     return value.to(_WIDER[value.dtype]) if isinstance(value, torch.Tensor) and value.dtype in _WIDER else value
 
 
+def _operands(args: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for a in args:
+        for t in a if isinstance(a, (list, tuple)) else (a,):
+            if isinstance(t, torch.Tensor):
+                yield t
+
+
+def _lower_among(args: Iterable[Any]) -> bool:
+    return any(t.dtype in _WIDER for t in _operands(args))
+
+
 def _mixed(args: Iterable[Any]) -> bool:
-    dtypes = {
-        t.dtype for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(t, torch.Tensor)
-    }
+    dtypes = {t.dtype for t in _operands(args)}
     return bool(dtypes & set(_WIDER)) and bool(dtypes & {torch.float64, torch.complex128})
 
 

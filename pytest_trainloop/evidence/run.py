@@ -20,7 +20,7 @@ from pytest_trainloop.evidence.raised import raised, user_error
 from pytest_trainloop.observe.watch import FULL_ROUNDS, Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.observe.record import Raised, Record
@@ -31,13 +31,18 @@ READ_AHEAD_BUDGETS = (25, 100, 400)
 ENOUGH_ROUNDS = 3
 """Steps of one optimizer below which a run is tried again with more batches."""
 
+MOST_STEPS = 9
+"""Steps of one optimizer in a run over chosen items, at most; none needs more than two windows of four."""
+
 _SCALARS_ONLY = "grad can be implicitly created only for scalar outputs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
     """How one run goes: ``enough`` ends it; ``prepare`` sees the fresh loop and its watch before ``fit``;
-    ``contexts`` are entered around ``fit``."""
+    ``contexts`` are entered around ``fit``; ``items`` makes the batches in place of the loop's own; ``fit_seed`` is
+    another seed for ``fit`` than for the building; ``fit`` is what is
+    run in place of the project's own loop."""
 
     knobs: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
@@ -48,6 +53,9 @@ class RunPlan:
     prepare: Callable[[Watch], None] = lambda watch: None
     contexts: Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]] = lambda watch: ()
     double: bool = False
+    items: Callable[[TrainLoop], Sequence[Any]] | None = None
+    fit_seed: int | None = None
+    fit: Callable[[TrainLoop], Callable[[Any], Any]] = lambda loop: fit_of(loop)
 
 
 def run(make: Make, plan: RunPlan) -> Record:
@@ -60,13 +68,15 @@ def run(make: Make, plan: RunPlan) -> Record:
         loop = build(make, plan.knobs, plan.seed)
         if wide is not None:
             widen(loop)
-            wide.lower_seen = False  # what was built in a lower precision (from numpy, from a file) is wide by now
+            wide.lower.clear()  # what was built in a lower precision (from numpy, from a file) is wide by now
         guard = Guard(plan.seconds)
         watch = Watch(loop.modules, loop.optimizers, before_step=lambda w: _stop_if_past(w, guard, plan))
         record = watch.record
+        items = None if plan.items is None else plan.items(loop)
         batches = Batches(
             loop,
-            plan.count,
+            plan.count if items is None else len(items),
+            items=items,
             spent=lambda: plan.enough(record),
             stepped=lambda: record.steps > 0,
             stop=guard.stop,
@@ -74,16 +84,17 @@ def run(make: Make, plan: RunPlan) -> Record:
             double=plan.double,
         )
         watch.items = lambda: batches.taken
-        fit = fit_of(loop)
+        fit = plan.fit(loop)
         with watch, contextlib.ExitStack() as around:
             with watch.quietly():
                 plan.prepare(watch)
             for context in plan.contexts(watch):
                 around.enter_context(context)
-            seed_all(plan.seed)
+            seed_all(plan.seed if plan.fit_seed is None else plan.fit_seed)
             error = guard.call(lambda: fit(batches), lambda: f"after {record.steps} steps")
         record.items = batches.taken
-        record.double = wide is not None and not wide.lower_seen
+        record.double = wide is not None and not wide.lower
+        record.lower = () if wide is None else tuple(wide.lower)
     record.knobs = dict(plan.knobs)
     record.frozen = None if loop.frozen is None else tuple(loop.frozen)
     record.seconds = time.perf_counter() - began
@@ -112,6 +123,8 @@ def _no_scalar(record: Record, error: BaseException) -> UserCodeError:
 
 def _stop_if_past(watch: Watch, guard: Guard, plan: RunPlan) -> None:
     """The last guard: a loop that has its own copy of the batches is ended from inside its optimizer's step."""
+    if plan.items is not None and watch.record.rounds >= MOST_STEPS:
+        guard.stop()
     if watch.record.rounds >= max(2 * plan.count, 25) or (
         plan.enough(watch.record) and watch.record.rounds >= 2 * FULL_ROUNDS
     ):
@@ -131,7 +144,7 @@ def fit_of(loop: TrainLoop) -> Callable[[Any], Any]:
     """The project's loop; its per-batch step repeated; or, where only a loss was given, the plain canonical loop."""
     if loop.fit is not None:
         return loop.fit
-    step, loss = loop.step, loop.loss
+    step = loop.step
     if step is not None:
 
         def fit(batches: Any) -> None:
@@ -139,10 +152,12 @@ def fit_of(loop: TrainLoop) -> Callable[[Any], Any]:
                 step(batch)
 
         return fit
-    return _canonical(loop, loss)
+    return canonical(loop)
 
 
-def _canonical(loop: TrainLoop, loss: Any) -> Callable[[Any], None]:
+def canonical(loop: TrainLoop) -> Callable[[Any], None]:
+    """The plain loop over the declared loss."""
+    loss: Any = loop.loss
     optimizers = loop.optimizers or [
         torch.optim.SGD([p for m in loop.modules.values() for p in m.parameters()], lr=1e-2)
     ]

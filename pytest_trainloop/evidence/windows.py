@@ -19,7 +19,7 @@ _CONSEQUENCES = ("accumulation_equivalence", "overfit_one_batch", "update_ratio"
 
 
 def window_findings(record: Record, ledger: Ledger, accumulate: int = 0) -> Iterator[Finding]:
-    """What goes wrong inside an accumulation window, and what is left at the end of the data.
+    """What goes wrong inside an accumulation window.
 
     Passes count as micro-batches where the loop's own knob says how many there are (``accumulate``), or where each has
     a batch of its own: several passes over one batch are what adversarial training and per-sample gradients do.
@@ -37,10 +37,12 @@ def window_findings(record: Record, ledger: Ledger, accumulate: int = 0) -> Iter
         if window and micro and not perturbed and not ledger.by_hand and all(_finite(a) for a in lost):
             yield _zeroed_inside(record, accounts, lost, *window)
             return
-    stepped = {a.backward.site for a in ledger.accounts if a.consumed}
-    left = [a for a in ledger.accounts if _left_over(record, a) and a.backward.site in stepped]
-    ended_by_itself = record.raised is None and record.ended
-    if left and ended_by_itself and any(a.consumed for a in ledger.accounts) and left[-1] is ledger.accounts[-1]:
+
+
+def left_over(record: Record, ledger: Ledger) -> Iterator[Finding]:
+    """A window that is open when the data end, of a loop without a knob for it."""
+    left = left_open(record, ledger)
+    if left:
         yield Finding(
             cause="window_left_over",
             level="advice",
@@ -55,6 +57,14 @@ def window_findings(record: Record, ledger: Ledger, accumulate: int = 0) -> Iter
                 "step once more after the loop when a window is open, or drop the remainder on purpose (drop_last=True)"
             ),
         )
+
+
+def left_open(record: Record, ledger: Ledger) -> list[Account]:
+    """The passes at the end of a run that no step consumed, where earlier ones of their place were consumed."""
+    stepped = {a.backward.site for a in ledger.accounts if a.consumed}
+    left = [a for a in ledger.accounts if _left_over(record, a) and a.backward.site in stepped]
+    by_itself = record.raised is None and record.ended
+    return left if left and by_itself and left[-1] is ledger.accounts[-1] else []
 
 
 def _left_over(record: Record, account: Account) -> bool:

@@ -124,6 +124,11 @@ class Book:
             for name, parameter in module.named_parameters(recurse=False):
                 self.add(parameter, f"{sub}.{name}", "unregistered", owner=sub)
 
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Every module entered so far, by its path."""
+        for module in self._kept:
+            yield self.modules[id(module)], module
+
     def note_gone(self) -> None:
         """Mark the registered parameters that stand in none of the modules any more."""
         present = {id(p) for module in self._kept for p in module.parameters(recurse=False)}

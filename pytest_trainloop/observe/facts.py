@@ -39,7 +39,7 @@ class Reader:
 
     def fact(self, tensor: torch.Tensor) -> Fact:
         """The tensor's peak and sample as they are now."""
-        fact = Fact()
+        fact = Fact(sparse=tensor.layout is torch.sparse_coo)
         if not readable(tensor):
             return fact
         values = _dense(tensor.detach())

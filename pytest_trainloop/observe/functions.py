@@ -30,6 +30,8 @@ LOSSES = frozenset(
     multilabel_soft_margin_loss""".split()
 )
 
+_IGNORING = ("cross_entropy", "nll_loss")
+
 _GRAD = torch.Tensor.grad
 _DATA = torch.Tensor.data
 _READ = (_GRAD, _DATA)
@@ -213,6 +215,7 @@ class Functions(TorchFunctionMode):
                 target_shape=_shape(target),
                 target_dtype=_dtype(target),
                 reduction=str(kwargs.get("reduction", "mean")),
+                ignore_index=kwargs.get("ignore_index", -100) if name in _IGNORING else None,
             )
             if isinstance(out, torch.Tensor) and out.numel() == 1:
                 watch.reader.scalar(out, lambda value: setattr(call, "value", value))

@@ -29,10 +29,12 @@ class Place:
 
 @dataclass(slots=True)
 class Fact:
-    """A tensor at one moment: its largest absolute entry and the bytes of up to 64 entries."""
+    """A tensor at one moment: its largest absolute entry and the bytes of up to 128 entries, always at the same places
+    but of a ``sparse`` one."""
 
     peak: float = math.nan
     sample: bytes = b""
+    sparse: bool = False
 
     @property
     def zero(self) -> bool:
@@ -124,6 +126,7 @@ class LossCall(Event):
     target_dtype: str
     reduction: str
     value: float = math.nan
+    ignore_index: int | None = None
 
 
 @dataclass(slots=True)
@@ -287,6 +290,7 @@ class Record:
     ended: bool = False
     cut_short: bool = False
     double: bool = False
+    lower: tuple[str, ...] = ()
     knobs: dict[str, object] = field(default_factory=dict)
     moves: list[Move] = field(default_factory=list)
     end: dict[int, Fact] = field(default_factory=dict)

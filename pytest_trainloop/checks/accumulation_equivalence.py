@@ -1,0 +1,289 @@
+"""Accumulating over k micro-batches gives the gradient of the same examples in one batch.
+
+What it does
+    It runs the loop with its knob ``accumulate`` at 1 on two whole batches, and at 2, 3 and 4 on the same rows split
+    evenly, and compares what each optimizer step consumes: before any clipping, in float64, without dropout, from the
+    same weights. Rows are put in an order that makes the counts of valid targets as uneven as they can be.
+
+Why is this bad?
+    A micro-batch loss that is not divided trains at k times the rate that was set. A mean over each micro-batch's own
+    tokens weighs a token in a short sequence more than one in a long one. Both look like training.
+
+How it decides
+    The reference is the loop itself at ``accumulate=1``, never a declared loss. In float64 both ways agree to rounding.
+    Where they do not, g_i, the gradient of micro-batch i alone, is taken, and both gradients are written as sums of
+    w_i g_i by least squares: the weights w_i are the diagnosis. [1, 1] against [.5, .5]: not divided. [0, .5]: the
+    first is wiped. [.5, .5] against [.52, .48]: a mean of means. Of the gradient of the whole batch, separable losses
+    leave at most 1e-13 outside the span of the g_i, interacting or random ones more than 1e-3; above 1e-9 nothing is
+    judged.
+    A loop that gives other gradients and, by a rate scaled to match, the same weights, is right. A batch norm is judged
+    with its running statistics.
+
+Faulty
+    >>> for i, batch in enumerate(batches):
+    ...     loss_of(model, batch).backward()
+    ...     if (i + 1) % accumulate == 0: ...
+
+Fixed
+    >>> for i, batch in enumerate(batches):
+    ...     (loss_of(model, batch) / accumulate).backward()
+    ...     if (i + 1) % accumulate == 0: ...
+
+Known limits
+    Losses in which examples meet (contrastive ones) and loops that draw random numbers besides dropout are skipped: no
+    equality is due. An uneven last window is advice. Without the knob only the declared ``loss`` can be looked at.
+
+References
+    https://huggingface.co/blog/gradient_accumulation (mean of means over tokens)
+    https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-accumulation
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.checks import check
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.finding import Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pytest_trainloop.evidence import Evidence
+    from pytest_trainloop.evidence.accumulation import Accumulation, Split, Weighing
+
+CONSEQUENCES = ("overfit_one_batch", "update_ratio")
+
+WINDOW = 4
+"""Micro-batches a window where the end of the data is looked at."""
+
+CLOSE = 1e-6
+"""How near a factor must come to a whole one: weights are good to 1e-8 (span.ALIKE), a token in a million is 1e-6."""
+
+CAUSES = {
+    "loss_not_divided": "every micro-batch weighs k times what it does in one batch",
+    "divided_twice": "every micro-batch weighs 1/k of what it does in one batch",
+    "only_last_counts": "the first micro-batches of a window weigh nothing",
+    "mean_of_means": "all micro-batches weigh the same, where in one batch each weighs by its valid targets",
+    "carried_over": "the second window holds gradients of the first one's micro-batches",
+    "stepped_inside_window": "a step comes before all micro-batches of the window have had their backward pass",
+    "last_window_lost": "the micro-batches after the last full window are never stepped",
+    "update_differs": "the gradients of the first window agree, and the weights after it do not",
+}
+
+
+@check(needs={"run"}, causes=CAUSES, family="batch", rank=10)
+def accumulation_equivalence(evidence: Evidence) -> Iterator[Finding]:
+    if not evidence.has_knob("accumulate"):
+        yield from _by_loss(evidence)
+        return
+    made = evidence.accumulation()
+    splits = [made.split(k) for k in made.sizes()]
+    wrong = [s for s in splits if not s.equal and not (s.steps == s.steps_expected and s.updates <= s.bound)]
+    if wrong:
+        yield from _explained(made, wrong, splits)
+        return
+    yield from _last_window(evidence)
+    moved = [s for s in splits if s.equal and s.updates > CLOSE and s.rates_differ]
+    if moved:
+        yield _update_differs(moved[0])
+
+
+def _explained(made: Accumulation, wrong: Sequence[Split], splits: Sequence[Split]) -> Iterator[Finding]:
+    """One finding: the first cause that an observation proves."""
+    first = wrong[0]
+    if first.steps > first.steps_expected or first.first_window < first.accumulate:
+        yield _stepped_inside(first)
+        return
+    if first.windows[0].difference <= first.bound:
+        yield _later_window(made, first)
+        return
+    weighing = made.weigh(first)
+    noise = made.reordered(first)
+    if noise * 1e3 > first.windows[0].difference:
+        raise CannotDecide(
+            f"reversing the rows of one batch changes the gradient by {noise:.1e} of its size: no equality is due"
+        )
+    factors = [w.windows[0].ratio for w in wrong if w.windows[0].cosine > 1 - CLOSE]
+    yield _weighed(first, weighing, wrong if len(factors) == len(wrong) else [first], len(splits))
+
+
+def _weighed(split: Split, weighing: Weighing, wrong: Sequence[Split], tried: int) -> Finding:
+    k, full, got = split.accumulate, weighing.one_batch.weights, weighing.accumulated.weights
+    if weighing.accumulated.residual > 1e-9:
+        return _unexplained(split, weighing)
+    largest = max(abs(w) for w in got)
+    absent = [i for i, w in enumerate(got) if abs(w) < CLOSE * largest]
+    if absent and absent[-1] == k - 1:
+        return _finding(split, weighing, "stepped_inside_window", _after(k - len(absent), k))
+    if absent:
+        return _finding(
+            split,
+            weighing,
+            "only_last_counts",
+            f"{len(absent)} of {k} micro-batches do not count: their gradients are wiped before the step",
+        )
+    factor = sum(got) / sum(full) if sum(full) else float("inf")
+    if abs(factor - 1) < CLOSE:
+        return _finding(
+            split,
+            weighing,
+            "mean_of_means",
+            f"micro-batches with unequal numbers of valid targets weigh {_list(got)}, and in one batch {_list(full)}",
+        )
+    return _scaled(split, weighing, wrong, factor, tried)
+
+
+def _scaled(split: Split, weighing: Weighing, wrong: Sequence[Split], factor: float, tried: int) -> Finding:
+    sizes = " and ".join(", ".join(str(w.accumulate) for w in wrong).rsplit(", ", 1))
+    by_count = all(abs(w.windows[0].ratio / w.accumulate - 1) < 1e-3 for w in wrong)
+    shown = "the factor is exactly the number of micro-batches" if by_count else f"the factor is {factor:.3g}"
+    return _finding(
+        split,
+        weighing,
+        "loss_not_divided" if factor > 1 else "divided_twice",
+        f"{split.accumulate} micro-batches give {factor:.2f} times the gradient of the same examples in one batch",
+        shown=f"{shown} for splits into {sizes}" if len(wrong) == tried else shown,
+    )
+
+
+_REPAIRS = {
+    "loss_not_divided": (
+        "loss = loss / accumulate before backward(); with unequal token counts divide the summed loss by all tokens"
+    ),
+    "divided_twice": "divide once only: a Trainer or an Accelerator that is told of the accumulation divides by itself",
+    "only_last_counts": "call zero_grad() once for each step, right after it, not once for each micro-batch",
+    "mean_of_means": (
+        "sum the loss over tokens (reduction='sum') and divide by the number of valid targets in the whole window"
+    ),
+    "stepped_inside_window": "step after the last micro-batch of a window only: if (i + 1) % accumulate == 0",
+    "carried_over": "zero_grad() right after every step, before the next micro-batch's backward()",
+}
+
+
+def _finding(split: Split, weighing: Weighing | None, cause: str, summary: str, *, shown: str = "") -> Finding:
+    window = split.windows[0]
+    weights = (
+        f"as weighted sums of the micro-batches' own gradients: {_list(weighing.accumulated.weights)} accumulated, "
+        f"{_list(weighing.one_batch.weights)} in one batch"
+        if weighing
+        else ""
+    )
+    return Finding(
+        cause=cause,
+        summary=summary,
+        measured=(
+            f"|g_{split.accumulate}| / |g_1| = {window.ratio:.3f}, cosine {window.cosine:.3f}, "
+            f"all {split.parameters} parameters, {split.precision}"
+        ),
+        shown_by="; ".join(part for part in (shown, weights) if part),
+        culprits=("optimizer.step()",) if cause == "stepped_inside_window" else ("loss.backward()",),
+        where=split.place,
+        smallest=f"{split.rows} examples as [{', '.join([str(split.rows // split.accumulate)] * split.accumulate)}]",
+        repair=_REPAIRS[cause],
+        explains=CONSEQUENCES,
+    )
+
+
+def _after(done: int, k: int) -> str:
+    return f"the step comes after {done} of {k} micro-batches"
+
+
+def _stepped_inside(split: Split) -> Finding:
+    k = split.accumulate
+    summary = _after(max(1, split.first_window), k)
+    if split.steps > split.steps_expected:
+        due = split.steps_expected
+        summary = f"{split.steps} steps over {due} windows of {k} micro-batches: {summary}"
+    return _finding(split, None, "stepped_inside_window", summary, shown="counted from the backward passes before it")
+
+
+def _later_window(made: Accumulation, split: Split) -> Finding:
+    """The first window is right, the second is not."""
+    weights, residual = made.carried(split)
+    if weights and residual < 1e-9:
+        return _finding(
+            split,
+            None,
+            "carried_over",
+            f"the second window of {split.accumulate} micro-batches holds gradients of the first one besides its own",
+            shown=f"what it holds too much is the first window's micro-batches, weighed {_list(weights)}",
+        )
+    if split.rates_differ:
+        return _update_differs(split)
+    raise CannotDecide(
+        "the gradients of the first window agree and those of the second do not, by nothing that is known here: "
+        "something besides the weights lives on from window to window"
+    )
+
+
+def _update_differs(split: Split) -> Finding:
+    return Finding(
+        cause="update_differs",
+        level="advice",
+        summary=f"accumulating over {split.accumulate} micro-batches gives the same gradient and another update",
+        measured=f"weights lie {split.updates:.1e} of their way apart after the last step, {split.precision}",
+        shown_by="the rates at the same optimizer steps differ" if split.rates_differ else "the rates are the same",
+        where=split.place,
+        repair="step the scheduler once for each optimizer step, or say so with skip= where the rate is meant to scale",
+    )
+
+
+def _unexplained(split: Split, weighing: Weighing) -> Finding:
+    return Finding(
+        cause="update_differs",
+        level="advice",
+        summary=(
+            f"{split.accumulate} micro-batches give another gradient than the same examples in one batch, and no "
+            "weighing of the micro-batches explains it"
+        ),
+        measured=(
+            f"|g_{split.accumulate}| / |g_1| = {split.windows[0].ratio:.3f}, cosine {split.windows[0].cosine:.3f}; "
+            f"{weighing.accumulated.residual:.1e} of it lies outside the span of the micro-batches' gradients"
+        ),
+        shown_by="not determined; ruled out: a wrong factor, wiped micro-batches, a mean of means, random numbers",
+        where=split.place,
+        repair="look for what runs once for each micro-batch besides the loss: a penalty, a clip, a hook",
+    )
+
+
+def _last_window(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.evidence.ledger import keep
+    from pytest_trainloop.evidence.windows import left_open
+
+    record = evidence.run(accumulate=WINDOW)
+    left = left_open(record, keep(record))
+    if left:
+        yield Finding(
+            cause="last_window_lost",
+            level="advice",
+            summary=f"the last {len(left)} of {record.items} micro-batches are never stepped: the window stays open",
+            measured=f"{len(left)} backward passes after the last step, windows of {WINDOW}",
+            shown_by="their gradients still stand in .grad when fit returns",
+            culprits=("optimizer.step()",),
+            where=str(left[0].backward.place),
+            repair="step once more after the loop when a window is open, or drop the remainder on purpose",
+        )
+
+
+def _by_loss(evidence: Evidence) -> Iterator[Finding]:
+    """Without a knob: whether dividing by k would be right for the declared loss."""
+    if "loss" not in evidence.offers:
+        raise CannotDecide(
+            "the function has no knob accumulate: give it accumulate=1 and hand it on to the loop (loss= for advice)"
+        )
+    weights = evidence.accumulation().weights_of_loss()
+    if max(weights) - min(weights) > CLOSE * max(weights):
+        yield Finding(
+            cause="mean_of_means",
+            level="advice",
+            summary=f"accumulated as a mean of micro-batch means, this loss would weigh {len(weights)} parts wrongly",
+            measured=f"in one batch they weigh {_list(weights)}, divided by {len(weights)} they would weigh the same",
+            shown_by="the whole batch's gradient written as a weighted sum of its parts' gradients, float64",
+            culprits=("loss",),
+            repair=_REPAIRS["mean_of_means"],
+        )
+
+
+def _list(weights: Sequence[float]) -> str:
+    return "[" + ", ".join(f"{w:.3g}" for w in weights) + "]"

@@ -1,0 +1,369 @@
+"""The loop over k micro-batches a window, against the loop itself over the same rows in one batch (RULINGS R4).
+
+Two windows are run. In float64 both ways must give the same gradients, but for rounding: the rows' gradients are summed
+in another order. Where they do not, the gradient of each micro-batch alone is taken, and both are written as weighted
+sums of these: the weights are the diagnosis.
+
+Bound: 1e3 * eps of the precision seen. Two orders of one sum of n terms differ by at most about n * eps of the
+largest partial sum (Higham, Accuracy and Stability of Numerical Algorithms, 4.2); n stays below 1e3 for what is summed
+over rows and positions of an example batch. Where terms cancel, what reversing the rows makes of it is measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_trainloop import batch as nests
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.evidence.batches import first_batches
+from pytest_trainloop.evidence.run import RunPlan, canonical
+from pytest_trainloop.evidence.span import Combination, Gradient, combination, consumed, ends, steps_of, vectors
+from pytest_trainloop.evidence.valid import uneven_order
+from pytest_trainloop.evidence.varied import SameStart, varied
+from pytest_trainloop.observe.record import Backward
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.observe.record import Record
+
+WINDOWS = 2
+ROUNDING = 1e3
+"""Machine epsilons within which two orders of summation agree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Two gradients of one step: the length of the accumulated one over the other's, their cosine, and the length of
+    their difference over the larger of both."""
+
+    ratio: float
+    cosine: float
+    difference: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Windows of ``accumulate`` micro-batches against one batch of the same ``rows``.
+
+    ``chunks``: the loop cuts each batch up by itself. ``steps`` are those of ``optimizer``, beside what the one-batch
+    run makes; ``first_window`` counts the micro-batches before its first; ``windows`` are the gradients consumed;
+    ``updates`` is the difference of the weights at the end, over how far they moved.
+    """
+
+    accumulate: int
+    rows: int
+    chunks: bool
+    optimizer: int
+    steps: int
+    steps_expected: int
+    first_window: int
+    windows: tuple[Agreement, ...]
+    updates: float
+    rates_differ: bool
+    bound: float
+    parameters: int
+    precision: str
+    place: str
+
+    @property
+    def equal(self) -> bool:
+        """Whether every step came when it should and consumed what it should."""
+        return self.steps == self.steps_expected and all(w.difference <= self.bound for w in self.windows)
+
+
+@dataclass(frozen=True, slots=True)
+class Weighing:
+    """The one-batch gradient and the accumulated one as weighted sums of the micro-batches' own."""
+
+    one_batch: Combination
+    accumulated: Combination
+
+
+class Accumulation:
+    """The runs behind ``accumulation_equivalence``, each made once."""
+
+    def __init__(self, plan_of: Callable[[Mapping[str, Any]], RunPlan], run_plan: Callable[[RunPlan], Record]) -> None:
+        self._plan_of = plan_of
+        self._run_plan = run_plan
+        self._start = SameStart()
+        self._batches: list[Any] = []
+        self._order: list[int] = []
+        self._declared: TrainLoop | None = None
+        self._double = True
+        self._records: dict[object, Record] = {}
+
+    def look(self, loop: TrainLoop, seen: Record) -> None:
+        """Take the batches of a fresh loop; raises ``CannotDecide`` where they have no rows to split."""
+        self._declared = loop
+        self._batches = [nests.copy(b) for b in first_batches(loop, WINDOWS)]
+        count = min(nests.rows(b, self._axis) for b in self._batches)
+        if count < 2:
+            raise CannotDecide(
+                f"the batch ({nests.describe(self._batches[0])}) has {count} rows along axis {self._axis}: "
+                "micro-batches take at least 2; give a larger one, or axis= or split="
+            )
+        self._order = uneven_order(self._batches[0], count, self._axis, loop.padding, seen)
+
+    @property
+    def _axis(self) -> int:
+        declared = None if self._declared is None else self._declared.axis
+        return declared if isinstance(declared, int) else 0
+
+    def sizes(self) -> list[int]:
+        """The numbers of micro-batches that the rows allow, of 2, 3 and 4."""
+        return [k for k in (2, 3, 4) if k <= len(self._order)]
+
+    def split(self, k: int, *, rows: int | None = None) -> Split:
+        """One comparison; raises ``CannotDecide`` where the loop cannot be run so."""
+        count = rows or self._rows(k)
+        one, many = self._one(count), self._made(("micro", k, count), k, lambda loop: self._micro_batches(k, count))
+        chunks = False
+        if many.steps > one.steps:
+            whole = self._made(("chunks", k, count), k, lambda loop: self._whole(count))
+            chunks = _cuts_by_itself(one, whole, k)
+            many = whole if chunks else many
+        self._require_steps(one, many, k)
+        optimizer = max(_optimizers(one), key=lambda o: self._worst(one, many, o))
+        return Split(
+            accumulate=k,
+            rows=count,
+            chunks=chunks,
+            optimizer=optimizer,
+            steps=_step_count(many, optimizer),
+            steps_expected=_step_count(one, optimizer),
+            first_window=micro_batches(one, many, optimizer),
+            windows=tuple(self._agreements(one, many, optimizer)),
+            updates=_updates(one, many) if many.rounds == one.rounds else float("inf"),
+            rates_differ=_rates(one, optimizer) != _rates(many, optimizer),
+            bound=ROUNDING * self._epsilon(),
+            parameters=len(consumed(one, optimizer, 0) or ()),
+            precision="float64" if one.double and many.double else self._lowest(),
+            place=_place(many, optimizer),
+        )
+
+    def weigh(self, split: Split, nth: int = 0) -> Weighing:
+        """The weights of the first window. Raises ``CannotDecide`` where examples interact, or where the loop draws
+        random numbers that are no dropout."""
+        k, count, o = split.accumulate, split.rows, split.optimizer
+        parts = self._parts(k, count, o)
+        one, many = self._pair(split)
+        whole, got, *basis = vectors([one, many, *parts])
+        full = combination(whole, basis)
+        if full is None:
+            raise CannotDecide(
+                f"the gradients of {k} micro-batches are too alike to be told apart, or one of them is zero; give a "
+                "batch with rows that differ"
+            )
+        self._require_repeatable(k, count, o)
+        if full.residual > self._separable():
+            raise CannotDecide(
+                "examples interact: the gradient of the whole batch is no weighted sum of those of its parts "
+                f"({full.residual:.1e} of it lies outside), so that accumulation is not meant to be equal"
+            )
+        accumulated = combination(got, basis)
+        assert accumulated is not None
+        return Weighing(full, accumulated)
+
+    def weights_of_loss(self) -> tuple[float, ...]:
+        """How two halves of the rows weigh in the gradient of the declared loss on all of them."""
+        self._plan_of = _on_loss(self._plan_of)
+        count = self._rows(2)
+        basis = self._parts(2, count, 0)
+        whole, *parts = vectors([consumed(self._one(count), 0, 0) or {}, *basis])
+        found = combination(whole, parts)
+        if found is None or found.residual > self._separable():
+            raise CannotDecide("the declared loss is no weighted sum over rows: accumulation is not meant to be equal")
+        return found.weights
+
+    def carried(self, split: Split) -> tuple[tuple[float, ...], float]:
+        """What the second window holds too much, as weights of the first window's micro-batches, and what is left."""
+        o = split.optimizer
+        one, many = consumed(self._one(split.rows), o, 1), consumed(self._many(split), o, 1)
+        parts = self._parts(split.accumulate, split.rows, o)
+        expected, got, *basis = vectors([one or {}, many or {}, *parts])
+        found = combination(got - expected, basis)
+        return (found.weights, found.residual) if found else ((), 1.0)
+
+    def reordered(self, split: Split) -> float:
+        """The difference that reversing the rows of the one batch makes: rounding, where rows do not interact."""
+        backwards = self._made(
+            ("reversed", split.rows),
+            1,
+            lambda loop: [self._rows_of(b, list(reversed(self._order[: split.rows]))) for b in self._batches],
+        )
+        a, b = consumed(self._one(split.rows), split.optimizer, 0), consumed(backwards, split.optimizer, 0)
+        return _agreement(*vectors([a or {}, b or {}])).difference
+
+    def _pair(self, split: Split) -> tuple[Gradient, Gradient]:
+        one, many = consumed(self._one(split.rows), split.optimizer, 0), consumed(self._many(split), split.optimizer, 0)
+        return one or {}, many or {}
+
+    def _parts(self, k: int, count: int, optimizer: int) -> list[Gradient]:
+        made = [
+            self._made(("part", k, count, i), 1, lambda loop, i=i: self._micro_batches(k, count)[i : i + 1])  # type: ignore[misc]
+            for i in range(k)
+        ]
+        return [consumed(record, optimizer, 0) or {} for record in made]
+
+    def _require_repeatable(self, k: int, count: int, optimizer: int) -> None:
+        """Draws of the loop's own (noise, a shuffle, stochastic depth) make two runs differ by more than rounding."""
+        for key, knob, items in (
+            (("one", count), 1, lambda loop: self._whole(count)),
+            (("micro", k, count), k, lambda loop: self._micro_batches(k, count)),
+        ):
+            again = self._made((*key, "reseeded"), knob, items, fit_seed=1_000_003)
+            first = self._records[key]
+            a, b = vectors([consumed(first, optimizer, 0) or {}, consumed(again, optimizer, 0) or {}])
+            if _agreement(a, b).difference > ROUNDING * self._epsilon():
+                raise CannotDecide(
+                    "the loop draws random numbers besides dropout (noise, shuffling, stochastic depth): with another "
+                    "seed for fit the gradient differs"
+                )
+
+    def _one(self, count: int) -> Record:
+        return self._made(("one", count), 1, lambda loop: self._whole(count))
+
+    def _many(self, split: Split) -> Record:
+        return self._records[("chunks" if split.chunks else "micro", split.accumulate, split.rows)]
+
+    def _made(
+        self,
+        key: tuple[object, ...],
+        knob: int,
+        items: Callable[[TrainLoop], Sequence[Any]],
+        fit_seed: int | None = None,
+    ) -> Record:
+        if key not in self._records:
+            plan = varied(self._plan_of({"accumulate": knob}), self._start, items)
+            plan = replace(plan, fit_seed=fit_seed, double=self._double)
+            record = self._run_plan(plan)
+            if record.raised is not None and self._double and not self._records:
+                self._double, self._start = False, SameStart()
+                return self._made(key, knob, items, fit_seed)
+            if record.raised is not None:
+                raise CannotDecide(
+                    f"fit raised {record.raised.summary} on {'part of ' if knob > 1 else ''}the batch; give axis= or "
+                    "split= if rows are told apart in another way"
+                )
+            self._records[key] = record
+        return self._records[key]
+
+    def _rows(self, k: int) -> int:
+        count = len(self._order)
+        return count // 12 * 12 or count // k * k
+
+    def _whole(self, count: int) -> list[Any]:
+        return [self._rows_of(b, self._order[:count]) for b in self._batches]
+
+    def _micro_batches(self, k: int, count: int) -> list[Any]:
+        size = count // k
+        split = None if self._declared is None else self._declared.split
+        if split is not None:
+            return [part for batch in self._whole(count) for part in split(batch, k)]
+        return [self._rows_of(b, self._order[i * size : (i + 1) * size]) for b in self._batches for i in range(k)]
+
+    def _rows_of(self, batch: Any, rows: Sequence[int]) -> Any:
+        return nests.take(batch, rows, self._axis)
+
+    def _require_steps(self, one: Record, many: Record, k: int) -> None:
+        made, expected = many.steps, one.steps
+        if not any(_step_count(one, o) for o in _optimizers(one)):
+            raise CannotDecide(f"no optimizer step was seen over {WINDOWS} batches with accumulate=1")
+        if made < expected:
+            raise CannotDecide(
+                f"with accumulate={k} the loop made {made} steps over {WINDOWS * k} micro-batches, where {expected} "
+                "are due: it counts its windows in another way, or collects more batches before it steps"
+            )
+
+    def _agreements(self, one: Record, many: Record, optimizer: int) -> list[Agreement]:
+        pairs = [(consumed(one, optimizer, n), consumed(many, optimizer, n)) for n in range(WINDOWS)]
+        return [_agreement(*vectors([a, b])) for a, b in pairs if a is not None and b is not None]
+
+    def _worst(self, one: Record, many: Record, optimizer: int) -> float:
+        """How far the windows differ; infinite where the optimizer stepped another number of times."""
+        if _step_count(one, optimizer) != _step_count(many, optimizer):
+            return float("inf")
+        return max((a.difference for a in self._agreements(one, many, optimizer)), default=0.0)
+
+    def _epsilon(self) -> float:
+        dtype = self._lowest()
+        return torch.finfo(getattr(torch, dtype)).eps
+
+    def _lowest(self) -> str:
+        """The lowest precision that any of the runs computed in."""
+        if all(r.double for r in self._records.values()):
+            return "float64"
+        said = " ".join(word for r in self._records.values() for word in (*r.lower, *(p.dtype for p in r.parameters)))
+        return next((d for d in ("bfloat16", "float16") if d in said.replace("bfloat16", "bfloat16 ")), "float32")
+
+    def _separable(self) -> float:
+        return max(1e-9, 1e4 * self._epsilon())
+
+
+def _on_loss(plan_of: Callable[[Mapping[str, Any]], RunPlan]) -> Callable[[Mapping[str, Any]], RunPlan]:
+    """The same plans for a plain loop over the declared loss."""
+    return lambda knobs: replace(plan_of({}), fit=canonical)
+
+
+def _agreement(expected: torch.Tensor, got: torch.Tensor) -> Agreement:
+    a, b = (float(torch.linalg.vector_norm(v)) for v in (expected, got))
+    if not (a < float("inf") and b < float("inf")):
+        return Agreement(float("nan"), float("nan"), 0.0 if a != a and b != b else float("inf"))
+    largest = max(a, b)
+    if largest == 0.0:
+        return Agreement(1.0, 1.0, 0.0)
+    cosine = float(expected @ got) / (a * b) if a and b else 0.0
+    return Agreement(b / a if a else float("inf"), cosine, float(torch.linalg.vector_norm(got - expected)) / largest)
+
+
+def _optimizers(record: Record) -> list[int]:
+    return [o.index for o in record.optimizers if steps_of(record, o.index)]
+
+
+def _step_count(record: Record, optimizer: int) -> int:
+    return len(steps_of(record, optimizer)) if optimizer < len(record.optimizers) else 0
+
+
+def _cuts_by_itself(one: Record, whole: Record, k: int) -> bool:
+    """Whether the loop steps as often for whole batches with the knob at k, and goes k times through its model."""
+    stepping = _optimizers(one)
+    alike = all(_step_count(one, o) == _step_count(whole, o) for o in stepping)
+    return alike and bool(stepping) and micro_batches(one, whole, stepping[0]) >= k
+
+
+def micro_batches(one: Record, many: Record, optimizer: int) -> int:
+    """Micro-batches of the first window: by its backward passes, or by its forward passes where one backward serves
+    several."""
+    (one_forward, one_backward), (forward, backward) = _passes(one, optimizer), _passes(many, optimizer)
+    return max(backward // max(1, one_backward), forward - one_forward + 1 if one_forward else 0)
+
+
+def _passes(record: Record, optimizer: int) -> tuple[int, int]:
+    """Forward and backward passes before the first step."""
+    first = min((s.at for s in steps_of(record, optimizer)), default=0)
+    mine = set(record.optimizers[optimizer].parameters) if optimizer < len(record.optimizers) else set()
+    forward = sum(f.grad_enabled and f.at < first for f in record.root_forwards())
+    return forward, sum(b.at < first and bool(mine & set(b.arrivals)) for b in record.of(Backward))
+
+
+def _rates(record: Record, optimizer: int) -> list[tuple[float, ...]]:
+    return [s.rates for s in steps_of(record, optimizer)[:WINDOWS]]
+
+
+def _updates(one: Record, many: Record) -> float:
+    """How far the weights lie apart in the end, over how far they moved."""
+    (start, end), (_, other) = ends(one), ends(many)
+    before, after, got = vectors([start, end, other])
+    apart, moved = (float(torch.linalg.vector_norm(v)) for v in (got - after, after - before))
+    return apart / moved if moved else apart
+
+
+def _place(record: Record, optimizer: int) -> str:
+    """The line of the first backward pass that brings this optimizer gradients."""
+    mine = set(record.optimizers[optimizer].parameters)
+    return next((str(b.place) for b in record.of(Backward) if mine & set(b.arrivals)), "")
