@@ -54,6 +54,9 @@ if TYPE_CHECKING:
 
 CONSEQUENCES = ("overfit_one_batch", "update_ratio")
 
+OUTSIDE = 1e-9
+"""Share of a gradient outside of a span from which it is none of its sums (R4: separable losses stay below 1e-13)."""
+
 WINDOW = 4
 """Micro-batches a window where the end of the data is looked at."""
 
@@ -61,7 +64,7 @@ CLOSE = 1e-6
 """How near a factor must come to a whole one: weights are good to 1e-8 (span.ALIKE), a token in a million is 1e-6."""
 
 CAUSES = {
-    "loss_not_divided": "every micro-batch weighs k times what it does in one batch",
+    "loss_not_divided": "every micro-batch, or one part of its loss, weighs k times what it does in one batch",
     "divided_twice": "every micro-batch weighs 1/k of what it does in one batch",
     "only_last_counts": "the first micro-batches of a window weigh nothing",
     "mean_of_means": "all micro-batches weigh the same, where in one batch each weighs by its valid targets",
@@ -105,45 +108,61 @@ def _explained(made: Accumulation, wrong: Sequence[Split], splits: Sequence[Spli
             f"reversing the rows of one batch changes the gradient by {noise:.1e} of its size: no equality is due"
         )
     factors = [w.windows[0].ratio for w in wrong if w.windows[0].cosine > 1 - CLOSE]
-    yield _weighed(first, weighing, wrong if len(factors) == len(wrong) else [first], len(splits))
+    yield _weighed(made, first, weighing, wrong if len(factors) == len(wrong) else [first], len(splits))
 
 
-def _weighed(split: Split, weighing: Weighing, wrong: Sequence[Split], tried: int) -> Finding:
+def _weighed(made: Accumulation, split: Split, weighing: Weighing, wrong: Sequence[Split], tried: int) -> Finding:
     k, full, got = split.accumulate, weighing.one_batch.weights, weighing.accumulated.weights
-    if weighing.accumulated.residual > 1e-9:
-        return _unexplained(split, weighing)
+    if weighing.accumulated.residual > OUTSIDE:
+        return _part_not_divided(split, weighing) if made.grows_with_windows(split) else _unexplained(split, weighing)
     largest = max(abs(w) for w in got)
     absent = [i for i, w in enumerate(got) if abs(w) < CLOSE * largest]
     if absent and absent[-1] == k - 1:
         return _finding(split, weighing, "stepped_inside_window", _after(k - len(absent), k))
     if absent:
-        return _finding(
-            split,
-            weighing,
-            "only_last_counts",
-            f"{len(absent)} of {k} micro-batches do not count: their gradients are wiped before the step",
+        do, their = ("do", "their gradients are") if len(absent) > 1 else ("does", "its gradient is")
+        summary = f"{len(absent)} of {k} micro-batches {do} not count: {their} wiped before the step"
+        return _finding(split, weighing, "only_last_counts", summary)
+    factors = [g / w for g, w in zip(got, full, strict=True)]
+    factor = sum(got) / sum(full)
+    if _alike(factors):
+        return _scaled(split, weighing, wrong, factor, tried)
+    if _alike(got) and abs(factor - 1) < CLOSE:
+        summary = (
+            f"micro-batches with unequal numbers of valid targets weigh {_list(got)}, and in one batch {_list(full)}"
         )
-    factor = sum(got) / sum(full) if sum(full) else float("inf")
-    if abs(factor - 1) < CLOSE:
-        return _finding(
-            split,
-            weighing,
-            "mean_of_means",
-            f"micro-batches with unequal numbers of valid targets weigh {_list(got)}, and in one batch {_list(full)}",
-        )
-    return _scaled(split, weighing, wrong, factor, tried)
+        return _finding(split, weighing, "mean_of_means", summary)
+    if _alike(got) and (abs(factor - k) < CLOSE * k or abs(factor * k - 1) < CLOSE):
+        return _scaled(split, weighing, wrong, factor, tried)
+    return _unexplained(split, weighing)
+
+
+def _alike(values: Sequence[float]) -> bool:
+    return max(values) - min(values) <= CLOSE * max(map(abs, values))
 
 
 def _scaled(split: Split, weighing: Weighing, wrong: Sequence[Split], factor: float, tried: int) -> Finding:
     sizes = " and ".join(", ".join(str(w.accumulate) for w in wrong).rsplit(", ", 1))
-    by_count = all(abs(w.windows[0].ratio / w.accumulate - 1) < 1e-3 for w in wrong)
-    shown = "the factor is exactly the number of micro-batches" if by_count else f"the factor is {factor:.3g}"
+    power = 1 if factor > 1 else -1
+    by_count = all(abs(w.windows[0].ratio * w.accumulate**-power - 1) < CLOSE for w in wrong)
+    exact = "the number of micro-batches" if power > 0 else "one over the number of micro-batches"
+    shown = f"the factor is exactly {exact}" if by_count else f"the factor is {factor:.3g}"
     return _finding(
         split,
         weighing,
         "loss_not_divided" if factor > 1 else "divided_twice",
         f"{split.accumulate} micro-batches give {factor:.2f} times the gradient of the same examples in one batch",
         shown=f"{shown} for splits into {sizes}" if len(wrong) == tried else shown,
+    )
+
+
+def _part_not_divided(split: Split, weighing: Weighing) -> Finding:
+    return _finding(
+        split,
+        weighing,
+        "loss_not_divided",
+        "a part of the loss is not divided: what it adds to the gradient grows with the number of micro-batches",
+        shown="what 4 micro-batches give too much is exactly three times what 2 give too much",
     )
 
 
@@ -201,7 +220,7 @@ def _stepped_inside(split: Split) -> Finding:
 def _later_window(made: Accumulation, split: Split) -> Finding:
     """The first window is right, the second is not."""
     weights, residual = made.carried(split)
-    if weights and residual < 1e-9:
+    if weights and residual < OUTSIDE:
         return _finding(
             split,
             None,
@@ -286,4 +305,5 @@ def _by_loss(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _list(weights: Sequence[float]) -> str:
-    return "[" + ", ".join(f"{w:.3g}" for w in weights) + "]"
+    largest = max(map(abs, weights))
+    return "[" + ", ".join(f"{w:.3g}" if abs(w) > CLOSE * largest else "0" for w in weights) + "]"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop import batch as nests
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.errors import CannotDecide, Unreliable
 from pytest_trainloop.evidence.batches import first_batches
 from pytest_trainloop.evidence.run import RunPlan, canonical
 from pytest_trainloop.evidence.span import Combination, Gradient, combination, consumed, ends, steps_of, vectors
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.observe.record import Record
 
 WINDOWS = 2
+RESEEDED = 1_000_003
 ROUNDING = 1e3
 """Machine epsilons within which two orders of summation agree."""
 
@@ -140,7 +141,7 @@ class Accumulation:
             windows=tuple(self._agreements(one, many, optimizer)),
             updates=_updates(one, many) if many.rounds == one.rounds else float("inf"),
             rates_differ=_rates(one, optimizer) != _rates(many, optimizer),
-            bound=ROUNDING * self._epsilon(),
+            bound=self._bound(),
             parameters=len(consumed(one, optimizer, 0) or ()),
             precision="float64" if one.double and many.double else self._lowest(),
             place=_place(many, optimizer),
@@ -189,6 +190,21 @@ class Accumulation:
         found = combination(got - expected, basis)
         return (found.weights, found.residual) if found else ((), 1.0)
 
+    def grows_with_windows(self, split: Split) -> bool:
+        """Whether what windows of 4 give too much is three times what windows of 2 give, over the same rows: a part of
+        the loss that is counted once for each micro-batch."""
+        count = len(self._order) // 4 * 4
+        if not count:
+            return False
+        one = consumed(self._one(count), split.optimizer, 0) or {}
+        excess = []
+        for k in (2, 4):
+            many = self._many(self.split(k, rows=count))
+            whole, got = vectors([one, consumed(many, split.optimizer, 0) or {}])
+            excess.append(got - whole)
+        largest = float(torch.linalg.vector_norm(excess[1]))
+        return float(torch.linalg.vector_norm(excess[1] - 3 * excess[0])) <= 1e-6 * largest
+
     def reordered(self, split: Split) -> float:
         """The difference that reversing the rows of the one batch makes: rounding, where rows do not interact."""
         backwards = self._made(
@@ -212,18 +228,25 @@ class Accumulation:
 
     def _require_repeatable(self, k: int, count: int, optimizer: int) -> None:
         """Draws of the loop's own (noise, a shuffle, stochastic depth) make two runs differ by more than rounding."""
-        for key, knob, items in (
+        runs: tuple[tuple[tuple[object, ...], int, Callable[[TrainLoop], list[Any]]], ...] = (
             (("one", count), 1, lambda loop: self._whole(count)),
             (("micro", k, count), k, lambda loop: self._micro_batches(k, count)),
-        ):
-            again = self._made((*key, "reseeded"), knob, items, fit_seed=1_000_003)
-            first = self._records[key]
-            a, b = vectors([consumed(first, optimizer, 0) or {}, consumed(again, optimizer, 0) or {}])
-            if _agreement(a, b).difference > ROUNDING * self._epsilon():
-                raise CannotDecide(
+        )
+        for fit_seed, refused in (
+            (None, Unreliable("two identical runs of the loop differ: see determinism, and seed what draws there")),
+            (
+                RESEEDED,
+                CannotDecide(
                     "the loop draws random numbers besides dropout (noise, shuffling, stochastic depth): with another "
                     "seed for fit the gradient differs"
-                )
+                ),
+            ),
+        ):
+            for key, knob, items in runs:
+                again = self._made((*key, "again", fit_seed), knob, items, fit_seed=fit_seed)
+                first = consumed(self._records[key], optimizer, 0) or {}
+                if _agreement(*vectors([first, consumed(again, optimizer, 0) or {}])).difference > self._bound():
+                    raise refused
 
     def _one(self, count: int) -> Record:
         return self._made(("one", count), 1, lambda loop: self._whole(count))
@@ -291,8 +314,10 @@ class Accumulation:
         return max((a.difference for a in self._agreements(one, many, optimizer)), default=0.0)
 
     def _epsilon(self) -> float:
-        dtype = self._lowest()
-        return torch.finfo(getattr(torch, dtype)).eps
+        return float(torch.finfo(getattr(torch, self._lowest())).eps)
+
+    def _bound(self) -> float:
+        return ROUNDING * self._epsilon()
 
     def _lowest(self) -> str:
         """The lowest precision that any of the runs computed in."""
