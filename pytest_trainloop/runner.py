@@ -239,7 +239,7 @@ class Observation:
         Raises ``CheckFailed`` with the failure texts unless ``raises=False``.
         """
         from pytest_trainloop.checks import registered
-        from pytest_trainloop.evidence import WatchedOnce
+        from pytest_trainloop.evidence.watched import WatchedOnce
         from pytest_trainloop.knobs import nearest
 
         checks = registered()

@@ -59,7 +59,8 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.evidence import Evidence
     from pytest_trainloop.evidence.ledger import Account, Ledger
-    from pytest_trainloop.observe.record import Record, Step
+    from pytest_trainloop.observe.events import Step
+    from pytest_trainloop.observe.record import Record
 
 CONSEQUENCES = ("overfit_one_batch", "update_ratio", "every_param_moves")
 ACCUMULATE = 4

@@ -11,7 +11,6 @@ from pytest_trainloop.evidence.preserve import preserved
 from pytest_trainloop.evidence.run import ENOUGH_ROUNDS, READ_AHEAD_BUDGETS, RunPlan, run
 from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.observe.watch import FULL_ROUNDS
-from pytest_trainloop.wording import some, them
 
 if TYPE_CHECKING:
     import contextlib
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
     from pytest_trainloop.evidence.accumulation import Accumulation
     from pytest_trainloop.evidence.cut import Cut
     from pytest_trainloop.evidence.dependence import Dependence
+    from pytest_trainloop.evidence.modes import Evaluation, InEval
+    from pytest_trainloop.evidence.repeat import Repetition
     from pytest_trainloop.evidence.trace import Kind
     from pytest_trainloop.observe.record import Record
     from pytest_trainloop.observe.watch import Watch
@@ -52,6 +53,9 @@ class Evidence:
         self._seconds = seconds
         self._fixed = {self.knobs["device"]: device} if device is not None and "device" in self.knobs else {}
         self._records: dict[tuple[tuple[str, Any], ...], Record] = {}
+        self._plans: dict[tuple[tuple[str, Any], ...], RunPlan] = {}
+        self._repetition: Repetition | None = None
+        self._declared: dict[str, bool | None] = {}
         self._offers: frozenset[str] | None = None
         self.own_steps = 0
         self.options: Mapping[str, Any] = {}
@@ -67,12 +71,16 @@ class Evidence:
     def has_knob(self, name: str) -> bool:
         return name in self.knobs
 
+    def declared(self, name: str) -> bool | None:
+        """What the loop says of itself by ``stochastic=`` or ``interacts=``."""
+        return self._declared.get(name) if self.offers else None
+
     def run(self, **knobs: Any) -> Record:
         """The watched run with these knobs, all others at their defaults."""
         _ = self.offers
         key = tuple(sorted(knobs.items()))
         if key not in self._records:
-            self._records[key] = self._long_enough(self._plan(knobs))
+            self._records[key] = self._long_enough(key, self._plan(knobs))
         return self._records[key]
 
     def short_run(
@@ -123,6 +131,61 @@ class Evidence:
 
         return exposed(self, names)
 
+    def double_run(self) -> Record:
+        """The watched run in float64."""
+        return self._once("double", lambda plan: replace(plan, double=True))
+
+    def longer_run(self) -> Record:
+        """A run of five times as many steps, most of them at light density: what moves seldom has moved in it."""
+        return self._once("longer", lambda plan: replace(plan, count=5 * plan.count, enough=_many_rounds))
+
+    def _once(self, name: str, change: Callable[[RunPlan], RunPlan]) -> Record:
+        base = self.run()
+        key = ((f"_{name}", base.items),)
+        if key not in self._records:
+            self._records[key] = self._counted(change(self._plans[()]))
+        return self._records[key]
+
+    def in_eval(self) -> tuple[InEval | None, float]:
+        """Modules in evaluation mode in training passes, and by how much training mode changes what is
+        backpropagated."""
+        from pytest_trainloop.evidence.modes import Kinds, matters, trained_in_eval
+
+        record, kinds = self.run(), Kinds()
+        if not any(f.in_eval and f.grad_enabled for f in record.root_forwards()):
+            return None, 0.0
+        self._counted(replace(self._plans[()], prepare=kinds, enough=lambda r: r.rounds >= 1))
+        found = trained_in_eval(record, kinds.norms, kinds.own_train)
+        return found, matters(record, self._plans[()], self._counted, found.modules) if found else 0.0
+
+    def evaluations(self) -> list[Evaluation]:
+        """Evaluations inside ``fit`` that run in training mode."""
+        from pytest_trainloop.evidence.modes import is_evaluation, without_gradients
+
+        record, plan = self.run(), self._plans[()]
+        return [e for e in without_gradients(record) if is_evaluation(e, record, plan, self._counted, 0.0)]
+
+    def evaluate_in_training_mode(self) -> tuple[tuple[str, ...], str]:
+        """What acts by mode and is in training mode when the declared ``evaluate`` runs, and where it is called."""
+        if "evaluate" not in self.offers:
+            return (), ""
+        from pytest_trainloop.evidence.modes import ThenEvaluate
+
+        self.run()
+        then = ThenEvaluate()
+        seen = then.forwards(self._counted(then.plan(self._plans[()])))
+        return next(((f.in_training, str(f.place)) for f in seen if f.training and f.in_training), ((), ""))
+
+    def repetition(self) -> Repetition:
+        """The run made once more: whether it is the same bit for bit, and if not, why."""
+        from pytest_trainloop.evidence.repeat import repetition
+
+        if self._repetition is None:
+            first = self.run()
+            with preserved():
+                self._repetition = repetition(first, self._plans[()], self._counted)
+        return self._repetition
+
     def accumulation(self) -> Accumulation:
         """The runs over windows of micro-batches, against those over whole batches."""
         from pytest_trainloop.evidence.accumulation import Accumulation
@@ -138,6 +201,7 @@ class Evidence:
             first = build(self.make, self._fixed, self._seed)
             second = build(self.make, self._fixed, self._seed)
             require_fresh(first, second)
+        self._declared = {name: getattr(first, name) for name in ("stochastic", "interacts")}
         given = {name for name in TrainLoop.field_names() if getattr(first, name) is not None}
         if given & {"fit", "step"}:
             given.add("fit")
@@ -161,7 +225,7 @@ class Evidence:
             read_ahead=2 * accumulate + 8,
         )
 
-    def _long_enough(self, plan: RunPlan) -> Record:
+    def _long_enough(self, key: tuple[tuple[str, Any], ...], plan: RunPlan) -> Record:
         """The run, made again with more batches where it read ahead or accumulated over more than it was given."""
         record = self._counted(plan)
         for count in READ_AHEAD_BUDGETS:
@@ -169,7 +233,9 @@ class Evidence:
                 break
             if record.raised is not None and not record.cut_short:
                 break
-            record = self._counted(replace(plan, count=count, read_ahead=None))
+            plan = replace(plan, count=count, read_ahead=None)
+            record = self._counted(plan)
+        self._plans[key] = plan
         return record
 
     def _counted(self, plan: RunPlan) -> Record:
@@ -178,39 +244,12 @@ class Evidence:
         return record
 
 
-class WatchedOnce:
-    """The evidence of one run that was watched from outside and can't be repeated: a record, and no second look."""
-
-    offers = frozenset({"fit", "run"})
-    options: Mapping[str, Any] = {}
-
-    def __init__(self, record: Record) -> None:
-        self._record = record
-
-    def has_knob(self, name: str) -> bool:
-        return False
-
-    def run(self, **knobs: Any) -> Record:
-        return self._record
-
-    def dependence(self, names: Sequence[str]) -> dict[str, Dependence]:
-        raise CannotDecide(
-            f"{some(names)}: no gradient was seen; whether the loss depends on {them(names)} takes further runs: "
-            "return a TrainLoop from a marked test"
-        )
-
-    def cut(self, names: Sequence[str], kinds: set[Kind]) -> tuple[Cut | None, set[str]]:
-        return None, set()
-
-    def starts_at_saddle(self, names: Sequence[str]) -> dict[str, float]:
-        return {}
-
-    def exposed(self, names: Sequence[str]) -> set[str]:
-        return set()
+def _many_rounds(record: Record) -> bool:
+    return record.rounds >= 5 * FULL_ROUNDS
 
 
 def _could_step(record: Record) -> bool:
-    from pytest_trainloop.observe.record import Backward
+    from pytest_trainloop.observe.events import Backward
 
     return (bool(record.of(Backward)) or record.raised is not None) and not record.moved_by_hand()
 

@@ -23,7 +23,7 @@ from pytest_trainloop.evidence.run import RunPlan, canonical
 from pytest_trainloop.evidence.span import Combination, Gradient, combination, consumed, ends, steps_of, vectors
 from pytest_trainloop.evidence.valid import uneven_order
 from pytest_trainloop.evidence.varied import SameStart, varied
-from pytest_trainloop.observe.record import Backward
+from pytest_trainloop.observe.events import Backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -174,8 +174,9 @@ class Accumulation:
         """How two halves of the rows weigh in the gradient of the declared loss on all of them."""
         self._plan_of = _on_loss(self._plan_of)
         count = self._rows(2)
-        basis = self._parts(2, count, 0)
-        whole, *parts = vectors([consumed(self._one(count), 0, 0) or {}, *basis])
+        one = self._one(count)
+        optimizer = _optimizers(one)[0]
+        whole, *parts = vectors([consumed(one, optimizer, 0) or {}, *self._parts(2, count, optimizer)])
         found = combination(whole, parts)
         if found is None or found.residual > self._separable():
             raise CannotDecide("the declared loss is no weighted sum over rows: accumulation is not meant to be equal")
@@ -332,7 +333,12 @@ class Accumulation:
 
 def _on_loss(plan_of: Callable[[Mapping[str, Any]], RunPlan]) -> Callable[[Mapping[str, Any]], RunPlan]:
     """The same plans for a plain loop over the declared loss."""
-    return lambda knobs: replace(plan_of({}), fit=canonical)
+
+    def plain(loop: TrainLoop) -> Callable[[Any], None]:
+        loop.optimizer = None  # one that needs a closure would stand in the way
+        return canonical(loop)
+
+    return lambda _knobs: replace(plan_of({}), fit=plain)
 
 
 def _agreement(expected: torch.Tensor, got: torch.Tensor) -> Agreement:

@@ -7,10 +7,12 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.finding import Finding
-from pytest_trainloop.observe.record import Backward, GradWrite, Record, ScalerCall, SchedulerStep, Site, Step
+from pytest_trainloop.observe.events import Backward, GradWrite, ScalerCall, SchedulerStep, Site, Step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from pytest_trainloop.observe.record import Record
 
 LOGGED_NORM = 1e5
 """Above this bound a clip is taken for a norm that is logged: no training clips gradients there."""

@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.errors import Unreliable
-from pytest_trainloop.observe.record import Backward, Record, Step
+from pytest_trainloop.observe.events import Backward, Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pytest_trainloop.evidence import Evidence
+    from pytest_trainloop.observe.record import Record
     from pytest_trainloop.observe.watch import Watch
 
 MOST = 12

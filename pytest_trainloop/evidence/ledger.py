@@ -10,10 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.observe.record import Arrival, Backward, Fact, GradWrite, Read, Record, Step
+from pytest_trainloop.observe.events import Arrival, Backward, Fact, GradWrite, Read, Step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from pytest_trainloop.observe.record import Record
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from pytest_trainloop.finding import UserError
-from pytest_trainloop.observe.record import Place, Raised
+from pytest_trainloop.observe.events import Place, Raised
 from pytest_trainloop.observe.source import NOWHERE, layer, place_of
 
 _OURS = str(Path(__file__).parents[1])

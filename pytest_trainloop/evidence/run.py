@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pytest_trainloop.loop import TrainLoop
-    from pytest_trainloop.observe.record import Raised, Record
+    from pytest_trainloop.observe.events import Raised
+    from pytest_trainloop.observe.record import Record
 
 READ_AHEAD_BUDGETS = (25, 100, 400)
 """Batches given to a loop that reads ahead, on fresh loops, until it has made enough steps (DESIGN, fit)."""

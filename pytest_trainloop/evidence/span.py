@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.observe.record import GradWrite, Step
+from pytest_trainloop.observe.events import GradWrite, Step
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pytest_trainloop.observe.record import Fact, Record
+    from pytest_trainloop.observe.events import Fact
+    from pytest_trainloop.observe.record import Record
 
 Gradient = dict[str, torch.Tensor]
 """The sampled entries by parameter, in float64."""

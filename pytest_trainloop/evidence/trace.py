@@ -17,7 +17,7 @@ from pytest_trainloop.observe.taps import Taps
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from pytest_trainloop.observe.record import Place, Site
+    from pytest_trainloop.observe.events import Place, Site
     from pytest_trainloop.observe.watch import Watch
 
 Kind = Literal["detach", "grad_off", "value", "custom", "flat", "dead"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop import batch as nests
-from pytest_trainloop.observe.record import LossCall
+from pytest_trainloop.observe.events import LossCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

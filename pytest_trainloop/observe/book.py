@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pytest_trainloop.observe.record import Parameter, Role
+from pytest_trainloop.observe.facts import readable
+from pytest_trainloop.observe.record import Parameter, Role, Statistics
 from pytest_trainloop.observe.source import layer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from pytest_trainloop.observe.facts import Reader
+
+
+RUNNING = ("running_mean", "running_var")
 
 
 class Book:
@@ -35,6 +39,7 @@ class Book:
         self._within_declared = False
         self.modules: dict[int, str] = {}
         self._kept: list[nn.Module] = []
+        self._statistics: list[tuple[Statistics, nn.Module, str]] = []
 
     def index(self, tensor: torch.Tensor) -> int | None:
         return self._index.get(id(tensor))
@@ -100,6 +105,7 @@ class Book:
             if id(module) not in self.modules:
                 self.modules[id(module)] = path
                 self._kept.append(module)
+                self._add_statistics(module, path)
             for name, parameter in module.named_parameters(recurse=False):
                 if isinstance(parameter, nn.Parameter):  # functional_call puts plain tensors there for one call
                     index = self.add(parameter, f"{path}.{name}" if path else name, "model", owner=path)
@@ -109,6 +115,20 @@ class Book:
             for name, hidden in _hidden(module):
                 self._add_hidden(f"{path}.{name}" if path else name, hidden, registered)
         return list(range(before, len(self.entries)))
+
+    def _add_statistics(self, module: nn.Module, path: str) -> None:
+        for name in RUNNING:
+            buffer = module._buffers.get(name)
+            if buffer is not None and readable(buffer):
+                known = Statistics(f"{path}.{name}" if path else name, path, self._reader.sample_only(buffer))
+                self._statistics.append((known, module, name))
+
+    def statistics(self) -> list[Statistics]:
+        """Running statistics as they were when their module was entered, and as they are now."""
+        for known, module, name in self._statistics:
+            buffer = module._buffers.get(name)
+            known.end = known.start if buffer is None else self._reader.sample_only(buffer)
+        return [known for known, _, _ in self._statistics]
 
     def _add_hidden(self, path: str, hidden: nn.Module | torch.Tensor, registered: set[int]) -> None:
         if isinstance(hidden, torch.Tensor):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from pytest_trainloop.observe.record import Fact
+from pytest_trainloop.observe.events import Fact
 from pytest_trainloop.observe.store import Store
 from pytest_trainloop.observe.torch_internals import is_functorch
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from pytest_trainloop.observe.record import GradWrite, LossCall, Place
+from pytest_trainloop.observe.events import GradWrite, LossCall, Place
 from pytest_trainloop.observe.source import frames_called, here
 from pytest_trainloop.observe.torch_internals import take_off
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from pytest_trainloop.observe.record import Arrival, Backward, Root
+from pytest_trainloop.observe.events import Arrival, Backward, Root
 from pytest_trainloop.observe.source import NOWHERE, here
 
 if TYPE_CHECKING:

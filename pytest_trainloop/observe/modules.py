@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from pytest_trainloop.observe.record import Forward, Place
+from pytest_trainloop.observe.events import Forward, Place
+from pytest_trainloop.observe.modes import acts_by_mode
 from pytest_trainloop.observe.source import frame_in, here, layer, place_of
 
 if TYPE_CHECKING:
@@ -63,9 +64,14 @@ class Modules:
                 training=module.training,
                 autocast=_autocast(),
                 in_backward=watch.backward is not None,
-                in_eval=tuple(watch.book.path_of(m) for m in module.modules() if not m.training),
+                in_eval=self._sensitive(module, training=False),
+                in_training=self._sensitive(module, training=True),
             )
         )
+
+    def _sensitive(self, root: nn.Module, *, training: bool) -> tuple[str, ...]:
+        book = self._watch.book
+        return tuple(book.path_of(m) for m in root.modules() if m.training is training and acts_by_mode(m))
 
     def _checkpoint_place(self) -> Place:
         """The line that called the checkpoint."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pytest_trainloop.observe.events import Move, Step
 from pytest_trainloop.observe.facts import _dense, readable, spaced
-from pytest_trainloop.observe.record import Move, Step
 
 if TYPE_CHECKING:
     from pytest_trainloop.observe.watch import Watch
@@ -78,6 +78,9 @@ class Motion:
                 old, new = _values(*before[i]), _values(*now[i])
                 size = float((new - old).abs().max() / old.abs().max().clamp_min(torch.finfo(torch.float64).tiny))
                 step.updates[i] = max(step.updates.get(i, 0.0), size)
+                moved_by = new - old
+                lengths = torch.linalg.vector_norm(moved_by) * torch.linalg.vector_norm(old)
+                step.along[i] = float(moved_by.flatten() @ old.flatten() / lengths) if lengths else 0.0
 
 
 _Chunk = tuple[torch.dtype, bytes]

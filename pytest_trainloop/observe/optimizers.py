@@ -13,7 +13,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from pytest_trainloop.observe.record import Fact, Read, Step
+from pytest_trainloop.observe.events import Fact, Read, Step
 from pytest_trainloop.observe.record import Optimizer as Held
 from pytest_trainloop.observe.source import here
 
@@ -51,7 +51,8 @@ class Optimizers:
         index = len(self._watch.record.optimizers)
         self._index[id(inner)] = index
         self._kept.append(inner)
-        held = Held(index=index, kind=type(inner).__name__, declared=declared)
+        ours = type(inner).__module__.startswith("torch.")
+        held = Held(index=index, kind=type(inner).__name__, declared=declared, from_torch=ours)
         self._watch.record.optimizers.append(held)
         self.refresh(inner)
         return index
@@ -59,12 +60,18 @@ class Optimizers:
     def refresh(self, optimizer: Any) -> list[int]:
         """Note which parameters the optimizer's groups hold now, repetitions kept."""
         held: list[int] = []
+        groups: list[int] = []
+        peaks: list[float] = []
         watch = self._watch
         for g, group in enumerate(getattr(optimizer, "param_groups", None) or ()):
+            peak = group.get("initial_lr") if isinstance(group, dict) else None
+            peaks.append(float(peak) if isinstance(peak, (int, float)) else float("nan"))
             for i, tensor in enumerate(group.get("params", ()) if isinstance(group, dict) else ()):
                 if isinstance(tensor, torch.Tensor):
                     held.append(watch.book.add(tensor, f"{type(optimizer).__name__}.param_groups[{g}][{i}]", "foreign"))
-        watch.record.optimizers[self._index[id(optimizer)]].parameters = tuple(held)
+                    groups.append(g)
+        entry = watch.record.optimizers[self._index[id(optimizer)]]
+        entry.parameters, entry.groups, entry.peaks = tuple(held), tuple(groups), tuple(peaks)
         watch.hook_gradients(held)
         return held
 
@@ -83,6 +90,7 @@ class Optimizers:
             step.rates = self._rates(optimizer, step)
             watch.add(step)
             held = list(dict.fromkeys(self.refresh(optimizer))) if watch.full else []
+            step.resting = tuple(i for i in held if not watch.book.tensors[i].requires_grad)
             watch.motion.look()
             watch.thread.open.append(step)
             watch.thread.frames.append(sys._getframe(1))

@@ -10,7 +10,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from pytest_trainloop.observe.record import ScalerCall, SchedulerStep
+from pytest_trainloop.observe.events import ScalerCall, SchedulerStep
 from pytest_trainloop.observe.source import here
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.observe.record import Place, Site
+from pytest_trainloop.observe.events import Place, Site
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from pytest_trainloop.observe.record import Step
+    from pytest_trainloop.observe.events import Step
 
 
 class Thread(threading.local):

@@ -15,10 +15,11 @@ from pytest_trainloop.observe.book import Book
 from pytest_trainloop.observe.facts import Reader, readable
 from pytest_trainloop.observe.functions import Functions
 from pytest_trainloop.observe.gradients import Gradients
+from pytest_trainloop.observe.modes import Modes
 from pytest_trainloop.observe.modules import Modules
 from pytest_trainloop.observe.motion import Motion
 from pytest_trainloop.observe.optimizers import Optimizers
-from pytest_trainloop.observe.record import Backward, Event, Record, Step
+from pytest_trainloop.observe.record import Record
 from pytest_trainloop.observe.schedules import Scalers, Schedules
 from pytest_trainloop.observe.taps import Taps
 from pytest_trainloop.observe.thread import Thread
@@ -27,6 +28,8 @@ from pytest_trainloop.observe.torch_internals import no_torch_function
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
+
+    from pytest_trainloop.observe.events import Backward, Event, Step
 
 FULL_ROUNDS = 12
 """Optimizer steps that are watched in full (RULINGS R10)."""
@@ -80,6 +83,7 @@ class Watch:
             undo.callback(self.optimizers.remove)
             self._schedules = Schedules(self, self._taps)
             self._scalers = Scalers(self, self._taps)
+            self._modes = Modes(self, self._taps)
             self._enter_declared()
             self._modules = Modules(self)
             undo.callback(self._modules.remove)
@@ -115,6 +119,7 @@ class Watch:
         for index, tensor in enumerate(self.book.tensors):
             if readable(tensor):
                 self.record.end[index] = self.reader.sample_only(tensor)
+        self.record.statistics = self.book.statistics()
 
     def _finish(self) -> None:
         self.record.parameters = self.book.entries

@@ -3,18 +3,8 @@
 from typing import ClassVar
 
 from pytest_trainloop.evidence.dependence import Dependence
-from pytest_trainloop.observe.record import (
-    Arrival,
-    Backward,
-    Fact,
-    Optimizer,
-    Parameter,
-    Place,
-    Read,
-    Record,
-    Root,
-    Step,
-)
+from pytest_trainloop.observe.events import Arrival, Backward, Fact, Place, Read, Root, Step
+from pytest_trainloop.observe.record import Optimizer, Parameter, Record
 
 ONE = Fact(0.5, b"one")
 TWO = Fact(0.7, b"two")

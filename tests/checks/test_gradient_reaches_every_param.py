@@ -5,7 +5,7 @@ import pytest
 from pytest_trainloop.checks.gradient_reaches_every_param import gradient_reaches_every_param
 from pytest_trainloop.evidence.cut import Cut
 from pytest_trainloop.evidence.trace import Candidate
-from pytest_trainloop.observe.record import Move, Raised
+from pytest_trainloop.observe.events import Move, Raised
 from tests.checks.records import HERE, ONE, ZERO, Given, parameter, record
 
 

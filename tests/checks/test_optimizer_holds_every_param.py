@@ -4,7 +4,8 @@ import pytest
 
 from pytest_trainloop.checks.optimizer_holds_every_param import optimizer_holds_every_param
 from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.observe.record import Move, Record
+from pytest_trainloop.observe.events import Move
+from pytest_trainloop.observe.record import Record
 from tests.checks.records import ONE, Given, parameter, record
 
 

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.observe.record import (
+from pytest_trainloop.observe.events import (
     Arrival,
     Backward,
     Event,
     Fact,
     GradWrite,
     Move,
-    Optimizer,
-    Parameter,
     Place,
     Raised,
     Read,
-    Record,
     Root,
     ScalerCall,
     SchedulerStep,
     Step,
 )
+from pytest_trainloop.observe.record import Optimizer, Parameter, Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

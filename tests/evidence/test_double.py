@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.evidence.double import double_precision, widen_batch
 from pytest_trainloop.evidence.run import RunPlan, run
-from pytest_trainloop.observe.record import Backward
+from pytest_trainloop.observe.events import Backward
 
 
 class Head(nn.Module):
@@ -188,9 +188,20 @@ def test_what_stays_in_single_precision_is_told():
     kept = torch.ones(1)  # made before the run
 
     def make():
+        return loop(Head(lambda h: h + kept.mul_(1.0)))
+
+    record = run(make, RunPlan(double=True))
+    assert not record.double
+    assert record.lower == ("aten.mul_.Tensor gave float32",)
+
+
+def test_what_was_made_before_the_run_is_widened_where_it_is_used():
+    kept = torch.ones(1)
+
+    def make():
         return loop(Head(lambda h: h + (kept * 2) * 1.0))
 
-    assert not run(make, RunPlan(double=True)).double
+    assert run(make, RunPlan(double=True)).double
 
 
 def test_integers_and_booleans_stay():

@@ -13,7 +13,7 @@ from pytest_trainloop import TrainLoop, UsageError
 from pytest_trainloop.errors import UserCodeError
 from pytest_trainloop.evidence import Evidence
 from pytest_trainloop.evidence.run import RunPlan, run
-from pytest_trainloop.observe.record import Backward, Step
+from pytest_trainloop.observe.events import Backward, Step
 from pytest_trainloop.observe.watch import FULL_ROUNDS
 
 

@@ -6,13 +6,14 @@ import pytest
 from story import Story
 
 from pytest_trainloop.evidence.ledger import keep
-from pytest_trainloop.evidence.windows import window_findings
-from pytest_trainloop.observe.record import Fact
+from pytest_trainloop.evidence.windows import left_over, window_findings
+from pytest_trainloop.observe.events import Fact
 
 
 def found(story: Story, **how):
     record = story.record(**how)
-    return list(window_findings(record, keep(record)))
+    ledger = keep(record)
+    return [*window_findings(record, ledger), *left_over(record, ledger)]
 
 
 def causes(story: Story, **how):

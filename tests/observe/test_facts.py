@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from watched import values
 
+from pytest_trainloop.observe.events import Fact
 from pytest_trainloop.observe.facts import ENTRIES, Reader, readable
-from pytest_trainloop.observe.record import Fact
 
 
 def fact_of(tensor: torch.Tensor) -> Fact:

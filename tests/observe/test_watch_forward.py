@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from watched import batches, code, names, net
 
-from pytest_trainloop.observe.record import Backward, Forward, LossCall
+from pytest_trainloop.observe.events import Backward, Forward, LossCall
 from pytest_trainloop.observe.watch import Watch
 
 

@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 from watched import arrived, batches, code, names, net, values
 
-from pytest_trainloop.observe.record import Backward, Forward, GradWrite, Step
+from pytest_trainloop.observe.events import Backward, Forward, GradWrite, Step
 from pytest_trainloop.observe.watch import Watch
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from watched import arrived, batches, names, net
 
-from pytest_trainloop.observe.record import Backward, Step
+from pytest_trainloop.observe.events import Backward, Step
 from pytest_trainloop.observe.watch import Watch
 
 

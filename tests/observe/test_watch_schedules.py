@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.optim import lr_scheduler
 from watched import batches, code, net
 
-from pytest_trainloop.observe.record import Backward, ScalerCall, SchedulerStep, Step
+from pytest_trainloop.observe.events import Backward, ScalerCall, SchedulerStep, Step
 from pytest_trainloop.observe.watch import Watch
 
 KINDS = {

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from watched import batches, code, names, net, values
 
-from pytest_trainloop.observe.record import Backward, Forward, GradWrite, LossCall, Step
+from pytest_trainloop.observe.events import Backward, Forward, GradWrite, LossCall, Step
 from pytest_trainloop.observe.watch import Watch
 
 

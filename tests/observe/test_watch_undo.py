@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from watched import arrived, batches, names, net
 
-from pytest_trainloop.observe.record import Backward, Forward, GradWrite, LossCall, ScalerCall, SchedulerStep, Step
+from pytest_trainloop.observe.events import Backward, Forward, GradWrite, LossCall, ScalerCall, SchedulerStep, Step
 from pytest_trainloop.observe.watch import FULL_ROUNDS, Watch
 
 REGISTRIES = {

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from watched import code, net, values
 
-from pytest_trainloop.observe.record import GradWrite
+from pytest_trainloop.observe.events import GradWrite
 from pytest_trainloop.observe.watch import Watch
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from pytest_trainloop.observe.record import Backward, Event, Fact, Record
+    from pytest_trainloop.observe.events import Backward, Event, Fact
+    from pytest_trainloop.observe.record import Record
 
 
 def net() -> nn.Sequential:

@@ -82,8 +82,8 @@ pair(
 pair(
     "gpt_tail_forgotten",
     "O9",
-    "step_order",
-    "window_left_over",
+    "accumulation_equivalence",
+    "last_window_lost",
     level="advice",
     faulty=gpt(train_tail_forgotten, 4),
     fixed=gpt(train, 4),
@@ -161,8 +161,8 @@ pair(
 pair(
     "trainer_tail_forgotten",
     "O9",
-    "step_order",
-    "window_left_over",
+    "accumulation_equivalence",
+    "last_window_lost",
     level="advice",
     faulty=lstm(TrainerWithoutTail, 3),
     fixed=lstm(Trainer, 3),

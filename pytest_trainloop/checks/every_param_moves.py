@@ -1,0 +1,137 @@
+"""Every parameter that is stepped with a gradient moves.
+
+What it does
+    It notes each held parameter's values before and after the run, bit for bit, and the gradients and rates of its
+    steps. One that never changed is looked at again in a float64 run.
+
+Why is this bad?
+    In bfloat16 the number after 1.0 is 1.0078: a norm's gain at 1.0 that is stepped by 1e-4 stays at 1.0 for ever. No
+    error is raised, and the loss falls, since the rest of the model trains.
+
+How it decides
+    A fault needs all of: gradients other than zero that a step consumed, at a rate above zero, at least three times; no
+    change by anyone in between (a projection, a restore); the same bits at the end. Then either float64 moves it, by
+    less than half the spacing of its dtype at any rate that the schedule leads to: lost to rounding; or nothing moves
+    it there either, in a longer run neither, while the optimizer moves others: the optimizer leaves it out. In float32
+    the former is advice: the rate is far too low, which is for update_ratio to judge. So it is where the optimizer is
+    not torch's own: it may keep what rounding takes (Kahan summation, stochastic rounding, master weights).
+
+Faulty
+    >>> model = Transformer().to(torch.bfloat16)
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+Fixed
+    >>> model = Transformer()                                     # float32 weights
+    >>> with torch.autocast("cuda", dtype=torch.bfloat16): ...    # and the products in bfloat16
+
+Known limits
+    Of large tensors up to 128 entries are looked at. Tensors of which only some entries move are not named.
+
+References
+    RULINGS R2; Micikevicius et al., Mixed Precision Training, 2018, section 3.1 (master weights)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.checks import check
+from pytest_trainloop.finding import Finding
+from pytest_trainloop.wording import some, verb
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pytest_trainloop.evidence import Evidence
+    from pytest_trainloop.evidence.stuck import Stuck
+    from pytest_trainloop.observe.record import Record
+
+CONSEQUENCES = ("parameter_precision", "overfit_one_batch", "update_ratio")
+
+CAUSES = {
+    "lost_to_rounding": "the same run in float64 moves the parameter by less than half the spacing of its dtype a step",
+    "not_updated": "float64 does not move it either, and the same optimizer moves other parameters",
+}
+
+LOW = ("bfloat16", "float16")
+
+
+@check(needs={"fit"}, causes=CAUSES, family="wiring", rank=50)
+def every_param_moves(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.evidence.stuck import bit_equal, measure
+
+    record = evidence.run()
+    stuck = bit_equal(record)
+    depends = evidence.dependence([p.name for p in stuck]) if stuck else {}
+    stuck = [p for p in stuck if depends[p.name].change > depends[p.name].bound]
+    if not stuck:
+        return
+    double = evidence.double_run()
+    measured = measure(stuck, record, double)
+    lost = [s for s in measured if s.lost]
+    own = {p.name for p in stuck if _by_torch(record, p.index)}
+    for level, chosen in (
+        ("fault", [s for s in lost if s.dtype in LOW and s.name in own]),
+        ("advice", [s for s in lost if s.dtype not in LOW or s.name not in own]),
+    ):
+        if chosen:
+            yield _lost(record, chosen, level == "fault")
+    idle = {s.name for s in measured if s.update == 0.0}
+    left_out = [p.index for p in stuck if p.name in idle and _others_move(record, p.index)]
+    if left_out:
+        later = {p.name for p in bit_equal(evidence.longer_run())}
+        names = [record.name(i) for i in left_out if record.name(i) in later]
+        if names:
+            yield _left_out(record, names)
+
+
+def _by_torch(record: Record, index: int) -> bool:
+    return all(record.optimizers[o].from_torch for o in record.held.get(index, ()))
+
+
+def _others_move(record: Record, index: int) -> bool:
+    """Whether an optimizer that holds the parameter moves others."""
+    moving = {(move.by, i) for move in record.moves for i in move.parameters}
+    return any(by in record.held.get(index, ()) for by, _ in moving)
+
+
+def _lost(record: Record, stuck: Sequence[Stuck], fault: bool) -> Finding:
+    names = tuple(s.name for s in stuck)
+    first = max(stuck, key=lambda s: s.spacing / s.update)
+    held = sum(p.index in record.held for p in record.parameters)
+    return Finding(
+        cause="lost_to_rounding",
+        level="fault" if fault else "advice",
+        summary=(
+            f"{some(names)} never {verb(names, 'move')}: each update is below half the spacing of {first.dtype} and "
+            "rounds away"
+        ),
+        measured=(
+            f"{len(names)} of {held} parameters bit-equal after {record.rounds} steps; {first.name}: typical update "
+            f"{first.update:.1e}, spacing {first.spacing:.1e}"
+        ),
+        shown_by="the same steps in float64 move them by less than half that spacing each",
+        culprits=names,
+        repair=(
+            "keep the weights in float32 and compute under autocast, or give the optimizer float32 master weights"
+            if first.dtype in LOW
+            else "raise the learning rate of this group, if it is meant to train"
+        ),
+        explains=CONSEQUENCES if fault else (),
+    )
+
+
+def _left_out(record: Record, names: Sequence[str]) -> Finding:
+    holders = {o for p in record.parameters if p.name in names for o in record.held.get(p.index, ())}
+    kinds = ", ".join(record.optimizers[o].kind for o in sorted(holders))
+    return Finding(
+        cause="not_updated",
+        summary=(
+            f"{some(names)} {verb(names, 'get')} gradients and never {verb(names, 'move')}: {kinds} leaves them out"
+        ),
+        measured=f"bit-equal after every step, in float64 too; {kinds} moves other parameters",
+        shown_by="the step reads their gradients, at a rate above zero, and their values stay as they are",
+        culprits=tuple(names),
+        repair=f"go through all of {kinds}.param_groups in step()",
+        explains=CONSEQUENCES,
+    )

@@ -1,0 +1,126 @@
+"""What is frozen stays as it is: parameters, and the running statistics of its norms.
+
+What it does
+    It watches what changes parameters that do not train (``frozen=`` names them, or they do not require grad), and the
+    running statistics of norms among them.
+
+Why is this bad?
+    A backbone "frozen" by zeroing its gradients still shrinks by weight decay and drifts by momentum. Batch norms of a
+    frozen backbone in training mode follow the new data, and the features change under the head that is trained on
+    them.
+
+How it decides
+    Only a move inside an optimizer's step, of a parameter that this optimizer holds, is the optimizer's doing: an
+    average, a target or a codebook that is written by hand is not. A declared parameter that requires grad, gets
+    gradients and moves is still trainable. One that rests and moves all the same: along its own values it is weight
+    decay; with a gradient that is bit for bit an earlier one it is that gradient; else momentum. A gradient that was
+    put there by hand is meant. Running statistics are a fault where all weights of their norm rest, nobody writes
+    these, and the norm belongs to what ``frozen=`` names, or was called within a model other parts of which train.
+
+Faulty
+    >>> for p in model.backbone.parameters():
+    ...     p.requires_grad = False
+    >>> model.train()                                  # the backbone's batch norms as well
+
+Fixed
+    >>> model.train()
+    >>> model.backbone.eval()
+
+Known limits
+    Statistics of a net that is called by itself (a teacher, a target) and is not declared are advice.
+
+References
+    https://docs.pytorch.org/docs/stable/notes/autograd.html#setting-requires-grad
+    https://keras.io/guides/transfer_learning (batch norm and frozen layers)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.checks import check
+from pytest_trainloop.finding import Finding
+from pytest_trainloop.wording import be, some, verb
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pytest_trainloop.evidence import Evidence
+    from pytest_trainloop.evidence.resting import Moved
+    from pytest_trainloop.observe.record import Record
+
+CONSEQUENCES = ("update_ratio", "evaluation_is_pure")
+
+CAUSES = {
+    "still_trainable": "declared frozen, requires grad, gets gradients and is moved by an optimizer's step",
+    "weight_decay": "moves along its own values in a step that finds no new gradient",
+    "momentum": "moves in a step that finds no new gradient, and not along its own values",
+    "stale_gradient": "moves by a gradient that is bit for bit one that an earlier step consumed",
+    "statistics_drift": "the running statistics of a norm whose weights all rest change in the training forward pass",
+}
+
+_HOW = {
+    "still_trainable": "declared frozen and still trained: {they} {require} grad and the optimizer steps {them}",
+    "weight_decay": "frozen, and moved by weight decay",
+    "momentum": "frozen, and moved by the momentum that the optimizer kept",
+    "stale_gradient": "frozen, and stepped on with an old gradient that was left in .grad",
+}
+
+_REPAIRS = {
+    "still_trainable": "requires_grad_(False) before the optimizer is built, and hand it only what requires grad",
+    "weight_decay": "take frozen parameters out of the optimizer, or leave their .grad at None: zero is not none",
+    "momentum": "build the optimizer anew after freezing, or take frozen parameters out of its groups",
+    "stale_gradient": "set .grad to None when you freeze: zero_grad(set_to_none=True)",
+    "statistics_drift": "call eval() on the frozen part after every train() of the whole model",
+}
+
+
+@check(needs={"fit"}, causes=CAUSES, family="wiring", rank=60)
+def frozen_stays_frozen(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.evidence.resting import drifting, moved_at_rest
+
+    record = evidence.run()
+    moved = moved_at_rest(record)
+    for cause in _HOW:
+        alike = [m for m in moved if m.cause == cause]
+        if alike:
+            yield _moved(record, cause, alike)
+    for level, names, place in drifting(record):
+        if names:
+            yield _drift(record, level == "fault", names, place)
+
+
+def _moved(record: Record, cause: str, moved: Sequence[Moved]) -> Finding:
+    names = tuple(m.name for m in moved)
+    many = len(names) > 1
+    how = _HOW[cause].format(
+        they="they" if many else "it", require="require" if many else "requires", them="them" if many else "it"
+    )
+    most = max(moved, key=lambda m: m.update)
+    return Finding(
+        cause=cause,
+        summary=f"{some(names)} {be(names)} {how}",
+        measured=(
+            f"{most.steps} of {record.rounds} steps moved {most.name}, by up to {most.update:.1e} of its largest entry"
+        ),
+        shown_by=most.shown,
+        culprits=names,
+        where=most.place,
+        repair=_REPAIRS[cause],
+        explains=CONSEQUENCES,
+    )
+
+
+def _drift(record: Record, fault: bool, names: Sequence[str], place: str) -> Finding:
+    owners = sorted({name.rpartition(".")[0] for name in names})
+    return Finding(
+        cause="statistics_drift",
+        level="fault" if fault else "advice",
+        summary=f"{some(names)} {verb(names, 'drift')}: the norm's weights are frozen and it runs in training mode",
+        measured=f"{len(names)} running statistics of {len(owners)} norms changed over {record.rounds} steps",
+        shown_by="all weights of these norms rest through the run, and their statistics differ from what they were",
+        culprits=tuple(names),
+        where=place,
+        repair=_REPAIRS["statistics_drift"],
+        explains=CONSEQUENCES if fault else (),
+    )

@@ -1,0 +1,125 @@
+"""Training runs in training mode, evaluation in evaluation mode.
+
+What it does
+    It notes the mode of every module in every forward pass of the run, who switches it, and whether gradients are on.
+    Where ``evaluate`` is given it is called once after a short run.
+
+Why is this bad?
+    Under ``eval()`` dropout does nothing and batch norms use statistics that never learn; ``from_pretrained`` hands out
+    models in that mode. A validation that leaves the mode on changes all training after it. A validation in training
+    mode measures noise and writes the validation data into the batch norms' statistics.
+
+How it decides
+    A training pass (gradients on, of a model whose parameters are stepped) with modules in evaluation mode is a fault
+    where the mode makes a difference: with those modules switched, the loop backpropagates something else. Norms that
+    are kept in evaluation mode while their model trains are meant, and so is any part that is switched by a call of its
+    own, or by a ``train()`` that the model defines, with no evaluation in between. An evaluation inside ``fit`` is a
+    pass without gradients whose result is used, but not for training: with other results in its place the loop
+    backpropagates the same. Rollouts, pseudo-labels, teachers and refreshed statistics are none.
+
+Faulty
+    >>> def validate(model, data):
+    ...     model.eval()
+    ...     with torch.no_grad(): ...                   # and never back to train()
+
+Fixed
+    >>> def validate(model, data):
+    ...     model.eval()
+    ...     with torch.no_grad(): ...
+    ...     model.train()
+
+Known limits
+    Only the steps watched in full are looked at: a validation after the twelfth step is not seen. A single pass without
+    gradients after each training step is taken for a second look at the training batch: advice.
+
+References
+    https://docs.pytorch.org/docs/stable/notes/autograd.html#evaluation-mode-nn-module-eval
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.checks import check
+from pytest_trainloop.finding import Finding
+from pytest_trainloop.wording import be, some
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.evidence import Evidence
+    from pytest_trainloop.evidence.modes import Evaluation, InEval
+
+CONSEQUENCES = ("evaluation_is_pure", "overfit_one_batch")
+
+CAUSES = {
+    "trained_in_eval": "training passes run in evaluation mode from the start, and in training mode the loss differs",
+    "eval_left_on": "modules that trained in training mode run in evaluation mode after an evaluation",
+    "evaluated_in_train": "an evaluation runs in training mode with modules that act differently there",
+}
+
+
+@check(needs={"fit"}, causes=CAUSES, family="wiring", rank=40)
+def train_mode(evidence: Evidence) -> Iterator[Finding]:
+    found, change = evidence.in_eval()
+    if found is not None and change > 0.0:
+        yield _trained(found, change)
+    for evaluation in evidence.evaluations():
+        yield _evaluated(evaluation, "fault" if evaluation.in_phases else "advice")
+    modules, place = evidence.evaluate_in_training_mode()
+    if modules:
+        yield _evaluate_given(modules, place)
+
+
+def _trained(found: InEval, change: float) -> Finding:
+    left = found.cause == "eval_left_on"
+    what = "the whole model" if found.whole else some(found.modules)
+    since = f"from optimizer step {found.step + 1} on" if left else "from the first step on"
+    return Finding(
+        cause=found.cause,
+        summary=(
+            f"{what} {'is' if found.whole else be(found.modules)} trained in evaluation mode {since}"
+            + (": an evaluation left it so" if left else "")
+        ),
+        measured=f"{len(found.modules)} modules that act by mode; in training mode the loss differs by {change:.1e}",
+        shown_by=(
+            "they ran in training mode before, an evaluation switched them, and nothing switched them back"
+            if left
+            else "no call of train() reaches them before the training forward pass"
+        ),
+        culprits=found.modules[:12],
+        where=found.call or found.forward,
+        repair=(
+            "call train() again when the evaluation is over, on the module that eval() was called on"
+            if left
+            else "call model.train() before the training loop (from_pretrained returns models in evaluation mode)"
+        ),
+        explains=CONSEQUENCES,
+    )
+
+
+def _evaluated(found: Evaluation, level: str) -> Finding:
+    return Finding(
+        cause="evaluated_in_train",
+        level="fault" if level == "fault" else "advice",
+        summary=f"an evaluation inside fit runs in training mode, with {some(found.modules)} active",
+        measured=f"{found.calls} forward passes without gradients in training mode, beside {found.steps} steps",
+        shown_by="their result is used, and with other results in its place the loop backpropagates the same",
+        culprits=found.modules[:12],
+        where=found.place,
+        repair="model.eval() before the evaluation, model.train() after it",
+        explains=CONSEQUENCES,
+    )
+
+
+def _evaluate_given(modules: tuple[str, ...], place: str) -> Finding:
+    return Finding(
+        cause="evaluated_in_train",
+        summary=f"evaluate runs in training mode, with {some(modules)} active",
+        measured=f"{len(modules)} modules that act by mode were in training mode in a forward pass of evaluate()",
+        shown_by="seen in the forward pass itself, after a short run of fit",
+        culprits=modules[:12],
+        where=place,
+        repair="model.eval() before the evaluation, model.train() after it",
+        explains=CONSEQUENCES,
+    )

@@ -1,0 +1,140 @@
+"""What moves although it rests: parameters inside optimizer steps, running statistics in forward passes. Plain data, no
+torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.observe.events import Fact, GradWrite, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pytest_trainloop.observe.events import Forward
+    from pytest_trainloop.observe.record import Parameter, Record, Statistics
+
+PARALLEL = 0.999
+"""Cosine from which an update runs along the weights: decay alone has 1 but for the rounding of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """One parameter at rest that steps moved: why, how far at most (over its largest entry), in how many steps."""
+
+    name: str
+    cause: str
+    update: float
+    steps: int
+    shown: str
+    place: str
+
+
+def moved_at_rest(record: Record) -> list[Moved]:
+    """Parameters that a step of an optimizer moved although they are declared frozen or do not require grad."""
+    by_hand = {i for w in record.of(GradWrite) if w.by_hand for i in w.parameters}
+    found: list[Moved] = []
+    for p in record.parameters:
+        declared = any(p.name.startswith(prefix) for prefix in record.frozen or ())
+        moves = [s for s in _moving(record, p.index) if declared or p.index in s.resting]
+        if moves and p.index not in by_hand and (moved := _judged(record, p, moves)):
+            found.append(moved)
+    return found
+
+
+def _moving(record: Record, index: int) -> list[Step]:
+    """Steps that moved the parameter and whose optimizer holds it."""
+    return [
+        s
+        for s in record.of(Step)
+        if s.full and not s.nested and s.updates.get(index, 0.0) > 0.0 and s.reads and index in s.reads[-1].grads
+    ]
+
+
+def _judged(record: Record, p: Parameter, moves: Sequence[Step]) -> Moved | None:
+    fresh = [s for s in moves if p.index not in s.resting and _fresh_gradient(record, p.index, s)]
+    if fresh:
+        return _made(
+            p, "still_trainable", fresh, "it requires grad, a gradient arrives, and the step that reads it moves it"
+        )
+    stale = [s for s in moves if _stale_gradient(record, p.index, s)]
+    if stale:
+        return _made(p, "stale_gradient", stale, "the gradient that the step reads is bit for bit one read before")
+    idle = [s for s in moves if _idle(p.index, s)]
+    decayed = [s for s in idle if abs(s.along.get(p.index, 0.0)) > PARALLEL]
+    if idle and len(decayed) == len(idle):
+        return _made(
+            p, "weight_decay", decayed, f"the update runs along the weights (cosine {decayed[0].along[p.index]:.4f})"
+        )
+    if idle:
+        return _made(p, "momentum", idle, "the step finds a gradient of zero or none, and the update is no decay")
+    return None
+
+
+def _made(p: Parameter, cause: str, steps: Sequence[Step], shown: str) -> Moved:
+    return Moved(p.name, cause, max(s.updates[p.index] for s in steps), len(steps), shown, str(steps[0].place))
+
+
+def _read(index: int, step: Step) -> Fact | None:
+    return step.reads[-1].grads.get(index)
+
+
+def _idle(index: int, step: Step) -> bool:
+    grad = _read(index, step)
+    return grad is None or grad.zero
+
+
+def _fresh_gradient(record: Record, index: int, step: Step) -> bool:
+    """Whether a gradient other than zero came in since the optimizer's step before."""
+    before = max((s.at for s in record.of(Step) if s.optimizer == step.optimizer and s.at < step.at), default=0)
+    return any(before < a.at < step.at and not a.incoming.zero for a in record.arrivals(index))
+
+
+def _stale_gradient(record: Record, index: int, step: Step) -> bool:
+    grad = _read(index, step)
+    if grad is None or grad.zero:
+        return False
+    earlier = [s for s in record.of(Step) if s.optimizer == step.optimizer and s.at < step.at and s.reads]
+    known = [g for s in earlier for g in (_read(index, s), s.left.get(index)) if g is not None]
+    return any(grad.same(g) for g in known) and not _fresh_gradient(record, index, step)
+
+
+def drifting(record: Record) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """Level, names and place of running statistics that change while all weights of their norm rest."""
+    drifted = [s for s in record.statistics if s.drifted and _rests(record, s.owner)]
+    fault = [s for s in drifted if _declared(record, s) or _within_training(record, s)]
+    for level, chosen in (("fault", fault), ("advice", [s for s in drifted if s not in fault])):
+        yield level, tuple(s.name for s in chosen), _place(record, chosen)
+
+
+def _declared(record: Record, statistics: Statistics) -> bool:
+    return any(statistics.name.startswith(prefix) for prefix in record.frozen or ())
+
+
+def _rests(record: Record, owner: str) -> bool:
+    """Whether the norm has weights, or else its parent has, and none of them trains or is written by hand."""
+    parent = owner.rpartition(".")[0]
+    own = [p for p in record.parameters if p.owner == owner]
+    weights = own or [p for p in record.parameters if p.owner == parent or p.owner.startswith(f"{parent}.")]
+    changed = record.changed() | record.moved_by_hand()
+    return bool(weights) and not any(p.trainable or p.requires_grad or p.index in changed for p in weights)
+
+
+def _within_training(record: Record, statistics: Statistics) -> bool:
+    """Whether the norm runs, with gradients on, within a module other parts of which are trained."""
+    trained = {p.owner for p in record.parameters if record.reached(p.index) and p.index in record.held}
+    return any(
+        statistics.owner in f.in_training and any(_below(f, owner) for owner in trained)
+        for f in record.root_forwards()
+        if f.grad_enabled
+    )
+
+
+def _below(forward: Forward, owner: str) -> bool:
+    """Whether a module of this path lies below the one that was called (a nameless root is the whole model)."""
+    return "." not in forward.module or owner == forward.module or owner.startswith(f"{forward.module}.")
+
+
+def _place(record: Record, drifted: Sequence[Statistics]) -> str:
+    owners = {s.owner for s in drifted}
+    return next((str(f.place) for f in record.root_forwards() if owners & set(f.in_training)), "")

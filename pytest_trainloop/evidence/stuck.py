@@ -1,0 +1,118 @@
+"""Parameters that stay bit-equal although they are stepped with a gradient (RULINGS R2).
+
+A step that changes w by less than half the spacing of w's dtype changes nothing, however often it is made. The same run
+in float64 shows the size of the update; ``initial_lr`` shows the rate that a warm-up leads to.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pytest_trainloop.evidence.cut import NOISE
+from pytest_trainloop.observe.events import Backward, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_trainloop.observe.events import Fact
+    from pytest_trainloop.observe.record import Parameter, Record
+
+LEAST_STEPS = 3
+"""Steps with a gradient before a parameter is called stuck."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """A parameter no sampled entry of which moved. ``update`` is the median size of a step on it in float64, at the
+    rate
+    that a warm-up leads to; ``spacing`` the median distance of its values to the next of its dtype."""
+
+    name: str
+    dtype: str
+    update: float
+    spacing: float
+
+    @property
+    def lost(self) -> bool:
+        """Whether rounding to nearest takes back every step."""
+        return 0.0 < self.update < self.spacing / 2
+
+
+def bit_equal(record: Record) -> list[Parameter]:
+    """Held parameters whose sampled entries were stepped with gradients other than zero and never changed."""
+    moved = {i for move in record.moves for i in move.parameters}
+    fed = _fed(record)
+    return [
+        p
+        for p in record.parameters
+        if fed.get(p.index, 0) >= LEAST_STEPS
+        and p.index not in moved
+        and p.index in record.end
+        and p.start.same(record.end[p.index])
+        and not p.gone
+    ]
+
+
+def _fed(record: Record) -> dict[int, int]:
+    """How many steps at a rate above zero consumed a gradient with sampled entries other than zero, and above what is
+    left of terms that cancel (a bias before a batch norm)."""
+    peaks = [a.incoming.peak for b in record.of(Backward) for arrived in b.arrivals.values() for a in arrived]
+    noise = NOISE * max((p for p in peaks if math.isfinite(p)), default=0.0)
+    fed: dict[int, int] = {}
+    for step in record.of(Step):
+        if step.nested or not step.full or not step.reads:
+            continue
+        optimizer = record.optimizers[step.optimizer]
+        group_of = dict(zip(optimizer.parameters, optimizer.groups, strict=True))
+        for index, grad in step.reads[-1].grads.items():
+            if grad is None or grad.sparse or not noise < grad.peak < math.inf or not any(grad.sample):
+                continue
+            group = group_of.get(index, 0)
+            if group < len(step.rates) and step.rates[group] > 0:
+                fed[index] = fed.get(index, 0) + 1
+    return fed
+
+
+def measure(parameters: Sequence[Parameter], native: Record, double: Record) -> list[Stuck]:
+    """How far each would move in float64, and how far apart its values can lie."""
+    wide = {p.name: p for p in double.parameters}
+    found: list[Stuck] = []
+    for p in parameters:
+        other = wide.get(p.name)
+        if other is None or other.index not in double.end or not other.start.sample:
+            continue
+        steps = max(1, sum(other.index in s.updates for s in double.of(Step)) or double.rounds)
+        change = _values(double.end[other.index], "float64") - _values(other.start, "float64")
+        growth = _growth(native, p.index)
+        update = float(change.abs().median()) / steps * growth
+        found.append(Stuck(p.name, p.dtype, update, _spacing(p.start, p.dtype)))
+    return found
+
+
+def _growth(record: Record, index: int) -> float:
+    """By how much a warm-up still raises the rate of the parameter's group: peak over the mean of the rates seen."""
+    for optimizer in record.optimizers:
+        if index not in optimizer.parameters:
+            continue
+        group = optimizer.groups[optimizer.parameters.index(index)]
+        rates = [s.rates[group] for s in record.of(Step) if s.optimizer == optimizer.index and group < len(s.rates)]
+        peak = optimizer.peaks[group] if group < len(optimizer.peaks) else math.nan
+        seen = sum(rates) / len(rates) if rates else 0.0
+        return max(1.0, peak / seen) if seen > 0 and peak > 0 else 1.0
+    return 1.0
+
+
+def _spacing(fact: Fact, dtype: str) -> float:
+    values = _values(fact, dtype).abs()
+    eps = torch.finfo(getattr(torch, dtype)).eps
+    exponents = torch.floor(torch.log2(values.clamp_min(torch.finfo(getattr(torch, dtype)).tiny)))
+    return float((eps * torch.exp2(exponents)).median())
+
+
+def _values(fact: Fact, dtype: str) -> torch.Tensor:
+    values = torch.frombuffer(bytearray(fact.sample), dtype=getattr(torch, dtype))
+    return (torch.view_as_real(values).reshape(-1) if values.is_complex() else values).to(torch.float64)

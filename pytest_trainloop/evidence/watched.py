@@ -1,0 +1,58 @@
+"""The evidence of a run that was watched from outside: a record, and no second look."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.wording import some, them
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pytest_trainloop.evidence.cut import Cut
+    from pytest_trainloop.evidence.dependence import Dependence
+    from pytest_trainloop.evidence.trace import Kind
+    from pytest_trainloop.observe.record import Record
+
+
+class WatchedOnce:
+    """The evidence of one run that can't be repeated."""
+
+    offers = frozenset({"fit", "run"})
+    options: Mapping[str, Any] = {}
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+
+    def has_knob(self, name: str) -> bool:
+        return False
+
+    def declared(self, name: str) -> bool | None:
+        return None
+
+    def run(self, **knobs: Any) -> Record:
+        return self._record
+
+    def dependence(self, names: Sequence[str]) -> dict[str, Dependence]:
+        raise CannotDecide(
+            f"{some(names)}: no gradient was seen; whether the loss depends on {them(names)} takes further runs: "
+            "return a TrainLoop from a marked test"
+        )
+
+    def cut(self, names: Sequence[str], kinds: set[Kind]) -> tuple[Cut | None, set[str]]:
+        return None, set()
+
+    def starts_at_saddle(self, names: Sequence[str]) -> dict[str, float]:
+        return {}
+
+    def exposed(self, names: Sequence[str]) -> set[str]:
+        return set()
+
+    def __getattr__(self, name: str) -> Any:
+        """What takes further runs of the loop."""
+        return _refused
+
+
+def _refused(*_args: Any, **_kwargs: Any) -> Any:
+    raise CannotDecide("this takes further runs of the loop: return a TrainLoop from a marked test")

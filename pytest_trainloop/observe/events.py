@@ -1,0 +1,234 @@
+"""What happened during a run, one event after the other. Plain data: no torch, nothing of the user's objects."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+Site = tuple[tuple[str, int], ...]
+"""A call site: the nearest frames outside torch and this package, innermost first, as (file, line)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line of the user's: ``file`` as the interpreter knows it, the source line as ``code``."""
+
+    file: str
+    line: int
+    code: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}   {self.code}".rstrip()
+
+
+@dataclass(slots=True)
+class Fact:
+    """A tensor at one moment: its largest absolute entry and the bytes of up to 128 entries, always at the same places
+    but of a ``sparse`` one."""
+
+    peak: float = math.nan
+    sample: bytes = b""
+    sparse: bool = False
+
+    @property
+    def zero(self) -> bool:
+        return self.peak == 0.0
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.peak)
+
+    def same(self, other: Fact | None) -> bool:
+        """Bit-identical as far as the sampled entries tell."""
+        if other is None or self.sample != other.sample:
+            return False
+        return self.peak == other.peak or math.isnan(self.peak) or math.isnan(other.peak)
+
+
+@dataclass(slots=True, kw_only=True)
+class Event:
+    at: int
+    place: Place
+    site: Site
+
+
+@dataclass(slots=True, kw_only=True)
+class Forward(Event):
+    """A call of a module from outside any module.
+
+    ``in_eval`` and ``in_training`` are the modules below it, itself included, that act differently in the two modes.
+    """
+
+    module: str
+    grad_enabled: bool
+    inference: bool
+    training: bool
+    autocast: str = ""
+    in_backward: bool = False
+    in_eval: tuple[str, ...] = ()
+    in_training: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class ModeCall(Event):
+    """A call of ``train()`` or ``eval()`` on a module: ``below`` is the path whose modules it switches, ``on`` to
+    which mode."""
+
+    below: str
+    on: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class LossCall(Event):
+    """A call of a loss function of ``torch.nn.functional``."""
+
+    name: str
+    input_shape: tuple[int, ...]
+    input_dtype: str
+    target_shape: tuple[int, ...]
+    target_dtype: str
+    reduction: str
+    value: float = math.nan
+    ignore_index: int | None = None
+
+
+@dataclass(slots=True)
+class Root:
+    """A tensor that was given to backward."""
+
+    requires_grad: bool
+    shape: tuple[int, ...]
+    value: float = math.nan
+    history: bool = True
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A gradient that came in at a parameter: what stood in ``.grad`` before, and what came."""
+
+    at: int
+    incoming: Fact
+    residual: Fact | None
+    steps_since_forward: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Backward(Event):
+    """One backward pass; ``item`` counts the batches that the loop had taken by then (``kind`` "grad" for
+    ``torch.autograd.grad``, which accumulates nowhere)."""
+
+    kind: Literal["backward", "grad"]
+    roots: list[Root] = field(default_factory=list)
+    arrivals: dict[int, list[Arrival]] = field(default_factory=dict)
+    until: int = 0
+    item: int = 0
+
+    @property
+    def reached(self) -> bool:
+        """Whether any parameter got a gradient that is not zero."""
+        return any(not a.incoming.zero for arrived in self.arrivals.values() for a in arrived)
+
+
+@dataclass(slots=True, kw_only=True)
+class GradWrite(Event):
+    """A write to gradients by other than backward.
+
+    ``how``: "none" (set to None), "zero", "assigned" (another tensor put there), "clipped", "altered" (in place).
+    ``limit`` is the clip's bound where
+    it was seen; ``before`` and ``after`` are there for clips.
+    """
+
+    how: Literal["none", "zero", "assigned", "clipped", "altered"]
+    parameters: list[int]
+    by: str = ""
+    limit: float | None = None
+    before: dict[int, Fact] = field(default_factory=dict)
+    after: dict[int, Fact] = field(default_factory=dict)
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether the user put other values there: another tensor, or a copy into the one that stands there."""
+        return self.how == "assigned" or (self.how == "altered" and "copy" in self.by)
+
+    @property
+    def changed(self) -> bool:
+        return any(not fact.same(self.after.get(i)) for i, fact in self.before.items())
+
+
+@dataclass(slots=True)
+class Read:
+    """What a step saw in ``.grad``, per parameter that it holds (None: no gradient)."""
+
+    at: int
+    grads: dict[int, Fact | None]
+
+
+@dataclass(slots=True, kw_only=True)
+class Step(Event):
+    """One optimizer step.
+
+    ``updates`` are relative to the largest weight, ``along`` is the cosine of the update with the weights, ``resting``
+    lists what did not require grad. ``nested`` steps contain another, which is the one that consumes; ``asked`` and
+    ``computed`` tell whether it looked for gradients, and whether it used any (a proximal step needs none)."""
+
+    optimizer: int
+    until: int = 0
+    rates: tuple[float, ...] = ()
+    reads: list[Read] = field(default_factory=list)
+    left: dict[int, Fact | None] = field(default_factory=dict)
+    updates: dict[int, float] = field(default_factory=dict)
+    along: dict[int, float] = field(default_factory=dict)
+    resting: tuple[int, ...] = ()
+    nested: bool = False
+    in_backward: bool = False
+    full: bool = True
+    asked: bool = False
+    computed: bool = False
+
+    @property
+    def consumes(self) -> bool:
+        """Whether the step takes gradients: it computed with some, or it asked and found none."""
+        present = any(grad is not None for read in self.reads for grad in read.grads.values())
+        return self.computed or (self.asked and not present)
+
+
+@dataclass(slots=True)
+class Move:
+    """Parameters whose values changed between two looks: by an optimizer's step (``by``) or by other hands (None)."""
+
+    since: int
+    at: int
+    parameters: tuple[int, ...]
+    by: int | None
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulerStep(Event):
+    scheduler: str
+    optimizer: int | None
+    metric: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class ScalerCall(Event):
+    """A call of a gradient scaler: ``what`` is scale, unscale, step or update; ``stepped`` whether step() reached the
+    optimizer."""
+
+    what: Literal["scale", "unscale", "step", "update"]
+    enabled: bool
+    scaler: int
+    optimizer: int | None = None
+    factor: float = math.nan
+    stepped: bool | None = None
+
+
+@dataclass(slots=True)
+class Raised:
+    """An exception that ended ``fit``, as text with the user's frames only."""
+
+    kind: str
+    summary: str
+    traceback: str
+    place: Place
+    message: str = ""
