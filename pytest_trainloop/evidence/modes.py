@@ -7,7 +7,6 @@ seed, what the loop backpropagates changes, or the mode did not matter.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,7 +22,7 @@ from pytest_trainloop.evidence.run import fit_of
 from pytest_trainloop.observe.events import Backward, Forward, ModeCall, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from pytest_trainloop.evidence.run import RunPlan
     from pytest_trainloop.loop import TrainLoop
