@@ -64,7 +64,8 @@ def dependence(evidence: Evidence, names: Sequence[str]) -> dict[str, Dependence
                 "source inside the function"
             )
         bound = max(1e3 * _epsilon(evidence, probe.double), 10 * noise)
-        todo = [n for n in names if n not in found or not found[n].depends]
+        found.update({n: Dependence(0.0, bound) for n in probe.arrived if n in names and n not in found})
+        todo = [n for n in names if n not in probe.arrived and (n not in found or not found[n].depends)]
         if difference(base, probe.roots(todo, jitter)) <= bound:
             found.update({n: Dependence(0.0, bound) for n in todo if n not in found})
             continue

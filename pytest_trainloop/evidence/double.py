@@ -45,7 +45,8 @@ class _Promote(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map(_wide_dtype, (args, kwargs or {}))
+        args = tuple(map(_wide_dtype, args))
+        kwargs = {name: _wide_dtype(value) for name, value in (kwargs or {}).items()}
         aliased, written = _aliases(func)
         if func is torch.ops.aten.copy_.default:
             return func(*args, **kwargs)  # it converts by itself

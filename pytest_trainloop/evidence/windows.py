@@ -8,6 +8,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.finding import Finding
+from pytest_trainloop.observe.events import GradWrite
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +25,7 @@ def window_findings(record: Record, ledger: Ledger, accumulate: int = 0) -> Iter
     Passes count as micro-batches where the loop's own knob says how many there are (``accumulate``), or where each has
     a batch of its own: several passes over one batch are what adversarial training and per-sample gradients do.
     """
+    by_hand = ledger.by_hand or any(w.how == "altered" and "add" in w.by for w in record.of(GradWrite))
     by_site: dict[object, list[Account]] = defaultdict(list)
     for account in ledger.accounts:
         if account.backward.reached:
@@ -34,7 +36,7 @@ def window_findings(record: Record, ledger: Ledger, accumulate: int = 0) -> Iter
         window = _window(accounts) if 0 < len(lost) < len(accounts) else None
         fresh = all(a.backward.item < b.backward.item for a, b in itertools.pairwise(accounts))
         micro = fresh or (window is not None and window[1] == accumulate)
-        if window and micro and not perturbed and not ledger.by_hand and all(_finite(a) for a in lost):
+        if window and micro and not perturbed and not by_hand and all(_finite(a) for a in lost):
             yield _zeroed_inside(record, accounts, lost, *window)
             return
 

@@ -118,16 +118,16 @@ class Book:
 
     def _add_statistics(self, module: nn.Module, path: str) -> None:
         for name in RUNNING:
-            buffer = module._buffers.get(name)
-            if buffer is not None and readable(buffer):
+            buffer = getattr(module, name, None)
+            if isinstance(buffer, torch.Tensor) and readable(buffer):
                 known = Statistics(f"{path}.{name}" if path else name, path, self._reader.sample_only(buffer))
                 self._statistics.append((known, module, name))
 
     def statistics(self) -> list[Statistics]:
         """Running statistics as they were when their module was entered, and as they are now."""
         for known, module, name in self._statistics:
-            buffer = module._buffers.get(name)
-            known.end = known.start if buffer is None else self._reader.sample_only(buffer)
+            buffer = getattr(module, name, None)
+            known.end = self._reader.sample_only(buffer) if isinstance(buffer, torch.Tensor) else known.start
         return [known for known, _, _ in self._statistics]
 
     def _add_hidden(self, path: str, hidden: nn.Module | torch.Tensor, registered: set[int]) -> None:

@@ -94,7 +94,8 @@ class Reader:
 def readable(tensor: torch.Tensor) -> bool:
     """Whether a tensor has entries of its own: not lazy, not on the meta device, not inside a functorch transform, not
     a wrapper around other tensors."""
-    wraps = hasattr(type(tensor), "__tensor_flatten__")
+    kind = type(tensor)
+    wraps = hasattr(kind, "__tensor_flatten__") or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return not (wraps or nn.parameter.is_lazy(tensor) or tensor.is_meta or is_functorch(tensor))
 
 

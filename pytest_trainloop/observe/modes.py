@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -66,5 +67,5 @@ def acts_by_mode(module: nn.Module) -> bool:
 
 def _reads_mode(module: nn.Module) -> bool:
     """Whether a class of the user's or a library's asks for ``self.training`` in its forward pass."""
-    code = getattr(type(module).forward, "__code__", None)
+    code = getattr(inspect.getattr_static(type(module), "forward", None), "__code__", None)
     return code is not None and "training" in code.co_names and not type(module).__module__.startswith("torch.nn.")
