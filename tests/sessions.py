@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from pytest_trainloop import TrainLoop, check_loop
+from pytest_trainloop.checks import registered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,6 +54,9 @@ TAIL = """
         with Path(__file__).with_name("went_on").open("a") as file:
             print(os.getpid(), file=file)
 """
+
+OTHERS = len(registered()) - 1
+"""Checks that say where the loop was refused first."""
 
 FIRST = "test_a.py::test_it[[]optimizer_holds_every_param[]]"
 

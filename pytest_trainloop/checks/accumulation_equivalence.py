@@ -40,6 +40,7 @@ References
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks import check
@@ -128,13 +129,24 @@ def _weighed(made: Accumulation, split: Split, weighing: Weighing, wrong: Sequen
     if _alike(factors):
         return _scaled(split, weighing, wrong, factor, tried)
     if _alike(got) and abs(factor - 1) < CLOSE:
-        summary = (
-            f"micro-batches with unequal numbers of valid targets weigh {_list(got)}, and in one batch {_list(full)}"
-        )
-        return _finding(split, weighing, "mean_of_means", summary)
+        return _mean_of_means(split, weighing)
     if _alike(got) and (abs(factor - k) < CLOSE * k or abs(factor * k - 1) < CLOSE):
         return _scaled(split, weighing, wrong, factor, tried)
     return _unexplained(split, weighing)
+
+
+def _mean_of_means(split: Split, weighing: Weighing) -> Finding:
+    """A fault where the one batch weighs by valid targets; weights of classes or examples may be meant."""
+    full, got = weighing.one_batch.weights, weighing.accumulated.weights
+    what = "with unequal numbers of valid targets" if weighing.by_counts else "whose examples have unequal weights"
+    finding = _finding(
+        split,
+        weighing,
+        "mean_of_means",
+        f"micro-batches {what} weigh {_list(got)}, and in one batch {_list(full)}",
+        shown="in one batch they weigh as their numbers of valid targets do" if weighing.by_counts else "",
+    )
+    return finding if weighing.by_counts else replace(finding, level="advice", explains=())
 
 
 def _alike(values: Sequence[float]) -> bool:
@@ -168,7 +180,8 @@ def _part_not_divided(split: Split, weighing: Weighing) -> Finding:
 
 _REPAIRS = {
     "loss_not_divided": (
-        "loss = loss / accumulate before backward(); with unequal token counts divide the summed loss by all tokens"
+        "loss = loss / accumulate before backward(); with unequal token counts divide the summed loss by all tokens; "
+        "in a transformers.Trainer divide by num_items_in_batch, or set loss_is_scaled_for_ga = False on the class"
     ),
     "divided_twice": "divide once only: a Trainer or an Accelerator that is told of the accumulation divides by itself",
     "only_last_counts": "call zero_grad() once for each step, right after it, not once for each micro-batch",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.errors import CannotDecide, UsageError
 from pytest_trainloop.evidence.build import Make, build, require_fresh
 from pytest_trainloop.evidence.preserve import preserved
 from pytest_trainloop.evidence.run import ENOUGH_ROUNDS, READ_AHEAD_BUDGETS, RunPlan, run
@@ -53,6 +53,7 @@ class Evidence:
         self._seconds = seconds
         self._fixed = {self.knobs["device"]: device} if device is not None and "device" in self.knobs else {}
         self._records: dict[tuple[tuple[str, Any], ...], Record] = {}
+        self._refused: dict[tuple[tuple[str, Any], ...], UsageError] = {}
         self._plans: dict[tuple[tuple[str, Any], ...], RunPlan] = {}
         self._repetition: Repetition | None = None
         self._declared: dict[str, bool | None] = {}
@@ -79,8 +80,14 @@ class Evidence:
         """The watched run with these knobs, all others at their defaults."""
         _ = self.offers
         key = tuple(sorted(knobs.items()))
+        if key in self._refused:
+            raise self._refused[key]  # a loop that never ends would take its whole time again
         if key not in self._records:
-            self._records[key] = self._long_enough(key, self._plan(knobs))
+            try:
+                self._records[key] = self._long_enough(key, self._plan(knobs))
+            except UsageError as refusal:
+                self._refused[key] = refusal
+                raise
         return self._records[key]
 
     def short_run(

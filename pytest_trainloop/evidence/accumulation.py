@@ -21,7 +21,7 @@ from pytest_trainloop.errors import CannotDecide, Unreliable
 from pytest_trainloop.evidence.batches import first_batches
 from pytest_trainloop.evidence.run import RunPlan, canonical
 from pytest_trainloop.evidence.span import Combination, Gradient, combination, consumed, ends, steps_of, vectors
-from pytest_trainloop.evidence.valid import uneven_order
+from pytest_trainloop.evidence.valid import Valid, valid_entries
 from pytest_trainloop.evidence.varied import SameStart, varied
 from pytest_trainloop.observe.events import Backward
 
@@ -79,10 +79,12 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Weighing:
-    """The one-batch gradient and the accumulated one as weighted sums of the micro-batches' own."""
+    """The one-batch gradient and the accumulated one as weighted sums of the micro-batches' own. ``by_counts``: in the
+    former the micro-batches weigh as their numbers of valid targets do."""
 
     one_batch: Combination
     accumulated: Combination
+    by_counts: bool = False
 
 
 class Accumulation:
@@ -93,7 +95,7 @@ class Accumulation:
         self._run_plan = run_plan
         self._start = SameStart()
         self._batches: list[Any] = []
-        self._order: list[int] = []
+        self._valid = Valid((), ())
         self._declared: TrainLoop | None = None
         self._double = True
         self._records: dict[object, Record] = {}
@@ -108,7 +110,7 @@ class Accumulation:
                 f"the batch ({nests.describe(self._batches[0])}) has {count} rows along axis {self._axis}: "
                 "micro-batches take at least 2; give a larger one, or axis= or split="
             )
-        self._order = uneven_order(self._batches[0], count, self._axis, loop.padding, seen)
+        self._valid = valid_entries(self._batches[0], count, self._axis, loop.padding, seen)
 
     @property
     def _axis(self) -> int:
@@ -117,7 +119,7 @@ class Accumulation:
 
     def sizes(self) -> list[int]:
         """The numbers of micro-batches that the rows allow, of 2, 3 and 4."""
-        return [k for k in (2, 3, 4) if k <= len(self._order)]
+        return [k for k in (2, 3, 4) if k <= len(self._valid.order)]
 
     def split(self, k: int, *, rows: int | None = None) -> Split:
         """One comparison; raises ``CannotDecide`` where the loop cannot be run so."""
@@ -168,7 +170,7 @@ class Accumulation:
             )
         accumulated = combination(got, basis)
         assert accumulated is not None
-        return Weighing(full, accumulated)
+        return Weighing(full, accumulated, self._valid.weigh(full.weights))
 
     def weights_of_loss(self) -> tuple[float, ...]:
         """How two halves of the rows weigh in the gradient of the declared loss on all of them."""
@@ -194,7 +196,7 @@ class Accumulation:
     def grows_with_windows(self, split: Split) -> bool:
         """Whether what windows of 4 give too much is three times what windows of 2 give, over the same rows: a part of
         the loss that is counted once for each micro-batch."""
-        count = len(self._order) // 4 * 4
+        count = len(self._valid.order) // 4 * 4
         if not count:
             return False
         one = consumed(self._one(count), split.optimizer, 0) or {}
@@ -211,7 +213,7 @@ class Accumulation:
         backwards = self._made(
             ("reversed", split.rows),
             1,
-            lambda loop: [self._rows_of(b, list(reversed(self._order[: split.rows]))) for b in self._batches],
+            lambda loop: [self._rows_of(b, list(reversed(self._valid.order[: split.rows]))) for b in self._batches],
         )
         a, b = consumed(self._one(split.rows), split.optimizer, 0), consumed(backwards, split.optimizer, 0)
         return _agreement(*vectors([a or {}, b or {}])).difference
@@ -278,18 +280,18 @@ class Accumulation:
         return self._records[key]
 
     def _rows(self, k: int) -> int:
-        count = len(self._order)
+        count = len(self._valid.order)
         return count // 12 * 12 or count // k * k
 
     def _whole(self, count: int) -> list[Any]:
-        return [self._rows_of(b, self._order[:count]) for b in self._batches]
+        return [self._rows_of(b, self._valid.order[:count]) for b in self._batches]
 
     def _micro_batches(self, k: int, count: int) -> list[Any]:
         size = count // k
         split = None if self._declared is None else self._declared.split
         if split is not None:
             return [part for batch in self._whole(count) for part in split(batch, k)]
-        return [self._rows_of(b, self._order[i * size : (i + 1) * size]) for b in self._batches for i in range(k)]
+        return [self._rows_of(b, self._valid.order[i * size : (i + 1) * size]) for b in self._batches for i in range(k)]
 
     def _rows_of(self, batch: Any, rows: Sequence[int]) -> Any:
         return nests.take(batch, rows, self._axis)

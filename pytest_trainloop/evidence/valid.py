@@ -6,26 +6,43 @@ is the only thing that is chosen; what counts is read off what the batch itself 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop import batch as nests
 from pytest_trainloop.observe.events import LossCall
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
+    from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.loop import Padding
     from pytest_trainloop.observe.record import Record
 
 
-def uneven_order(batch: Any, count: int, axis: int, padding: Padding | None, seen: Record) -> list[int]:
-    """All rows, those with the fewest valid entries first; as they stand where all are alike or some have none."""
-    for counts in _counts(batch, count, axis, _ignored(padding, seen)):
-        if len(set(counts)) > 1 and min(counts) > 0:
-            return sorted(range(count), key=lambda row: counts[row])
-    return list(range(count))
+@dataclass(frozen=True, slots=True)
+class Valid:
+    """``order``: all rows, those with the fewest valid entries first (as they stand where all are alike or some have
+    none). ``counts``: what may be the number of valid entries of each row, one list for each tensor that tells."""
+
+    order: tuple[int, ...]
+    counts: tuple[tuple[int, ...], ...]
+
+    def weigh(self, weights: Sequence[float]) -> bool:
+        """Whether parts of equally many rows, taken in this order, weigh as their valid entries do."""
+        size = len(self.order) // len(weights)
+        for counts in self.counts:
+            parts = [sum(counts[row] for row in self.order[i * size : (i + 1) * size]) for i in range(len(weights))]
+            if all(abs(w / sum(weights) - n / sum(parts)) < 1e-6 for w, n in zip(weights, parts, strict=True)):
+                return True
+        return False
+
+
+def valid_entries(batch: Any, count: int, axis: int, padding: Padding | None, seen: Record) -> Valid:
+    """What can be told of a batch with so many rows along this axis; ``seen`` is a run of the loop on it."""
+    told = list(dict.fromkeys(_counts(batch, count, axis, _ignored(padding, seen))))
+    uneven = [c for c in told if len(set(c)) > 1 and min(c) > 0]
+    order = sorted(range(count), key=lambda row: uneven[0][row]) if uneven else list(range(count))
+    return Valid(tuple(order), tuple(uneven))
 
 
 def _ignored(padding: Padding | None, seen: Record) -> list[int]:
@@ -35,17 +52,18 @@ def _ignored(padding: Padding | None, seen: Record) -> list[int]:
     return [v for v in dict.fromkeys([*found, *declared]) if v is not None]
 
 
-def _counts(batch: Any, count: int, axis: int, ignored: list[int]) -> Iterator[list[int]]:
-    """Valid entries by row, one list for each tensor that tells: integers without the ignored value, then masks."""
+def _counts(batch: Any, count: int, axis: int, ignored: list[int]) -> Iterator[tuple[int, ...]]:
+    """Valid entries by row, and without the first or last position, which a loss on shifted targets drops: of integers
+    those that are not ignored, then of masks those that are set."""
     leaves = [t for t in nests.tensors(batch) if t.dim() > 1 and t.dim() > axis >= 0 and t.shape[axis] == count]
-    for value in ignored:
-        for leaf in leaves:
-            if not leaf.is_floating_point() and not leaf.is_complex() and bool((leaf == value).any()):
-                yield _by_row(leaf != value, axis)
-    for leaf in leaves:
-        if not leaf.is_complex() and bool(((leaf == 0) | (leaf == 1)).all()):
-            yield _by_row(leaf != 0, axis)
-
-
-def _by_row(valid: torch.Tensor, axis: int) -> list[int]:
-    return [int(n) for n in valid.movedim(axis, 0).flatten(1).sum(1)]
+    valid = [
+        leaf != value
+        for value in ignored
+        for leaf in leaves
+        if not leaf.is_floating_point() and not leaf.is_complex() and bool((leaf == value).any())
+    ]
+    valid += [leaf != 0 for leaf in leaves if not leaf.is_complex() and bool(((leaf == 0) | (leaf == 1)).all())]
+    for mask in valid:
+        rows = mask.movedim(axis, 0).flatten(1)
+        for shifted in (rows, rows[:, 1:], rows[:, :-1]):
+            yield tuple(int(n) for n in shifted.sum(1))

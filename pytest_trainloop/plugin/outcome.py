@@ -74,6 +74,8 @@ def pytest_runtest_makereport(
 def _show(item: pytest.Item, report: pytest.TestReport, check: str, call: pytest.CallInfo[None]) -> Result:
     result = item.stash.get(_RESULT, None)
     if result is None:
+        if report.skipped and isinstance(report.longrepr, tuple):  # by the user's own function
+            return Result(check=check, outcome="skipped", reason=report.longrepr[2].removeprefix("Skipped: "))
         reason = call.excinfo.exconly() if call.excinfo else "the check gave no result"
         return Result(check=check, outcome="error", reason=reason)
     del item.stash[_RESULT]

@@ -81,6 +81,12 @@ def bert_config():
     )
 
 
+class MeanLossTrainer(transformers.Trainer):
+    """For losses that are means over a micro-batch and do not look at ``num_items_in_batch``: the Trainer divides."""
+
+    loss_is_scaled_for_ga = False
+
+
 def causal_lm(out, accumulate=1):
     args = arguments(out, accumulate, weight_decay=0.1, warmup_steps=2, lr_scheduler_type="cosine")
     return from_trainer(transformers.Trainer(model=gpt2(), args=args, train_dataset=token_rows()))
@@ -101,9 +107,9 @@ def causal_lm_full_precision(out, accumulate=1):
     return from_trainer(transformers.Trainer(model=gpt2(), args=args, train_dataset=token_rows()))
 
 
-def classifier(out, accumulate=1):
+def classifier(out, accumulate=1, trainer_class=MeanLossTrainer):
     model = transformers.BertForSequenceClassification(bert_config())
-    trainer = transformers.Trainer(
+    trainer = trainer_class(
         model=model,
         args=arguments(out, accumulate, eval_strategy="steps", eval_steps=2, save_steps=2, logging_steps=1),
         train_dataset=labelled_rows(),
@@ -132,7 +138,7 @@ def unused_pooler(out, accumulate=1):
     )
 
 
-class Distillation(transformers.Trainer):
+class Distillation(MeanLossTrainer):
     """A teacher that never trains, and a loss of two terms."""
 
     def __init__(self, *args, teacher, **kwargs):
@@ -181,7 +187,7 @@ def built_by_model_init(out, accumulate=1):
     )
 
 
-class Reweighted(transformers.Trainer):
+class Reweighted(MeanLossTrainer):
     """Classes weighed by their frequency, on features taken from the encoder by hand."""
 
     cut = False
@@ -235,6 +241,15 @@ def test_features_detached_in_compute_loss(tmp_path, root_fault):
     assert "bert.embeddings.word_embeddings.weight" in " ".join(fault.culprits)
     assert not any(name.startswith("classifier") for name in fault.culprits)
     assert "test_transformers.py" in fault.where
+
+
+def test_a_loss_that_ignores_the_number_of_items_is_not_divided(tmp_path, root_fault):
+    """BERT's forward takes any keyword, so the Trainer hands it num_items_in_batch and leaves the division to it; the
+    loss of its classifier is a plain mean."""
+    make = partial(classifier, tmp_path, trainer_class=transformers.Trainer)
+    fault = root_fault(make, "accumulation_equivalence:loss_not_divided")
+    assert "2.00 times the gradient" in fault.summary
+    assert "loss_is_scaled_for_ga" in fault.repair
 
 
 @pytest.mark.parametrize(("accumulate", "batches", "steps"), [(1, 12, 12), (4, 12, 3), (5, 12, 3)])
