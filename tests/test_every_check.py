@@ -85,11 +85,11 @@ class Classifier(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
+        self.encoder = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh())
         self.head = nn.Linear(16, 3)
 
     def forward(self, x):
-        return self.head(self.encoder(x))
+        return self.head(self.encoder(x.to(self.head.weight.dtype)))
 
 
 def different_batches(n):
@@ -101,17 +101,18 @@ def loop_of(example: str):
     """A loop around an example: a ``forward`` for the model, a loop over ``batches``, or the lines that build both."""
     compiled = compile(example, "<example>", "exec")
 
-    def make():
+    def make(accumulate=1):
         model = Classifier()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         names = {"torch": torch, "nn": nn, "F": F, "Classifier": Classifier, "model": model, "optimizer": optimizer}
-        if "in batches" not in example:
+        names["accumulate"] = accumulate
+        if "in batches" not in example and "(batches" not in example:
             exec(compiled, names)
         if "forward" in names:
             model.forward = types.MethodType(names["forward"], model)
 
         def fit(batches):
-            if "in batches" in example:
+            if "in batches" in example or "(batches" in example:
                 exec(compiled, {**names, "batches": batches})
                 return
             for x, y in batches:
@@ -124,7 +125,7 @@ def loop_of(example: str):
             model=names["model"], optimizer=names["optimizer"], batch=batch, batches=different_batches, fit=fit
         )
 
-    return make
+    return make if "accumulate" in example else lambda: make()
 
 
 @every_check
@@ -137,7 +138,7 @@ def test_the_faulty_example_fails_it_and_the_fixed_one_passes_everything(check):
     faulty = check_loop(loop_of(code["Faulty"]), raises=False)
     assert [r.check for r in faulty.results if r.outcome == "failed"] == [check.name]
     fixed = check_loop(loop_of(code["Fixed"]), raises=False)
-    assert {r.outcome for r in fixed.results} == {"passed"}
+    assert {r.outcome for r in fixed.results} <= {"passed", "skipped"}
 
 
 @every_cause

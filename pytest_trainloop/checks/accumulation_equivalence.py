@@ -20,14 +20,18 @@ How it decides
     with its running statistics.
 
 Faulty
-    >>> for i, batch in enumerate(batches):
-    ...     loss_of(model, batch).backward()
-    ...     if (i + 1) % accumulate == 0: ...
+    >>> for i, (x, y) in enumerate(batches, start=1):
+    ...     F.cross_entropy(model(x), y).backward()
+    ...     if i % accumulate == 0:
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
 
 Fixed
-    >>> for i, batch in enumerate(batches):
-    ...     (loss_of(model, batch) / accumulate).backward()
-    ...     if (i + 1) % accumulate == 0: ...
+    >>> for i, (x, y) in enumerate(batches, start=1):
+    ...     (F.cross_entropy(model(x), y) / accumulate).backward()
+    ...     if i % accumulate == 0:
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
 
 Known limits
     Losses in which examples meet (contrastive ones) and loops that draw random numbers besides dropout are skipped: no

@@ -16,10 +16,22 @@ How it decides
     What is left draws from a source that no seed reaches; the first call of torch that differs is shown.
 
 Faulty
-    >>> rng = np.random.default_rng()                  # seeded from the system
+    >>> generator = torch.Generator()
+    >>> generator.seed()                               # from the system
+    >>> for x, y in batches:
+    ...     x = x + 0.1 * torch.randn(x.shape, generator=generator)
+    ...     optimizer.zero_grad()
+    ...     F.cross_entropy(model(x), y).backward()
+    ...     optimizer.step()
 
 Fixed
-    >>> rng = np.random.default_rng(config.seed)
+    >>> generator = torch.Generator()
+    >>> generator.manual_seed(0)
+    >>> for x, y in batches:
+    ...     x = x + 0.1 * torch.randn(x.shape, generator=generator)
+    ...     optimizer.zero_grad()
+    ...     F.cross_entropy(model(x), y).backward()
+    ...     optimizer.step()
 
 Known limits
     Only the steps that are watched in full are compared. Where a process cannot be forked (Windows, CUDA in use) the

@@ -17,18 +17,19 @@ How it decides
     not torch's own: it may keep what rounding takes (Kahan summation, stochastic rounding, master weights).
 
 Faulty
-    >>> model = Transformer().to(torch.bfloat16)
+    >>> model = Classifier().to(torch.bfloat16)
     >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 Fixed
-    >>> model = Transformer()                                     # float32 weights
-    >>> with torch.autocast("cuda", dtype=torch.bfloat16): ...    # and the products in bfloat16
+    >>> model = Classifier()                           # float32 weights; products in bfloat16 under torch.autocast
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 Known limits
     Of large tensors up to 128 entries are looked at. Tensors of which only some entries move are not named.
 
 References
-    RULINGS R2; Micikevicius et al., Mixed Precision Training, 2018, section 3.1 (master weights)
+    https://arxiv.org/abs/1710.03740 (Micikevicius et al., Mixed Precision Training, section 3.1: master weights)
+    https://arxiv.org/abs/2010.06192 (Zamirai et al., Revisiting BFloat16 Training: updates lost to rounding)
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def every_param_moves(evidence: Evidence) -> Iterator[Finding]:
 
     record = evidence.run()
     stuck = bit_equal(record)
-    depends = evidence.dependence([p.name for p in stuck]) if stuck else {}
+    depends = evidence.influence([p.name for p in stuck]) if stuck else {}
     stuck = [p for p in stuck if depends[p.name].change > depends[p.name].bound]
     if not stuck:
         return

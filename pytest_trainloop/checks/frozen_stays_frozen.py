@@ -18,13 +18,18 @@ How it decides
     these, and the norm belongs to what ``frozen=`` names, or was called within a model other parts of which train.
 
 Faulty
-    >>> for p in model.backbone.parameters():
-    ...     p.requires_grad = False
-    >>> model.train()                                  # the backbone's batch norms as well
+    >>> model.encoder.requires_grad_(False)            # its batch norm still follows the data
+    >>> for x, y in batches:
+    ...     optimizer.zero_grad()
+    ...     F.cross_entropy(model(x), y).backward()
+    ...     optimizer.step()
 
 Fixed
-    >>> model.train()
-    >>> model.backbone.eval()
+    >>> model.encoder.requires_grad_(False).eval()     # and again after every model.train()
+    >>> for x, y in batches:
+    ...     optimizer.zero_grad()
+    ...     F.cross_entropy(model(x), y).backward()
+    ...     optimizer.step()
 
 Known limits
     Statistics of a net that is called by itself (a teacher, a target) and is not declared are advice.

@@ -18,14 +18,22 @@ How it decides
     backpropagates the same. Rollouts, pseudo-labels, teachers and refreshed statistics are none.
 
 Faulty
-    >>> def validate(model, data):
+    >>> for x, y in batches:
+    ...     optimizer.zero_grad()
+    ...     F.cross_entropy(model(x), y).backward()
+    ...     optimizer.step()
     ...     model.eval()
-    ...     with torch.no_grad(): ...                   # and never back to train()
+    ...     with torch.no_grad():
+    ...         accuracy = (model(x).argmax(1) == y).float().mean()
 
 Fixed
-    >>> def validate(model, data):
+    >>> for x, y in batches:
+    ...     optimizer.zero_grad()
+    ...     F.cross_entropy(model(x), y).backward()
+    ...     optimizer.step()
     ...     model.eval()
-    ...     with torch.no_grad(): ...
+    ...     with torch.no_grad():
+    ...         accuracy = (model(x).argmax(1) == y).float().mean()
     ...     model.train()
 
 Known limits

@@ -118,6 +118,12 @@ class Evidence:
 
         return dependence(self, names)
 
+    def influence(self, names: Sequence[str]) -> dict[str, Dependence]:
+        """The same where gradients arrive: by how much what is backpropagated changes when each is moved."""
+        from pytest_trainloop.evidence.dependence import influence
+
+        return influence(self, names)
+
     def cut(self, names: Sequence[str], kinds: set[Kind]) -> tuple[Cut | None, set[str]]:
         """The operation that keeps the gradient from these parameters, and which parameters entered some
         computation."""

@@ -52,7 +52,19 @@ class Dependence:
 
 
 def dependence(evidence: Evidence, names: Sequence[str]) -> dict[str, Dependence]:
-    """For each named parameter, the largest change over both base points."""
+    """For each named parameter, the largest change over both base points; none is looked for where a gradient arrives
+    after all."""
+    return _largest_changes(evidence, names, lambda probe: probe.arrived)
+
+
+def influence(evidence: Evidence, names: Sequence[str]) -> dict[str, Dependence]:
+    """For each named parameter, the largest change over both base points, whether or not gradients arrive."""
+    return _largest_changes(evidence, names, lambda _probe: set())
+
+
+def _largest_changes(
+    evidence: Evidence, names: Sequence[str], settled: Callable[[_Probe], set[str]]
+) -> dict[str, Dependence]:
     probe = _Probe(evidence, names, _runs_in_double(evidence, names))
     found: dict[str, Dependence] = {}
     for jitter in (False, True):
@@ -64,8 +76,9 @@ def dependence(evidence: Evidence, names: Sequence[str]) -> dict[str, Dependence
                 "source inside the function"
             )
         bound = max(1e3 * _epsilon(evidence, probe.double), 10 * noise)
-        found.update({n: Dependence(0.0, bound) for n in probe.arrived if n in names and n not in found})
-        todo = [n for n in names if n not in probe.arrived and (n not in found or not found[n].depends)]
+        known = settled(probe)
+        found.update({n: Dependence(0.0, bound) for n in names if n in known and n not in found})
+        todo = [n for n in names if n not in known and (n not in found or not found[n].change > bound)]
         if difference(base, probe.roots(todo, jitter)) <= bound:
             found.update({n: Dependence(0.0, bound) for n in todo if n not in found})
             continue

@@ -117,7 +117,7 @@ def _rests(record: Record, owner: str) -> bool:
     own = [p for p in record.parameters if p.owner == owner]
     weights = own or [p for p in record.parameters if p.owner == parent or p.owner.startswith(f"{parent}.")]
     changed = record.changed() | record.moved_by_hand()
-    return bool(weights) and not any(p.trainable or p.requires_grad or p.index in changed for p in weights)
+    return bool(weights) and not any(p.trainable or p.index in changed for p in weights)
 
 
 def _within_training(record: Record, statistics: Statistics) -> bool:

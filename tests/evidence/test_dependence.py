@@ -35,7 +35,6 @@ def test_a_result_that_is_thrown_away_decides_nothing():
 def test_it_is_no_cut_wire_where_a_gradient_arrives():
     made = evidence(torch.tanh)
     found = made.dependence(["body.weight"])["body.weight"]
-    assert found.change > found.bound
     assert found.alive
     assert not found.depends
 

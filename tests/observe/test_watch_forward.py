@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from watched import batches, code, names, net
 
-from pytest_trainloop.observe.events import Backward, Forward, LossCall
+from pytest_trainloop.observe.events import Backward, Forward, LossCall, ModeCall
 from pytest_trainloop.observe.watch import Watch
 
 
@@ -44,17 +44,18 @@ def test_grad_mode_is_seen_at_each_call():
     assert [(p.calls_with_grad, p.calls_without_grad) for p in watch.record.parameters] == [(1, 2)] * 4
 
 
-def test_modules_in_eval_mode_are_named():
-    model, x = net(), torch.ones(1, 3)
+def test_modules_that_act_by_mode_are_named():
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.1), nn.BatchNorm1d(3), nn.Dropout(0.0)), torch.ones(2, 3)
     with Watch({"": model}) as watch:
-        model[0].eval()
+        model[1].eval()
         model(x)
         model.eval()
         model(x)
     first, second = watch.record.of(Forward)
-    assert (first.training, first.in_eval) == (True, ("0",))
-    assert (second.training, second.in_eval) == (False, ("Sequential", "0", "1", "2"))
-    assert [p.calls_in_eval for p in watch.record.parameters] == [2, 2, 1, 1]
+    assert (first.training, first.in_eval, first.in_training) == (True, ("1",), ("2",))
+    assert (second.training, second.in_eval, second.in_training) == (False, ("1", "2"), ())
+    assert [(c.below, c.on) for c in watch.record.of(ModeCall)] == [("1", False), ("", False)]
+    assert [p.calls_in_eval for p in watch.record.parameters] == [1, 1, 1, 1]
 
 
 def test_autocast_and_its_dtype_are_seen():
