@@ -125,9 +125,7 @@ def _weighed(made: Accumulation, split: Split, weighing: Weighing, wrong: Sequen
     if absent and absent[-1] == k - 1:
         return _finding(split, weighing, "stepped_inside_window", _after(k - len(absent), k))
     if absent:
-        do, their = ("do", "their gradients are") if len(absent) > 1 else ("does", "its gradient is")
-        summary = f"{len(absent)} of {k} micro-batches {do} not count: {their} wiped before the step"
-        return _finding(split, weighing, "only_last_counts", summary)
+        return _lost(split, weighing, len(absent))
     factors = [g / w for g, w in zip(got, full, strict=True)]
     factor = sum(got) / sum(full)
     if _alike(factors):
@@ -137,6 +135,16 @@ def _weighed(made: Accumulation, split: Split, weighing: Weighing, wrong: Sequen
     if _alike(got) and (abs(factor - k) < CLOSE * k or abs(factor * k - 1) < CLOSE):
         return _scaled(split, weighing, wrong, factor, tried)
     return _unexplained(split, weighing)
+
+
+def _lost(split: Split, weighing: Weighing, absent: int) -> Finding:
+    """Micro-batches that weigh nothing: no backward pass was made for them, or its gradients were wiped."""
+    do, its = ("do", "their gradients are") if absent > 1 else ("does", "its gradient is")
+    summary = f"{absent} of {split.accumulate} micro-batches {do} not count: "
+    if split.backwards > split.accumulate - absent:
+        return _finding(split, weighing, "only_last_counts", f"{summary}{its} wiped before the step")
+    finding = _finding(split, weighing, "only_last_counts", f"{summary}backward() is not called for their loss")
+    return replace(finding, repair="call backward() for every micro-batch: only the step waits for the window's end")
 
 
 def _mean_of_means(split: Split, weighing: Weighing) -> Finding:
@@ -197,8 +205,12 @@ _REPAIRS = {
 }
 
 
+_BY_STEP = ("stepped_inside_window", "carried_over")
+"""Causes that lie at the optimizer's step; the others lie at the backward pass."""
+
+
 def _finding(split: Split, weighing: Weighing | None, cause: str, summary: str, *, shown: str = "") -> Finding:
-    window = split.windows[0]
+    window = next((w for w in split.windows if w.difference > split.bound), split.windows[0])
     weights = (
         f"as weighted sums of the micro-batches' own gradients: {_list(weighing.accumulated.weights)} accumulated, "
         f"{_list(weighing.one_batch.weights)} in one batch"
@@ -213,8 +225,8 @@ def _finding(split: Split, weighing: Weighing | None, cause: str, summary: str, 
             f"all {split.parameters} parameters, {split.precision}"
         ),
         shown_by="; ".join(part for part in (shown, weights) if part),
-        culprits=("optimizer.step()",) if cause == "stepped_inside_window" else ("loss.backward()",),
-        where=split.place,
+        culprits=("optimizer.step()",) if cause in _BY_STEP else ("loss.backward()",),
+        where=split.step_place if cause in _BY_STEP else split.place,
         smallest=f"{split.rows} examples as [{', '.join([str(split.rows // split.accumulate)] * split.accumulate)}]",
         repair=_REPAIRS[cause],
         explains=CONSEQUENCES,
@@ -260,7 +272,8 @@ def _update_differs(split: Split) -> Finding:
         summary=f"accumulating over {split.accumulate} micro-batches gives the same gradient and another update",
         measured=f"weights lie {split.updates:.1e} of their way apart after the last step, {split.precision}",
         shown_by="the rates at the same optimizer steps differ" if split.rates_differ else "the rates are the same",
-        where=split.place,
+        culprits=("scheduler.step()",) if split.rates_differ else ("optimizer.step()",),
+        where=split.step_place,
         repair="step the scheduler once for each optimizer step, or say so with skip= where the rate is meant to scale",
     )
 
@@ -278,6 +291,7 @@ def _unexplained(split: Split, weighing: Weighing) -> Finding:
             f"{weighing.accumulated.residual:.1e} of it lies outside the span of the micro-batches' gradients"
         ),
         shown_by="not determined; ruled out: a wrong factor, wiped micro-batches, a mean of means, random numbers",
+        culprits=("loss.backward()",),
         where=split.place,
         repair="look for what runs once for each micro-batch besides the loss: a penalty, a clip, a hook",
     )

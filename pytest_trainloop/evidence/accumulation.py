@@ -18,12 +18,24 @@ import torch
 
 from pytest_trainloop import batch as nests
 from pytest_trainloop.errors import CannotDecide, Unreliable
+from pytest_trainloop.evidence.agreement import (
+    Agreement,
+    agreement,
+    backward_place,
+    cuts_by_itself,
+    micro_batches,
+    optimizers,
+    passes,
+    rates,
+    step_count,
+    step_place,
+    updates_apart,
+)
 from pytest_trainloop.evidence.batches import first_batches
 from pytest_trainloop.evidence.run import RunPlan, canonical
-from pytest_trainloop.evidence.span import Combination, Gradient, combination, consumed, ends, steps_of, vectors
+from pytest_trainloop.evidence.span import Combination, Gradient, combination, consumed, vectors
 from pytest_trainloop.evidence.valid import Valid, valid_entries
 from pytest_trainloop.evidence.varied import SameStart, varied
-from pytest_trainloop.observe.events import Backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -37,23 +49,14 @@ ROUNDING = 1e3
 """Machine epsilons within which two orders of summation agree."""
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """Two gradients of one step: the length of the accumulated one over the other's, their cosine, and the length of
-    their difference over the larger of both."""
-
-    ratio: float
-    cosine: float
-    difference: float
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """Windows of ``accumulate`` micro-batches against one batch of the same ``rows``.
 
     ``chunks``: the loop cuts each batch up by itself. ``steps`` are those of ``optimizer``, beside what the one-batch
-    run makes; ``first_window`` counts the micro-batches before its first; ``windows`` are the gradients consumed;
-    ``updates`` is the difference of the weights at the end, over how far they moved.
+    run makes; ``first_window`` counts the micro-batches before its first, ``backwards`` those of them that had their
+    backward pass; ``windows`` are the gradients consumed; ``updates`` is the difference of the weights at the end, over
+    how far they moved.
     """
 
     accumulate: int
@@ -63,6 +66,7 @@ class Split:
     steps: int
     steps_expected: int
     first_window: int
+    backwards: int
     windows: tuple[Agreement, ...]
     updates: float
     rates_differ: bool
@@ -70,6 +74,7 @@ class Split:
     parameters: int
     precision: str
     place: str
+    step_place: str
 
     @property
     def equal(self) -> bool:
@@ -128,25 +133,27 @@ class Accumulation:
         chunks = False
         if many.steps > one.steps:
             whole = self._made(("chunks", k, count), k, lambda loop: self._whole(count))
-            chunks = _cuts_by_itself(one, whole, k)
+            chunks = cuts_by_itself(one, whole, k)
             many = whole if chunks else many
         self._require_steps(one, many, k)
-        optimizer = max(_optimizers(one), key=lambda o: self._worst(one, many, o))
+        optimizer = max(optimizers(one), key=lambda o: self._worst(one, many, o))
         return Split(
             accumulate=k,
             rows=count,
             chunks=chunks,
             optimizer=optimizer,
-            steps=_step_count(many, optimizer),
-            steps_expected=_step_count(one, optimizer),
+            steps=step_count(many, optimizer),
+            steps_expected=step_count(one, optimizer),
             first_window=micro_batches(one, many, optimizer),
+            backwards=passes(many, optimizer)[1] // max(1, passes(one, optimizer)[1]),
             windows=tuple(self._agreements(one, many, optimizer)),
-            updates=_updates(one, many) if many.rounds == one.rounds else float("inf"),
-            rates_differ=_rates(one, optimizer) != _rates(many, optimizer),
+            updates=updates_apart(one, many) if many.rounds == one.rounds else float("inf"),
+            rates_differ=rates(one, optimizer, WINDOWS) != rates(many, optimizer, WINDOWS),
             bound=self._bound(),
             parameters=len(consumed(one, optimizer, 0) or ()),
             precision="float64" if one.double and many.double else self._lowest(),
-            place=_place(many, optimizer),
+            place=backward_place(many, optimizer),
+            step_place=step_place(many, optimizer),
         )
 
     def weigh(self, split: Split, nth: int = 0) -> Weighing:
@@ -177,7 +184,7 @@ class Accumulation:
         self._plan_of = _on_loss(self._plan_of)
         count = self._rows(2)
         one = self._one(count)
-        optimizer = _optimizers(one)[0]
+        optimizer = optimizers(one)[0]
         whole, *parts = vectors([consumed(one, optimizer, 0) or {}, *self._parts(2, count, optimizer)])
         found = combination(whole, parts)
         if found is None or found.residual > self._separable():
@@ -216,7 +223,7 @@ class Accumulation:
             lambda loop: [self._rows_of(b, list(reversed(self._valid.order[: split.rows]))) for b in self._batches],
         )
         a, b = consumed(self._one(split.rows), split.optimizer, 0), consumed(backwards, split.optimizer, 0)
-        return _agreement(*vectors([a or {}, b or {}])).difference
+        return agreement(*vectors([a or {}, b or {}])).difference
 
     def _pair(self, split: Split) -> tuple[Gradient, Gradient]:
         one, many = consumed(self._one(split.rows), split.optimizer, 0), consumed(self._many(split), split.optimizer, 0)
@@ -248,7 +255,7 @@ class Accumulation:
             for key, knob, items in runs:
                 again = self._made((*key, "again", fit_seed), knob, items, fit_seed=fit_seed)
                 first = consumed(self._records[key], optimizer, 0) or {}
-                if _agreement(*vectors([first, consumed(again, optimizer, 0) or {}])).difference > self._bound():
+                if agreement(*vectors([first, consumed(again, optimizer, 0) or {}])).difference > self._bound():
                     raise refused
 
     def _one(self, count: int) -> Record:
@@ -298,7 +305,7 @@ class Accumulation:
 
     def _require_steps(self, one: Record, many: Record, k: int) -> None:
         made, expected = many.steps, one.steps
-        if not any(_step_count(one, o) for o in _optimizers(one)):
+        if not any(step_count(one, o) for o in optimizers(one)):
             raise CannotDecide(f"no optimizer step was seen over {WINDOWS} batches with accumulate=1")
         if made < expected:
             raise CannotDecide(
@@ -308,11 +315,11 @@ class Accumulation:
 
     def _agreements(self, one: Record, many: Record, optimizer: int) -> list[Agreement]:
         pairs = [(consumed(one, optimizer, n), consumed(many, optimizer, n)) for n in range(WINDOWS)]
-        return [_agreement(*vectors([a, b])) for a, b in pairs if a is not None and b is not None]
+        return [agreement(*vectors([a, b])) for a, b in pairs if a is not None and b is not None]
 
     def _worst(self, one: Record, many: Record, optimizer: int) -> float:
         """How far the windows differ; infinite where the optimizer stepped another number of times."""
-        if _step_count(one, optimizer) != _step_count(many, optimizer):
+        if step_count(one, optimizer) != step_count(many, optimizer):
             return float("inf")
         return max((a.difference for a in self._agreements(one, many, optimizer)), default=0.0)
 
@@ -341,62 +348,3 @@ def _on_loss(plan_of: Callable[[Mapping[str, Any]], RunPlan]) -> Callable[[Mappi
         return canonical(loop)
 
     return lambda _knobs: replace(plan_of({}), fit=plain)
-
-
-def _agreement(expected: torch.Tensor, got: torch.Tensor) -> Agreement:
-    a, b = (float(torch.linalg.vector_norm(v)) for v in (expected, got))
-    if not (a < float("inf") and b < float("inf")):
-        return Agreement(float("nan"), float("nan"), 0.0 if a != a and b != b else float("inf"))
-    largest = max(a, b)
-    if largest == 0.0:
-        return Agreement(1.0, 1.0, 0.0)
-    cosine = float(expected @ got) / (a * b) if a and b else 0.0
-    return Agreement(b / a if a else float("inf"), cosine, float(torch.linalg.vector_norm(got - expected)) / largest)
-
-
-def _optimizers(record: Record) -> list[int]:
-    return [o.index for o in record.optimizers if steps_of(record, o.index)]
-
-
-def _step_count(record: Record, optimizer: int) -> int:
-    return len(steps_of(record, optimizer)) if optimizer < len(record.optimizers) else 0
-
-
-def _cuts_by_itself(one: Record, whole: Record, k: int) -> bool:
-    """Whether the loop steps as often for whole batches with the knob at k, and goes k times through its model."""
-    stepping = _optimizers(one)
-    alike = all(_step_count(one, o) == _step_count(whole, o) for o in stepping)
-    return alike and bool(stepping) and micro_batches(one, whole, stepping[0]) >= k
-
-
-def micro_batches(one: Record, many: Record, optimizer: int) -> int:
-    """Micro-batches of the first window: by its backward passes, or by its forward passes where one backward serves
-    several."""
-    (one_forward, one_backward), (forward, backward) = _passes(one, optimizer), _passes(many, optimizer)
-    return max(backward // max(1, one_backward), forward - one_forward + 1 if one_forward else 0)
-
-
-def _passes(record: Record, optimizer: int) -> tuple[int, int]:
-    """Forward and backward passes before the first step."""
-    first = min((s.at for s in steps_of(record, optimizer)), default=0)
-    mine = set(record.optimizers[optimizer].parameters) if optimizer < len(record.optimizers) else set()
-    forward = sum(f.grad_enabled and f.at < first for f in record.root_forwards())
-    return forward, sum(b.at < first and bool(mine & set(b.arrivals)) for b in record.of(Backward))
-
-
-def _rates(record: Record, optimizer: int) -> list[tuple[float, ...]]:
-    return [s.rates for s in steps_of(record, optimizer)[:WINDOWS]]
-
-
-def _updates(one: Record, many: Record) -> float:
-    """How far the weights lie apart in the end, over how far they moved."""
-    (start, end), (_, other) = ends(one), ends(many)
-    before, after, got = vectors([start, end, other])
-    apart, moved = (float(torch.linalg.vector_norm(v)) for v in (got - after, after - before))
-    return apart / moved if moved else apart
-
-
-def _place(record: Record, optimizer: int) -> str:
-    """The line of the first backward pass that brings this optimizer gradients."""
-    mine = set(record.optimizers[optimizer].parameters)
-    return next((str(b.place) for b in record.of(Backward) if mine & set(b.arrivals)), "")
