@@ -15,6 +15,8 @@ How it decides
     it there either, in a longer run neither, while the optimizer moves others: the optimizer leaves it out. In float32
     the former is advice: the rate is far too low, which is for update_ratio to judge. So it is where the optimizer is
     not torch's own: it may keep what rounding takes (Kahan summation, stochastic rounding, master weights).
+    Entries are counted as well: one is lost if it never changed and half its spacing is more than the largest step on
+    its tensor in float64. Half of all low-precision entries lost is a fault, whether a whole tensor rests or not.
 
 Faulty
     >>> model = Classifier().to(torch.bfloat16)
@@ -25,7 +27,7 @@ Fixed
     >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 Known limits
-    Of large tensors up to 128 entries are looked at. Tensors of which only some entries move are not named.
+    Of large tensors up to 128 entries are looked at.
 
 References
     https://arxiv.org/abs/1710.03740 (Micikevicius et al., Mixed Precision Training, section 3.1: master weights)
@@ -34,6 +36,7 @@ References
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks import check
@@ -45,7 +48,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.evidence import Evidence
     from pytest_trainloop.evidence.stuck import Stuck
-    from pytest_trainloop.observe.record import Record
+    from pytest_trainloop.observe.record import Parameter, Record
 
 CONSEQUENCES = ("parameter_precision", "overfit_one_batch", "update_ratio")
 
@@ -56,19 +59,36 @@ CAUSES = {
 
 LOW = ("bfloat16", "float16")
 
+MOST = 0.5
+"""Share of entries lost to rounding from which a model trains less of itself than it leaves as it was."""
+
 
 @check(needs={"fit"}, causes=CAUSES, family="wiring", rank=50)
 def every_param_moves(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.evidence.stuck import bit_equal, measure
+    from pytest_trainloop.evidence.stuck import bit_equal, low_and_stepped
 
     record = evidence.run()
     stuck = bit_equal(record)
+    low = low_and_stepped(record, LOW)
+    if not stuck and not low:
+        return
     depends = evidence.influence([p.name for p in stuck]) if stuck else {}
     stuck = [p for p in stuck if depends[p.name].change > depends[p.name].bound]
+    if not stuck and not low:
+        return
+    most = list(_most_entries(evidence, record, low)) if low else []
+    yield from most
+    said = {name for finding in most for name in finding.culprits}
+    yield from _whole_tensors(evidence, record, [p for p in stuck if p.name not in said])
+
+
+def _whole_tensors(evidence: Evidence, record: Record, stuck: Sequence[Parameter]) -> Iterator[Finding]:
+    """Parameters that are bit-equal after the run, and what float64 makes of them."""
     if not stuck:
         return
-    double = evidence.double_run()
-    measured = measure(stuck, record, double)
+    from pytest_trainloop.evidence.stuck import bit_equal, measure
+
+    measured = measure(stuck, record, evidence.double_run())
     lost = [s for s in measured if s.lost]
     own = {p.name for p in stuck if _by_torch(record, p.index)}
     for level, chosen in (
@@ -86,6 +106,22 @@ def every_param_moves(evidence: Evidence) -> Iterator[Finding]:
             yield _left_out(record, names)
 
 
+def _most_entries(evidence: Evidence, record: Record, low: Sequence[Parameter]) -> Iterator[Finding]:
+    """Low-precision entries that never move, where they are the greater part of all."""
+    from pytest_trainloop.evidence.stuck import lost_shares, measure
+
+    shares = lost_shares(low, record, evidence.double_run())
+    sizes = {p.name: math.prod(p.shape) for p in low}
+    lost = sum(share * sizes[name] for name, share in shares.items())
+    names = tuple(name for name, share in shares.items() if share >= MOST)
+    if names and lost >= MOST * sum(sizes.values()):
+        depends = evidence.influence(names)
+        names = tuple(n for n in names if depends[n].change > depends[n].bound)
+        if sum(shares[n] * sizes[n] for n in names) >= MOST * sum(sizes.values()):
+            chosen = measure([p for p in low if p.name in names], record, evidence.double_run())
+            yield _lost_in_part(record, chosen, len(low), lost / sum(sizes.values()))
+
+
 def _by_torch(record: Record, index: int) -> bool:
     return all(record.optimizers[o].from_torch for o in record.held.get(index, ()))
 
@@ -94,6 +130,13 @@ def _others_move(record: Record, index: int) -> bool:
     """Whether an optimizer that holds the parameter moves others."""
     moving = {(move.by, i) for move in record.moves for i in move.parameters}
     return any(by in record.held.get(index, ()) for by, _ in moving)
+
+
+_KEEP_FLOAT32 = "keep the weights in float32 and compute under autocast, or give the optimizer float32 master weights"
+
+
+def _step_line(record: Record) -> str:
+    return next((str(step.place) for step in record.consuming_steps()), "")
 
 
 def _lost(record: Record, stuck: Sequence[Stuck], fault: bool) -> Finding:
@@ -113,12 +156,33 @@ def _lost(record: Record, stuck: Sequence[Stuck], fault: bool) -> Finding:
         ),
         shown_by="the same steps in float64 move them by less than half that spacing each",
         culprits=names,
+        where=_step_line(record),
         repair=(
-            "keep the weights in float32 and compute under autocast, or give the optimizer float32 master weights"
-            if first.dtype in LOW
-            else "raise the learning rate of this group, if it is meant to train"
+            _KEEP_FLOAT32 if first.dtype in LOW else "raise the learning rate of this group, if it is meant to train"
         ),
         explains=CONSEQUENCES if fault else (),
+    )
+
+
+def _lost_in_part(record: Record, lost: Sequence[Stuck], among: int, share: float) -> Finding:
+    names = tuple(s.name for s in lost)
+    first = max(lost, key=lambda s: s.spacing)
+    dtype = first.dtype
+    return Finding(
+        cause="lost_to_rounding",
+        summary=(
+            f"{share:.0%} of the {dtype} weights never move, most of them in {some(names)}: each update is below half "
+            f"the spacing of {dtype} and rounds away"
+        ),
+        measured=(
+            f"bit-equal entries of {among} tensors after {record.rounds} steps; {first.name}: typical "
+            f"update {first.update:.1e}, spacing {first.spacing:.1e}"
+        ),
+        shown_by="in float64 the largest entry of any step on these tensors is below half the spacing at these values",
+        culprits=names,
+        where=_step_line(record),
+        repair=_KEEP_FLOAT32,
+        explains=CONSEQUENCES,
     )
 
 
@@ -133,6 +197,7 @@ def _left_out(record: Record, names: Sequence[str]) -> Finding:
         measured=f"bit-equal after every step, in float64 too; {kinds} moves other parameters",
         shown_by="the step reads their gradients, at a rate above zero, and their values stay as they are",
         culprits=tuple(names),
+        where=_step_line(record),
         repair=f"go through all of {kinds}.param_groups in step()",
         explains=CONSEQUENCES,
     )

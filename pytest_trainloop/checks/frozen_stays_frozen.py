@@ -13,9 +13,10 @@ How it decides
     Only a move inside an optimizer's step, of a parameter that this optimizer holds, is the optimizer's doing: an
     average, a target or a codebook that is written by hand is not. A declared parameter that requires grad, gets
     gradients and moves is still trainable. One that rests and moves all the same: along its own values it is weight
-    decay; with a gradient that is bit for bit an earlier one it is that gradient; else momentum. A gradient that was
-    put there by hand is meant. Running statistics are a fault where all weights of their norm rest, nobody writes
-    these, and the norm belongs to what ``frozen=`` names, or was called within a model other parts of which train.
+    decay; with a gradient that is bit for bit an earlier one it is that gradient; else momentum. One whose gradient
+    is set to zero before every step counts as resting. A gradient that was put there by hand is meant. Running
+    statistics are a fault where all weights of their norm rest, nobody writes these, and the norm belongs to what
+    ``frozen=`` names, or was called within a model other parts of which train.
 
 Faulty
     >>> model.encoder.requires_grad_(False)            # its batch norm still follows the data

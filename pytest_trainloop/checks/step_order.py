@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.evidence import Evidence
-    from pytest_trainloop.evidence.ledger import Account, Ledger
+    from pytest_trainloop.evidence.ledger import Account, Ledger, Meal
     from pytest_trainloop.observe.events import Step
     from pytest_trainloop.observe.record import Record
 
@@ -312,11 +312,17 @@ def _refused_backward(record: Record) -> Iterator[Judged]:
         )
 
 
+def _ours(meal: Meal, ledger: Ledger) -> bool:
+    """Whether old gradients are judged here: not those put there by hand, nor what is left of a parameter's own
+    training when it is frozen (frozen_stays_frozen)."""
+    return meal.parameter not in ledger.by_hand and meal.parameter not in meal.step.resting
+
+
 def _repeated(record: Record, ledger: Ledger) -> Iterator[Judged]:
     """Gradients that are consumed again with no backward between."""
     pairs: dict[tuple[int, int], list[tuple[Step, int]]] = defaultdict(list)
     for meal in ledger.meals:
-        if meal.repeated and meal.stale is not None and meal.parameter not in ledger.by_hand:
+        if meal.repeated and meal.stale is not None and _ours(meal, ledger):
             pairs[meal.stale.optimizer, meal.step.optimizer].append((meal.step, meal.parameter))
     for (first, second), meals in pairs.items():
         steps = {s.at: s for s, _ in meals}
@@ -347,7 +353,7 @@ def _stale(record: Record, ledger: Ledger) -> Iterator[Judged]:
     """Gradients that are consumed together with what an earlier step has consumed already."""
     stale: dict[int, dict[int, list[Step]]] = defaultdict(lambda: defaultdict(list))
     for meal in ledger.meals:
-        if meal.stale is not None and not meal.repeated and meal.parameter not in ledger.by_hand:
+        if meal.stale is not None and not meal.repeated and _ours(meal, ledger):
             stale[meal.step.optimizer][meal.parameter].append(meal.step)
     for index, by_parameter in stale.items():
         again = {i: steps for i, steps in by_parameter.items() if len(steps) >= 2}

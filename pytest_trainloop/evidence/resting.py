@@ -18,6 +18,10 @@ PARALLEL = 0.999
 """Cosine from which an update runs along the weights: decay alone has 1 but for the rounding of the weights."""
 
 
+LEAST_STEPS = 3
+"""Steps that must find a zeroed gradient before it is taken for a way to freeze."""
+
+
 @dataclass(frozen=True, slots=True)
 class Moved:
     """One parameter at rest that steps moved: why, how far at most (over its largest entry), in how many steps."""
@@ -36,7 +40,9 @@ def moved_at_rest(record: Record) -> list[Moved]:
     found: list[Moved] = []
     for p in record.parameters:
         declared = any(p.name.startswith(prefix) for prefix in record.frozen or ())
-        moves = [s for s in _moving(record, p.index) if declared or p.index in s.resting]
+        moving = _moving(record, p.index)
+        silenced = declared or _silenced(record, p.index, moving)
+        moves = [s for s in moving if silenced or p.index in s.resting]
         if moves and p.index not in by_hand and (moved := _judged(record, p, moves)):
             found.append(moved)
     return found
@@ -49,6 +55,15 @@ def _moving(record: Record, index: int) -> list[Step]:
         for s in record.of(Step)
         if s.full and not s.nested and s.updates.get(index, 0.0) > 0.0 and s.reads and index in s.reads[-1].grads
     ]
+
+
+def _silenced(record: Record, index: int, moving: Sequence[Step]) -> bool:
+    """Whether somebody freezes the parameter by setting its gradient to zero: one arrives before every step, and every
+    step finds zero there, and other gradients beside it."""
+    steps = [s for s in record.of(Step) if s.full and not s.nested and s.reads and index in s.reads[-1].grads]
+    beside = all(any(g is not None and not g.zero for g in s.reads[-1].grads.values()) for s in steps)
+    zero = all((grad := _read(index, s)) is not None and grad.zero and _arrived(record, index, s) for s in steps)
+    return len(steps) >= LEAST_STEPS and len(moving) == len(steps) and beside and zero
 
 
 def _judged(record: Record, p: Parameter, moves: Sequence[Step]) -> Moved | None:
@@ -85,6 +100,11 @@ def _idle(index: int, step: Step) -> bool:
 
 
 def _fresh_gradient(record: Record, index: int, step: Step) -> bool:
+    """Whether the step reads a gradient, and one other than zero came in since the optimizer's step before."""
+    return not _idle(index, step) and _arrived(record, index, step)
+
+
+def _arrived(record: Record, index: int, step: Step) -> bool:
     """Whether a gradient other than zero came in since the optimizer's step before."""
     before = max((s.at for s in record.of(Step) if s.optimizer == step.optimizer and s.at < step.at), default=0)
     return any(before < a.at < step.at and not a.incoming.zero for a in record.arrivals(index))

@@ -28,8 +28,7 @@ LEAST_STEPS = 3
 @dataclass(frozen=True, slots=True)
 class Stuck:
     """A parameter no sampled entry of which moved. ``update`` is the median size of a step on it in float64, at the
-    rate
-    that a warm-up leads to; ``spacing`` the median distance of its values to the next of its dtype."""
+    rate that a warm-up leads to; ``spacing`` the median distance of its values to the next of its dtype."""
 
     name: str
     dtype: str
@@ -89,8 +88,41 @@ def measure(parameters: Sequence[Parameter], native: Record, double: Record) -> 
         change = _values(double.end[other.index], "float64") - _values(other.start, "float64")
         growth = _growth(native, p.index)
         update = float(change.abs().median()) / steps * growth
-        found.append(Stuck(p.name, p.dtype, update, _spacing(p.start, p.dtype)))
+        found.append(Stuck(p.name, p.dtype, update, float(_spacings(_values(p.start, p.dtype), p.dtype).median())))
     return found
+
+
+def lost_shares(parameters: Sequence[Parameter], native: Record, double: Record) -> dict[str, float]:
+    """By parameter, the share of sampled entries that never changed and could not: half the spacing at their value is
+    more than the largest entry of any step on this parameter in float64, at the rate that a warm-up leads to."""
+    wide = {p.name: p for p in double.parameters}
+    shares: dict[str, float] = {}
+    for p in parameters:
+        other = wide.get(p.name)
+        if other is None or other.index not in double.end or p.index not in native.end or not other.start.sample:
+            continue
+        start, end = _values(p.start, p.dtype), _values(native.end[p.index], p.dtype)
+        largest = max(float(_values(f, "float64").abs().max()) for f in (other.start, double.end[other.index]))
+        steps = [s.updates[other.index] for s in double.of(Step) if other.index in s.updates]
+        step = max(steps, default=0.0) * largest * _growth(native, p.index)
+        lost = (start == end) & (step < _spacings(start, p.dtype) / 2)
+        shares[p.name] = float(lost.double().mean()) if 0.0 < step < math.inf else 0.0
+    return shares
+
+
+def low_and_stepped(record: Record, dtypes: Sequence[str]) -> list[Parameter]:
+    """Parameters of these dtypes that were stepped with gradients, and that only optimizers of torch's own move."""
+    by_others = {i for move in record.moves if move.by is None for i in move.parameters}
+    fed = _fed(record)
+    return [
+        p
+        for p in record.parameters
+        if p.dtype in dtypes
+        and fed.get(p.index, 0) >= LEAST_STEPS
+        and p.index not in by_others
+        and not p.gone
+        and all(record.optimizers[o].from_torch for o in record.held.get(p.index, ()))
+    ]
 
 
 def _growth(record: Record, index: int) -> float:
@@ -106,11 +138,10 @@ def _growth(record: Record, index: int) -> float:
     return 1.0
 
 
-def _spacing(fact: Fact, dtype: str) -> float:
-    values = _values(fact, dtype).abs()
-    eps = torch.finfo(getattr(torch, dtype)).eps
-    exponents = torch.floor(torch.log2(values.clamp_min(torch.finfo(getattr(torch, dtype)).tiny)))
-    return float((eps * torch.exp2(exponents)).median())
+def _spacings(values: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The distance of each value to the next larger one of its dtype."""
+    info = torch.finfo(getattr(torch, dtype))
+    return info.eps * torch.exp2(torch.floor(torch.log2(values.abs().clamp_min(info.tiny))))
 
 
 def _values(fact: Fact, dtype: str) -> torch.Tensor:
