@@ -83,6 +83,10 @@ def _measured(again: Repetition) -> str:
     return f"first to differ: {difference.what}, {_when(difference.step)}" if difference else ""
 
 
+def _culprits(again: Repetition) -> tuple[str, ...]:
+    return (again.difference.culprit,) if again.difference else ()
+
+
 def _when(step: int) -> str:
     return "before any optimizer step" if step == 0 else f"after {step} optimizer steps"
 
@@ -93,14 +97,14 @@ def _random(again: Repetition) -> Finding:
     if op is not None:
         inside = f" in {op.module}" if op.module else ""
         given = "is given the same both times and gives" if op.given_same else "is given"
-        shown += f"; the first call of torch to differ is {op.op}{inside}, which {given} something else"
+        shown += f"; the first call of torch to differ is {op.op}(){inside}, which {given} something else"
     where = str(op.place) if op is not None else again.difference.where if again.difference else ""
     return Finding(
         cause="unseeded_random",
         summary="two runs under one seed differ: something draws from a source that no seed reaches",
         measured=_measured(again),
         shown_by=shown,
-        culprits=(op.op,) if op is not None else (),
+        culprits=(op.op,) if op is not None else _culprits(again),
         where=where,
         repair=(
             "seed it inside the function: np.random.default_rng(seed), torch.Generator().manual_seed(seed), "
@@ -116,6 +120,7 @@ def _kernel(again: Repetition) -> Finding:
         summary="two runs under one seed differ by the order in which a kernel sums",
         measured=_measured(again),
         shown_by="with one thread and torch.use_deterministic_algorithms(True) two runs are the same",
+        culprits=_culprits(again),
         where=again.difference.where if again.difference else "",
         repair="torch.use_deterministic_algorithms(True) where runs must be repeatable",
     )
@@ -128,6 +133,7 @@ def _kept(again: Repetition) -> Finding:
         summary="two runs in one process differ: something outside the function lives on from one to the next",
         measured=_measured(again),
         shown_by="two child processes that begin from the same state are the same",
+        culprits=_culprits(again),
         where=again.difference.where if again.difference else "",
         repair="make generators, caches and counters inside the function (or in what it builds)",
     )

@@ -53,7 +53,7 @@ from pytest_trainloop.finding import Finding
 from pytest_trainloop.wording import be, some
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.evidence import Evidence
     from pytest_trainloop.evidence.modes import Evaluation, InEval
@@ -79,9 +79,13 @@ def train_mode(evidence: Evidence) -> Iterator[Finding]:
         yield _evaluate_given(modules, place)
 
 
+def _modules(paths: Sequence[str]) -> str:
+    return f"module{'s' if len(paths) > 1 else ''} {some(paths)}"
+
+
 def _trained(found: InEval, change: float) -> Finding:
     left = found.cause == "eval_left_on"
-    what = "the whole model" if found.whole else some(found.modules)
+    what = "the whole model" if found.whole else _modules(found.modules)
     since = f"from optimizer step {found.step + 1} on" if left else "from the first step on"
     return Finding(
         cause=found.cause,
@@ -110,7 +114,7 @@ def _evaluated(found: Evaluation, level: str) -> Finding:
     return Finding(
         cause="evaluated_in_train",
         level="fault" if level == "fault" else "advice",
-        summary=f"an evaluation inside fit runs in training mode, with {some(found.modules)} active",
+        summary=f"an evaluation inside fit runs in training mode, with {_modules(found.modules)} active",
         measured=f"{found.calls} forward passes without gradients in training mode, beside {found.steps} steps",
         shown_by="their result is used, and with other results in its place the loop backpropagates the same",
         culprits=found.modules[:12],
@@ -123,7 +127,7 @@ def _evaluated(found: Evaluation, level: str) -> Finding:
 def _evaluate_given(modules: tuple[str, ...], place: str) -> Finding:
     return Finding(
         cause="evaluated_in_train",
-        summary=f"evaluate runs in training mode, with {some(modules)} active",
+        summary=f"evaluate runs in training mode, with {_modules(modules)} active",
         measured=f"{len(modules)} modules that act by mode were in training mode in a forward pass of evaluate()",
         shown_by="seen in the forward pass itself, after a short run of fit",
         culprits=modules[:12],

@@ -34,9 +34,11 @@ Source = Literal["random", "kernel", "kept", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first thing in which two records differ: ``what`` in words, before the optimizer step of number ``step``."""
+    """The first thing in which two records differ: ``what`` in words and ``culprit`` by its name, before the optimizer
+    step of number ``step``."""
 
     what: str
+    culprit: str
     step: int
     where: str = ""
 
@@ -71,16 +73,16 @@ def first_difference(a: Record, b: Record) -> Difference | None:
     """Compare two records up to the last step that both made."""
     for p, q in zip(a.parameters, b.parameters, strict=False):
         if p.name == q.name and p.declared and not p.start.same(q.start):
-            return Difference(f"the initial {p.name}", 0)
+            return Difference(f"the initial {p.name}", p.name, 0)
     steps = 0
     for mine, other in zip(_until_last_step(a), _until_last_step(b), strict=False):
         if type(mine) is not type(other):
-            return Difference("the order of events", steps, str(mine.place))
-        if isinstance(mine, Backward) and isinstance(other, Backward) and (what := _backwards(a, mine, other)):
-            return Difference(what, steps, str(mine.place))
+            return Difference("the order of events", "fit", steps, str(mine.place))
+        if isinstance(mine, Backward) and isinstance(other, Backward) and (found := _backwards(a, mine, other)):
+            return Difference(*found, steps, str(mine.place))
         if isinstance(mine, Step) and isinstance(other, Step):
-            if what := _steps(a, mine, other):
-                return Difference(what, steps, str(mine.place))
+            if found := _steps(a, mine, other):
+                return Difference(*found, steps, str(mine.place))
             steps += 1
     return None
 
@@ -91,28 +93,29 @@ def _until_last_step(record: Record) -> Iterator[Event]:
     return iter(watched[: last + 1])
 
 
-def _backwards(record: Record, a: Backward, b: Backward) -> str:
+def _backwards(record: Record, a: Backward, b: Backward) -> tuple[str, str] | None:
+    """What differs, and its name."""
     for x, y in zip(a.roots, b.roots, strict=False):
         if x.shape != y.shape or not _same(x.value, y.value):
-            return f"the loss ({x.value:.9g}, then {y.value:.9g})"
+            return f"the loss ({x.value:.9g}, then {y.value:.9g})", "loss"
     for index in a.arrivals.keys() & b.arrivals.keys():
         for arrival, other in zip(a.arrivals[index], b.arrivals[index], strict=False):
             if not arrival.incoming.same(other.incoming):
-                return f"the gradient of {record.name(index)}"
-    return ""
+                return f"the gradient of {record.name(index)}", record.name(index)
+    return None
 
 
-def _steps(record: Record, a: Step, b: Step) -> str:
+def _steps(record: Record, a: Step, b: Step) -> tuple[str, str] | None:
     if not all(map(_same, a.rates, b.rates)):
-        return f"the learning rate ({a.rates[0]:.9g}, then {b.rates[0]:.9g})"
+        return f"the learning rate ({a.rates[0]:.9g}, then {b.rates[0]:.9g})", "lr"
     for read, other in zip(a.reads, b.reads, strict=False):
         for index in read.grads.keys() & other.grads.keys():
             if not _same_fact(read.grads[index], other.grads[index]):
-                return f"the gradient of {record.name(index)} that the step consumed"
+                return f"the gradient of {record.name(index)} that the step consumed", record.name(index)
     for index in a.left.keys() & b.left.keys():
         if not _same_fact(a.left[index], b.left[index]):
-            return f"the gradient of {record.name(index)} after the step"
-    return ""
+            return f"the gradient of {record.name(index)} after the step", record.name(index)
+    return None
 
 
 def _same(a: float, b: float) -> bool:
