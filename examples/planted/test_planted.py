@@ -1,10 +1,11 @@
 """One mistake a test; each fails under ``--trainloop-strict`` by the cause in README.md."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from char_gpt.data import crop_loader, load_corpus
+from char_gpt.data import Batch, crop_loader, load_corpus
 from char_gpt.lora import prepare_finetuning
 from char_gpt.model import GPT, GPTConfig
 from char_gpt.train import TrainConfig, configure_optimizer, configure_scheduler, train
@@ -14,31 +15,50 @@ from digits_cnn.trainer import Trainer, TrainerConfig
 from planted import (
     adapters_frozen,
     adapters_match_nothing,
+    backward_in_the_if,
     base_left_trainable,
     blocks_in_a_list,
     checkpoint_over_frozen_embeddings,
     clip_after_step,
     clip_before_unscale,
+    divided_in_two_places,
+    eval_left_on,
+    evaluated_in_training_mode,
     features_detached,
     features_rounded,
     features_under_no_grad,
+    frozen_by_a_wrong_prefix,
+    frozen_by_zeroed_gradients,
+    frozen_norms_in_training,
+    frozen_with_momentum,
+    gradients_left_when_freezing,
     head_left_out,
     head_swapped_after_optimizer,
     last_window_left_over,
+    loss_not_divided,
+    mean_of_token_means,
+    momentum_for_one_group,
+    noise_from_the_system,
+    noise_that_goes_on,
     optimizer_on_a_copy,
     result_dropped,
+    schedule_by_micro_batch,
     scheduler_before_optimizer,
     softmax_over_one_channel,
     step_before_backward,
     step_forgotten,
+    step_outside_the_if,
     stepped_twice,
     tied_weight_in_two_optimizers,
     tied_weight_listed_twice,
+    train_forgotten,
     update_forgotten,
+    weights_in_bfloat16,
     zero_grad_after_backward,
     zero_grad_forgotten,
     zero_grad_in_every_micro_batch,
     zero_grad_on_the_other_optimizer,
+    zeroed_by_the_wrong_count,
 )
 
 from pytest_trainloop import TrainLoop
@@ -59,17 +79,18 @@ def gpt_loop(
     configure: Callable[..., Any] = configure_optimizer,
     fit: Callable[..., Any] = train,
     accumulate: int = 1,
+    change: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> TrainLoop:
     model = prepare(tiny_gpt(model_class))
     config = TrainConfig(warmup=5)
     optimizer = configure(model, config)
     scheduler = configure_scheduler(optimizer, config)
-    batches = crops()
+    batches = [change(batch) for batch in crops()]
     return TrainLoop(
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
-        batch=next(iter(batches)),
+        batch=batches[0],
         batches=batches,
         fit=lambda given: fit(model, optimizer, given, accumulate=accumulate, scheduler=scheduler),
     )
@@ -261,3 +282,127 @@ def test_adapters_frozen():
 def test_base_left_trainable():
     """Adapters are attached to a base that was never frozen."""
     return gpt_loop(prepare=base_left_trainable.prepare_finetuning)
+
+
+@pytest.mark.trainloop
+def test_loss_not_divided(accumulate=1):
+    """The losses of a window are added up."""
+    return gpt_loop(fit=loss_not_divided.train, accumulate=accumulate)
+
+
+@pytest.mark.trainloop
+def test_divided_in_two_places(accumulate=1):
+    """Losses are divided by the window, and so are the summed gradients."""
+    return gpt_loop(fit=divided_in_two_places.train, accumulate=accumulate)
+
+
+@pytest.mark.trainloop
+def test_backward_in_the_if(accumulate=1):
+    """Backward runs for the last micro-batch of a window only."""
+    return gpt_loop(fit=backward_in_the_if.train, accumulate=accumulate)
+
+
+@pytest.mark.trainloop
+def test_step_outside_the_if(accumulate=1):
+    """The optimizer steps after every micro-batch."""
+    return gpt_loop(fit=step_outside_the_if.train, accumulate=accumulate)
+
+
+@pytest.mark.trainloop
+def test_zeroed_by_the_wrong_count(accumulate=1):
+    """A window's gradients are still there in the next one."""
+    return gpt_loop(fit=zeroed_by_the_wrong_count.train, accumulate=accumulate)
+
+
+@pytest.mark.trainloop
+def test_mean_of_token_means(accumulate=1):
+    """Micro-batches with few tokens weigh as much as those with many."""
+    return gpt_loop(fit=mean_of_token_means.train, accumulate=accumulate, change=mean_of_token_means.padded)
+
+
+@pytest.mark.trainloop
+def test_schedule_by_micro_batch(accumulate=1):
+    """The schedule advances with every micro-batch."""
+    return gpt_loop(fit=schedule_by_micro_batch.train, accumulate=accumulate)
+
+
+@pytest.mark.trainloop
+def test_weights_in_bfloat16():
+    """The weights are cast to bfloat16."""
+    return gpt_loop(prepare=weights_in_bfloat16.prepare)
+
+
+@pytest.mark.trainloop
+def test_momentum_for_one_group():
+    """An optimizer written by hand steps its first group only."""
+    return digits_loop(momentum_for_one_group.Trainer)
+
+
+@pytest.mark.trainloop
+def test_frozen_by_zeroed_gradients():
+    """Zeroed gradients do not keep weight decay away."""
+    return digits_loop(frozen_by_zeroed_gradients.Trainer)
+
+
+@pytest.mark.trainloop
+def test_frozen_with_momentum():
+    """A trunk that is frozen during training moves on by momentum."""
+    return digits_loop(frozen_with_momentum.Trainer)
+
+
+@pytest.mark.trainloop
+def test_gradients_left_when_freezing():
+    """A trunk that is frozen during training is stepped with its last gradient for ever."""
+    return digits_loop(gradients_left_when_freezing.Trainer)
+
+
+@pytest.mark.trainloop
+def test_frozen_by_a_wrong_prefix():
+    """What is declared frozen is trained."""
+    return replace(gpt_loop(prepare=frozen_by_a_wrong_prefix.prepare), frozen=("blocks.0.",))
+
+
+@pytest.mark.trainloop
+def test_frozen_norms_in_training():
+    """The running statistics of a frozen trunk drift."""
+    return digits_loop(model_class=frozen_norms_in_training.SmallCNN)
+
+
+@pytest.mark.trainloop
+def test_train_forgotten():
+    """The model is trained in evaluation mode."""
+    return digits_loop(train_forgotten.Trainer, model_class=train_forgotten.SmallCNN)
+
+
+@pytest.mark.trainloop
+def test_eval_left_on():
+    """From the first log on the model is trained in evaluation mode."""
+    return digits_loop(eval_left_on.Trainer)
+
+
+@pytest.mark.trainloop
+def test_evaluated_in_training_mode():
+    """The evaluation runs in training mode."""
+    train, test = loaders(batch_size=16)
+    trainer = evaluated_in_training_mode.Trainer(SmallCNN(channels=8))
+    return TrainLoop(
+        model=trainer.model,
+        optimizer=trainer.optimizer,
+        scheduler=trainer.scheduler,
+        batch=next(iter(train)),
+        batches=train,
+        fit=trainer.fit,
+        evaluate=lambda: trainer.evaluate(test),
+    )
+
+
+@pytest.mark.trainloop
+def test_noise_from_the_system():
+    """No seed reaches the noise."""
+    return digits_loop(noise_from_the_system.Trainer)
+
+
+@pytest.mark.trainloop
+def test_noise_that_goes_on():
+    """The noise is another one in every run of a process."""
+    return digits_loop(noise_that_goes_on.Trainer)

@@ -114,8 +114,8 @@ def trainer(build, fresh_each):
 pair(
     "gradients_set_to_none_each_micro_batch",
     "O9",
-    "accumulation_equivalence",
-    "only_last_counts",
+    "step_order",
+    "zeroed_inside_window",
     faulty=trainer(GPT, fresh_each=True),
     fixed=trainer(GPT, fresh_each=False),
 )

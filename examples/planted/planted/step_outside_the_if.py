@@ -1,0 +1,29 @@
+"""Only zeroing waits for the end of the window; the step comes after every micro-batch."""
+
+from collections.abc import Iterable
+
+import torch
+from char_gpt.data import Batch
+from char_gpt.train import lm_loss
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[Batch],
+    *,
+    accumulate: int,
+    scheduler: LRScheduler,
+) -> None:
+    model.train()
+    optimizer.zero_grad()
+    for i, batch in enumerate(batches, start=1):
+        loss = lm_loss(model, batch) / accumulate
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if i % accumulate == 0:
+            scheduler.step()
+            optimizer.zero_grad()
