@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_trainloop.errors import CannotDecide, UsageError
 from pytest_trainloop.evidence.build import Make, build, require_fresh
 from pytest_trainloop.evidence.preserve import preserved
-from pytest_trainloop.evidence.run import ENOUGH_ROUNDS, READ_AHEAD_BUDGETS, RunPlan, run
+from pytest_trainloop.evidence.run import ENOUGH_ROUNDS, READ_AHEAD_BUDGETS, RunPlan, run, stepless
 from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.observe.watch import FULL_ROUNDS
 
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 WINDOWS = 4
 """Windows of an accumulating run; one more batch follows, so that a last partial window shows. Without the knob 13
-batches do the same for every window
-of 2 to 12."""
+batches do the same for every window of 2 to 12."""
 
 
 class Evidence:
@@ -242,7 +241,7 @@ class Evidence:
         """The run, made again with more batches where it read ahead or accumulated over more than it was given."""
         record = self._counted(plan)
         for count in READ_AHEAD_BUDGETS:
-            if record.steps >= ENOUGH_ROUNDS or not _could_step(record):
+            if record.steps >= ENOUGH_ROUNDS or stepless(record) or not _could_step(record):
                 break
             if record.raised is not None and not record.cut_short:
                 break

@@ -32,6 +32,10 @@ READ_AHEAD_BUDGETS = (25, 100, 400)
 ENOUGH_ROUNDS = 3
 """Steps of one optimizer below which a run is tried again with more batches."""
 
+STEPLESS_BACKWARDS = 256
+"""Backward passes without a step after which a run is given no more batches, and none is made with more: no loop's
+window is meant to be longer than this."""
+
 MOST_STEPS = 9
 """Steps of one optimizer in a run over chosen items, at most; none needs more than two windows of four."""
 
@@ -78,7 +82,7 @@ def run(make: Make, plan: RunPlan) -> Record:
             loop,
             plan.count if items is None else len(items),
             items=items,
-            spent=lambda: plan.enough(record),
+            spent=lambda: plan.enough(record) or stepless(record),
             stepped=lambda: record.steps > 0,
             stop=guard.stop,
             read_ahead=plan.read_ahead,
@@ -113,6 +117,11 @@ def run(make: Make, plan: RunPlan) -> Record:
     if error is None and not batches.taken:
         raise UsageError("fit came back without taking a batch; it must iterate over the batches it is given")
     return record
+
+
+def stepless(record: Record) -> bool:
+    """Whether backward passes came and came, and no optimizer step."""
+    return not record.steps and len(record.backwards()) >= STEPLESS_BACKWARDS
 
 
 def _no_scalar(record: Record, error: BaseException) -> UserCodeError:
