@@ -63,7 +63,7 @@ def micro_batches(one: Record, many: Record, optimizer: int) -> int:
 
 def passes(record: Record, optimizer: int) -> tuple[int, int]:
     """Forward and backward passes before the optimizer's first step."""
-    first = min((s.at for s in steps_of(record, optimizer)), default=0)
+    first = min((s.reads[0].at for s in steps_of(record, optimizer)), default=0)
     mine = set(record.optimizers[optimizer].parameters) if optimizer < len(record.optimizers) else set()
     forward = sum(f.grad_enabled and f.at < first for f in record.root_forwards())
     return forward, sum(b.at < first and bool(mine & set(b.arrivals)) for b in record.of(Backward))

@@ -106,8 +106,9 @@ def _fresh_gradient(record: Record, index: int, step: Step) -> bool:
 
 def _arrived(record: Record, index: int, step: Step) -> bool:
     """Whether a gradient other than zero came in since the optimizer's step before."""
-    before = max((s.at for s in record.of(Step) if s.optimizer == step.optimizer and s.at < step.at), default=0)
-    return any(before < a.at < step.at and not a.incoming.zero for a in record.arrivals(index))
+    earlier = [s for s in record.of(Step) if s.optimizer == step.optimizer and s.at < step.at and s.reads]
+    before = max((s.reads[-1].at for s in earlier), default=0)
+    return any(before < a.at < step.reads[-1].at and not a.incoming.zero for a in record.arrivals(index))
 
 
 def _stale_gradient(record: Record, index: int, step: Step) -> bool:

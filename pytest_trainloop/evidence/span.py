@@ -47,9 +47,9 @@ def consumed(record: Record, optimizer: int, nth: int) -> Gradient | None:
         return None
     step = steps[nth]
     facts = {i: fact for i, fact in step.reads[0].grads.items() if fact is not None}
-    since = steps[nth - 1].at if nth else 0
+    since = steps[nth - 1].reads[0].at if nth else 0
     for write in record.of(GradWrite):
-        if write.how == "clipped" and since < write.at < step.at:
+        if write.how == "clipped" and since < write.at < step.reads[0].at:
             facts.update({i: fact for i, fact in write.before.items() if i in facts})
     return {
         record.name(i): _values(fact, record.parameters[i].dtype)

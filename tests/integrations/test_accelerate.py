@@ -114,6 +114,34 @@ def copied_before_prepare(accumulate=1):
     return prepared(accelerator, copy.deepcopy(model), optimizer)
 
 
+def trained_with(backward, accumulate):
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def fit(batches):
+        for x, y in batches:
+            with accelerator.accumulate(model):
+                backward(accelerator, F.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=labelled(), fit=fit)
+
+
+def past_the_accelerator(accumulate=1):
+    """Faulty: ``loss.backward()`` where only ``accelerator.backward`` divides."""
+    return trained_with(lambda accelerator, loss: loss.backward(), accumulate)
+
+
+def divided_beside_the_accelerator(accumulate=1):
+    """Faulty: the loop divides the loss, and ``accelerator.backward`` divides it once more."""
+    return trained_with(
+        lambda accelerator, loss: accelerator.backward(loss / accelerator.gradient_accumulation_steps), accumulate
+    )
+
+
 CORRECT = [guide, batches_prepared_as_well, without_accumulation, precision_as_knob]
 
 
@@ -125,6 +153,14 @@ def test_a_correct_loop_is_silent(make, assert_silent):
 def test_an_optimizer_over_the_model_before_its_copy(root_fault):
     fault = root_fault(copied_before_prepare, "optimizer_holds_every_param:stale_copy")
     assert {"0.weight", "0.bias", "2.weight", "2.bias"} <= set(fault.culprits)
+
+
+@pytest.mark.parametrize(
+    ("make", "cause", "factor"),
+    [(past_the_accelerator, "loss_not_divided", "2.000"), (divided_beside_the_accelerator, "divided_twice", "0.500")],
+)
+def test_a_loss_divided_too_seldom_or_too_often(make, cause, factor, root_fault):
+    assert factor in root_fault(make, f"accumulation_equivalence:{cause}").measured
 
 
 @pytest.mark.parametrize("make", [guide, batches_prepared_as_well, precision_as_knob], ids=lambda make: make.__name__)

@@ -189,7 +189,35 @@ def trainer(accumulate, **settings):
     return L.Trainer(accelerator="cpu", accumulate_grad_batches=accumulate, **settings)
 
 
-CORRECT = [automatic, clipped, scheduled, validated, frozen_trunk, manual, gan, gan_untoggled]
+class DividesAgain(Classifier):
+    """Faulty under accumulation: Lightning divides what ``training_step`` returns."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) / self.trainer.accumulate_grad_batches
+
+
+class ManualAccumulation(ManualRegression):
+    """Its own windows under manual optimization."""
+
+    def __init__(self, accumulate, *, divided):
+        super().__init__()
+        self.accumulate, self.divided = accumulate, divided
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y)
+        self.manual_backward(loss / self.accumulate if self.divided else loss)
+        if (batch_idx + 1) % self.accumulate == 0 or self.trainer.is_last_batch:
+            optimizer = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def manual_windows(accumulate=1):
+    return from_lightning(ManualAccumulation(accumulate, divided=True), batch=labelled())
+
+
+CORRECT = [manual_windows, automatic, clipped, scheduled, validated, frozen_trunk, manual, gan, gan_untoggled]
 
 
 @pytest.fixture(autouse=True)
@@ -200,6 +228,21 @@ def elsewhere(tmp_path, monkeypatch):
 @pytest.mark.parametrize("make", CORRECT, ids=lambda make: make.__name__)
 def test_a_correct_module_is_silent(make, assert_silent):
     assert_silent(make)
+
+
+@pytest.mark.parametrize(
+    ("module", "windows", "cause"),
+    [
+        (lambda accumulate: DividesAgain(), True, "divided_twice"),
+        (lambda accumulate: ManualAccumulation(accumulate, divided=False), False, "loss_not_divided"),
+    ],
+    ids=["divides-again", "manual-undivided"],
+)
+def test_a_loss_divided_too_often_or_too_seldom(module, windows, cause, root_fault):
+    def make(accumulate=1):
+        return from_lightning(module(accumulate), trainer(accumulate if windows else 1), batch=labelled())
+
+    root_fault(make, f"accumulation_equivalence:{cause}")
 
 
 def test_half_of_the_parameters_in_no_optimizer(root_fault):
