@@ -156,28 +156,32 @@ class Accumulation:
             step_place=step_place(many, optimizer),
         )
 
-    def weigh(self, split: Split, nth: int = 0) -> Weighing:
+    def weigh(self, split: Split) -> Weighing:
         """The weights of the first window. Raises ``CannotDecide`` where examples interact, or where the loop draws
-        random numbers that are no dropout."""
-        k, count, o = split.accumulate, split.rows, split.optimizer
-        parts = self._parts(k, count, o)
-        one, many = self._pair(split)
-        whole, got, *basis = vectors([one, many, *parts])
-        full = combination(whole, basis)
-        if full is None:
-            raise CannotDecide(
-                f"the gradients of {k} micro-batches are too alike to be told apart, or one of them is zero; give a "
-                "batch with rows that differ"
-            )
-        self._require_repeatable(k, count, o)
-        if full.residual > self._separable():
+        random numbers that torch knows nothing of."""
+        one_batch = self.one_batch(split)
+        self._require_repeatable(split.accumulate, split.rows, split.optimizer)
+        if one_batch.residual > self._separable():
             raise CannotDecide(
                 "examples interact: the gradient of the whole batch is no weighted sum of those of its parts "
-                f"({full.residual:.1e} of it lies outside), so that accumulation is not meant to be equal"
+                f"({one_batch.residual:.1e} of it lies outside), so that accumulation is not meant to be equal"
             )
+        got, *basis = vectors([self._pair(split)[1], *self._parts(split.accumulate, split.rows, split.optimizer)])
         accumulated = combination(got, basis)
         assert accumulated is not None
-        return Weighing(full, accumulated, self._valid.weigh(full.weights))
+        return Weighing(one_batch, accumulated, self._valid.weigh(one_batch.weights))
+
+    def one_batch(self, split: Split) -> Combination:
+        """The gradient of the one batch as a weighted sum of its micro-batches'. Raises ``CannotDecide`` where these
+        cannot be told apart."""
+        whole, *basis = vectors([self._pair(split)[0], *self._parts(split.accumulate, split.rows, split.optimizer)])
+        found = combination(whole, basis)
+        if found is None:
+            raise CannotDecide(
+                f"the gradients of {split.accumulate} micro-batches are too alike to be told apart, or one of them is "
+                "zero; give a batch with rows that differ"
+            )
+        return found
 
     def weights_of_loss(self) -> tuple[float, ...]:
         """How two halves of the rows weigh in the gradient of the declared loss on all of them."""
@@ -247,8 +251,8 @@ class Accumulation:
             (
                 RESEEDED,
                 CannotDecide(
-                    "the loop draws random numbers besides dropout (noise, shuffling, stochastic depth): with another "
-                    "seed for fit the gradient differs"
+                    "the loop draws random numbers from python's or numpy's generators: with another seed for fit the "
+                    "gradient differs; draw them with torch to have windows compared"
                 ),
             ),
         ):

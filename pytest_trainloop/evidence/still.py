@@ -1,4 +1,5 @@
-"""Runs in which nothing is drawn: dropout passes its input on, batch norms use their running statistics.
+"""Runs in which nothing is left to chance: dropout passes its input on, batch norms use their running statistics, and
+what torch draws is the same for every row.
 
 What is left is a function of weights and batch alone, in which examples meet only where the loss makes them meet.
 """
@@ -8,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch.overrides import TorchFunctionMode
+
+from pytest_trainloop.evidence.drawn import shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -41,7 +44,7 @@ class Still(TorchFunctionMode):
             args = tuple(0.0 if isinstance(a, float) else a for a in args)
         elif name == "batch_norm":
             args, kwargs = _running(args, kwargs)
-        return func(*args, **kwargs)
+        return shared(name, func(*args, **kwargs), args, kwargs)
 
 
 def _running(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

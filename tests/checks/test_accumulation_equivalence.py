@@ -51,7 +51,7 @@ class Windows:
     def split(self, k, **_how):
         return self._made
 
-    def weigh(self, _split, nth=0):
+    def weigh(self, _split):
         whole, got = self._weights
         return Weighing(Combination(whole, 0.0), Combination(got, self._outside), self._by_counts)
 

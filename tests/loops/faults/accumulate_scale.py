@@ -294,3 +294,66 @@ pair(
     faulty=towers(divide_right=False),
     fixed=towers(divide_right=True),
 )
+
+
+# Models that draw: an autoencoder with a latent code, and one that learns to take noise away.
+
+
+class VAE(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = mlp(6, 24, 8), mlp(4, 24, 6)
+
+    def loss(self, x):
+        mean, log_var = self.encoder(x).chunk(2, dim=1)
+        code = torch.distributions.Normal(mean, (0.5 * log_var).exp()).rsample()
+        divergence = 0.5 * (mean.square() + log_var.exp() - log_var - 1).sum(dim=1)
+        return (F.mse_loss(self.decoder(code), x, reduction="none").sum(dim=1) + 0.1 * divergence).mean()
+
+
+class Denoiser(nn.Module):
+    def __init__(self, steps=10):
+        super().__init__()
+        self.net, self.steps = mlp(7, 32, 6), steps
+
+    def loss(self, x):
+        t = torch.randint(0, self.steps, (len(x), 1), device=x.device)
+        kept = 1 - (t + 1) / (self.steps + 1)
+        noise = torch.randn_like(x)
+        noised = kept.sqrt() * x + (1 - kept).sqrt() * noise
+        return F.mse_loss(self.net(torch.cat([noised, t / self.steps], dim=1)), noise)
+
+
+def train_generative(model, optimizer, batches, accumulate, divide):
+    for i, x in enumerate(batches, start=1):
+        loss = model.loss(x)
+        (loss / accumulate if divide else loss).backward()
+        if i % accumulate == 0 or i == len(batches):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def generative(build, divide):
+    def make(accumulate=1):
+        model = build()
+        optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.table(rows=24)[0],
+            fit=lambda batches: train_generative(model, optimizer, batches, accumulate, divide),
+        )
+
+    return make
+
+
+for _name, _build in (("vae_not_divided", VAE), ("diffusion_not_divided", Denoiser)):
+    pair(
+        _name,
+        "O9",
+        "accumulation_equivalence",
+        "loss_not_divided",
+        mentions=("2.000",),
+        faulty=generative(_build, divide=False),
+        fixed=generative(_build, divide=True),
+    )

@@ -1,0 +1,61 @@
+"""How much of a whole batch's gradient lies outside the span of its micro-batches' gradients (RULINGS R4), on the
+correct loops of the tests that have a knob ``accumulate``.
+
+python scripts/span_residuals.py [NAME ...]
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from pytest_trainloop.checks.accumulation_equivalence import OUTSIDE
+from pytest_trainloop.errors import CannotDecide, TrainLoopError
+from pytest_trainloop.evidence import Evidence
+from tests.loops.faults import PAIRS
+from tests.loops.odd import ODD
+
+
+def residuals(evidence: Evidence) -> dict[int, float]:
+    """By number of micro-batches."""
+    made = evidence.accumulation()
+    found = {}
+    for k in made.sizes():
+        try:
+            found[k] = made.one_batch(made.split(k)).residual
+        except CannotDecide as reason:
+            print(f"  {k} micro-batches: {reason}")
+    return found
+
+
+def main(names: list[str]) -> int:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    makes = {name: loop.make for name, loop in ODD.items()} | {f"fixed {name}": p.fixed for name, p in PAIRS.items()}
+    inside: list[float] = []
+    outside: list[float] = []
+    for name, make in makes.items():
+        knob = "accumulate" in inspect.signature(make).parameters
+        if not knob or (names and not any(part in name for part in names)):
+            continue
+        try:
+            found = residuals(Evidence(make, knobs={"accumulate": "accumulate"}))
+        except TrainLoopError as reason:
+            print(f"{name}: {reason}")
+            continue
+        print(f"{name}: {', '.join(f'{k}: {r:.1e}' for k, r in found.items())}")
+        for residual in found.values():
+            (inside if residual <= OUTSIDE else outside).append(residual)
+    print(f"{len(inside)} comparisons inside, at most {max(inside, default=0.0):.1e}")
+    print(f"{len(outside)} outside, at least {min(outside, default=0.0):.1e}; the bound is {OUTSIDE:.0e}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
