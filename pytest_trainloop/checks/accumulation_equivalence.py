@@ -193,10 +193,9 @@ def _part_not_divided(split: Split, weighing: Weighing) -> Finding:
 
 _REPAIRS = {
     "loss_not_divided": (
-        "loss = loss / accumulate before backward(); with unequal token counts divide the summed loss by all tokens; "
-        "in a transformers.Trainer divide by num_items_in_batch, or set loss_is_scaled_for_ga = False on the class"
+        "loss = loss / accumulate before backward(); with unequal token counts divide the summed loss by all tokens"
     ),
-    "divided_twice": "divide once only: a Trainer or an Accelerator that is told of the accumulation divides by itself",
+    "divided_twice": "divide once only, either the loss or the gradients",
     "only_last_counts": "call zero_grad() once for each step, right after it, not once for each micro-batch",
     "mean_of_means": (
         "sum the loss over tokens (reduction='sum') and divide by the number of valid targets in the whole window"
@@ -205,6 +204,18 @@ _REPAIRS = {
     "carried_over": "zero_grad() right after every step, before the next micro-batch's backward()",
 }
 
+
+_REPAIRS_IN = {
+    ("transformers", "loss_not_divided"): (
+        "the Trainer leaves the division to a model that takes num_items_in_batch, and this one does not divide: sum "
+        "the loss and divide by num_items_in_batch, or set loss_is_scaled_for_ga = False on the Trainer's class"
+    ),
+    ("transformers", "divided_twice"): "do not divide in compute_loss: the Trainer divides by itself",
+    ("lightning", "divided_twice"): (
+        "do not divide in training_step: a Trainer with accumulate_grad_batches divides what it returns"
+    ),
+    ("accelerate", "divided_twice"): "do not divide before accelerator.backward(loss): it divides by itself",
+}
 
 _BY_STEP = ("stepped_inside_window", "carried_over")
 """Causes that lie at the optimizer's step; the others lie at the backward pass."""
@@ -229,7 +240,7 @@ def _finding(split: Split, weighing: Weighing | None, cause: str, summary: str, 
         culprits=("optimizer.step()",) if cause in _BY_STEP else ("loss.backward()",),
         where=split.step_place if cause in _BY_STEP else split.place,
         smallest=f"{split.rows} examples as [{', '.join([str(split.rows // split.accumulate)] * split.accumulate)}]",
-        repair=_REPAIRS[cause],
+        repair=_REPAIRS_IN.get((split.library, cause), _REPAIRS[cause]),
         explains=CONSEQUENCES,
     )
 

@@ -21,8 +21,9 @@ from pytest_trainloop.errors import CannotDecide, Unreliable
 from pytest_trainloop.evidence.agreement import (
     Agreement,
     agreement,
-    backward_place,
     cuts_by_itself,
+    first_backward,
+    library_around,
     micro_batches,
     optimizers,
     passes,
@@ -56,7 +57,7 @@ class Split:
     ``chunks``: the loop cuts each batch up by itself. ``steps`` are those of ``optimizer``, beside what the one-batch
     run makes; ``first_window`` counts the micro-batches before its first, ``backwards`` those of them that had their
     backward pass; ``windows`` are the gradients consumed; ``updates`` is the difference of the weights at the end, over
-    how far they moved.
+    how far they moved; ``library`` is the framework whose code calls backward.
     """
 
     accumulate: int
@@ -74,6 +75,7 @@ class Split:
     parameters: int
     precision: str
     place: str
+    library: str
     step_place: str
 
     @property
@@ -137,6 +139,7 @@ class Accumulation:
             many = whole if chunks else many
         self._require_steps(one, many, k)
         optimizer = max(optimizers(one), key=lambda o: self._worst(one, many, o))
+        backward = first_backward(many, optimizer)
         return Split(
             accumulate=k,
             rows=count,
@@ -152,7 +155,8 @@ class Accumulation:
             bound=self._bound(),
             parameters=len(consumed(one, optimizer, 0) or ()),
             precision="float64" if one.double and many.double else self._lowest(),
-            place=backward_place(many, optimizer),
+            place=str(backward.place) if backward else "",
+            library=library_around(backward),
             step_place=step_place(many, optimizer),
         )
 

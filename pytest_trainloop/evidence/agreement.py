@@ -12,6 +12,7 @@ from pytest_trainloop.evidence.span import ends, steps_of, vectors
 from pytest_trainloop.observe.events import Backward
 
 if TYPE_CHECKING:
+    from pytest_trainloop.observe.events import Event
     from pytest_trainloop.observe.record import Record
 
 
@@ -82,10 +83,16 @@ def updates_apart(one: Record, many: Record) -> float:
     return apart / moved if moved else apart
 
 
-def backward_place(record: Record, optimizer: int) -> str:
-    """The line of the first backward pass that brings this optimizer gradients."""
+def first_backward(record: Record, optimizer: int) -> Backward | None:
+    """The first backward pass that brings this optimizer gradients."""
     mine = set(record.optimizers[optimizer].parameters)
-    return next((str(b.place) for b in record.of(Backward) if mine & set(b.arrivals)), "")
+    return next((b for b in record.of(Backward) if mine & set(b.arrivals)), None)
+
+
+def library_around(event: Event | None) -> str:
+    """The framework whose code made the call: "transformers", "lightning", "accelerate", or none."""
+    files = " ".join(file for file, _ in event.site) if event else ""
+    return next((name for name in ("transformers", "lightning", "accelerate") if name in files), "")
 
 
 def step_place(record: Record, optimizer: int) -> str:

@@ -33,6 +33,7 @@ def split(k=2, *, first=SAME, second=SAME, **fields):
         "parameters": 4,
         "precision": "float64",
         "place": "train.py:7   loss.backward()",
+        "library": "",
         "step_place": "train.py:9   optimizer.step()",
     }
     return Split(**{**given, **fields})
@@ -114,6 +115,13 @@ def test_windows_that_agree_pass():
 )
 def test_the_weights_are_the_diagnosis(whole, got, cause):
     assert found(apart(), (whole, got)) == [(cause, "fault")]
+
+
+def test_the_repair_is_that_of_the_framework():
+    for library, words in (("", "divide once only"), ("lightning", "training_step"), ("accelerate", "accelerator")):
+        made = split(first=Agreement(0.5, 1.0, 0.5), second=Agreement(0.5, 1.0, 0.5), library=library)
+        (finding,) = accumulation_equivalence(Given(Windows(made, (HALVES, (0.25, 0.25)))))
+        assert words in finding.repair
 
 
 def test_a_mean_of_means_is_a_fault_only_by_valid_targets():
