@@ -74,7 +74,12 @@ def optimizer_holds_every_param(evidence: Evidence) -> Iterator[Finding]:
     record = evidence.run()
     if not record.optimizers:
         raise CannotDecide("no torch optimizer was given or seen; pass TrainLoop.optimizer if there is one")
-    yield from _held_twice(record)
+    twice = list(_held_twice(record))
+    yield from twice
+    if not twice and not record.of_backward() and record.raised is None:
+        raise CannotDecide(
+            f"no backward pass was seen in {record.items} batches: which parameters train is told by gradients only"
+        )
     missing = [p for p in record.parameters if _is_missing(record, p)]
     if not missing:
         return

@@ -76,3 +76,10 @@ def test_a_parameter_listed_twice():
 def test_without_an_optimizer_it_cannot_decide():
     with pytest.raises(CannotDecide, match="no torch optimizer was given or seen"):
         list(optimizer_holds_every_param(Given(Record())))
+
+
+def test_without_any_backward_pass_nothing_can_be_said():
+    made = record(body_and_head(), held=[0], gradients={})
+    made.events = []
+    with pytest.raises(CannotDecide, match="no backward pass was seen"):
+        found(made)
