@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy as _copy
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -23,13 +23,12 @@ def tensors(nest: Any) -> Iterator[torch.Tensor]:
         value = todo.pop(0)
         if isinstance(value, torch.Tensor):
             yield value
-        elif id(value) in seen or isinstance(
-            value, (str, bytes, int, float, complex, type(None), type, torch.nn.Module)
-        ):
-            continue
-        else:
+        elif id(value) not in seen and not isinstance(value, _NO_NEST):
             seen.add(id(value))
             todo.extend(_children(value))
+
+
+_NO_NEST = (str, bytes, int, float, complex, type(None), type, torch.nn.Module)
 
 
 def _children(value: Any) -> list[Any]:
@@ -50,16 +49,33 @@ def _children(value: Any) -> list[Any]:
 
 def rows(batch: Any, axis: int = 0) -> int:
     """How many rows a batch has: the size along ``axis`` that most of its tensors share, that of the first where
-    several do; 0 where no tensor has such an axis."""
-    sizes = [t.shape[axis] for t in tensors(batch) if t.dim() > _least_dims(axis)]
+    several do; 0 where no tensor has such an axis. What stands in a list with one entry for each row has no say."""
+    outside = set(_sizes(batch, axis, lambda value: value is not batch))
+    sizes = list(_sizes(batch, axis, lambda value: value is not batch and len(value) in outside and axis == 0))
     return max(dict.fromkeys(sizes), key=sizes.count, default=0)
+
+
+def _sizes(batch: Any, axis: int, skipped: Callable[[list[Any]], bool]) -> Iterator[int]:
+    """The tensors' sizes along the axis, but for those in lists that are skipped, unless these hold columns."""
+    seen: set[int] = set()
+    todo = [batch]
+    while todo:
+        value = todo.pop(0)
+        if id(value) in seen or isinstance(value, _NO_NEST):
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if not value.is_nested and value.dim() > _least_dims(axis):
+                yield value.shape[axis]
+        elif not (isinstance(value, list) and skipped(value)) or _of_columns(value, len(value)):
+            todo.extend(_children(value))
 
 
 def take(batch: Any, chosen: Sequence[int], axis: int = 0) -> Any:
     """A fresh batch of the chosen rows, in this order; types, keys, dtypes and devices stay.
 
     What has another size along ``axis`` (class weights, one mask for all) is kept whole. Plain lists and arrays with
-    one entry for each row are taken from as well.
+    one entry for each row are taken from as well. Raises ``TypeError`` for nested tensors.
     """
     count = rows(batch, axis)
     memo: dict[int, Any] = {}
@@ -78,6 +94,8 @@ def _least_dims(axis: int) -> int:
 
 def _taken(leaf: Any, chosen: Sequence[int], count: int, axis: int) -> Any:
     if isinstance(leaf, torch.Tensor):
+        if leaf.is_nested:
+            raise TypeError("nested tensors cannot be indexed by row")
         if leaf.dim() <= _least_dims(axis) or leaf.shape[axis] != count:
             return leaf
         fresh = leaf.detach().index_select(axis, torch.tensor(list(chosen), device=leaf.device)).clone()
@@ -94,7 +112,7 @@ def _leaves(batch: Any) -> Iterator[Any]:
     todo: list[Any] = [batch]
     while todo:
         value = todo.pop(0)
-        if id(value) in seen or isinstance(value, (str, bytes, int, float, complex, type(None), type, torch.nn.Module)):
+        if id(value) in seen or isinstance(value, _NO_NEST):
             continue
         seen.add(id(value))
         listed = isinstance(value, list) and value is not batch and len(value) == count
@@ -105,6 +123,23 @@ def _leaves(batch: Any) -> Iterator[Any]:
             todo.extend(_children(value))
 
 
+def lists_of_rows(batch: Any, count: int) -> list[list[Any]]:
+    """Lists with one item for each of so many rows."""
+    seen: set[int] = set()
+    found: list[list[Any]] = []
+    todo = [batch]
+    while todo:
+        value = todo.pop(0)
+        if id(value) in seen or isinstance(value, (*_NO_NEST, torch.Tensor)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, list) and value is not batch and len(value) == count and not _of_columns(value, count):
+            found.append(value)
+        else:
+            todo.extend(_children(value))
+    return found
+
+
 def _of_columns(values: list[Any], count: int) -> bool:
     """Whether a list as long as the batch holds columns, each with all rows, rather than rows."""
     return all(isinstance(v, torch.Tensor) and v.dim() > 0 and v.shape[0] == count for v in values)
@@ -112,8 +147,9 @@ def _of_columns(values: list[Any], count: int) -> bool:
 
 def copy(batch: Any, field: str = "batch") -> Any:
     """A fresh copy that shares no tensor with the original; types, keys, dtypes and devices stay."""
+    nested = [t for t in tensors(batch) if t.is_nested]  # these know clone(), and deepcopy() not
     try:
-        return _copy.deepcopy(batch)
+        return _copy.deepcopy(batch, {id(t): t.detach().clone() for t in nested})
     except Exception as error:
         if "graph leaves" in str(error):
             raise UsageError(
@@ -163,7 +199,7 @@ def describe(batch: Any) -> str:
         return repr(batch)
     if callable(batch):
         return f"the {'class' if isinstance(batch, type) else 'function'} {getattr(batch, '__name__', batch)}"
-    shapes = [str(tuple(t.shape)) for t in tensors(batch)]
+    shapes = ["nested" if t.is_nested else str(tuple(t.shape)) for t in tensors(batch)]
     held = f" with tensors of shapes {', '.join(shapes[:4])}" if shapes else " without tensors"
     name = type(batch).__name__
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}{held}"

@@ -90,7 +90,7 @@ def accumulation_equivalence(evidence: Evidence) -> Iterator[Finding]:
     splits = [made.split(k) for k in made.sizes()]
     wrong = [s for s in splits if not s.equal and not (s.steps == s.steps_expected and s.updates <= s.bound)]
     if wrong:
-        yield from _explained(made, wrong, splits)
+        yield from _explained(evidence, made, wrong, splits)
         return
     yield from _last_window(evidence)
     moved = [s for s in splits if s.equal and s.updates > CLOSE and s.rates_differ]
@@ -98,14 +98,20 @@ def accumulation_equivalence(evidence: Evidence) -> Iterator[Finding]:
         yield _update_differs(moved[0])
 
 
-def _explained(made: Accumulation, wrong: Sequence[Split], splits: Sequence[Split]) -> Iterator[Finding]:
+def _explained(
+    evidence: Evidence, made: Accumulation, wrong: Sequence[Split], splits: Sequence[Split]
+) -> Iterator[Finding]:
     """One finding: the first cause that an observation proves."""
     first = wrong[0]
     if first.steps > first.steps_expected or first.first_window < first.accumulate:
+        _require_windows_of_one_size(evidence)
         yield _stepped_inside(first)
         return
     if first.windows[0].difference <= first.bound:
         yield _later_window(made, first)
+        return
+    if len(wrong) == len(splits) > 1 and (factor := _exact_factor(wrong)):
+        yield _scaled(first, None, wrong, factor, len(splits))
         return
     weighing = made.weigh(first)
     noise = made.reordered(first)
@@ -115,6 +121,19 @@ def _explained(made: Accumulation, wrong: Sequence[Split], splits: Sequence[Spli
         )
     factors = [w.windows[0].ratio for w in wrong if w.windows[0].cosine > 1 - CLOSE]
     yield _weighed(made, first, weighing, wrong if len(factors) == len(wrong) else [first], len(splits))
+
+
+def _exact_factor(wrong: Sequence[Split]) -> float:
+    """The first split's factor, where in every split all windows are the one batch's gradient times the number of
+    micro-batches, or over it: proof, whether examples interact or not. 0 otherwise."""
+    for power in (1, -1):
+        if all(
+            abs(w.ratio * s.accumulate**-power - 1) < CLOSE and w.cosine > 1 - CLOSE
+            for s in wrong
+            for w in s.windows[:1]
+        ):
+            return float(wrong[0].accumulate ** power)
+    return 0.0
 
 
 def _weighed(made: Accumulation, split: Split, weighing: Weighing, wrong: Sequence[Split], tried: int) -> Finding:
@@ -131,6 +150,8 @@ def _weighed(made: Accumulation, split: Split, weighing: Weighing, wrong: Sequen
     factor = sum(got) / sum(full)
     if _alike(factors):
         return _scaled(split, weighing, wrong, factor, tried)
+    if all(abs(f * k ** (k - 1 - i) - factors[-1]) < CLOSE for i, f in enumerate(factors)):
+        return _divided_again(split, weighing)
     if _alike(got) and abs(factor - 1) < CLOSE:
         return _mean_of_means(split, weighing)
     if _alike(got) and (abs(factor - k) < CLOSE * k or abs(factor * k - 1) < CLOSE):
@@ -166,7 +187,7 @@ def _alike(values: Sequence[float]) -> bool:
     return max(values) - min(values) <= CLOSE * max(map(abs, values))
 
 
-def _scaled(split: Split, weighing: Weighing, wrong: Sequence[Split], factor: float, tried: int) -> Finding:
+def _scaled(split: Split, weighing: Weighing | None, wrong: Sequence[Split], factor: float, tried: int) -> Finding:
     sizes = " and ".join(", ".join(str(w.accumulate) for w in wrong).rsplit(", ", 1))
     power = 1 if factor > 1 else -1
     by_count = all(abs(w.windows[0].ratio * w.accumulate**-power - 1) < CLOSE for w in wrong)
@@ -178,6 +199,16 @@ def _scaled(split: Split, weighing: Weighing, wrong: Sequence[Split], factor: fl
         "loss_not_divided" if factor > 1 else "divided_twice",
         f"{split.accumulate} micro-batches give {factor:.2f} times the gradient of the same examples in one batch",
         shown=f"{shown} for splits into {sizes}" if len(wrong) == tried else shown,
+    )
+
+
+def _divided_again(split: Split, weighing: Weighing) -> Finding:
+    return _finding(
+        split,
+        weighing,
+        "divided_twice",
+        "what stands in .grad is divided again with every further micro-batch of the window",
+        shown=f"each micro-batch weighs exactly 1/{split.accumulate} of what the next one weighs",
     )
 
 
@@ -245,6 +276,16 @@ def _finding(split: Split, weighing: Weighing | None, cause: str, summary: str, 
     )
 
 
+def _require_windows_of_one_size(evidence: Evidence) -> None:
+    """Windows that grow step by step up to the knob are meant (a warm-up of the batch size)."""
+    from pytest_trainloop.evidence.agreement import window_sizes
+
+    sizes = window_sizes(evidence.run(accumulate=WINDOW))[:-1]  # the last may be what is left of the data
+    if sizes == sorted(sizes) and len(set(sizes)) > 2:
+        shown = ", ".join(map(str, sizes))
+        raise CannotDecide(f"windows grow during training ({shown} backward passes a step): no two runs are comparable")
+
+
 def _after(done: int, k: int) -> str:
     return f"the step comes after {done} of {k} micro-batches"
 
@@ -260,8 +301,10 @@ def _stepped_inside(split: Split) -> Finding:
 
 def _later_window(made: Accumulation, split: Split) -> Finding:
     """The first window is right, the second is not."""
+    if split.rates_differ:
+        return _update_differs(split)
     weights, residual = made.carried(split)
-    if weights and residual < OUTSIDE:
+    if weights and residual < OUTSIDE and min(weights) > CLOSE and _alike(weights):
         return _finding(
             split,
             None,
@@ -269,8 +312,6 @@ def _later_window(made: Accumulation, split: Split) -> Finding:
             f"the second window of {split.accumulate} micro-batches holds gradients of the first one besides its own",
             shown=f"what it holds too much is the first window's micro-batches, weighed {_list(weights)}",
         )
-    if split.rates_differ:
-        return _update_differs(split)
     raise CannotDecide(
         "the gradients of the first window agree and those of the second do not, by nothing that is known here: "
         "something besides the weights lives on from window to window"

@@ -56,7 +56,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.evidence import Evidence
-    from pytest_trainloop.evidence.modes import Evaluation, InEval
+    from pytest_trainloop.evidence.evaluations import Evaluation
+    from pytest_trainloop.evidence.modes import InEval
 
 CONSEQUENCES = ("evaluation_is_pure", "overfit_one_batch")
 
@@ -115,7 +116,7 @@ def _evaluated(found: Evaluation, level: str) -> Finding:
         cause="evaluated_in_train",
         level="fault" if level == "fault" else "advice",
         summary=f"an evaluation inside fit runs in training mode, with {_modules(found.modules)} active",
-        measured=f"{found.calls} forward passes without gradients in training mode, beside {found.steps} steps",
+        measured=f"{found.calls} forward passes in training mode that train nothing, beside {found.steps} steps",
         shown_by="their result is used, and with other results in its place the loop backpropagates the same",
         culprits=found.modules[:12],
         where=found.place,

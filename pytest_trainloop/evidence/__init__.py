@@ -14,12 +14,13 @@ from pytest_trainloop.observe.watch import FULL_ROUNDS
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from pytest_trainloop.evidence.accumulation import Accumulation
     from pytest_trainloop.evidence.cut import Cut
     from pytest_trainloop.evidence.dependence import Dependence
-    from pytest_trainloop.evidence.modes import Evaluation, InEval
+    from pytest_trainloop.evidence.evaluations import Evaluation
+    from pytest_trainloop.evidence.modes import InEval
     from pytest_trainloop.evidence.repeat import Repetition
     from pytest_trainloop.evidence.trace import Kind
     from pytest_trainloop.observe.record import Record
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 WINDOWS = 4
 """Windows of an accumulating run; one more batch follows, so that a last partial window shows. Without the knob 13
 batches do the same for every window of 2 to 12."""
+
+
+EPOCH = 3
+"""Steps of an epoch in a run that is to have several."""
 
 
 class Evidence:
@@ -163,25 +168,42 @@ class Evidence:
         backpropagated."""
         from pytest_trainloop.evidence.modes import Kinds, matters, trained_in_eval
 
-        record, kinds = self.run(), Kinds()
-        if not any(f.in_eval and f.grad_enabled for f in record.root_forwards()):
-            return None, 0.0
-        self._counted(replace(self._plans[()], prepare=kinds, enough=lambda r: r.rounds >= 1))
-        found = trained_in_eval(record, kinds.norms, kinds.own_train)
-        return found, matters(record, self._plans[()], self._counted, found.modules) if found else 0.0
+        for record, plan in self._phases():
+            if not any(f.in_eval and f.grad_enabled for f in record.root_forwards()):
+                continue
+            kinds = Kinds()
+            self._counted(replace(plan, prepare=kinds, enough=lambda r: r.rounds >= 1))
+            found = trained_in_eval(record, kinds.norms, kinds.own_train)
+            if found:
+                return found, matters(record, plan, self._counted, found.modules)
+        return None, 0.0
 
     def evaluations(self) -> list[Evaluation]:
         """Evaluations inside ``fit`` that run in training mode."""
-        from pytest_trainloop.evidence.modes import is_evaluation, without_gradients
+        from pytest_trainloop.evidence.evaluations import is_evaluation, without_backward
 
+        known: set[object] = set()
+        found: list[Evaluation] = []
+        for record, plan in self._phases():
+            new = [e for e in without_backward(record) if e.site not in known]
+            known |= {e.site for e in new}
+            found += [e for e in new if is_evaluation(e, record, plan, self._counted)]
+        return found
+
+    def _phases(self) -> Iterator[tuple[Record, RunPlan]]:
+        """The watched run, and one over so few batches that its epochs and what follows them are watched as well."""
         record, plan = self.run(), self._plans[()]
-        return [e for e in without_gradients(record) if is_evaluation(e, record, plan, self._counted, 0.0)]
+        yield record, plan
+        if any(f.in_training or f.in_eval for f in record.root_forwards()) and record.rounds:
+            count = EPOCH * max(1, round(record.items / record.rounds))
+            brief = replace(plan, count=count, enough=lambda r: r.rounds >= 2 * EPOCH)
+            yield self._once("brief", lambda _plan: brief), brief
 
     def evaluate_in_training_mode(self) -> tuple[tuple[str, ...], str]:
         """What acts by mode and is in training mode when the declared ``evaluate`` runs, and where it is called."""
         if "evaluate" not in self.offers:
             return (), ""
-        from pytest_trainloop.evidence.modes import ThenEvaluate
+        from pytest_trainloop.evidence.evaluations import ThenEvaluate
 
         self.run()
         then = ThenEvaluate()

@@ -18,6 +18,7 @@ import torch
 
 from pytest_trainloop import batch as nests
 from pytest_trainloop.errors import CannotDecide, Unreliable
+from pytest_trainloop.evidence import counts
 from pytest_trainloop.evidence.agreement import (
     Agreement,
     agreement,
@@ -105,6 +106,9 @@ class Accumulation:
         self._valid = Valid((), ())
         self._declared: TrainLoop | None = None
         self._double = True
+        self._beside: dict[counts.Path, float] = {}
+        self._totals: dict[counts.Path, Sequence[int]] = {}
+        self._recount = False
         self._records: dict[object, Record] = {}
 
     def look(self, loop: TrainLoop, seen: Record) -> None:
@@ -118,6 +122,8 @@ class Accumulation:
                 "micro-batches take at least 2; give a larger one, or axis= or split="
             )
         self._valid = valid_entries(self._batches[0], count, self._axis, loop.padding, seen)
+        self._beside = {} if loop.split else counts.beside_rows(self._batches[0], count)
+        self._totals = counts.totals(self._beside, count, self._valid.counts)
 
     @property
     def _axis(self) -> int:
@@ -129,8 +135,38 @@ class Accumulation:
         return [k for k in (2, 3, 4) if k <= len(self._valid.order)]
 
     def split(self, k: int, *, rows: int | None = None) -> Split:
-        """One comparison; raises ``CannotDecide`` where the loop cannot be run so."""
+        """One comparison; raises ``CannotDecide`` where the loop cannot be run so, or where it divides by a number in
+        the batch that cannot be counted anew for a part of it."""
         count = rows or self._rows(k)
+        found = self._split(k, count)
+        if found.equal or self._recount or not self._beside or not self._weighs(self._beside, count, found.optimizer):
+            return found
+        self._recount = True
+        self._records = {key: record for key, record in self._records.items() if key == ("one", count)}
+        found = self._split(k, count)
+        unknown = {path: n for path, n in self._beside.items() if path not in self._totals}
+        if not found.equal and unknown and self._weighs(unknown, count, found.optimizer):
+            places = ", ".join(".".join(map(str, path)) for path in unknown)
+            raise CannotDecide(
+                f"the batch holds {places} beside its rows: the gradient depends on it, and what it should be for a "
+                "part of the rows is not known; give split="
+            )
+        return found
+
+    def _weighs(self, among: Mapping[counts.Path, float], count: int, optimizer: int) -> bool:
+        """Whether the gradient changes with these numbers of the batch."""
+        double = self._made(
+            ("doubled", count, tuple(among)),
+            1,
+            lambda loop: [counts.doubled(b, count, among) for b in self._whole(count)],
+            may_raise=True,
+        )
+        if double.raised is not None:
+            return True
+        a, b = consumed(self._one(count), optimizer, 0), consumed(double, optimizer, 0)
+        return agreement(*vectors([a or {}, b or {}])).difference > self._bound()
+
+    def _split(self, k: int, count: int) -> Split:
         one, many = self._one(count), self._made(("micro", k, count), k, lambda loop: self._micro_batches(k, count))
         chunks = False
         if many.steps > one.steps:
@@ -200,28 +236,39 @@ class Accumulation:
         return found.weights
 
     def carried(self, split: Split) -> tuple[tuple[float, ...], float]:
-        """What the second window holds too much, as weights of the first window's micro-batches, and what is left."""
+        """What the second window holds too much, as weights of the first window's micro-batches, and what is left; of
+        the parameters where it does."""
         o = split.optimizer
-        one, many = consumed(self._one(split.rows), o, 1), consumed(self._many(split), o, 1)
+        one, many = consumed(self._one(split.rows), o, 1) or {}, consumed(self._many(split), o, 1) or {}
+        apart = {
+            name
+            for name in many
+            if agreement(*vectors([{name: one[name]} if name in one else {}, {name: many[name]}])).difference
+            > split.bound
+        }
         parts = self._parts(split.accumulate, split.rows, o)
-        expected, got, *basis = vectors([one or {}, many or {}, *parts])
+        expected, got, *basis = vectors([{n: v for n, v in g.items() if n in apart} for g in (one, many, *parts)])
         found = combination(got - expected, basis)
         return (found.weights, found.residual) if found else ((), 1.0)
 
     def grows_with_windows(self, split: Split) -> bool:
-        """Whether what windows of 4 give too much is three times what windows of 2 give, over the same rows: a part of
-        the loss that is counted once for each micro-batch."""
+        """Whether what windows of 4 give too much is three times what windows of 2 give, over the same rows, and about
+        as much in the second window as in the first: a part of the loss that is counted once for each micro-batch, and
+        none that grows from one micro-batch to the next."""
         count = len(self._valid.order) // 4 * 4
         if not count:
             return False
-        one = consumed(self._one(count), split.optimizer, 0) or {}
-        excess = []
+        one = self._one(count)
+        excess: dict[tuple[int, int], torch.Tensor] = {}
         for k in (2, 4):
             many = self._many(self.split(k, rows=count))
-            whole, got = vectors([one, consumed(many, split.optimizer, 0) or {}])
-            excess.append(got - whole)
-        largest = float(torch.linalg.vector_norm(excess[1]))
-        return float(torch.linalg.vector_norm(excess[1] - 3 * excess[0])) <= 1e-6 * largest
+            for nth in range(WINDOWS):
+                pair = [consumed(record, split.optimizer, nth) or {} for record in (one, many)]
+                whole, got = vectors(pair)
+                excess[k, nth] = got - whole
+        sizes = {key: float(torch.linalg.vector_norm(v)) for key, v in excess.items()}
+        steady = all(0.5 < sizes[k, 1] / max(sizes[k, 0], 1e-300) < 2.0 for k in (2, 4))
+        return steady and float(torch.linalg.vector_norm(excess[4, 0] - 3 * excess[2, 0])) <= 1e-6 * sizes[4, 0]
 
     def reordered(self, split: Split) -> float:
         """The difference that reversing the rows of the one batch makes: rounding, where rows do not interact."""
@@ -278,6 +325,8 @@ class Accumulation:
         knob: int,
         items: Callable[[TrainLoop], Sequence[Any]],
         fit_seed: int | None = None,
+        *,
+        may_raise: bool = False,
     ) -> Record:
         if key not in self._records:
             plan = varied(self._plan_of({"accumulate": knob}), self._start, items)
@@ -286,7 +335,7 @@ class Accumulation:
             if record.raised is not None and self._double and not self._records:
                 self._double, self._start = False, SameStart()
                 return self._made(key, knob, items, fit_seed)
-            if record.raised is not None:
+            if record.raised is not None and not may_raise:
                 raise CannotDecide(
                     f"fit raised {record.raised.summary} on {'part of ' if knob > 1 else ''}the batch; give axis= or "
                     "split= if rows are told apart in another way"
@@ -309,12 +358,20 @@ class Accumulation:
         return [self._rows_of(b, self._valid.order[i * size : (i + 1) * size]) for b in self._batches for i in range(k)]
 
     def _rows_of(self, batch: Any, rows: Sequence[int]) -> Any:
-        return nests.take(batch, rows, self._axis)
+        try:
+            taken = nests.take(batch, rows, self._axis)
+        except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:
+            raise CannotDecide(
+                f"rows cannot be taken from {nests.describe(batch)} ({type(error).__name__}): give split="
+            ) from error
+        return counts.recounted(taken, len(rows), rows, self._totals) if self._recount else taken
 
     def _require_steps(self, one: Record, many: Record, k: int) -> None:
         made, expected = many.steps, one.steps
-        if not any(step_count(one, o) for o in optimizers(one)):
-            raise CannotDecide(f"no optimizer step was seen over {WINDOWS} batches with accumulate=1")
+        if not any(step_count(one, o) >= WINDOWS for o in optimizers(one)):
+            raise CannotDecide(
+                f"with accumulate=1 the loop made {expected} steps over {WINDOWS} batches, where {WINDOWS} are due"
+            )
         if made < expected:
             raise CannotDecide(
                 f"with accumulate={k} the loop made {made} steps over {WINDOWS * k} micro-batches, where {expected} "

@@ -3,6 +3,7 @@ apart."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,17 @@ def passes(record: Record, optimizer: int) -> tuple[int, int]:
     mine = set(record.optimizers[optimizer].parameters) if optimizer < len(record.optimizers) else set()
     forward = sum(f.grad_enabled and f.at < first for f in record.root_forwards())
     return forward, sum(b.at < first and bool(mine & set(b.arrivals)) for b in record.of(Backward))
+
+
+def window_sizes(record: Record) -> list[int]:
+    """How many backward passes came before each step of the first optimizer that was seen to step."""
+    stepping = optimizers(record)
+    if not stepping:
+        return []
+    ends_at = [s.reads[0].at for s in steps_of(record, stepping[0])]
+    mine = set(record.optimizers[stepping[0]].parameters)
+    passes_at = [b.at for b in record.of(Backward) if mine & set(b.arrivals)]
+    return [sum(a < at < b for at in passes_at) for a, b in itertools.pairwise([0, *ends_at])]
 
 
 def rates(record: Record, optimizer: int, count: int) -> list[tuple[float, ...]]:

@@ -1,9 +1,8 @@
 """Runs in float64 by construction (RULINGS R3).
 
 The default dtype is float64 before the user's function runs; a dispatch mode turns every lower floating ``dtype=`` of
-building and ``fit`` into float64
-and widens lower operands that meet float64 ones; gradient scalers are switched off (their factor is 1). Whether every
-result was float64 is told.
+building and ``fit`` into float64 and widens lower operands that meet float64 ones; gradient scalers are switched off
+(their factor is 1). Whether every result was float64 is told.
 """
 
 from __future__ import annotations
@@ -41,10 +40,13 @@ class _Promote(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.lower: dict[str, None] = {}
+        self.copying = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self.copying:
+            return func(*args, **(kwargs or {}))
         args = tuple(map(_wide_dtype, args))
         kwargs = {name: _wide_dtype(value) for name, value in (kwargs or {}).items()}
         aliased, written = _aliases(func)
@@ -105,10 +107,24 @@ def double_precision() -> Iterator[_Promote]:
     torch.set_default_dtype(torch.float64)
     try:
         with _Promote() as mode:
+            taps.put(torch.Tensor, "__deepcopy__", functools.partial(_copied_as_it_is, mode))
             yield mode
     finally:
         taps.remove()
         torch.set_default_dtype(torch.float32)
+
+
+def _copied_as_it_is(mode: _Promote, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A deep copy puts an empty tensor of the same dtype over a copy of the storage: neither may be widened alone."""
+
+    def deepcopy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        mode.copying += 1
+        try:
+            return original(tensor, memo)
+        finally:
+            mode.copying -= 1
+
+    return deepcopy
 
 
 def _switched_off(original: Callable[..., None]) -> Callable[..., None]:

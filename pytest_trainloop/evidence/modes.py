@@ -12,20 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from pytest_trainloop import batch as nests
 from pytest_trainloop.evidence.dependence import difference
 from pytest_trainloop.evidence.ledger import keep
-from pytest_trainloop.evidence.run import fit_of
-from pytest_trainloop.observe.events import Backward, Forward, ModeCall, Step
+from pytest_trainloop.observe.events import Backward, Forward, ModeCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from pytest_trainloop.evidence.run import RunPlan
-    from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.observe.record import Record
     from pytest_trainloop.observe.watch import Watch
 
@@ -56,7 +52,7 @@ def trained_in_eval(record: Record, norms: set[str], own_train: set[str]) -> InE
     trained = {p.owner for p in record.parameters if record.reached(p.index) and p.index in record.held}
     once_training: set[str] = set()
     for forward in _training_passes(record):
-        if not _trains(forward, trained):
+        if not trains(forward, trained):
             continue
         switched = set(forward.in_eval)
         whole = not forward.training
@@ -83,21 +79,24 @@ def trained_in_eval(record: Record, norms: set[str], own_train: set[str]) -> InE
 
 def _training_passes(record: Record) -> Iterator[Forward]:
     """Forward passes with gradients on whose next backward pass brings a gradient that a step consumes: not those that
-    look for adversarial examples."""
+    look for adversarial examples, nor those of a validation after which the module is switched back to training."""
     ledger = keep(record)
     consumed = {id(a.backward) for a in ledger.accounts if a.consumed}
     backwards = record.of(Backward)
     for forward in record.root_forwards():
         after = next((b for b in backwards if b.at > forward.at), None)
         if forward.grad_enabled and after is not None and (ledger.by_hand or id(after) in consumed):
-            yield forward
+            back = [c for c in record.of(ModeCall) if c.on and forward.at < c.at < after.at]
+            if not any(_covers(c, forward.module) for c in back):
+                yield forward
 
 
 def _parent(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-def _trains(forward: Forward, trained: set[str]) -> bool:
+def trains(forward: Forward, trained: set[str]) -> bool:
+    """Whether a module of these paths, whose parameters train, lies below the one that was called."""
     root = forward.module
     return any(owner == root or owner.startswith(f"{root}.") or "." not in root for owner in trained)
 
@@ -180,118 +179,3 @@ def _roots(record: Record) -> list[float]:
 def _common(a: list[float], b: list[float]) -> tuple[list[float], list[float]]:
     count = min(len(a), len(b))
     return a[:count], b[:count]
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """Forward passes without gradients in training mode: how many, in how many goes, and where."""
-
-    modules: tuple[str, ...]
-    calls: int
-    steps: int
-    place: str
-    site: object
-
-    @property
-    def in_phases(self) -> bool:
-        """Whether they do not simply come once with each step, as a second look at the training batch would."""
-        return self.calls not in (self.steps, self.steps + 1, self.steps - 1)
-
-
-def without_gradients(record: Record) -> list[Evaluation]:
-    """Such passes of a model that trains, by the line that makes them."""
-    trained = {p.owner for p in record.parameters if record.reached(p.index) and p.index in record.held}
-    by_site: dict[object, list[Forward]] = {}
-    for f in record.root_forwards():
-        if not f.grad_enabled and f.training and f.in_training and _trains(f, trained) and not _checkpointed(f):
-            by_site.setdefault(f.site[:1], []).append(f)
-    steps = sum(1 for s in record.of(Step) if s.full and not s.nested)
-    return [Evaluation(fs[0].in_training, len(fs), steps, str(fs[0].place), site) for site, fs in by_site.items()]
-
-
-def _checkpointed(forward: Forward) -> bool:
-    return any("checkpoint" in file for file, _ in forward.site)
-
-
-class Spoiled(TorchFunctionMode):
-    """Changes what the model gives at one line without gradients, and sees whether anybody uses it."""
-
-    def __init__(self, site: object) -> None:
-        super().__init__()
-        self._site = site
-        self._given: list[torch.Tensor] = []
-        self.used = False
-
-    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-        return (self._hooked(watch), self)
-
-    @contextlib.contextmanager
-    def _hooked(self, watch: Watch) -> Iterator[None]:
-        def leave(module: nn.Module, _args: Any, output: Any) -> Any:
-            last = next((f for f in reversed(watch.record.events) if isinstance(f, Forward)), None)
-            mine = last is not None and last.site[:1] == self._site and watch.book.path_of(module) == last.module
-            if torch.is_grad_enabled() or not mine:
-                return None
-            with watch.quietly():
-                return self._spoil(output)
-
-        handle = register_module_forward_hook(leave)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def _spoil(self, output: Any) -> Any:
-        for tensor in nests.tensors(output):
-            if tensor.is_floating_point():
-                tensor.mul_(-3.0).add_(1.0)
-            self._given.append(tensor)
-        return output
-
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if not self.used and name not in ("__get__", "size", "dim") and self._given:
-            given = {id(t) for t in self._given}
-            self.used = any(id(t) in given for t in nests.tensors((args, kwargs or {})))
-        return func(*args, **(kwargs or {}))
-
-
-def is_evaluation(
-    found: Evaluation, first: Record, plan: RunPlan, run: Callable[[RunPlan], Record], bound: float
-) -> bool:
-    """Whether the passes' results are used for something, and not for the training: with other results in their
-    place the loop backpropagates the same."""
-    spoiled = Spoiled(found.site)
-    other = run(replace(plan, contexts=spoiled.contexts))
-    return spoiled.used and other.raised is None and difference(*_common(_roots(first), _roots(other))) <= bound
-
-
-class ThenEvaluate:
-    """A run of ``fit`` and then of the declared ``evaluate``: ``plan`` gives the run's plan, ``forwards`` what
-    ``evaluate`` called."""
-
-    def __init__(self) -> None:
-        self._watch: Watch | None = None
-        self._since = 0
-
-    def plan(self, base: RunPlan) -> RunPlan:
-        return replace(base, prepare=self._prepare, fit=self._fit, enough=lambda record: record.rounds >= 1)
-
-    def _prepare(self, watch: Watch) -> None:
-        self._watch = watch
-
-    def _fit(self, loop: TrainLoop) -> Callable[[Any], Any]:
-        own, evaluate = fit_of(loop), loop.evaluate
-
-        def fit(batches: Any) -> None:
-            own(batches)
-            self._since = self._watch.tick() if self._watch else 0
-            if evaluate is not None:
-                evaluate()
-
-        return fit
-
-    def forwards(self, record: Record) -> list[Forward]:
-        return [f for f in record.root_forwards() if self._since and f.at > self._since]

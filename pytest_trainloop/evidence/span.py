@@ -85,12 +85,13 @@ def vectors(gradients: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tenso
 
 
 def combination(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> Combination | None:
-    """The whole as a weighted sum of the parts, by least squares; None where the parts are too alike to be told apart.
+    """The whole as a weighted sum of the parts, by least squares; None where the parts are too alike to be told apart,
+    or as many as the entries: anything is a sum of these.
 
     Every part is scaled to length 1 first, so that a small one is not taken for a dependent one.
     """
     lengths = [float(torch.linalg.vector_norm(p)) for p in parts]
-    if not all(0.0 < n < float("inf") for n in lengths):
+    if len(whole) <= len(parts) or not all(0.0 < n < float("inf") for n in lengths):
         return None
     basis = torch.stack([p / n for p, n in zip(parts, lengths, strict=True)], dim=1)
     left, singular, right = torch.linalg.svd(basis, full_matrices=False)

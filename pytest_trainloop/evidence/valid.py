@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pytest_trainloop import batch as nests
 from pytest_trainloop.observe.events import LossCall
 
@@ -54,8 +56,10 @@ def _ignored(padding: Padding | None, seen: Record) -> list[int]:
 
 def _counts(batch: Any, count: int, axis: int, ignored: list[int]) -> Iterator[tuple[int, ...]]:
     """Valid entries by row, and without the first or last position, which a loss on shifted targets drops: of integers
-    those that are not ignored, then of masks those that are set."""
-    leaves = [t for t in nests.tensors(batch) if t.dim() > 1 and t.dim() > axis >= 0 and t.shape[axis] == count]
+    those that are not ignored, then of masks those that are set; then lengths that are given as such, and how many
+    entries the tensors have that stand in a list with one item for each row."""
+    plain = [t for t in nests.tensors(batch) if t.layout is torch.strided and not t.is_nested]
+    leaves = [t for t in plain if t.dim() > 1 and t.dim() > axis >= 0 and t.shape[axis] == count]
     valid = [
         leaf != value
         for value in ignored
@@ -67,3 +71,8 @@ def _counts(batch: Any, count: int, axis: int, ignored: list[int]) -> Iterator[t
         rows = mask.movedim(axis, 0).flatten(1)
         for shifted in (rows, rows[:, 1:], rows[:, :-1]):
             yield tuple(int(n) for n in shifted.sum(1))
+    lengths = [t for t in plain if t.shape == (count,) and not t.is_floating_point() and not t.is_complex()]
+    for leaf in lengths:
+        yield tuple(int(n) for n in leaf)
+    for listed in nests.lists_of_rows(batch, count):
+        yield from zip(*([len(t) for t in nests.tensors(row) if t.dim()] for row in listed), strict=False)

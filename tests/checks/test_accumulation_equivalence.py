@@ -111,6 +111,7 @@ def test_windows_that_agree_pass():
         (HALVES, (0.5, 0.0), "stepped_inside_window"),
         (UNEVEN, (1.0, 1.0), "loss_not_divided"),
         (UNEVEN, (0.25, 0.25), "divided_twice"),
+        (HALVES, (0.25, 0.5), "divided_twice"),
     ],
 )
 def test_the_weights_are_the_diagnosis(whole, got, cause):

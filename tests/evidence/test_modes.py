@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from story import Story
 
-from pytest_trainloop.evidence.modes import trained_in_eval, without_gradients
+from pytest_trainloop.evidence.evaluations import without_backward
+from pytest_trainloop.evidence.modes import trained_in_eval
 from pytest_trainloop.observe.events import Forward, ModeCall
 
 
@@ -117,7 +118,7 @@ def test_a_pass_whose_gradients_nobody_consumes_is_no_training():
     assert judged(story) is None
 
 
-def test_passes_without_gradients_in_training_mode_are_gathered_by_line():
+def test_passes_without_backward_in_training_mode_are_gathered_by_line():
     story = Told()
     for _ in range(4):
         story.batch()
@@ -125,7 +126,7 @@ def test_passes_without_gradients_in_training_mode_are_gathered_by_line():
         story.forward(grad=False, line=9)
     story.mode(False)
     story.forward(grad=False, line=12)
-    (found,) = without_gradients(story.record())
+    (found,) = without_backward(story.record())
     assert (found.calls, found.steps, found.modules, found.in_phases) == (2, 4, ("drop", "norm"), True)
 
 
@@ -134,5 +135,5 @@ def test_a_second_look_at_each_batch_is_no_phase():
     for _ in range(4):
         story.batch()
         story.forward(grad=False, line=9)
-    (found,) = without_gradients(story.record())
+    (found,) = without_backward(story.record())
     assert not found.in_phases
