@@ -13,7 +13,8 @@ How it decides
     Only a move inside an optimizer's step, of a parameter that this optimizer holds, is the optimizer's doing: an
     average, a target or a codebook that is written by hand is not. A declared parameter that requires grad, gets
     gradients and moves is still trainable. One that rests and moves all the same: along its own values it is weight
-    decay; with a gradient that is bit for bit an earlier one it is that gradient; else momentum. One whose gradient
+    decay; with a gradient that is bit for bit an earlier one it is that gradient; else, where an earlier step consumed
+    a gradient of it, momentum. One whose gradient
     is set to zero before every step counts as resting. A gradient that was put there by hand is meant. Running
     statistics are a fault where all weights of their norm rest, nobody writes these, and the norm belongs to what
     ``frozen=`` names, or was called within a model other parts of which train.
@@ -89,6 +90,10 @@ def frozen_stays_frozen(evidence: Evidence) -> Iterator[Finding]:
     moved = moved_at_rest(record)
     for cause in _HOW:
         alike = [m for m in moved if m.cause == cause]
+        if cause == "weight_decay" and any(m.cause == "momentum" for m in moved):
+            continue  # an optimizer that keeps momentum may decay what has none as well
+        if cause == "momentum" and alike:
+            alike += [m for m in moved if m.cause == "weight_decay"]
         if alike:
             yield _moved(record, cause, alike)
     for level, names, place in drifting(record):

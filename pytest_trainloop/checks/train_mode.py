@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.evidence import Evidence
-    from pytest_trainloop.evidence.evaluations import Evaluation
+    from pytest_trainloop.evidence.evaluations import Evaluation, Verdict
     from pytest_trainloop.evidence.modes import InEval
 
 CONSEQUENCES = ("evaluation_is_pure", "overfit_one_batch")
@@ -73,8 +73,8 @@ def train_mode(evidence: Evidence) -> Iterator[Finding]:
     found, change = evidence.in_eval()
     if found is not None and change > 0.0:
         yield _trained(found, change)
-    for evaluation in evidence.evaluations():
-        yield _evaluated(evaluation, "fault" if evaluation.in_phases else "advice")
+    for evaluation, level in evidence.evaluations():
+        yield _evaluated(evaluation, level)
     modules, place = evidence.evaluate_in_training_mode()
     if modules:
         yield _evaluate_given(modules, place)
@@ -111,13 +111,13 @@ def _trained(found: InEval, change: float) -> Finding:
     )
 
 
-def _evaluated(found: Evaluation, level: str) -> Finding:
+def _evaluated(found: Evaluation, level: Verdict) -> Finding:
     return Finding(
         cause="evaluated_in_train",
-        level="fault" if level == "fault" else "advice",
+        level=level,
         summary=f"an evaluation inside fit runs in training mode, with {_modules(found.modules)} active",
         measured=f"{found.calls} forward passes in training mode that train nothing, beside {found.steps} steps",
-        shown_by="their result is used, and with other results in its place the loop backpropagates the same",
+        shown_by="a score is made of them, and with other results in their place the loop backpropagates the same",
         culprits=found.modules[:12],
         where=found.place,
         repair="model.eval() before the evaluation, model.train() after it",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.evidence.accumulation import Accumulation
     from pytest_trainloop.evidence.cut import Cut
     from pytest_trainloop.evidence.dependence import Dependence
-    from pytest_trainloop.evidence.evaluations import Evaluation
+    from pytest_trainloop.evidence.evaluations import Evaluation, Verdict
     from pytest_trainloop.evidence.modes import InEval
     from pytest_trainloop.evidence.repeat import Repetition
     from pytest_trainloop.evidence.trace import Kind
@@ -178,17 +178,17 @@ class Evidence:
                 return found, matters(record, plan, self._counted, found.modules)
         return None, 0.0
 
-    def evaluations(self) -> list[Evaluation]:
+    def evaluations(self) -> Iterator[tuple[Evaluation, Verdict]]:
         """Evaluations inside ``fit`` that run in training mode."""
-        from pytest_trainloop.evidence.evaluations import is_evaluation, without_backward
+        from pytest_trainloop.evidence.evaluations import verdict, without_backward
 
         known: set[object] = set()
-        found: list[Evaluation] = []
         for record, plan in self._phases():
-            new = [e for e in without_backward(record) if e.site not in known]
-            known |= {e.site for e in new}
-            found += [e for e in new if is_evaluation(e, record, plan, self._counted)]
-        return found
+            for found in without_backward(record):
+                level = None if found.site in known else verdict(found, record, plan, self._counted)
+                known.add(found.site)
+                if level:
+                    yield found, level
 
     def _phases(self) -> Iterator[tuple[Record, RunPlan]]:
         """The watched run, and one over so few batches that its epochs and what follows them are watched as well."""
@@ -200,15 +200,21 @@ class Evidence:
             yield self._once("brief", lambda _plan: brief), brief
 
     def evaluate_in_training_mode(self) -> tuple[tuple[str, ...], str]:
-        """What acts by mode and is in training mode when the declared ``evaluate`` runs, and where it is called."""
+        """What acts by mode and is in training mode when the declared ``evaluate`` makes a score, and where it is
+        called."""
         if "evaluate" not in self.offers:
             return (), ""
-        from pytest_trainloop.evidence.evaluations import ThenEvaluate
+        from pytest_trainloop.evidence.evaluations import Spoiled, ThenEvaluate
 
         self.run()
         then = ThenEvaluate()
-        seen = then.forwards(self._counted(then.plan(self._plans[()])))
-        return next(((f.in_training, str(f.place)) for f in seen if f.training and f.in_training), ((), ""))
+        plan = then.plan(self._plans[()])
+        for forward in then.forwards(self._counted(plan)):
+            if forward.training and forward.in_training and forward.below:
+                spoiled = Spoiled(forward.site[:1])
+                self._counted(replace(plan, contexts=spoiled.contexts))
+                return (forward.in_training, str(forward.place)) if spoiled.scored else ((), "")
+        return (), ""
 
     def repetition(self) -> Repetition:
         """The run made once more: whether it is the same bit for bit, and if not, why."""

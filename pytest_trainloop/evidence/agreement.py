@@ -60,6 +60,8 @@ def micro_batches(one: Record, many: Record, optimizer: int) -> int:
     """Micro-batches of the first window: by its backward passes, or by its forward passes where one backward serves
     several."""
     (one_forward, one_backward), (forward, backward) = passes(one, optimizer), passes(many, optimizer)
+    if backward == one_backward > 1 and forward >= one_forward:
+        return max(backward, forward)  # one for each example, however they are cut
     return max(backward // max(1, one_backward), forward - one_forward + 1 if one_forward else 0)
 
 
@@ -84,7 +86,8 @@ def window_sizes(record: Record) -> list[int]:
 
 def rates(record: Record, optimizer: int, count: int) -> list[tuple[float, ...]]:
     """The learning rates at the optimizer's first steps, by parameter group."""
-    return [s.rates for s in steps_of(record, optimizer)[:count]]
+    known = [s.rates for s in steps_of(record, optimizer)[:count]]
+    return [tuple(rate if rate == rate else -1.0 for rate in of) for of in known]  # an optimizer may have none
 
 
 def updates_apart(one: Record, many: Record) -> float:

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop import batch as nests
-from pytest_trainloop.evidence.modes import trains
 from pytest_trainloop.evidence.run import fit_of
 from pytest_trainloop.observe.events import Backward, Event, Forward, Move, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
-    import torch
     from torch import nn
 
     from pytest_trainloop.evidence.run import RunPlan
@@ -46,53 +45,66 @@ class Evaluation:
 
 
 def without_backward(record: Record) -> list[Evaluation]:
-    """Such passes of a model that trains, by the line that makes them: without gradients, or with gradients that are
-    never asked for."""
-    trained = {p.owner for p in record.parameters if record.reached(p.index) and p.index in record.held}
+    """Such passes of a model with parameters (one that trains, or an average of it), by the line that makes them."""
     by_site: dict[object, list[Forward]] = {}
     for f in record.root_forwards():
-        if f.training and f.in_training and trains(f, trained) and not _checkpointed(f):
+        if f.training and f.in_training and f.below and not _checkpointed(f):
             by_site.setdefault(f.site[:1], []).append(f)
     steps = sum(1 for s in record.of(Step) if s.full and not s.nested)
-    found = [Evaluation(fs[0].in_training, len(fs), steps, str(fs[0].place), site) for site, fs in by_site.items()]
-    barren = [all(not f.grad_enabled for f in fs) for fs in by_site.values()]
-    idle = [e.in_phases and not _followed(record, fs) for e, fs in zip(found, by_site.values(), strict=True)]
-    return [e for e, *either in zip(found, barren, idle, strict=True) if any(either)]
-
-
-def _followed(record: Record, forwards: Sequence[Forward]) -> bool:
-    """Whether a backward pass comes right after any of these, before the next forward pass."""
-    later = sorted([*record.root_forwards(), *record.of(Backward)], key=lambda e: e.at)
-    return any(isinstance(next((e for e in later if e.at > f.at), None), Backward) for f in forwards)
+    return [
+        Evaluation(fs[0].in_training, len(fs), steps, str(fs[0].place), site)
+        for site, fs in by_site.items()
+        if not any(f.answered for f in fs)
+    ]
 
 
 def _checkpointed(forward: Forward) -> bool:
     return any("checkpoint" in file for file, _ in forward.site)
 
 
+Verdict = Literal["fault", "advice"]
+
+_DRAWN = frozenset({"multinomial", "bernoulli", "normal", "poisson", "binomial"})
+_CHOSEN = frozenset({"argmax", "argmin", "argsort", "topk", "sort"})
+_COMPARED = frozenset({"eq", "ne", "__eq__", "__ne__", "isclose"})
+_READ = frozenset({"item", "__float__", "__int__", "__bool__", "__format__", "tolist", "numpy"})
+
+
 class Spoiled(TorchFunctionMode):
-    """Changes what the model gives at one line, and sees whether anybody uses it."""
+    """Changes what the model gives at one line, and sees whether a number is made of it: a loss, a score.
+
+    What is drawn by chance or chosen by it (an action, the next token) is no score, until it is compared with
+    something. ``on_training_batch`` tells that the model was given what it was trained on just before.
+    """
 
     def __init__(self, site: object) -> None:
         super().__init__()
         self._site = site
-        self._given: list[torch.Tensor] = []
-        self.used = False
+        self._made: dict[int, bool] = {}
+        self._kept: list[torch.Tensor] = []
+        self._trained_on: set[int] = set()
+        self.scored = False
+        self.on_training_batch = False
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
         return (self._hooked(watch), self)
 
     @contextlib.contextmanager
     def _hooked(self, watch: Watch) -> Iterator[None]:
-        def leave(module: nn.Module, _args: Any, output: Any) -> Any:
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             last = next((f for f in reversed(watch.record.events) if isinstance(f, Forward)), None)
-            mine = last is not None and last.site[:1] == self._site and watch.book.path_of(module) == last.module
-            if not mine:
+            if last is None or watch.book.path_of(module) != last.module:
                 return None
+            given = {t.data_ptr() for t in nests.tensors((args, kwargs))}
+            if last.site[:1] != self._site:
+                self._trained_on |= given if torch.is_grad_enabled() else set()
+                self._kept += list(nests.tensors((args, kwargs)))
+                return None
+            self.on_training_batch = self.on_training_batch or bool(given & self._trained_on)
             with watch.quietly():
                 return self._spoil(output)
 
-        handle = register_module_forward_hook(leave)
+        handle = register_module_forward_hook(leave, with_kwargs=True)
         try:
             yield
         finally:
@@ -102,25 +114,38 @@ class Spoiled(TorchFunctionMode):
         for tensor in nests.tensors(output):
             if tensor.is_floating_point():
                 tensor.mul_(-3.0).add_(1.0)
-            self._given.append(tensor)
+            self._note(tensor, score=True)
         return output
+
+    def _note(self, tensor: torch.Tensor, *, score: bool) -> None:
+        self._made[id(tensor)] = score
+        self._kept.append(tensor)  # an identity may not be used again
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if not self.used and name not in ("__get__", "size", "dim") and self._given:
-            given = {id(t) for t in self._given}
-            self.used = any(id(t) in given for t in nests.tensors((args, kwargs or {})))
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if self._made and not self.scored and name not in _DRAWN:
+            kinds = [self._made[id(t)] for t in nests.tensors((args, kwargs or {})) if id(t) in self._made]
+            if kinds and name in _READ:
+                self.scored = any(kinds) and args[0].numel() == 1
+            elif kinds:
+                score = (any(kinds) and name not in _CHOSEN) or name in _COMPARED
+                for tensor in nests.tensors(out):
+                    self._note(tensor, score=score)
+        return out
 
 
-def is_evaluation(found: Evaluation, first: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -> bool:
-    """Whether the passes' results are used for something, and not for a gradient: with other results in their place the
-    loop backpropagates the same, at least until they make it set another rate or put other weights in place."""
+def verdict(found: Evaluation, first: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -> Verdict | None:
+    """Whether a score is made of the results, and no gradient: with other results in their place the loop
+    backpropagates the same, at least until they make it set another rate or put other weights in place. Advice where
+    they come once with each step, or from the batch that was trained on: a look at how training goes."""
     spoiled = Spoiled(found.site)
     other = run(replace(plan, contexts=spoiled.contexts))
-    return spoiled.used and other.raised is None and _same_until_steered(first, other)
+    if not spoiled.scored or other.raised is not None or not _same_until_steered(first, other):
+        return None
+    return "fault" if found.in_phases and not spoiled.on_training_batch else "advice"
 
 
 def _same_until_steered(first: Record, other: Record) -> bool:
@@ -149,7 +174,7 @@ def _course(record: Record) -> list[tuple[int, Event | Move]]:
 
 class ThenEvaluate:
     """A run of ``fit`` and then of the declared ``evaluate``: ``plan`` gives the run's plan, ``forwards`` what
-    ``evaluate`` called."""
+    ``evaluate`` called: nothing where it trains something of its own."""
 
     def __init__(self) -> None:
         self._watch: Watch | None = None
@@ -173,4 +198,5 @@ class ThenEvaluate:
         return fit
 
     def forwards(self, record: Record) -> list[Forward]:
-        return [f for f in record.root_forwards() if self._since and f.at > self._since]
+        trains = any(b.at > self._since for b in record.of(Backward))
+        return [f for f in record.root_forwards() if self._since and f.at > self._since and not trains]

@@ -49,11 +49,8 @@ def trained_in_eval(record: Record, norms: set[str], own_train: set[str]) -> InE
     On purpose: norms (their statistics are to stay), and a part of the model that was switched by itself, or by a
     ``train()`` that the model defines, with no evaluation in between.
     """
-    trained = {p.owner for p in record.parameters if record.reached(p.index) and p.index in record.held}
     once_training: set[str] = set()
     for forward in _training_passes(record):
-        if not trains(forward, trained):
-            continue
         switched = set(forward.in_eval)
         whole = not forward.training
         left = {m for m in switched & once_training if _evaluated_since(record, m, forward)}
@@ -62,10 +59,10 @@ def trained_in_eval(record: Record, norms: set[str], own_train: set[str]) -> InE
         )
         if not whole:
             never -= norms
-            never = {m for m in never if any(owner.startswith(_parent(m)) for owner in trained)}
+            never = {m for m in never if _holder_trains(record, m)}
         if whole and switched & once_training and not left:
             left = switched & once_training
-        chosen = left or never
+        chosen = left or (never if forward.below else set())
         if chosen:
             step = sum(s.at < forward.at for s in record.consuming_steps())
             cause: Cause = "eval_left_on" if left else "trained_in_eval"
@@ -78,27 +75,24 @@ def trained_in_eval(record: Record, norms: set[str], own_train: set[str]) -> InE
 
 
 def _training_passes(record: Record) -> Iterator[Forward]:
-    """Forward passes with gradients on whose next backward pass brings a gradient that a step consumes: not those that
-    look for adversarial examples, nor those of a validation after which the module is switched back to training."""
+    """Forward passes that train what was called: a backward pass goes through the result, and a step consumes the
+    gradient that it brings to a parameter of the module. Not those that look for adversarial examples, nor those of a
+    fixed net or a validation."""
     ledger = keep(record)
-    consumed = {id(a.backward) for a in ledger.accounts if a.consumed}
-    backwards = record.of(Backward)
+    consumed = {a.backward.at: a.consumed for a in ledger.accounts}
     for forward in record.root_forwards():
-        after = next((b for b in backwards if b.at > forward.at), None)
-        if forward.grad_enabled and after is not None and (ledger.by_hand or id(after) in consumed):
-            back = [c for c in record.of(ModeCall) if c.on and forward.at < c.at < after.at]
-            if not any(_covers(c, forward.module) for c in back):
-                yield forward
+        eaten = {i for at in forward.answered for i in consumed.get(at, ())}
+        mine = eaten | ledger.by_hand
+        if forward.answered and (forward.below & mine if forward.below else mine):
+            yield forward
 
 
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]
-
-
-def trains(forward: Forward, trained: set[str]) -> bool:
-    """Whether a module of these paths, whose parameters train, lies below the one that was called."""
-    root = forward.module
-    return any(owner == root or owner.startswith(f"{root}.") or "." not in root for owner in trained)
+def _holder_trains(record: Record, module: str) -> bool:
+    """Whether gradients reach parameters of what holds the module."""
+    holder = module.rpartition(".")[0]
+    return any(
+        record.reached(p.index) and p.index in record.held and p.owner.startswith(holder) for p in record.parameters
+    )
 
 
 def _covers(call: ModeCall, module: str) -> bool:
@@ -119,15 +113,21 @@ def _evaluated_since(record: Record, module: str, forward: Forward) -> bool:
 
 
 def _not_on_purpose(record: Record, modules: set[str], forward: Forward, own_train: set[str]) -> set[str]:
-    """Those that no call of their own put into evaluation mode, or one that an evaluation followed."""
+    """Those that no call of their own put into evaluation mode for training passes, and that did not come so, by
+    themselves, when the run began."""
     left = set()
     for module in modules:
-        call = _call_before(record, [module], forward)
-        alone = call is not None and call.below != "" and not _evaluated_since(record, module, forward)
+        calls = [c for c in record.of(ModeCall) if c.at < forward.at and not c.on and c.below and _covers(c, module)]
+        came_so = module in forward.apart and not any(_covers(c, module) and c.below for c in calls)
         by_class = any(module == path or module.startswith(f"{path}.") or path == "" for path in own_train)
-        if not alone and not by_class:
+        if not came_so and not by_class and not any(_for_training(record, c) for c in calls):
             left.add(module)
     return left
+
+
+def _for_training(record: Record, call: ModeCall) -> bool:
+    """Whether the next call of a model after a switch has gradients on: the switch was not for an evaluation."""
+    return next((f.grad_enabled for f in record.root_forwards() if f.at > call.at), False)
 
 
 class Kinds:

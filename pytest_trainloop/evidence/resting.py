@@ -11,7 +11,6 @@ from pytest_trainloop.observe.events import Fact, GradWrite, Step
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_trainloop.observe.events import Forward
     from pytest_trainloop.observe.record import Parameter, Record, Statistics
 
 PARALLEL = 0.999
@@ -43,7 +42,7 @@ def moved_at_rest(record: Record) -> list[Moved]:
         moving = _moving(record, p.index)
         silenced = declared or _silenced(record, p.index, moving)
         moves = [s for s in moving if silenced or p.index in s.resting]
-        if moves and p.index not in by_hand and (moved := _judged(record, p, moves)):
+        if moves and (moved := _judged(record, p, moves, by_hand=p.index in by_hand)):
             found.append(moved)
     return found
 
@@ -66,7 +65,9 @@ def _silenced(record: Record, index: int, moving: Sequence[Step]) -> bool:
     return len(steps) >= LEAST_STEPS and len(moving) == len(steps) and beside and zero
 
 
-def _judged(record: Record, p: Parameter, moves: Sequence[Step]) -> Moved | None:
+def _judged(record: Record, p: Parameter, moves: Sequence[Step], *, by_hand: bool) -> Moved | None:
+    if by_hand and any(not _idle(p.index, s) for s in moves):
+        return None
     fresh = [s for s in moves if p.index not in s.resting and _fresh_gradient(record, p.index, s)]
     if fresh:
         return _made(
@@ -81,9 +82,16 @@ def _judged(record: Record, p: Parameter, moves: Sequence[Step]) -> Moved | None
         return _made(
             p, "weight_decay", decayed, f"the update runs along the weights (cosine {decayed[0].along[p.index]:.4f})"
         )
-    if idle:
+    if idle and _consumed_before(record, p.index, idle[0]):
         return _made(p, "momentum", idle, "the step finds a gradient of zero or none, and the update is no decay")
     return None
+
+
+def _consumed_before(record: Record, index: int, step: Step) -> bool:
+    """Whether the optimizer has had a gradient of the parameter: without one there is no momentum, and what moves it is
+    something else (a hook that averages, an optimizer that needs no gradients)."""
+    earlier = [s for s in record.of(Step) if s.optimizer == step.optimizer and s.at < step.at and s.reads]
+    return any(not _idle(index, s) for s in earlier)
 
 
 def _made(p: Parameter, cause: str, steps: Sequence[Step], shown: str) -> Moved:
@@ -123,7 +131,7 @@ def _stale_gradient(record: Record, index: int, step: Step) -> bool:
 def drifting(record: Record) -> Iterator[tuple[str, tuple[str, ...], str]]:
     """Level, names and place of running statistics that change while all weights of their norm rest."""
     drifted = [s for s in record.statistics if s.drifted and _rests(record, s.owner)]
-    fault = [s for s in drifted if _declared(record, s) or _within_training(record, s)]
+    fault = [s for s in drifted if _declared(record, s) or (_within_training(record, s) and not _of_a_copy(record, s))]
     for level, chosen in (("fault", fault), ("advice", [s for s in drifted if s not in fault])):
         yield level, tuple(s.name for s in chosen), _place(record, chosen)
 
@@ -133,27 +141,32 @@ def _declared(record: Record, statistics: Statistics) -> bool:
 
 
 def _rests(record: Record, owner: str) -> bool:
-    """Whether the norm has weights, or else its parent has, and none of them trains or is written by hand."""
-    parent = owner.rpartition(".")[0]
-    own = [p for p in record.parameters if p.owner == owner]
-    weights = own or [p for p in record.parameters if p.owner == parent or p.owner.startswith(f"{parent}.")]
+    """Whether the norm has weights, or else what is declared frozen holds it, and none of them trains or is written by
+    hand."""
+    weights = [p for p in record.parameters if p.owner == owner]
+    if not weights and any(owner.startswith(prefix) for prefix in record.frozen or ()):
+        return True
     changed = record.changed() | record.moved_by_hand()
     return bool(weights) and not any(p.trainable or p.index in changed for p in weights)
+
+
+def _of_a_copy(record: Record, statistics: Statistics) -> bool:
+    """Whether the norm belongs to a net that began with the weights of one that trains (a target, a momentum encoder):
+    it follows in its own time."""
+    part = statistics.owner.split(".")[0]
+    mine = [p for p in record.parameters if p.name.split(".")[0] == part and len(p.shape) > 1]
+    others = [p for p in record.parameters if p.trainable and p.name.split(".")[0] != part and len(p.shape) > 1]
+    return any(p.start.sample and p.start.same(q.start) for p in mine for q in others if p.shape == q.shape)
 
 
 def _within_training(record: Record, statistics: Statistics) -> bool:
     """Whether the norm runs, with gradients on, within a module other parts of which are trained."""
     trained = {p.owner for p in record.parameters if record.reached(p.index) and p.index in record.held}
     return any(
-        statistics.owner in f.in_training and any(_below(f, owner) for owner in trained)
+        statistics.owner in f.in_training and any(record.below(f.module, owner) for owner in trained)
         for f in record.root_forwards()
         if f.grad_enabled
     )
-
-
-def _below(forward: Forward, owner: str) -> bool:
-    """Whether a module of this path lies below the one that was called (a nameless root is the whole model)."""
-    return "." not in forward.module or owner == forward.module or owner.startswith(f"{forward.module}.")
 
 
 def _place(record: Record, drifted: Sequence[Statistics]) -> str:

@@ -50,12 +50,20 @@ def consumed(record: Record, optimizer: int, nth: int) -> Gradient | None:
     since = steps[nth - 1].reads[0].at if nth else 0
     for write in record.of(GradWrite):
         if write.how == "clipped" and since < write.at < step.reads[0].at:
-            facts.update({i: fact for i, fact in write.before.items() if i in facts})
+            last = {i: fact for i, fact in write.before.items() if i in facts and not _written(record, i, write, step)}
+            facts.update(last)
     return {
         record.name(i): _values(fact, record.parameters[i].dtype)
         for i, fact in facts.items()
         if not fact.sparse and fact.sample
     }
+
+
+def _written(record: Record, index: int, clip: GradWrite, step: Step) -> bool:
+    """Whether the gradient was written to, or added to, between a clip and the step's look at it."""
+    until = step.reads[0].at
+    others = any(clip.at < w.at < until and index in w.parameters for w in record.of(GradWrite))
+    return others or any(clip.at < a.at < until for a in record.arrivals(index))
 
 
 def _values(fact: Fact, dtype: str) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop.evidence.drawn import shared
@@ -34,6 +35,9 @@ class Still(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        if name == "backward" and args and isinstance(args[0], torch.Tensor):
+            with self:  # a checkpoint runs its part of the model again in there
+                return torch.autograd.backward(*_of_backward(*args, **kwargs))
         if name in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         if name == "scaled_dot_product_attention":
@@ -45,6 +49,17 @@ class Still(TorchFunctionMode):
         elif name == "batch_norm":
             args, kwargs = _running(args, kwargs)
         return shared(name, func(*args, **kwargs), args, kwargs)
+
+
+def _of_backward(
+    tensor: torch.Tensor,
+    gradient: torch.Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> tuple[Any, ...]:
+    """The arguments of ``torch.autograd.backward`` from those of ``Tensor.backward``."""
+    return tensor, gradient, retain_graph, create_graph, None, inputs
 
 
 def _running(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -87,7 +87,8 @@ def measure(parameters: Sequence[Parameter], native: Record, double: Record) -> 
         steps = max(1, sum(other.index in s.updates for s in double.of(Step)) or double.rounds)
         change = _values(double.end[other.index], "float64") - _values(other.start, "float64")
         growth = _growth(native, p.index)
-        update = float(change.abs().median()) / steps * growth
+        typical = float(change.abs().median()) / steps
+        update = typical * growth if typical else 0.0
         found.append(Stuck(p.name, p.dtype, update, float(_spacings(_values(p.start, p.dtype), p.dtype).median())))
     return found
 
@@ -126,7 +127,8 @@ def low_and_stepped(record: Record, dtypes: Sequence[str]) -> list[Parameter]:
 
 
 def _growth(record: Record, index: int) -> float:
-    """By how much a warm-up still raises the rate of the parameter's group: peak over the mean of the rates seen."""
+    """By how much a warm-up still raises the rate of the parameter's group: peak over the mean of the rates seen;
+    infinity where it rises to what is not known."""
     for optimizer in record.optimizers:
         if index not in optimizer.parameters:
             continue
@@ -134,6 +136,8 @@ def _growth(record: Record, index: int) -> float:
         rates = [s.rates[group] for s in record.of(Step) if s.optimizer == optimizer.index and group < len(s.rates)]
         peak = optimizer.peaks[group] if group < len(optimizer.peaks) else math.nan
         seen = sum(rates) / len(rates) if rates else 0.0
+        if rates and rates[-1] > rates[0] and not peak > rates[-1]:
+            return math.inf  # it still rises, and nobody knows where to
         return max(1.0, peak / seen) if seen > 0 and peak > 0 else 1.0
     return 1.0
 

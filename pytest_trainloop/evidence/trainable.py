@@ -19,6 +19,8 @@ def nothing_trainable(record: Record) -> Finding | None:
     mine = [p for p in record.parameters if p.role == "model" and p.declared]
     if not mine or any(p.requires_grad for p in mine) or any(record.reached(p.index) for p in record.parameters):
         return None
+    if record.changed():
+        return None  # an optimizer that needs no gradients
     return Finding(
         cause="nothing_trainable",
         summary=f"nothing trains: none of the {len(mine)} parameters requires grad",

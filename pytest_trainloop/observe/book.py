@@ -76,7 +76,7 @@ class Book:
             tensor, entry = self.tensors[index], self.entries[index]
             entry.shape, entry.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
             entry.start = self._reader.fact(tensor)
-            self._unmade.remove(index)
+        self._unmade = [i for i in self._unmade if i not in made]  # another thread may have settled some
         return made
 
     def _adopt(self, entry: Parameter, name: str, role: Role, owner: str) -> None:

@@ -57,7 +57,9 @@ class Event:
 class Forward(Event):
     """A call of a module from outside any module.
 
-    ``in_eval`` and ``in_training`` are the modules below it, itself included, that act differently in the two modes.
+    ``in_eval`` and ``in_training`` are the modules below it, itself included, that act differently in the two modes;
+    ``apart`` are those of them whose mode is not that of the module that holds them. ``below`` are the parameters that
+    it has, ``answered`` the positions of the backward passes that went through its output.
     """
 
     module: str
@@ -68,6 +70,9 @@ class Forward(Event):
     in_backward: bool = False
     in_eval: tuple[str, ...] = ()
     in_training: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
+    below: frozenset[int] = frozenset()
+    answered: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)

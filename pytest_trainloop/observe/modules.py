@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from pytest_trainloop import batch as nests
 from pytest_trainloop.observe.events import Forward, Place
 from pytest_trainloop.observe.modes import acts_by_mode
 from pytest_trainloop.observe.source import frame_in, here, layer, place_of
@@ -44,8 +46,25 @@ class Modules:
             self._note_use(module, args)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._watch.thread.modules:
-            self._watch.thread.modules.pop()
+        thread = self._watch.thread
+        if thread.modules:
+            thread.modules.pop()
+        if not thread.modules and thread.forward is not None and torch.is_grad_enabled():
+            with self._watch.quietly():
+                self._follow(thread.forward, output)
+
+    def _follow(self, forward: Forward, output: Any) -> None:
+        """See which backward passes go through what the call gave."""
+        watch = self._watch
+
+        def answer(_gradient: torch.Tensor) -> None:
+            if watch.backward is not None:
+                forward.answered.append(watch.backward.at)
+
+        for tensor in nests.tensors(output):
+            if tensor.requires_grad:
+                with contextlib.suppress(RuntimeError):  # functorch's and other wrapped tensors take no hooks
+                    tensor.register_hook(answer)  # type: ignore[no-untyped-call]
 
     def _root_called(self, module: nn.Module) -> None:
         watch = self._watch
@@ -53,25 +72,35 @@ class Modules:
         if not watch.book.knows(module) or watch.book_may_be_stale(module):
             watch.enter_module(module)
         place, site = here(2)
-        watch.add(
-            Forward(
-                at=watch.tick(),
-                place=place,
-                site=site,
-                module=watch.book.path_of(module),
-                grad_enabled=torch.is_grad_enabled(),
-                inference=torch.is_inference_mode_enabled(),
-                training=module.training,
-                autocast=_autocast(),
-                in_backward=watch.backward is not None,
-                in_eval=self._sensitive(module, training=False),
-                in_training=self._sensitive(module, training=True),
-            )
+        modes = self._modes(module)
+        watch.thread.forward = Forward(
+            at=watch.tick(),
+            place=place,
+            site=site,
+            module=watch.book.path_of(module),
+            grad_enabled=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            training=module.training,
+            autocast=_autocast(),
+            in_backward=watch.backward is not None,
+            in_eval=modes["eval"],
+            in_training=modes["training"],
+            apart=modes["apart"],
+            below=frozenset(i for p in module.parameters() if (i := watch.book.index(p)) is not None),
         )
+        watch.add(watch.thread.forward)
 
-    def _sensitive(self, root: nn.Module, *, training: bool) -> tuple[str, ...]:
-        book = self._watch.book
-        return tuple(book.path_of(m) for m in root.modules() if m.training is training and acts_by_mode(m))
+    def _modes(self, root: nn.Module) -> dict[str, tuple[str, ...]]:
+        """Modules that act by mode, by the mode that they are in, and those in another mode than what holds them."""
+        found: dict[str, list[str]] = {"eval": [], "training": [], "apart": []}
+        inside = dict(root.named_modules())
+        for name, module in inside.items():
+            if acts_by_mode(module):
+                path = self._watch.book.path_of(module)
+                found["training" if module.training else "eval"].append(path)
+                if name and inside[name.rpartition(".")[0]].training is not module.training:
+                    found["apart"].append(path)
+        return {kind: tuple(paths) for kind, paths in found.items()}
 
     def _checkpoint_place(self) -> Place:
         """The line that called the checkpoint."""

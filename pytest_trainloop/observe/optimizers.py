@@ -64,8 +64,8 @@ class Optimizers:
         peaks: list[float] = []
         watch = self._watch
         for g, group in enumerate(getattr(optimizer, "param_groups", None) or ()):
-            peak = group.get("initial_lr") if isinstance(group, dict) else None
-            peaks.append(float(peak) if isinstance(peak, (int, float)) else float("nan"))
+            known = [group.get(key) for key in ("initial_lr", "max_lr")] if isinstance(group, dict) else []
+            peaks.append(max((float(r) for r in known if isinstance(r, (int, float))), default=float("nan")))
             for i, tensor in enumerate(group.get("params", ()) if isinstance(group, dict) else ()):
                 if isinstance(tensor, torch.Tensor):
                     held.append(watch.book.add(tensor, f"{type(optimizer).__name__}.param_groups[{g}][{i}]", "foreign"))

@@ -76,8 +76,8 @@ class Statistics:
 @dataclass(slots=True)
 class Optimizer:
     """One optimizer: ``parameters`` lists indices as its groups held them at its last step, repetitions kept,
-    ``groups`` the group of each; ``peaks`` are the groups' ``initial_lr`` (NaN without a scheduler) and ``from_torch``
-    says that its class is torch's own."""
+    ``groups`` the group of each; ``peaks`` are the groups' ``initial_lr`` or ``max_lr`` (NaN without a scheduler) and
+    ``from_torch`` says that its class is torch's own."""
 
     index: int
     kind: str
@@ -148,6 +148,13 @@ class Record:
     def backwards(self) -> list[Backward]:
         """The backward passes that accumulate gradients."""
         return [b for b in self.of(Backward) if b.kind == "backward"]
+
+    def below(self, root: str, owner: str) -> bool:
+        """Whether the module at ``owner`` is the one called ``root`` or lies below it. A root under whose name no
+        parameter stands is a whole model, which goes by the name of its class."""
+        if owner == root or owner.startswith(f"{root}."):
+            return True
+        return not any(p.owner == root or p.owner.startswith(f"{root}.") for p in self.parameters)
 
     def trains_elsewhere(self, parameter: Parameter) -> bool:
         """Whether other watched parameters are called in training mode."""

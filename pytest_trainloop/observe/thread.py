@@ -10,12 +10,13 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from pytest_trainloop.observe.events import Step
+    from pytest_trainloop.observe.events import Forward, Step
 
 
 class Thread(threading.local):
     """``quiet`` counts how deep the thread is in code of ours, ``stepping`` in optimizer steps outside their closures;
-    ``open`` and ``frames`` hold its steps under way, ``modules`` the modules being called, innermost last."""
+    ``open`` and ``frames`` hold its steps under way, ``modules`` the modules being called, innermost last;
+    ``forward`` is the last call from outside any module."""
 
     def __init__(self) -> None:
         self.quiet = 0
@@ -23,3 +24,4 @@ class Thread(threading.local):
         self.open: list[Step] = []
         self.frames: list[FrameType] = []
         self.modules: list[nn.Module] = []
+        self.forward: Forward | None = None

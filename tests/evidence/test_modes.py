@@ -24,14 +24,20 @@ class Told(Story):
         self.off = self.off - chosen if on else self.off | chosen
         self._tell(ModeCall, line, "model.train()" if on else "model.eval()", below=below, on=on)
 
-    def forward(self, *, grad=True, line=5, module=""):
+    def forward(self, *, grad=True, line=5, module="", apart=()):
         modes = {"in_eval": tuple(sorted(self.off)), "in_training": tuple(sorted({"drop", "norm"} - self.off))}
         fields = {"module": module, "grad_enabled": grad, "inference": False, "training": self.training}
-        self._tell(Forward, line, "model(x)", **fields, **modes)
+        fields |= {"below": frozenset({0}), "apart": apart}
+        self.last = self._tell(Forward, line, "model(x)", **fields, **modes)
 
-    def batch(self):
+    def backward(self, *on, **how):
+        event = super().backward(*on, **how)
+        self.last.answered.append(event.at)
+        return event
+
+    def batch(self, **how):
         self.zero()
-        self.forward()
+        self.forward(**how)
         self.backward()
         self.step()
 
@@ -101,6 +107,27 @@ def test_a_part_switched_by_itself_is_meant():
     assert judged(story) is None
 
 
+def test_a_part_that_came_so_by_itself_is_meant():
+    story = Told()
+    story.off = {"drop"}
+    story.batch(apart=("drop",))
+    assert judged(story) is None
+    story = Told()
+    story.off = {"drop"}
+    story.batch()
+    assert judged(story) == ("trained_in_eval", ("drop",), 0)
+
+
+def test_a_validation_with_gradients_on_is_no_training():
+    story = Told()
+    story.batch()
+    story.mode(False)
+    story.forward(line=9)
+    story.off, story.training = set(), True
+    story.batch()
+    assert judged(story) is None
+
+
 def test_a_part_switched_by_the_models_own_train_is_meant():
     story = Told()
     story.off = {"drop"}
@@ -118,12 +145,12 @@ def test_a_pass_whose_gradients_nobody_consumes_is_no_training():
     assert judged(story) is None
 
 
-def test_passes_without_backward_in_training_mode_are_gathered_by_line():
+def test_passes_in_training_mode_that_train_nothing_are_gathered_by_line():
     story = Told()
     for _ in range(4):
         story.batch()
-    for _ in range(2):
-        story.forward(grad=False, line=9)
+    for grad in (True, False):
+        story.forward(grad=grad, line=9)
     story.mode(False)
     story.forward(grad=False, line=12)
     (found,) = without_backward(story.record())

@@ -52,6 +52,14 @@ def test_a_resting_parameter_moves_without_a_gradient(along, cause):
     assert causes(story.record()) == {"p1": cause}
 
 
+def test_without_an_earlier_gradient_there_is_no_momentum():
+    story = Story([0, 1])
+    for _ in range(3):
+        story.zero()
+        trained(story, 0, resting=(1,), along=0.3)
+    assert causes(story.record()) == {}
+
+
 def test_a_resting_parameter_moves_by_an_old_gradient():
     story = Story([0, 1])
     trained(story)
@@ -103,7 +111,7 @@ def test_gradients_that_arrive_inside_a_closure_are_new():
 
 
 def normed(*, rests=True, grad_enabled=True, within="", drifts=True):
-    """A body with a norm (parameters 0 and 1 of it) before a head that trains."""
+    """A body with a norm before a head that trains."""
     story = Story([0, 1])
     for _ in range(3):
         story.zero()
@@ -148,7 +156,7 @@ def test_statistics_that_stay_are_fine():
 
 
 def test_those_of_a_net_that_is_called_by_itself_are_advice_unless_declared():
-    record = normed(within="teacher.body")
+    record = normed(within="body")
     assert drifted(record) == {"advice": ("body.norm.running_mean",)}
     record.frozen = ("body.",)
     assert drifted(record) == {"fault": ("body.norm.running_mean",)}

@@ -225,8 +225,9 @@ pair(
 # Validation with dropout on and batch statistics of the validation data.
 
 
-def train_and_score(model, optimizer, batches, evaluating):
+def train_and_score(model, optimizer, batches, held_out, evaluating):
     scores = []
+    images, labels = held_out
     for step, (x, y) in enumerate(batches, start=1):
         model.train()
         optimizer.zero_grad()
@@ -236,7 +237,7 @@ def train_and_score(model, optimizer, batches, evaluating):
             if evaluating:
                 model.eval()
             with torch.inference_mode():
-                scores.append((model(x).argmax(1) == y).float().mean().item())
+                scores.append((model(images).argmax(1) == labels).float().mean().item())
     return scores
 
 
@@ -248,7 +249,7 @@ def scored(evaluating):
             model=model,
             optimizer=optimizer,
             batch=data.images(),
-            fit=lambda batches: train_and_score(model, optimizer, batches, evaluating),
+            fit=lambda batches: train_and_score(model, optimizer, batches, data.images(seed=3), evaluating),
         )
 
     return make
