@@ -69,6 +69,10 @@ WINDOW = 4
 CLOSE = 1e-6
 """How near a factor must come to a whole one: weights are good to 1e-8 (span.ALIKE), a token in a million is 1e-6."""
 
+NORMALISED = 1e-2
+"""How near the lengths of two gradients of one direction are where the loop divides them by their norm plus some
+epsilon. No cause changes a gradient by so little, and no rate is set more finely."""
+
 CAUSES = {
     "loss_not_divided": "every micro-batch, or one part of its loss, weighs k times what it does in one batch",
     "divided_twice": "every micro-batch weighs 1/k of what it does in one batch",
@@ -120,6 +124,8 @@ def _explained(
             f"reversing the rows of one batch changes the gradient by {noise:.1e} of its size: no equality is due"
         )
     factors = [w.windows[0].ratio for w in wrong if w.windows[0].cosine > 1 - CLOSE]
+    if len(factors) == len(wrong) and all(abs(factor - 1) < NORMALISED for factor in factors):
+        return  # brought to a length: what is left of the factor is what keeps the division from zero
     yield _weighed(made, first, weighing, wrong if len(factors) == len(wrong) else [first], len(splits))
 
 

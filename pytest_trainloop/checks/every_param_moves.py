@@ -10,11 +10,13 @@ Why is this bad?
 
 How it decides
     A fault needs all of: gradients other than zero that a step consumed, at a rate above zero, at least three times; no
-    change by anyone in between (a projection, a restore); the same bits at the end. Then either float64 moves it, by
-    less than half the spacing of its dtype at any rate that the schedule leads to: lost to rounding; or nothing moves
-    it there either, in a longer run neither, while the optimizer moves others: the optimizer leaves it out. In float32
-    the former is advice: the rate is far too low, which is for update_ratio to judge. So it is where the optimizer is
-    not torch's own: it may keep what rounding takes (Kahan summation, stochastic rounding, master weights).
+    change by anyone in between (a projection, a restore); the same bits at the end. Then one of two. Lost to rounding:
+    float64 moves it, by less than half the spacing of its dtype at any rate that the schedule leads to. In float32 that
+    is advice: the rate is far too low, which is for update_ratio to judge. So it is where the optimizer is not torch's
+    own: it may keep what rounding takes (Kahan summation, stochastic rounding, master weights). Left out: such an
+    optimizer does not move it by any means. Not in 60 steps, nor from another start (it may rest at the bound of a
+    projection), nor at 1e4 times the rate (its steps may be kept elsewhere until they are large enough), while it moves
+    others, or nothing moves at all.
     Entries are counted as well: one is lost if it never changed and half its spacing is more than the largest step on
     its tensor in float64. Half of all low-precision entries lost is a fault, whether a whole tensor rests or not.
 
@@ -54,7 +56,7 @@ CONSEQUENCES = ("parameter_precision", "overfit_one_batch", "update_ratio")
 
 CAUSES = {
     "lost_to_rounding": "the same run in float64 moves the parameter by less than half the spacing of its dtype a step",
-    "not_updated": "float64 does not move it either, and the same optimizer moves other parameters",
+    "not_updated": "a higher rate from another start does not move it, and other parameters move, or none at all",
 }
 
 LOW = ("bfloat16", "float16")
@@ -86,24 +88,35 @@ def _whole_tensors(evidence: Evidence, record: Record, stuck: Sequence[Parameter
     """Parameters that are bit-equal after the run, and what float64 makes of them."""
     if not stuck:
         return
-    from pytest_trainloop.evidence.stuck import bit_equal, measure
+    from pytest_trainloop.evidence.stuck import measure
 
-    measured = measure(stuck, record, evidence.double_run())
-    lost = [s for s in measured if s.lost]
-    own = {p.name for p in stuck if _by_torch(record, p.index)}
+    left_out = _left_out_by_own(evidence, record, [p for p in stuck if not _by_torch(record, p.index)])
+    if left_out:
+        yield _left_out(record, left_out)
+    rest = [p for p in stuck if p.name not in left_out]
+    lost = [s for s in measure(rest, record, evidence.double_run()) if s.lost] if rest else []
+    sure = {p.name for p in rest if p.dtype in LOW and _by_torch(record, p.index)}
     for level, chosen in (
-        ("fault", [s for s in lost if s.dtype in LOW and s.name in own]),
-        ("advice", [s for s in lost if s.dtype not in LOW or s.name not in own]),
+        ("fault", [s for s in lost if s.name in sure]),
+        ("advice", [s for s in lost if s.name not in sure]),
     ):
         if chosen:
             yield _lost(record, chosen, level == "fault")
-    idle = {s.name for s in measured if s.update == 0.0}
-    left_out = [p.index for p in stuck if p.name in idle and _others_move(record, p.index)]
-    if left_out:
+
+
+def _left_out_by_own(evidence: Evidence, record: Record, stuck: Sequence[Parameter]) -> list[str]:
+    """Parameters of optimizers that are not torch's own which nothing makes move: not more steps, nor higher rates from
+    another start."""
+    from pytest_trainloop.evidence.stuck import bit_equal
+
+    names = [p.name for p in stuck if _others_move(record, p.index) or not record.moves]
+    if names:
         later = {p.name for p in bit_equal(evidence.longer_run())}
-        names = [record.name(i) for i in left_out if record.name(i) in later]
-        if names:
-            yield _left_out(record, names)
+        names = [name for name in names if name in later]
+    if names:
+        stirred = {p.name for p in bit_equal(evidence.stirred_run(names))}
+        names = [name for name in names if name in stirred]
+    return names
 
 
 def _most_entries(evidence: Evidence, record: Record, low: Sequence[Parameter]) -> Iterator[Finding]:
@@ -175,8 +188,8 @@ def _lost_in_part(record: Record, lost: Sequence[Stuck], among: int, share: floa
             f"the spacing of {dtype} and rounds away"
         ),
         measured=(
-            f"bit-equal entries of {among} tensors after {record.rounds} steps; {first.name}: typical "
-            f"update {first.update:.1e}, spacing {first.spacing:.1e}"
+            f"bit-equal entries of {among} tensor{'s' if among > 1 else ''} after {record.rounds} steps; "
+            f"{first.name}: typical update {first.update:.1e}, spacing {first.spacing:.1e}"
         ),
         shown_by="in float64 the largest entry of any step on these tensors is below half the spacing at these values",
         culprits=names,
@@ -188,16 +201,28 @@ def _lost_in_part(record: Record, lost: Sequence[Stuck], among: int, share: floa
 
 def _left_out(record: Record, names: Sequence[str]) -> Finding:
     holders = {o for p in record.parameters if p.name in names for o in record.held.get(p.index, ())}
+    from pytest_trainloop.evidence.stirred import RAISED
+
     kinds = ", ".join(record.optimizers[o].kind for o in sorted(holders))
+    beside = bool(record.moves)
     return Finding(
         cause="not_updated",
         summary=(
             f"{some(names)} {verb(names, 'get')} gradients and never {verb(names, 'move')}: {kinds} leaves them out"
+            if beside
+            else f"no parameter moves: {kinds} steps, and what it computes never reaches the {len(names)} parameters"
         ),
-        measured=f"bit-equal after every step, in float64 too; {kinds} moves other parameters",
+        measured=(
+            f"bit-equal after every step, from another start at {RAISED:,.0f} times the rate too"
+            + (f"; {kinds} moves other parameters" if beside else "")
+        ),
         shown_by="the step reads their gradients, at a rate above zero, and their values stay as they are",
         culprits=tuple(names),
         where=_step_line(record),
-        repair=f"go through all of {kinds}.param_groups in step()",
+        repair=(
+            f"go through all of {kinds}.param_groups in step()"
+            if beside
+            else f"change the parameters in place in {kinds}.step() (p.add_(update), p.copy_(new)), not copies of them"
+        ),
         explains=CONSEQUENCES,
     )

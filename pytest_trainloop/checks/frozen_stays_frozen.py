@@ -112,7 +112,8 @@ def _moved(record: Record, cause: str, moved: Sequence[Moved]) -> Finding:
         cause=cause,
         summary=f"{some(names)} {be(names)} {how}",
         measured=(
-            f"{most.steps} of {record.rounds} steps moved {most.name}, by up to {most.update:.1e} of its largest entry"
+            f"{most.steps} of {record.rounds} steps moved {most.name}, "
+            + (f"by up to {most.update:.1e} of its largest entry" if most.update < 1e6 else "which began at zero")
         ),
         shown_by=most.shown,
         culprits=names,

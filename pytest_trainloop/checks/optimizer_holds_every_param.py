@@ -91,7 +91,7 @@ def optimizer_holds_every_param(evidence: Evidence) -> Iterator[Finding]:
         yield _not_registered(unregistered, _where(record))
     if registered and left_over:
         yield _replaced(record, registered, left_over)
-    elif registered:
+    elif registered and not _follows_later(evidence, record, registered):
         yield _missing(record, registered, "advice" if _may_be_meant(record, registered) else "fault")
 
 
@@ -211,7 +211,24 @@ def _may_be_meant(record: Record, missing: Sequence[Parameter]) -> bool:
     if not any(p.declared for p in missing) and any(p.declared for p in record.parameters):
         return True
     trained = [p for p in record.parameters if p.index in record.held and record.reached(p.index)]
-    return bool(trained) and all(p.role == "foreign" for p in trained)
+    return any(True for p in trained for _ in record.arrivals(p.index)) and all(p.role == "foreign" for p in trained)
+
+
+def _steps_copies(record: Record) -> bool:
+    """Whether what is stepped are tensors beside the model with gradients put there by hand: master weights, one flat
+    vector."""
+    trained = [p for p in record.parameters if p.index in record.held and record.reached(p.index)]
+    return bool(trained) and all(p.role == "foreign" and not any(record.arrivals(p.index)) for p in trained)
+
+
+def _follows_later(evidence: Evidence, record: Record, missing: Sequence[Parameter]) -> bool:
+    """Whether copies that are stepped in the parameters' stead are written into the model after more steps than were
+    watched."""
+    if not _steps_copies(record):
+        return False
+    names = {p.name for p in missing}
+    longer = evidence.longer_run()
+    return any(p.name in names and p.index in longer.changed() for p in longer.parameters)
 
 
 def _missing(record: Record, missing: Sequence[Parameter], level: Level) -> Finding:
@@ -229,7 +246,10 @@ def _missing(record: Record, missing: Sequence[Parameter], level: Level) -> Find
         culprits=names,
         where=_where(record),
         repair=(
-            "pass them to the optimizer; if they are meant to stay fixed, say so: "
+            "write the tensors that the optimizer steps back into the model after every step (p.copy_(master)), or "
+            "pass it the model's own parameters"
+            if _steps_copies(record)
+            else "pass them to the optimizer; if they are meant to stay fixed, say so: "
             'requires_grad_(False), or frozen=("...",)'
         ),
         explains=CONSEQUENCES,

@@ -13,9 +13,11 @@ How it decides
     A training pass (gradients on, of a model whose parameters are stepped) with modules in evaluation mode is a fault
     where the mode makes a difference: with those modules switched, the loop backpropagates something else. Norms that
     are kept in evaluation mode while their model trains are meant, and so is any part that is switched by a call of its
-    own, or by a ``train()`` that the model defines, with no evaluation in between. An evaluation inside ``fit`` is a
-    pass without gradients whose result is used, but not for training: with other results in its place the loop
-    backpropagates the same. Rollouts, pseudo-labels, teachers and refreshed statistics are none.
+    own, or by a ``train()`` that the model defines, with no evaluation in between, or that runs in both modes for one
+    loss. A model that makes its own training data in evaluation mode and learns from them so (rollouts) is advice.
+    An evaluation inside ``fit`` is a forward pass in training mode that no backward pass follows and of which a number
+    is made, but none that trains: with other results in its place the loop backpropagates the same. Rollouts,
+    pseudo-labels, teachers and refreshed statistics are none.
 
 Faulty
     >>> for x, y in batches:
@@ -37,8 +39,9 @@ Fixed
     ...     model.train()
 
 Known limits
-    Only the steps watched in full are looked at: a validation after the twelfth step is not seen. A single pass without
-    gradients after each training step is taken for a second look at the training batch: advice.
+    A validation is seen where it comes within twelve steps, or at the end of an epoch of three batches. One that comes
+    exactly once with each step, or looks at the batch that was just trained on, is advice: a look at how training goes.
+    ``F.dropout`` with ``training=True`` written out has no mode that could be watched.
 
 References
     https://docs.pytorch.org/docs/stable/notes/autograd.html#evaluation-mode-nn-module-eval
@@ -70,9 +73,9 @@ CAUSES = {
 
 @check(needs={"fit"}, causes=CAUSES, family="wiring", rank=40)
 def train_mode(evidence: Evidence) -> Iterator[Finding]:
-    found, change = evidence.in_eval()
+    found, change, level = evidence.in_eval()
     if found is not None and change > 0.0:
-        yield _trained(found, change)
+        yield _trained(found, change, level)
     for evaluation, level in evidence.evaluations():
         yield _evaluated(evaluation, level)
     modules, place = evidence.evaluate_in_training_mode()
@@ -84,12 +87,13 @@ def _modules(paths: Sequence[str]) -> str:
     return f"module{'s' if len(paths) > 1 else ''} {some(paths)}"
 
 
-def _trained(found: InEval, change: float) -> Finding:
+def _trained(found: InEval, change: float, level: Verdict) -> Finding:
     left = found.cause == "eval_left_on"
     what = "the whole model" if found.whole else _modules(found.modules)
     since = f"from optimizer step {found.step + 1} on" if left else "from the first step on"
     return Finding(
         cause=found.cause,
+        level=level,
         summary=(
             f"{what} {'is' if found.whole else be(found.modules)} trained in evaluation mode {since}"
             + (": an evaluation left it so" if left else "")

@@ -156,6 +156,13 @@ class Evidence:
         """A run of five times as many steps, most of them at light density: what moves seldom has moved in it."""
         return self._once("longer", lambda plan: replace(plan, count=5 * plan.count, enough=_many_rounds))
 
+    def stirred_run(self, names: Sequence[str]) -> Record:
+        """The same with these parameters begun elsewhere and at a far higher rate: what can move at all does."""
+        from pytest_trainloop.evidence.stirred import displaced, raised_rates
+
+        plan = replace(self._plans[()], enough=_many_rounds, prepare=displaced(names), contexts=raised_rates)
+        return self._counted(replace(plan, count=5 * plan.count))
+
     def _once(self, name: str, change: Callable[[RunPlan], RunPlan]) -> Record:
         base = self.run()
         key = ((f"_{name}", base.items),)
@@ -163,9 +170,11 @@ class Evidence:
             self._records[key] = self._counted(change(self._plans[()]))
         return self._records[key]
 
-    def in_eval(self) -> tuple[InEval | None, float]:
+    def in_eval(self) -> tuple[InEval | None, float, Verdict]:
         """Modules in evaluation mode in training passes, and by how much training mode changes what is
-        backpropagated."""
+        backpropagated. Advice where the loop puts the model so to make its own training data (rollouts): it may want
+        both passes alike."""
+        from pytest_trainloop.evidence.evaluations import trained_on
         from pytest_trainloop.evidence.modes import Kinds, matters, trained_in_eval
 
         for record, plan in self._phases():
@@ -175,8 +184,10 @@ class Evidence:
             self._counted(replace(plan, prepare=kinds, enough=lambda r: r.rounds >= 1))
             found = trained_in_eval(record, kinds.norms, kinds.own_train)
             if found:
-                return found, matters(record, plan, self._counted, found.modules)
-        return None, 0.0
+                own = found.unscored is not None and trained_on(found.unscored, record, plan, self._counted)
+                change = matters(record, plan, self._counted, found.modules)
+                return found, change, "advice" if own else "fault"
+        return None, 0.0, "fault"
 
     def evaluations(self) -> Iterator[tuple[Evaluation, Verdict]]:
         """Evaluations inside ``fit`` that run in training mode."""

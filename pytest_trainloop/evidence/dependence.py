@@ -101,7 +101,7 @@ class _Probe:
         self.arrived: set[str] = set()
 
     def roots(self, moved: Sequence[str], jitter: bool) -> list[float]:
-        record = self._evidence.short_run(_mover(moved, jitter), self._names, double=self.double)
+        record = self._evidence.short_run(mover(moved, jitter), self._names, double=self.double)
         if self._watched:
             self.arrived |= {p.name for p in record.parameters if record.reached(p.index)}
         return roots_before_first_step(record, self._names)
@@ -132,7 +132,7 @@ def _groups(evidence: Evidence, names: Sequence[str]) -> list[list[str]]:
 
 
 def _runs_in_double(evidence: Evidence, names: Sequence[str]) -> bool:
-    record = evidence.short_run(_mover((), False), names, double=True)
+    record = evidence.short_run(mover((), False), names, double=True)
     native = evidence.run().raised
     return record.double and (record.raised is None or (native is not None and record.raised.kind == native.kind))
 
@@ -150,7 +150,8 @@ def roots_before_first_step(record: Record, names: Sequence[str]) -> list[float]
     return [root.value for b in relevant for root in b.roots]
 
 
-def _mover(names: Sequence[str], jitter: bool) -> Callable[[Watch], None]:
+def mover(names: Sequence[str], jitter: bool) -> Callable[[Watch], None]:
+    """Moves the named parameters by half their root mean square, and with ``jitter`` all trainable ones by a tenth."""
     chosen = set(names)
 
     def move(watch: Watch) -> None:
@@ -171,7 +172,7 @@ def _mover(names: Sequence[str], jitter: bool) -> Callable[[Watch], None]:
 
 def moved_a_little(watch: Watch) -> None:
     """Every trainable weight moved by a tenth of its root mean square (those at zero by 0.02)."""
-    _mover((), True)(watch)
+    mover((), True)(watch)
 
 
 def _epsilon(evidence: Evidence, double: bool) -> float:

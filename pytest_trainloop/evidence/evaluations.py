@@ -6,7 +6,9 @@ Whether they are is tried: with other results in their place the loop backpropag
 from __future__ import annotations
 
 import contextlib
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -129,6 +131,8 @@ class Spoiled(TorchFunctionMode):
         if self._made and not self.scored and name not in _DRAWN:
             kinds = [self._made[id(t)] for t in nests.tensors((args, kwargs or {})) if id(t) in self._made]
             if kinds and name in _READ:
+                if "distributions" in Path(sys._getframe(1).f_code.co_filename).parts:
+                    return out  # torch looks whether its arguments are valid
                 self.scored = any(kinds) and args[0].numel() == 1
             elif kinds:
                 score = (any(kinds) and name not in _CHOSEN) or name in _COMPARED
@@ -146,6 +150,12 @@ def verdict(found: Evaluation, first: Record, plan: RunPlan, run: Callable[[RunP
     if not spoiled.scored or other.raised is not None or not _same_until_steered(first, other):
         return None
     return "fault" if found.in_phases and not spoiled.on_training_batch else "advice"
+
+
+def trained_on(site: object, first: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -> bool:
+    """Whether what the loop backpropagates depends on the results of the forward passes at a line: rollouts, targets
+    and pseudo-labels are no evaluation."""
+    return not _same_until_steered(first, run(replace(plan, contexts=Spoiled(site).contexts)))
 
 
 def _same_until_steered(first: Record, other: Record) -> bool:

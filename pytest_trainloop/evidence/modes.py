@@ -33,7 +33,7 @@ Cause = Literal["trained_in_eval", "eval_left_on"]
 @dataclass(frozen=True, slots=True)
 class InEval:
     """Modules that ran in evaluation mode in a training forward pass: since which step, and the call that left them
-    so."""
+    so. ``unscored`` is the line of a pass without gradients between that call and the training pass, if any."""
 
     cause: Cause
     modules: tuple[str, ...]
@@ -41,6 +41,7 @@ class InEval:
     whole: bool
     call: str
     forward: str
+    unscored: object = None
 
 
 def trained_in_eval(record: Record, norms: set[str], own_train: set[str]) -> InEval | None:
@@ -50,8 +51,9 @@ def trained_in_eval(record: Record, norms: set[str], own_train: set[str]) -> InE
     ``train()`` that the model defines, with no evaluation in between.
     """
     once_training: set[str] = set()
-    for forward in _training_passes(record):
-        switched = set(forward.in_eval)
+    passes = list(_training_passes(record))
+    for forward in passes:
+        switched = set(forward.in_eval) - _in_both_modes(forward, passes)
         whole = not forward.training
         left = {m for m in switched & once_training if _evaluated_since(record, m, forward)}
         never = (
@@ -67,8 +69,15 @@ def trained_in_eval(record: Record, norms: set[str], own_train: set[str]) -> InE
             step = sum(s.at < forward.at for s in record.consuming_steps())
             cause: Cause = "eval_left_on" if left else "trained_in_eval"
             call = _call_before(record, chosen, forward)
+            between = [] if call is None else _between(record, call, forward)
             return InEval(
-                cause, tuple(sorted(chosen)), step, whole, str(call.place) if call else "", str(forward.place)
+                cause,
+                tuple(sorted(chosen)),
+                step,
+                whole,
+                str(call.place) if call else "",
+                str(forward.place),
+                between[0].site[:1] if between and not left else None,
             )
         once_training |= set(forward.in_training)
     return None
@@ -85,6 +94,11 @@ def _training_passes(record: Record) -> Iterator[Forward]:
         mine = eaten | ledger.by_hand
         if forward.answered and (forward.below & mine if forward.below else mine):
             yield forward
+
+
+def _in_both_modes(forward: Forward, passes: Sequence[Forward]) -> set[str]:
+    """Modules that another pass to the same loss runs in training mode: a clean and a noisy look at one batch."""
+    return {m for other in passes if set(other.answered) & set(forward.answered) for m in other.in_training}
 
 
 def _holder_trains(record: Record, module: str) -> bool:
@@ -107,9 +121,13 @@ def _call_before(record: Record, modules: Iterable[str], forward: Forward) -> Mo
 
 def _evaluated_since(record: Record, module: str, forward: Forward) -> bool:
     """Whether the module was called without gradients after it was switched: the switch was for an evaluation."""
-    call = _call_before(record, [module], forward)
+    return any(module in f.in_eval for f in _between(record, _call_before(record, [module], forward), forward))
+
+
+def _between(record: Record, call: ModeCall | None, forward: Forward) -> list[Forward]:
+    """Forward passes without gradients after the call and before the forward pass."""
     since = call.at if call else 0
-    return any(since < f.at < forward.at and not f.grad_enabled and module in f.in_eval for f in record.root_forwards())
+    return [f for f in record.root_forwards() if since < f.at < forward.at and not f.grad_enabled]
 
 
 def _not_on_purpose(record: Record, modules: set[str], forward: Forward, own_train: set[str]) -> set[str]:

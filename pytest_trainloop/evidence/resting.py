@@ -3,6 +3,7 @@ torch."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 PARALLEL = 0.999
 """Cosine from which an update runs along the weights: decay alone has 1 but for the rounding of the weights."""
 
+
+STEADY = 0.05
+"""How far the updates of a single number, each over its rate, may lie apart when decay makes them: they shrink with the
+weight, by rate times decay a step."""
 
 LEAST_STEPS = 3
 """Steps that must find a zeroed gradient before it is taken for a way to freeze."""
@@ -66,7 +71,7 @@ def _silenced(record: Record, index: int, moving: Sequence[Step]) -> bool:
 
 
 def _judged(record: Record, p: Parameter, moves: Sequence[Step], *, by_hand: bool) -> Moved | None:
-    if by_hand and any(not _idle(p.index, s) for s in moves):
+    if (by_hand or _refilled(p.index, moves)) and any(not _idle(p.index, s) for s in moves):
         return None
     fresh = [s for s in moves if p.index not in s.resting and _fresh_gradient(record, p.index, s)]
     if fresh:
@@ -77,14 +82,50 @@ def _judged(record: Record, p: Parameter, moves: Sequence[Step], *, by_hand: boo
     if stale:
         return _made(p, "stale_gradient", stale, "the gradient that the step reads is bit for bit one read before")
     idle = [s for s in moves if _idle(p.index, s)]
-    decayed = [s for s in idle if abs(s.along.get(p.index, 0.0)) > PARALLEL]
-    if idle and len(decayed) == len(idle):
+    decayed = [s for s in idle if s.along.get(p.index, 0.0) < -PARALLEL]
+    if idle and len(decayed) == len(idle) and _in_step_with_rates(record, p, decayed):
+        if _decayed_on_purpose(record, p.index, decayed[0]):
+            return None
         return _made(
             p, "weight_decay", decayed, f"the update runs along the weights (cosine {decayed[0].along[p.index]:.4f})"
         )
     if idle and _consumed_before(record, p.index, idle[0]):
         return _made(p, "momentum", idle, "the step finds a gradient of zero or none, and the update is no decay")
     return None
+
+
+def _in_step_with_rates(record: Record, p: Parameter, steps: Sequence[Step]) -> bool:
+    """Whether the updates are one multiple of the rate: so is decay, whereas momentum dies out. Several entries tell
+    them apart by their direction alone."""
+    if math.prod(p.shape) > 1:
+        return True
+    rates = [_rate(record, p.index, s) for s in steps]
+    shares = [s.updates[p.index] / rate for s, rate in zip(steps, rates, strict=True) if rate > 0]
+    return len(shares) > 1 and max(shares) - min(shares) < STEADY * max(shares)
+
+
+def _rate(record: Record, index: int, step: Step) -> float:
+    group = _group(record, index, step)
+    return step.rates[group] if group < len(step.rates) else math.nan
+
+
+def _group(record: Record, index: int, step: Step) -> int:
+    optimizer = record.optimizers[step.optimizer]
+    return dict(zip(optimizer.parameters, optimizer.groups, strict=False)).get(index, 0)
+
+
+def _decayed_on_purpose(record: Record, index: int, step: Step) -> bool:
+    """Whether a group all of which rests was given a decay of its own, larger than that of the groups that train: it is
+    to shrink."""
+    optimizer = record.optimizers[step.optimizer]
+    mine = _group(record, index, step)
+    training = {
+        g
+        for i, g in zip(optimizer.parameters, optimizer.groups, strict=False)
+        if any((grad := _read(i, s)) is not None and not grad.zero for s in record.of(Step) if s.reads)
+    }
+    decays = optimizer.decays
+    return bool(training) and mine not in training and all(decays[mine] > decays[g] for g in training)
 
 
 def _consumed_before(record: Record, index: int, step: Step) -> bool:
@@ -117,6 +158,12 @@ def _arrived(record: Record, index: int, step: Step) -> bool:
     earlier = [s for s in record.of(Step) if s.optimizer == step.optimizer and s.at < step.at and s.reads]
     before = max((s.reads[-1].at for s in earlier), default=0)
     return any(before < a.at < step.reads[-1].at and not a.incoming.zero for a in record.arrivals(index))
+
+
+def _refilled(index: int, steps: Sequence[Step]) -> bool:
+    """Whether a hook of the optimizer gave it another gradient between our look and the step."""
+    pairs = [(_read(index, s), s.left.get(index)) for s in steps]
+    return any(left is not None and not left.zero and not left.same(read) for read, left in pairs)
 
 
 def _stale_gradient(record: Record, index: int, step: Step) -> bool:

@@ -79,6 +79,12 @@ class Book:
         self._unmade = [i for i in self._unmade if i not in made]  # another thread may have settled some
         return made
 
+    def begin_anew(self) -> None:
+        """Note all starts again: what was entered has been given other values on purpose."""
+        for index, entry in enumerate(self.entries):
+            if index not in self._unmade:
+                entry.start = self._reader.fact(self.tensors[index])
+
     def _adopt(self, entry: Parameter, name: str, role: Role, owner: str) -> None:
         """A tensor that was seen in an optimizer first takes the name that it has in the module where it turns up."""
         if entry.role == "foreign" and role != "foreign":

@@ -62,16 +62,22 @@ class Optimizers:
         held: list[int] = []
         groups: list[int] = []
         peaks: list[float] = []
+        decays: list[float] = []
         watch = self._watch
         for g, group in enumerate(getattr(optimizer, "param_groups", None) or ()):
-            known = [group.get(key) for key in ("initial_lr", "max_lr")] if isinstance(group, dict) else []
-            peaks.append(max((float(r) for r in known if isinstance(r, (int, float))), default=float("nan")))
-            for i, tensor in enumerate(group.get("params", ()) if isinstance(group, dict) else ()):
+            if not isinstance(group, dict):
+                continue
+            known = [r for r in (group.get("initial_lr"), group.get("max_lr")) if isinstance(r, (int, float))]
+            peaks.append(float(max(known, default=float("nan"))))
+            decay = group.get("weight_decay")
+            decays.append(float(decay) if isinstance(decay, (int, float)) else 0.0)
+            for i, tensor in enumerate(group.get("params", ())):
                 if isinstance(tensor, torch.Tensor):
                     held.append(watch.book.add(tensor, f"{type(optimizer).__name__}.param_groups[{g}][{i}]", "foreign"))
                     groups.append(g)
         entry = watch.record.optimizers[self._index[id(optimizer)]]
-        entry.parameters, entry.groups, entry.peaks = tuple(held), tuple(groups), tuple(peaks)
+        entry.parameters, entry.groups = tuple(held), tuple(groups)
+        entry.peaks, entry.decays = tuple(peaks), tuple(decays)
         watch.hook_gradients(held)
         return held
 

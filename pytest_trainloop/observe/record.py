@@ -76,8 +76,8 @@ class Statistics:
 @dataclass(slots=True)
 class Optimizer:
     """One optimizer: ``parameters`` lists indices as its groups held them at its last step, repetitions kept,
-    ``groups`` the group of each; ``peaks`` are the groups' ``initial_lr`` or ``max_lr`` (NaN without a scheduler) and
-    ``from_torch`` says that its class is torch's own."""
+    ``groups`` the group of each; ``peaks`` are the groups' ``initial_lr`` or ``max_lr`` (NaN without a scheduler),
+    ``decays`` their ``weight_decay``; ``from_torch`` says that its class is torch's own."""
 
     index: int
     kind: str
@@ -85,6 +85,7 @@ class Optimizer:
     parameters: tuple[int, ...] = ()
     groups: tuple[int, ...] = ()
     peaks: tuple[float, ...] = ()
+    decays: tuple[float, ...] = ()
     from_torch: bool = False
     steps: int = 0
 
