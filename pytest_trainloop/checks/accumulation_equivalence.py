@@ -50,13 +50,15 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks import check
 from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.evidence.weighing import CLOSE, alike
 from pytest_trainloop.finding import Finding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.evidence import Evidence
-    from pytest_trainloop.evidence.accumulation import Accumulation, Split, Weighing
+    from pytest_trainloop.evidence.accumulation import Accumulation, Split
+    from pytest_trainloop.evidence.weighing import Weighing
 
 CONSEQUENCES = ("overfit_one_batch", "update_ratio")
 
@@ -65,9 +67,6 @@ OUTSIDE = 1e-9
 
 WINDOW = 4
 """Micro-batches a window where the end of the data is looked at."""
-
-CLOSE = 1e-6
-"""How near a factor must come to a whole one: weights are good to 1e-8 (span.ALIKE), a token in a million is 1e-6."""
 
 NORMALISED = 1e-2
 """How near the lengths of two gradients of one direction are where the loop divides them by their norm plus some
@@ -143,25 +142,20 @@ def _exact_factor(wrong: Sequence[Split]) -> float:
 
 
 def _weighed(made: Accumulation, split: Split, weighing: Weighing, wrong: Sequence[Split], tried: int) -> Finding:
-    k, full, got = split.accumulate, weighing.one_batch.weights, weighing.accumulated.weights
     if weighing.accumulated.residual > OUTSIDE:
         return _part_not_divided(split, weighing) if made.grows_with_windows(split) else _unexplained(split, weighing)
-    largest = max(abs(w) for w in got)
-    absent = [i for i, w in enumerate(got) if abs(w) < CLOSE * largest]
-    if absent and absent[-1] == k - 1:
-        return _finding(split, weighing, "stepped_inside_window", _after(k - len(absent), k))
-    if absent:
-        return _lost(split, weighing, len(absent))
-    factors = [g / w for g, w in zip(got, full, strict=True)]
-    factor = sum(got) / sum(full)
-    if _alike(factors):
-        return _scaled(split, weighing, wrong, factor, tried)
-    if all(abs(f * k ** (k - 1 - i) - factors[-1]) < CLOSE for i, f in enumerate(factors)):
-        return _divided_again(split, weighing)
-    if _alike(got) and abs(factor - 1) < CLOSE:
+    pattern = weighing.pattern
+    if pattern == "last_absent":
+        done = split.accumulate - len(weighing.absent)
+        return _finding(split, weighing, "stepped_inside_window", _after(done, split.accumulate))
+    if pattern == "absent":
+        return _lost(split, weighing, len(weighing.absent))
+    if pattern in ("scaled", "scaled_means"):
+        return _scaled(split, weighing, wrong, weighing.factor, tried)
+    if pattern == "means":
         return _mean_of_means(split, weighing)
-    if _alike(got) and (abs(factor - k) < CLOSE * k or abs(factor * k - 1) < CLOSE):
-        return _scaled(split, weighing, wrong, factor, tried)
+    if pattern.startswith("divided") and made.weigh(made.split(made.sizes()[-1])).pattern == pattern:
+        return _divided_again(split, weighing) if pattern == "divided_again" else _divided_by_position(split, weighing)
     return _unexplained(split, weighing)
 
 
@@ -189,10 +183,6 @@ def _mean_of_means(split: Split, weighing: Weighing) -> Finding:
     return finding if weighing.by_counts else replace(finding, level="advice", explains=())
 
 
-def _alike(values: Sequence[float]) -> bool:
-    return max(values) - min(values) <= CLOSE * max(map(abs, values))
-
-
 def _scaled(split: Split, weighing: Weighing | None, wrong: Sequence[Split], factor: float, tried: int) -> Finding:
     sizes = " and ".join(", ".join(str(w.accumulate) for w in wrong).rsplit(", ", 1))
     power = 1 if factor > 1 else -1
@@ -215,6 +205,16 @@ def _divided_again(split: Split, weighing: Weighing) -> Finding:
         "divided_twice",
         "what stands in .grad is divided again with every further micro-batch of the window",
         shown=f"each micro-batch weighs exactly 1/{split.accumulate} of what the next one weighs",
+    )
+
+
+def _divided_by_position(split: Split, weighing: Weighing) -> Finding:
+    return _finding(
+        split,
+        weighing,
+        "loss_not_divided",
+        "each micro-batch is divided by its place in the window, not by the number of micro-batches",
+        shown="the first weighs exactly 2, 3, ... times what the second, third, ... weighs",
     )
 
 
@@ -260,12 +260,7 @@ _BY_STEP = ("stepped_inside_window", "carried_over")
 
 def _finding(split: Split, weighing: Weighing | None, cause: str, summary: str, *, shown: str = "") -> Finding:
     window = next((w for w in split.windows if w.difference > split.bound), split.windows[0])
-    weights = (
-        f"as weighted sums of the micro-batches' own gradients: {_list(weighing.accumulated.weights)} accumulated, "
-        f"{_list(weighing.one_batch.weights)} in one batch"
-        if weighing
-        else ""
-    )
+    weights = _weights(weighing) if weighing else ""
     return Finding(
         cause=cause,
         summary=summary,
@@ -310,7 +305,7 @@ def _later_window(made: Accumulation, split: Split) -> Finding:
     if split.rates_differ:
         return _update_differs(split)
     weights, residual = made.carried(split)
-    if weights and residual < OUTSIDE and min(weights) > CLOSE and _alike(weights):
+    if weights and residual < OUTSIDE and min(weights) > CLOSE and alike(weights):
         return _finding(
             split,
             None,
@@ -338,21 +333,30 @@ def _update_differs(split: Split) -> Finding:
 
 
 def _unexplained(split: Split, weighing: Weighing) -> Finding:
+    k, outside = split.accumulate, weighing.accumulated.residual
+    within = outside <= OUTSIDE
+    others = "in a way of its own" if within else "and no weighing of the micro-batches explains it"
     return Finding(
         cause="update_differs",
         level="advice",
-        summary=(
-            f"{split.accumulate} micro-batches give another gradient than the same examples in one batch, and no "
-            "weighing of the micro-batches explains it"
-        ),
-        measured=(
-            f"|g_{split.accumulate}| / |g_1| = {split.windows[0].ratio:.3f}, cosine {split.windows[0].cosine:.3f}; "
-            f"{weighing.accumulated.residual:.1e} of it lies outside the span of the micro-batches' gradients"
-        ),
+        summary=f"{k} micro-batches give another gradient than the same examples in one batch, {others}",
+        measured=f"|g_{k}| / |g_1| = {split.windows[0].ratio:.3f}, cosine {split.windows[0].cosine:.3f}; "
+        + (_weights(weighing) if within else f"{outside:.1e} of it lies outside the span of their gradients"),
         shown_by="not determined; ruled out: a wrong factor, wiped micro-batches, a mean of means, random numbers",
         culprits=("loss.backward()",),
         where=split.place,
-        repair="look for what runs once for each micro-batch besides the loss: a penalty, a clip, a hook",
+        repair=(
+            "look for what weighs or scales each micro-batch by itself: a clip inside the window, a weight, a schedule"
+            if within
+            else "look for what runs once for each micro-batch besides the loss: a penalty, a hook"
+        ),
+    )
+
+
+def _weights(weighing: Weighing) -> str:
+    return (
+        f"as weighted sums of the micro-batches' own gradients: {_list(weighing.accumulated.weights)} accumulated, "
+        f"{_list(weighing.one_batch.weights)} in one batch"
     )
 
 

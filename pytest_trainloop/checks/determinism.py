@@ -10,7 +10,8 @@ Why is this bad?
 
 How it decides
     Bits are equal or they are not. Where they are not, the run is made again with one thread and deterministic kernels:
-    if that is repeatable, a kernel sums in another order each time (advice; CUDA's atomics do so by design). Then two
+    if that is repeatable, and runs as they are still differ, a kernel sums in another order each time (advice; CUDA's
+    atomics do so by design). Then two
     child processes make it from one and the same state: where they agree, something outside the function lives on
     from run to run in one process (a generator at module level, a cache), which a fresh process does not have (advice).
     What is left draws from a source that no seed reaches; the first call of torch that differs is shown.
@@ -36,7 +37,8 @@ Fixed
 Known limits
     Only the steps that are watched in full are compared. Where a process cannot be forked (Windows, CUDA in use) the
     source is not looked for, and nothing is called a fault. What differs from one start of Python to the next (the
-    order of a set of strings) is the same in both runs and is not seen.
+    order of a set of strings, the process's number) is the same in both runs and is not seen; what hangs on addresses
+    in memory (the order of a set of objects) differs here and not in the children: advice.
 
 References
     https://docs.pytorch.org/docs/stable/notes/randomness.html
@@ -59,7 +61,7 @@ if TYPE_CHECKING:
 CAUSES = {
     "unseeded_random": "two child processes that begin from one state and one seed come to different bits",
     "kernel": "with one thread and deterministic kernels the runs agree, and as they are they do not",
-    "state_kept": "two runs in one process differ, and two processes that begin alike agree",
+    "state_kept": "two runs in one process differ, and two processes that begin alike agree, or later runs do",
 }
 
 
@@ -75,7 +77,7 @@ def determinism(evidence: Evidence) -> Iterator[Finding]:
             f"two runs differ ({again.difference.what} at step {again.difference.step}), and no process can be forked "
             "here to tell an unseeded source from state that lives on; run on the CPU to know"
         )
-    yield {"kernel": _kernel, "kept": _kept, "random": _random}[again.source](again)
+    yield {"kernel": _kernel, "kept": _kept, "settled": _kept, "random": _random}[again.source](again)
 
 
 def _measured(again: Repetition) -> str:
@@ -132,7 +134,11 @@ def _kept(again: Repetition) -> Finding:
         level="advice",
         summary="two runs in one process differ: something outside the function lives on from one to the next",
         measured=_measured(again),
-        shown_by="two child processes that begin from the same state are the same",
+        shown_by=(
+            "the first run differs from the second, and later ones are all the same"
+            if again.source == "settled"
+            else "two child processes that begin from the same state are the same"
+        ),
         culprits=_culprits(again),
         where=again.difference.where if again.difference else "",
         repair="make generators, caches and counters inside the function (or in what it builds)",

@@ -239,13 +239,13 @@ class Evidence:
 
     def accumulation(self) -> Accumulation:
         """The runs over windows of micro-batches, against those over whole batches."""
-        from pytest_trainloop.evidence.accumulation import Accumulation
+        from pytest_trainloop.evidence.accumulation import WINDOWS, Accumulation
+        from pytest_trainloop.evidence.micro import MicroBatches
 
-        made = Accumulation(self._plan, self._counted)
         seen = self.run()
         with preserved():
-            made.look(build(self.make, self._fixed, self._seed), seen)
-        return made
+            batches = MicroBatches.of(build(self.make, self._fixed, self._seed), seen, WINDOWS)
+        return Accumulation(batches, self._plan, self._counted)
 
     def _first_look(self) -> frozenset[str]:
         with preserved():

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import batch as nests
 from pytest_trainloop.errors import CannotDecide, Unreliable
 from pytest_trainloop.evidence import counts
 from pytest_trainloop.evidence.agreement import (
@@ -33,15 +32,15 @@ from pytest_trainloop.evidence.agreement import (
     step_place,
     updates_apart,
 )
-from pytest_trainloop.evidence.batches import first_batches
 from pytest_trainloop.evidence.run import RunPlan, canonical
 from pytest_trainloop.evidence.span import Combination, Gradient, combination, consumed, vectors
-from pytest_trainloop.evidence.valid import Valid, valid_entries
 from pytest_trainloop.evidence.varied import SameStart, varied
+from pytest_trainloop.evidence.weighing import Weighing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from pytest_trainloop.evidence.micro import MicroBatches
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.observe.record import Record
 
@@ -85,66 +84,42 @@ class Split:
         return self.steps == self.steps_expected and all(w.difference <= self.bound for w in self.windows)
 
 
-@dataclass(frozen=True, slots=True)
-class Weighing:
-    """The one-batch gradient and the accumulated one as weighted sums of the micro-batches' own. ``by_counts``: in the
-    former the micro-batches weigh as their numbers of valid targets do."""
-
-    one_batch: Combination
-    accumulated: Combination
-    by_counts: bool = False
-
-
 class Accumulation:
     """The runs behind ``accumulation_equivalence``, each made once."""
 
-    def __init__(self, plan_of: Callable[[Mapping[str, Any]], RunPlan], run_plan: Callable[[RunPlan], Record]) -> None:
+    def __init__(
+        self,
+        batches: MicroBatches,
+        plan_of: Callable[[Mapping[str, Any]], RunPlan],
+        run_plan: Callable[[RunPlan], Record],
+    ) -> None:
+        self._cut = batches
         self._plan_of = plan_of
         self._run_plan = run_plan
         self._start = SameStart()
-        self._batches: list[Any] = []
-        self._valid = Valid((), ())
-        self._declared: TrainLoop | None = None
         self._double = True
-        self._beside: dict[counts.Path, float] = {}
-        self._totals: dict[counts.Path, Sequence[int]] = {}
-        self._recount = False
         self._records: dict[object, Record] = {}
-
-    def look(self, loop: TrainLoop, seen: Record) -> None:
-        """Take the batches of a fresh loop; raises ``CannotDecide`` where they have no rows to split."""
-        self._declared = loop
-        self._batches = [nests.copy(b) for b in first_batches(loop, WINDOWS)]
-        count = min(nests.rows(b, self._axis) for b in self._batches)
-        if count < 2:
-            raise CannotDecide(
-                f"the batch ({nests.describe(self._batches[0])}) has {count} rows along axis {self._axis}: "
-                "micro-batches take at least 2; give a larger one, or axis= or split="
-            )
-        self._valid = valid_entries(self._batches[0], count, self._axis, loop.padding, seen)
-        self._beside = {} if loop.split else counts.beside_rows(self._batches[0], count)
-        self._totals = counts.totals(self._beside, count, self._valid.counts)
-
-    @property
-    def _axis(self) -> int:
-        declared = None if self._declared is None else self._declared.axis
-        return declared if isinstance(declared, int) else 0
 
     def sizes(self) -> list[int]:
         """The numbers of micro-batches that the rows allow, of 2, 3 and 4."""
-        return [k for k in (2, 3, 4) if k <= len(self._valid.order)]
+        return self._cut.sizes()
 
     def split(self, k: int, *, rows: int | None = None) -> Split:
         """One comparison; raises ``CannotDecide`` where the loop cannot be run so, or where it divides by a number in
         the batch that cannot be counted anew for a part of it."""
-        count = rows or self._rows(k)
+        count = rows or self._cut.rows(k)
         found = self._split(k, count)
-        if found.equal or self._recount or not self._beside or not self._weighs(self._beside, count, found.optimizer):
+        if (
+            found.equal
+            or self._cut.recount
+            or not self._cut.beside
+            or not self._weighs(self._cut.beside, count, found.optimizer)
+        ):
             return found
-        self._recount = True
+        self._cut.recount = True
         self._records = {key: record for key, record in self._records.items() if key == ("one", count)}
         found = self._split(k, count)
-        unknown = {path: n for path, n in self._beside.items() if path not in self._totals}
+        unknown = self._cut.unknown
         if not found.equal and unknown and self._weighs(unknown, count, found.optimizer):
             places = ", ".join(".".join(map(str, path)) for path in unknown)
             raise CannotDecide(
@@ -158,7 +133,7 @@ class Accumulation:
         double = self._made(
             ("doubled", count, tuple(among)),
             1,
-            lambda loop: [counts.doubled(b, count, among) for b in self._whole(count)],
+            lambda: [counts.doubled(b, count, among) for b in self._cut.whole(count)],
             may_raise=True,
         )
         if double.raised is not None:
@@ -167,10 +142,10 @@ class Accumulation:
         return agreement(*vectors([a or {}, b or {}])).difference > self._bound()
 
     def _split(self, k: int, count: int) -> Split:
-        one, many = self._one(count), self._made(("micro", k, count), k, lambda loop: self._micro_batches(k, count))
+        one, many = self._one(count), self._made(("micro", k, count), k, lambda: self._cut.split(k, count))
         chunks = False
         if many.steps > one.steps:
-            whole = self._made(("chunks", k, count), k, lambda loop: self._whole(count))
+            whole = self._made(("chunks", k, count), k, lambda: self._cut.whole(count))
             chunks = cuts_by_itself(one, whole, k)
             many = whole if chunks else many
         self._require_steps(one, many, k)
@@ -209,7 +184,7 @@ class Accumulation:
         got, *basis = vectors([self._pair(split)[1], *self._parts(split.accumulate, split.rows, split.optimizer)])
         accumulated = combination(got, basis)
         assert accumulated is not None
-        return Weighing(one_batch, accumulated, self._valid.weigh(one_batch.weights))
+        return Weighing(one_batch, accumulated, self._cut.valid.weigh(one_batch.weights))
 
     def one_batch(self, split: Split) -> Combination:
         """The gradient of the one batch as a weighted sum of its micro-batches'. Raises ``CannotDecide`` where these
@@ -226,7 +201,7 @@ class Accumulation:
     def weights_of_loss(self) -> tuple[float, ...]:
         """How two halves of the rows weigh in the gradient of the declared loss on all of them."""
         self._plan_of = _on_loss(self._plan_of)
-        count = self._rows(2)
+        count = self._cut.rows(2)
         one = self._one(count)
         optimizer = optimizers(one)[0]
         whole, *parts = vectors([consumed(one, optimizer, 0) or {}, *self._parts(2, count, optimizer)])
@@ -255,7 +230,7 @@ class Accumulation:
         """Whether what windows of 4 give too much is three times what windows of 2 give, over the same rows, and about
         as much in the second window as in the first: a part of the loss that is counted once for each micro-batch, and
         none that grows from one micro-batch to the next."""
-        count = len(self._valid.order) // 4 * 4
+        count = len(self._cut.valid.order) // 4 * 4
         if not count:
             return False
         one = self._one(count)
@@ -275,7 +250,7 @@ class Accumulation:
         backwards = self._made(
             ("reversed", split.rows),
             1,
-            lambda loop: [self._rows_of(b, list(reversed(self._valid.order[: split.rows]))) for b in self._batches],
+            lambda: self._cut.reversed(split.rows),
         )
         a, b = consumed(self._one(split.rows), split.optimizer, 0), consumed(backwards, split.optimizer, 0)
         return agreement(*vectors([a or {}, b or {}])).difference
@@ -286,16 +261,16 @@ class Accumulation:
 
     def _parts(self, k: int, count: int, optimizer: int) -> list[Gradient]:
         made = [
-            self._made(("part", k, count, i), 1, lambda loop, i=i: self._micro_batches(k, count)[i : i + 1])  # type: ignore[misc]
+            self._made(("part", k, count, i), 1, lambda i=i: self._cut.split(k, count)[i : i + 1])  # type: ignore[misc]
             for i in range(k)
         ]
         return [consumed(record, optimizer, 0) or {} for record in made]
 
     def _require_repeatable(self, k: int, count: int, optimizer: int) -> None:
         """Draws of the loop's own (noise, a shuffle, stochastic depth) make two runs differ by more than rounding."""
-        runs: tuple[tuple[tuple[object, ...], int, Callable[[TrainLoop], list[Any]]], ...] = (
-            (("one", count), 1, lambda loop: self._whole(count)),
-            (("micro", k, count), k, lambda loop: self._micro_batches(k, count)),
+        runs: tuple[tuple[tuple[object, ...], int, Callable[[], list[Any]]], ...] = (
+            (("one", count), 1, lambda: self._cut.whole(count)),
+            (("micro", k, count), k, lambda: self._cut.split(k, count)),
         )
         for fit_seed, refused in (
             (None, Unreliable("two identical runs of the loop differ: see determinism, and seed what draws there")),
@@ -314,7 +289,7 @@ class Accumulation:
                     raise refused
 
     def _one(self, count: int) -> Record:
-        return self._made(("one", count), 1, lambda loop: self._whole(count))
+        return self._made(("one", count), 1, lambda: self._cut.whole(count))
 
     def _many(self, split: Split) -> Record:
         return self._records[("chunks" if split.chunks else "micro", split.accumulate, split.rows)]
@@ -323,13 +298,13 @@ class Accumulation:
         self,
         key: tuple[object, ...],
         knob: int,
-        items: Callable[[TrainLoop], Sequence[Any]],
+        items: Callable[[], Sequence[Any]],
         fit_seed: int | None = None,
         *,
         may_raise: bool = False,
     ) -> Record:
         if key not in self._records:
-            plan = varied(self._plan_of({"accumulate": knob}), self._start, items)
+            plan = varied(self._plan_of({"accumulate": knob}), self._start, lambda _loop: items())
             plan = replace(plan, fit_seed=fit_seed, double=self._double)
             record = self._run_plan(plan)
             if record.raised is not None and self._double and not self._records:
@@ -342,29 +317,6 @@ class Accumulation:
                 )
             self._records[key] = record
         return self._records[key]
-
-    def _rows(self, k: int) -> int:
-        count = len(self._valid.order)
-        return count // 12 * 12 or count // k * k
-
-    def _whole(self, count: int) -> list[Any]:
-        return [self._rows_of(b, self._valid.order[:count]) for b in self._batches]
-
-    def _micro_batches(self, k: int, count: int) -> list[Any]:
-        size = count // k
-        split = None if self._declared is None else self._declared.split
-        if split is not None:
-            return [part for batch in self._whole(count) for part in split(batch, k)]
-        return [self._rows_of(b, self._valid.order[i * size : (i + 1) * size]) for b in self._batches for i in range(k)]
-
-    def _rows_of(self, batch: Any, rows: Sequence[int]) -> Any:
-        try:
-            taken = nests.take(batch, rows, self._axis)
-        except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:
-            raise CannotDecide(
-                f"rows cannot be taken from {nests.describe(batch)} ({type(error).__name__}): give split="
-            ) from error
-        return counts.recounted(taken, len(rows), rows, self._totals) if self._recount else taken
 
     def _require_steps(self, one: Record, many: Record, k: int) -> None:
         made, expected = many.steps, one.steps

@@ -68,9 +68,9 @@ class Journal(TorchFunctionMode):
         if watch is None or watch.quiet or watch.stepping or len(self.entries) >= MOST:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        given = () if name == "__get__" else _fingerprint((args, kwargs))
+        given = () if name in ("__get__", "__set__") else _fingerprint((args, kwargs))
         out = func(*args, **kwargs)
-        if name != "__get__" and not name.startswith("_record_function"):
+        if name not in ("__get__", "__set__") and not name.startswith("_record_function"):
             self.entries.append(_Entry(name, here(2)[0], watch.module_path(), given, _fingerprint(out)))
         return out
 
@@ -100,10 +100,10 @@ def _sums(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _numbers(value: Any) -> Iterator[object]:
-    for part in value if isinstance(value, tuple) else ():
+    for part in value if isinstance(value, (tuple, list)) else ():
         if isinstance(part, (int, float, str, bool)):
             yield part
-        elif isinstance(part, tuple):
+        elif isinstance(part, (tuple, list)):
             yield from _numbers(part)
         elif isinstance(part, dict):
             yield from _numbers(tuple(part.values()))

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from pytest_trainloop.observe.events import Fact
     from pytest_trainloop.observe.record import Record
 
-Source = Literal["random", "kernel", "kept", "unknown"]
+Source = Literal["random", "kernel", "kept", "settled", "unknown"]
+"""``settled``: something lived on from the first run to the second, and no longer changes after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,8 @@ def repetition(first: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -
     with _calm():
         calm = [run(plan) for _ in range(2)]
     if first_difference(*calm) is None:
-        return Repetition(difference, "kernel")
+        settled = first_difference(*(run(plan) for _ in range(2))) is None
+        return Repetition(difference, "settled" if settled else "kernel")
     apart = _in_children(plan, run)
     if apart is None:
         return Repetition(difference, "unknown")

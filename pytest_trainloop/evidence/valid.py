@@ -56,8 +56,8 @@ def _ignored(padding: Padding | None, seen: Record) -> list[int]:
 
 def _counts(batch: Any, count: int, axis: int, ignored: list[int]) -> Iterator[tuple[int, ...]]:
     """Valid entries by row, and without the first or last position, which a loss on shifted targets drops: of integers
-    those that are not ignored, then of masks those that are set; then lengths that are given as such, and how many
-    entries the tensors have that stand in a list with one item for each row."""
+    those that are not ignored, of numbers those that are not NaN, then of masks those that are set; then lengths that
+    are given as such, and how many entries the tensors have that stand in a list with one item for each row."""
     plain = [t for t in nests.tensors(batch) if t.layout is torch.strided and not t.is_nested]
     leaves = [t for t in plain if t.dim() > 1 and t.dim() > axis >= 0 and t.shape[axis] == count]
     valid = [
@@ -66,6 +66,7 @@ def _counts(batch: Any, count: int, axis: int, ignored: list[int]) -> Iterator[t
         for leaf in leaves
         if not leaf.is_floating_point() and not leaf.is_complex() and bool((leaf == value).any())
     ]
+    valid += [~leaf.isnan() for leaf in leaves if bool(leaf.isnan().any())]
     valid += [leaf != 0 for leaf in leaves if not leaf.is_complex() and bool(((leaf == 0) | (leaf == 1)).all())]
     for mask in valid:
         rows = mask.movedim(axis, 0).flatten(1)
