@@ -19,7 +19,7 @@ NAME = "pytest_trainloop"
 # From the top down. A package counts as one layer: its modules may import each other.
 LAYERS = (
     *("plugin", "explain", "runner", "baseline", "report", "checks", "evidence", "observe", "adapters", "strategies"),
-    *("batch", "loop", "plan", "knobs", "wording", "finding", "errors"),
+    *("batch", "loop", "plan", "knobs", "wording", "finding", "weighing", "errors"),
 )
 HEAVY = ("torch", "hypothesis", "numpy")
 MAY_BE_HEAVY = ("evidence", "observe", "adapters", "strategies", "batch", "loop")

@@ -50,15 +50,15 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks import check
 from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.evidence.weighing import CLOSE, alike
 from pytest_trainloop.finding import Finding
+from pytest_trainloop.weighing import CLOSE, alike
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.evidence import Evidence
     from pytest_trainloop.evidence.accumulation import Accumulation, Split
-    from pytest_trainloop.evidence.weighing import Weighing
+    from pytest_trainloop.weighing import Weighing
 
 CONSEQUENCES = ("overfit_one_batch", "update_ratio")
 

@@ -33,9 +33,9 @@ from pytest_trainloop.evidence.agreement import (
     updates_apart,
 )
 from pytest_trainloop.evidence.run import RunPlan, canonical
-from pytest_trainloop.evidence.span import Combination, Gradient, combination, consumed, vectors
+from pytest_trainloop.evidence.span import Gradient, combination, consumed, vectors
 from pytest_trainloop.evidence.varied import SameStart, varied
-from pytest_trainloop.evidence.weighing import Weighing
+from pytest_trainloop.weighing import Combination, Weighing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -6,12 +6,12 @@ that a weighted sum of gradients is the same weighted sum of vectors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from pytest_trainloop.observe.events import GradWrite, Step
+from pytest_trainloop.weighing import Combination
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,14 +25,6 @@ Gradient = dict[str, torch.Tensor]
 ALIKE = 1e-7
 """Smallest relative singular value at which weights are still told apart: with gradients good to 1e-15 they are then
 good to 1e-8."""
-
-
-@dataclass(frozen=True, slots=True)
-class Combination:
-    """``weights`` of the parts in the whole, and the share of the whole that lies outside of their span."""
-
-    weights: tuple[float, ...]
-    residual: float
 
 
 def steps_of(record: Record, optimizer: int) -> list[Step]:

@@ -10,8 +10,7 @@ from pytest_trainloop.checks.accumulation_equivalence import accumulation_equiva
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.evidence.accumulation import Split
 from pytest_trainloop.evidence.agreement import Agreement
-from pytest_trainloop.evidence.span import Combination
-from pytest_trainloop.evidence.weighing import Weighing
+from pytest_trainloop.weighing import Combination, Weighing
 from tests.checks.records import ONE, parameter, record
 
 SAME = Agreement(1.0, 1.0, 1e-16)

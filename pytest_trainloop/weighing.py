@@ -1,4 +1,4 @@
-"""The weights of micro-batches in a gradient, and what their pattern says."""
+"""The weights of micro-batches in a gradient, and what their pattern says. Plain numbers, no torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_trainloop.evidence.span import Combination
-
 CLOSE = 1e-6
 """How near a factor must come to a whole one: weights are good to 1e-8 (span.ALIKE), a token in a million is 1e-6."""
 
 Pattern = Literal[
     "last_absent", "absent", "scaled", "divided_again", "divided_by_position", "means", "scaled_means", "other"
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """``weights`` of the parts in the whole, and the share of the whole that lies outside of their span."""
+
+    weights: tuple[float, ...]
+    residual: float
 
 
 @dataclass(frozen=True, slots=True)
