@@ -357,3 +357,41 @@ for _name, _build in (("vae_not_divided", VAE), ("diffusion_not_divided", Denois
         faulty=generative(_build, divide=False),
         fixed=generative(_build, divide=True),
     )
+
+
+# The position in the window taken for the number of micro-batches.
+
+
+def train_divided(model, optimizer, batches, accumulate, divisor):
+    for i, (x, y) in enumerate(batches):
+        loss = F.cross_entropy(model(x), y) / divisor(i, accumulate)
+        loss.backward()
+        if (i + 1) % accumulate == 0 or i + 1 == len(batches):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def divided(divisor):
+    def make(accumulate=1):
+        model = mlp(6, 24, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.labelled(rows=24),
+            fit=lambda batches: train_divided(model, optimizer, batches, accumulate, divisor),
+        )
+
+    return make
+
+
+pair(
+    "divided_by_the_place_in_the_window",
+    "O9",
+    "accumulation_equivalence",
+    "loss_not_divided",
+    mentions=("[1, 0.5]", "place in the window"),
+    where="loss.backward()",
+    faulty=divided(lambda i, accumulate: i % accumulate + 1),
+    fixed=divided(lambda _i, accumulate: accumulate),
+)

@@ -198,3 +198,50 @@ pair(
     faulty=tagger(weigh=False),
     fixed=tagger(weigh=True),
 )
+
+
+# Targets that are not known are NaN, and left out of the mean.
+
+
+def gaps(rows: int = 12, outputs: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    """Regression onto several outputs, of which each row knows between one and all."""
+    x, _ = data.table(rows=rows)
+    y = torch.sin(x[:, :outputs] * 2)
+    known = torch.arange(outputs) <= (torch.arange(rows) * 3 % outputs).unsqueeze(1)
+    return x, y.masked_fill(~known, float("nan"))
+
+
+def train_known(model, optimizer, batches, accumulate, divide):
+    for window in windows(batches, accumulate):
+        optimizer.zero_grad()
+        everything = sum(y.isfinite().sum() for _, y in window)
+        for x, y in window:
+            known = y.isfinite()
+            squares = (model(x) - y.nan_to_num())[known].square()
+            divide(squares, len(window), everything).backward()
+        optimizer.step()
+
+
+def several(divide):
+    def make(accumulate=1):
+        model = mlp(6, 24, 5)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=gaps(),
+            fit=lambda batches: train_known(model, optimizer, batches, accumulate, divide),
+        )
+
+    return make
+
+
+pair(
+    "unknown_targets_mean_of_means",
+    "O9",
+    "accumulation_equivalence",
+    "mean_of_means",
+    mentions=("unequal numbers of valid targets",),
+    faulty=several(lambda squares, count, _everything: squares.mean() / count),
+    fixed=several(lambda squares, _count, everything: squares.sum() / everything),
+)
