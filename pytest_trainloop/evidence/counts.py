@@ -49,7 +49,7 @@ class _Walk:
     def _tensor(self, value: torch.Tensor, path: Path) -> torch.Tensor:
         if value.is_meta or value.is_nested or value.dtype is torch.bool or value.is_complex():
             return value
-        if value.numel() == 1 and self.rows > 1:
+        if value.numel() == 1:
             number = value.item()
             other = self.number(path, number)
             return value if other == number else torch.full_like(value, other)
