@@ -15,7 +15,7 @@ How it decides
     w_i g_i by least squares: the weights w_i are the diagnosis. [1, 1] against [.5, .5]: not divided. [0, .5]: the
     first is wiped. [.5, .5] against [.52, .48]: a mean of means. Where more than 1e-9 of the whole batch's gradient
     lies outside the span of the g_i, examples interact and nothing is judged: on the loops of our tests separable
-    losses leave at most 2e-15 there, interacting ones at least 5e-2 (python scripts/span_residuals.py).
+    losses leave at most 2e-15 there, others at least 1e-3 (python scripts/span_residuals.py).
     A loop that gives other gradients and, by a rate scaled to match, the same weights, is right. A batch norm is judged
     with its running statistics.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -227,3 +229,17 @@ def test_a_batch_is_widened_where_it_stands():
     assert wide is batch
     assert [wide[k].dtype for k in ("x", "ids", "z")] == [torch.float64, torch.int64, torch.complex128]
     assert widen_batch(torch.ones(1, dtype=torch.float16)).dtype == torch.float64
+
+
+TABLE = torch.linspace(-1.0, 1.0, 4, dtype=torch.float32)
+
+
+def test_copies_of_what_was_made_before_are_copies():
+    kept = {"table": TABLE, "module": nn.Linear(2, 2)}
+    with double_precision():
+        made = copy.deepcopy(kept)
+        again = copy.deepcopy(TABLE.clone())
+    assert torch.equal(made["table"].to(torch.float32), TABLE)
+    assert torch.equal(made["module"].weight.float(), kept["module"].weight)
+    assert again.shape == TABLE.shape
+    assert TABLE.dtype is torch.float32
