@@ -51,7 +51,7 @@ class Subject:
         self._knobs = dict(knobs or {})
         self._evidence: Evidence | None = None
         self._broken: tuple[UserError, str] | None = None
-        self._verdicts: dict[str, Verdict] = {}
+        self._verdicts: dict[tuple[str, str], Verdict] = {}
 
     def bind(self, make: Callable[..., Any]) -> None:
         """Use this function for runs from now on: the same loop, with the fixture values of another item."""
@@ -107,14 +107,16 @@ class Subject:
         return Result(check=check.name, outcome="passed", findings=findings)
 
     def _verdict(self, check: Check, evidence: Evidence, options: dict[str, Any]) -> Verdict:
-        """What the check says of the evidence: asked once, also where another check needs to know."""
-        if check.name not in self._verdicts:
+        """What the check says of the evidence with these options: asked once, also where another check needs to
+        know."""
+        key = (check.name, repr(sorted(options.items())))
+        if key not in self._verdicts:
             evidence.options = options
             try:
-                self._verdicts[check.name] = tuple(_checked(check, finding) for finding in check.decide(evidence))
+                self._verdicts[key] = tuple(_checked(check, finding) for finding in check.decide(evidence))
             except (CannotDecide, Unreliable, UserCodeError) as reason:
-                self._verdicts[check.name] = reason
-        return self._verdicts[check.name]
+                self._verdicts[key] = reason
+        return self._verdicts[key]
 
     def _raised_in_fit(self, check: Check, evidence: Evidence) -> UserError | None:
         """An exception that ended fit and that no check could put down to a cause."""

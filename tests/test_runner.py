@@ -188,6 +188,15 @@ def test_a_check_sees_its_options(only_these):
     assert seen == [{"steps": 400}]
 
 
+def test_a_verdict_is_kept_for_the_options_that_it_was_made_with(only_these):
+    only_these(a_check("one", lambda evidence: seen.append(evidence.options.get("steps")) or ()))
+    seen = []
+    subject = Subject("loop", Loops(), settings=Settings())
+    for options in ({}, {"steps": 400}, {"steps": 400}, None):
+        subject.run_check("one", options=options)
+    assert seen == [None, 400]
+
+
 def test_what_the_function_raised_is_reported_once():
     def make():
         raise OSError("no data here")

@@ -45,7 +45,7 @@ def consumed(record: Record, optimizer: int, nth: int) -> Gradient | None:
             last = {i: fact for i, fact in write.before.items() if i in facts and not _written(record, i, write, step)}
             facts.update(last)
     return {
-        record.name(i): _values(fact, record.parameters[i].dtype)
+        record.name(i): values(fact, record.parameters[i].dtype)
         for i, fact in facts.items()
         if not fact.sparse and fact.sample
     }
@@ -58,16 +58,17 @@ def _written(record: Record, index: int, clip: GradWrite, step: Step) -> bool:
     return others or any(clip.at < a.at < until for a in record.arrivals(index))
 
 
-def _values(fact: Fact, dtype: str) -> torch.Tensor:
-    values = torch.frombuffer(bytearray(fact.sample), dtype=getattr(torch, dtype))
-    return (torch.view_as_real(values).reshape(-1) if values.is_complex() else values).to(torch.float64)
+def values(fact: Fact, dtype: str) -> torch.Tensor:
+    """The sampled entries of a tensor of this dtype, in float64; complex ones as pairs."""
+    raw = torch.frombuffer(bytearray(fact.sample), dtype=getattr(torch, dtype))
+    return (torch.view_as_real(raw).reshape(-1) if raw.is_complex() else raw).to(torch.float64)
 
 
 def ends(record: Record) -> tuple[Gradient, Gradient]:
     """Sampled entries of every parameter, as they were at the start and at the end of a run."""
-    start = {p.name: _values(p.start, p.dtype) for p in record.parameters if p.start.sample and p.index in record.end}
+    start = {p.name: values(p.start, p.dtype) for p in record.parameters if p.start.sample and p.index in record.end}
     end = {
-        p.name: _values(record.end[p.index], p.dtype)
+        p.name: values(record.end[p.index], p.dtype)
         for p in record.parameters
         if p.name in start and record.end[p.index].sample
     }
@@ -76,7 +77,7 @@ def ends(record: Record) -> tuple[Gradient, Gradient]:
 
 def vectors(gradients: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
     """The gradients as vectors over the same parameters; one that got none counts as zero there."""
-    sizes = {name: len(values) for g in gradients for name, values in g.items()}
+    sizes = {name: len(found) for g in gradients for name, found in g.items()}
     names = sorted(n for n in sizes if all(len(g[n]) == sizes[n] for g in gradients if n in g))
     if not names:
         return [torch.zeros(1, dtype=torch.float64) for _ in gradients]

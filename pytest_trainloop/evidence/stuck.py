@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.evidence.cut import NOISE
+from pytest_trainloop.evidence.span import values
 from pytest_trainloop.observe.events import Backward, Step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_trainloop.observe.events import Fact
     from pytest_trainloop.observe.record import Parameter, Record
 
 LEAST_STEPS = 3
@@ -85,11 +85,11 @@ def measure(parameters: Sequence[Parameter], native: Record, double: Record) -> 
         if other is None or other.index not in double.end or not other.start.sample:
             continue
         steps = max(1, sum(other.index in s.updates for s in double.of(Step)) or double.rounds)
-        change = _values(double.end[other.index], "float64") - _values(other.start, "float64")
+        change = values(double.end[other.index], "float64") - values(other.start, "float64")
         growth = _growth(native, p.index)
         typical = float(change.abs().median()) / steps
         update = typical * growth if typical else 0.0
-        found.append(Stuck(p.name, p.dtype, update, float(_spacings(_values(p.start, p.dtype), p.dtype).median())))
+        found.append(Stuck(p.name, p.dtype, update, float(_spacings(values(p.start, p.dtype), p.dtype).median())))
     return found
 
 
@@ -102,8 +102,8 @@ def lost_shares(parameters: Sequence[Parameter], native: Record, double: Record)
         other = wide.get(p.name)
         if other is None or other.index not in double.end or p.index not in native.end or not other.start.sample:
             continue
-        start, end = _values(p.start, p.dtype), _values(native.end[p.index], p.dtype)
-        largest = max(float(_values(f, "float64").abs().max()) for f in (other.start, double.end[other.index]))
+        start, end = values(p.start, p.dtype), values(native.end[p.index], p.dtype)
+        largest = max(float(values(f, "float64").abs().max()) for f in (other.start, double.end[other.index]))
         steps = [s.updates[other.index] for s in double.of(Step) if other.index in s.updates]
         step = max(steps, default=0.0) * largest * _growth(native, p.index)
         lost = (start == end) & (step < _spacings(start, p.dtype) / 2)
@@ -142,12 +142,7 @@ def _growth(record: Record, index: int) -> float:
     return 1.0
 
 
-def _spacings(values: torch.Tensor, dtype: str) -> torch.Tensor:
+def _spacings(points: torch.Tensor, dtype: str) -> torch.Tensor:
     """The distance of each value to the next larger one of its dtype."""
     info = torch.finfo(getattr(torch, dtype))
-    return info.eps * torch.exp2(torch.floor(torch.log2(values.abs().clamp_min(info.tiny))))
-
-
-def _values(fact: Fact, dtype: str) -> torch.Tensor:
-    values = torch.frombuffer(bytearray(fact.sample), dtype=getattr(torch, dtype))
-    return (torch.view_as_real(values).reshape(-1) if values.is_complex() else values).to(torch.float64)
+    return info.eps * torch.exp2(torch.floor(torch.log2(points.abs().clamp_min(info.tiny))))
