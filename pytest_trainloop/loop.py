@@ -70,7 +70,7 @@ class TrainLoop:
     loss
         ``loss(model, batch) -> scalar tensor``: a probe, never compared with what the loop backpropagates
     frozen
-        prefixes of parameter names that are meant not to train, e.g. ``("backbone.",)``
+        paths of what is meant not to train, e.g. ``("backbone.",)``: parameters of that name, and all below it
     """
 
     model: Any

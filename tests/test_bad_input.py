@@ -125,7 +125,7 @@ REFUSED = {
     ),
     "frozen-matches-nothing": (
         builds("return loop(frozen=('backbone.',))"),
-        "TrainLoop.frozen: no parameter's name starts with 'backbone.'; the first names are "
+        "TrainLoop.frozen: no parameter is 'backbone.' or lies below it; the first names are "
         "0.weight, 0.bias, 2.weight, 2.bias",
     ),
     "frozen-string": (

@@ -91,7 +91,7 @@ def accumulation_equivalence(evidence: Evidence) -> Iterator[Finding]:
         return
     made = evidence.accumulation()
     splits = [made.split(k) for k in made.sizes()]
-    wrong = [s for s in splits if not s.equal and not (s.steps == s.steps_expected and s.updates <= s.bound)]
+    wrong = [s for s in splits if not s.equal and s.updates > s.bound]
     if wrong:
         yield from _explained(evidence, made, wrong, splits)
         return
@@ -114,6 +114,7 @@ def _explained(
         yield _later_window(made, first)
         return
     if len(wrong) == len(splits) > 1 and (factor := _exact_factor(wrong)):
+        _require_divisor_by_rows(made, first, factor)
         yield _scaled(first, None, wrong, factor, len(splits))
         return
     weighing = made.weigh(first)
@@ -151,6 +152,7 @@ def _weighed(made: Accumulation, split: Split, weighing: Weighing, wrong: Sequen
     if pattern == "absent":
         return _lost(split, weighing, len(weighing.absent))
     if pattern in ("scaled", "scaled_means"):
+        _require_divisor_by_rows(made, split, weighing.factor)
         return _scaled(split, weighing, wrong, weighing.factor, tried)
     if pattern == "means":
         return _mean_of_means(split, weighing)
@@ -285,6 +287,16 @@ def _require_windows_of_one_size(evidence: Evidence) -> None:
     if sizes == sorted(sizes) and len(set(sizes)) > 2:
         shown = ", ".join(map(str, sizes))
         raise CannotDecide(f"windows grow during training ({shown} backward passes a step): no two runs are comparable")
+
+
+def _require_divisor_by_rows(made: Accumulation, split: Split, factor: float) -> None:
+    """A loss that is divided by a constant (the batch size of the settings, an expected length) is right for
+    micro-batches of that size, and parts of the example batch have another."""
+    if factor < 1 and made.by_a_constant(split):
+        raise CannotDecide(
+            f"the loss is divided by a constant: {split.accumulate} whole batches a window give the gradient of one, "
+            "and parts of it give less, having fewer rows; give split= where micro-batches of a fixed size are due"
+        )
 
 
 def _after(done: int, k: int) -> str:

@@ -113,7 +113,7 @@ def _in_scope(record: Record, p: Parameter) -> bool:
         or (record.reached(p.index) and not _stopped_at_backward(record))
     ):
         return False
-    if any(p.name.startswith(prefix) for prefix in record.frozen or ()):
+    if record.declared_frozen(p.name):
         return False
     if p.index in record.moved_by_hand() or _stands_aside(record, p):
         return False

@@ -98,7 +98,7 @@ def optimizer_holds_every_param(evidence: Evidence) -> Iterator[Finding]:
 def _is_missing(record: Record, p: Parameter) -> bool:
     if p.role == "foreign" or p.index in record.held:
         return False
-    if any(p.name.startswith(prefix) for prefix in record.frozen or ()):
+    if record.declared_frozen(p.name):
         return False
     passes = sum(any(not a.incoming.zero for a in b.arrivals.get(p.index, ())) for b in record.backwards())
     if passes < (1 if p.declared else PASSES_OF_A_PART):

@@ -222,7 +222,7 @@ class Evidence:
         plan = then.plan(self._plans[()])
         for forward in then.forwards(self._counted(plan)):
             if forward.training and forward.in_training and forward.below:
-                spoiled = Spoiled(forward.site[:1])
+                spoiled = Spoiled(forward.site)
                 self._counted(replace(plan, contexts=spoiled.contexts))
                 return (forward.in_training, str(forward.place)) if spoiled.scored else ((), "")
         return (), ""

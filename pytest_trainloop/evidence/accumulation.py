@@ -25,6 +25,7 @@ from pytest_trainloop.evidence.agreement import (
     first_backward,
     library_around,
     micro_batches,
+    moving_steps,
     optimizers,
     passes,
     rates,
@@ -149,7 +150,9 @@ class Accumulation:
             chunks = cuts_by_itself(one, whole, k)
             many = whole if chunks else many
         self._require_steps(one, many, k)
-        optimizer = max(optimizers(one), key=lambda o: self._worst(one, many, o))
+        judged = [o for o in optimizers(one) if not self._steps_with_each(one, many, o, k, count)]
+        optimizer = max(judged, key=lambda o: self._worst(one, many, o))
+        alike = many.rounds == one.rounds or moving_steps(many) == moving_steps(one)
         backward = first_backward(many, optimizer)
         return Split(
             accumulate=k,
@@ -161,7 +164,7 @@ class Accumulation:
             first_window=micro_batches(one, many, optimizer),
             backwards=passes(many, optimizer)[1] // max(1, passes(one, optimizer)[1]),
             windows=tuple(self._agreements(one, many, optimizer)),
-            updates=updates_apart(one, many) if many.rounds == one.rounds else float("inf"),
+            updates=updates_apart(one, many) if alike else float("inf"),
             rates_differ=rates(one, optimizer, WINDOWS) != rates(many, optimizer, WINDOWS),
             bound=self._bound(),
             parameters=len(consumed(one, optimizer, 0) or ()),
@@ -170,6 +173,16 @@ class Accumulation:
             library=library_around(backward),
             step_place=step_place(many, optimizer),
         )
+
+    def _steps_with_each(self, one: Record, many: Record, optimizer: int, k: int, count: int) -> bool:
+        """Whether an optimizer is to step with every micro-batch, beside another that waits for the window's end: it
+        consumes the first one's own gradient, undivided."""
+        others = [o for o in optimizers(one) if o != optimizer and step_count(many, o) == step_count(one, o)]
+        if not others or step_count(many, optimizer) < k * step_count(one, optimizer):
+            return False
+        part = consumed(self._parts(k, count)[0], optimizer, 0)
+        got = consumed(many, optimizer, 0)
+        return agreement(*vectors([part or {}, got or {}])).difference <= self._bound()
 
     def weigh(self, split: Split) -> Weighing:
         """The weights of the first window. Raises ``CannotDecide`` where examples interact, or where the loop draws
@@ -181,7 +194,7 @@ class Accumulation:
                 "examples interact: the gradient of the whole batch is no weighted sum of those of its parts "
                 f"({one_batch.residual:.1e} of it lies outside), so that accumulation is not meant to be equal"
             )
-        got, *basis = vectors([self._pair(split)[1], *self._parts(split.accumulate, split.rows, split.optimizer)])
+        got, *basis = vectors([self._pair(split)[1], *self._own_gradients(split)])
         accumulated = combination(got, basis)
         assert accumulated is not None
         return Weighing(one_batch, accumulated, self._cut.valid.weigh(one_batch.weights))
@@ -189,7 +202,7 @@ class Accumulation:
     def one_batch(self, split: Split) -> Combination:
         """The gradient of the one batch as a weighted sum of its micro-batches'. Raises ``CannotDecide`` where these
         cannot be told apart."""
-        whole, *basis = vectors([self._pair(split)[0], *self._parts(split.accumulate, split.rows, split.optimizer)])
+        whole, *basis = vectors([self._pair(split)[0], *self._own_gradients(split)])
         found = combination(whole, basis)
         if found is None:
             raise CannotDecide(
@@ -204,7 +217,9 @@ class Accumulation:
         count = self._cut.rows(2)
         one = self._one(count)
         optimizer = optimizers(one)[0]
-        whole, *parts = vectors([consumed(one, optimizer, 0) or {}, *self._parts(2, count, optimizer)])
+        whole, *parts = vectors(
+            [consumed(one, optimizer, 0) or {}, *[consumed(r, optimizer, 0) or {} for r in self._parts(2, count)]]
+        )
         found = combination(whole, parts)
         if found is None or found.residual > self._separable():
             raise CannotDecide("the declared loss is no weighted sum over rows: accumulation is not meant to be equal")
@@ -221,7 +236,7 @@ class Accumulation:
             if agreement(*vectors([{name: one[name]} if name in one else {}, {name: many[name]}])).difference
             > split.bound
         }
-        parts = self._parts(split.accumulate, split.rows, o)
+        parts = self._own_gradients(split)
         expected, got, *basis = vectors([{n: v for n, v in g.items() if n in apart} for g in (one, many, *parts)])
         found = combination(got - expected, basis)
         return (found.weights, found.residual) if found else ((), 1.0)
@@ -245,6 +260,16 @@ class Accumulation:
         steady = all(0.5 < sizes[k, 1] / max(sizes[k, 0], 1e-300) < 2.0 for k in (2, 4))
         return steady and float(torch.linalg.vector_norm(excess[4, 0] - 3 * excess[2, 0])) <= 1e-6 * sizes[4, 0]
 
+    def by_a_constant(self, split: Split) -> bool:
+        """Whether windows of as many whole batches, one and the same, give the one batch's gradient: the loop divides
+        by a number of rows from its settings, which parts of a batch do not have."""
+        k, count = split.accumulate, split.rows
+        copies = self._made(
+            ("copies", k, count), k, lambda: [batch for batch in self._cut.whole(count) for _ in range(k)]
+        )
+        a, b = consumed(self._one(count), split.optimizer, 0), consumed(copies, split.optimizer, 0)
+        return agreement(*vectors([a or {}, b or {}])).difference <= split.bound
+
     def reordered(self, split: Split) -> float:
         """The difference that reversing the rows of the one batch makes: rounding, where rows do not interact."""
         backwards = self._made(
@@ -259,12 +284,15 @@ class Accumulation:
         one, many = consumed(self._one(split.rows), split.optimizer, 0), consumed(self._many(split), split.optimizer, 0)
         return one or {}, many or {}
 
-    def _parts(self, k: int, count: int, optimizer: int) -> list[Gradient]:
-        made = [
+    def _parts(self, k: int, count: int) -> list[Record]:
+        """Runs on one micro-batch each."""
+        return [
             self._made(("part", k, count, i), 1, lambda i=i: self._cut.split(k, count)[i : i + 1])  # type: ignore[misc]
             for i in range(k)
         ]
-        return [consumed(record, optimizer, 0) or {} for record in made]
+
+    def _own_gradients(self, split: Split) -> list[Gradient]:
+        return [consumed(r, split.optimizer, 0) or {} for r in self._parts(split.accumulate, split.rows)]
 
     def _require_repeatable(self, k: int, count: int, optimizer: int) -> None:
         """Draws of the loop's own (noise, a shuffle, stochastic depth) make two runs differ by more than rounding."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.evidence.span import ends, steps_of, vectors
-from pytest_trainloop.observe.events import Backward
+from pytest_trainloop.observe.events import Backward, Step
 
 if TYPE_CHECKING:
     from pytest_trainloop.observe.events import Event
@@ -47,6 +47,11 @@ def optimizers(record: Record) -> list[int]:
 def step_count(record: Record, optimizer: int) -> int:
     """How often one optimizer was seen to step; 0 where the run has no such optimizer."""
     return len(steps_of(record, optimizer)) if optimizer < len(record.optimizers) else 0
+
+
+def moving_steps(record: Record) -> int:
+    """How many steps changed a parameter: an optimizer may gather gradients of several calls before it does."""
+    return sum(any(u > 0.0 for u in s.updates.values()) for s in record.of(Step) if not s.nested)
 
 
 def cuts_by_itself(one: Record, whole: Record, k: int) -> bool:

@@ -12,6 +12,7 @@ from pytest_trainloop.errors import UsageError, UserCodeError
 from pytest_trainloop.evidence.preserve import seed_all
 from pytest_trainloop.evidence.raised import user_error
 from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop.observe.record import within
 
 Make = Callable[..., Any]
 
@@ -70,9 +71,9 @@ def _require_loop(loop: TrainLoop) -> None:
         nests.require_batch(loop.batch, "batch")
     for prefix in loop.frozen or ():
         names = [n for n, t in _parts(loop) if n.startswith("the parameter ")]
-        if not any(n.removeprefix("the parameter ").startswith(prefix) for n in names):
+        if not any(within(n.removeprefix("the parameter "), [prefix]) for n in names):
             raise UsageError(
-                f"TrainLoop.frozen: no parameter's name starts with {prefix!r}; the first names are "
+                f"TrainLoop.frozen: no parameter is {prefix!r} or lies below it; the first names are "
                 f"{_first_names(names)}"
             )
 

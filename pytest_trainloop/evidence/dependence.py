@@ -142,7 +142,9 @@ def roots_before_first_step(record: Record, names: Sequence[str]) -> list[float]
     them."""
     wanted = {p.index for p in record.parameters if p.name in set(names)}
     holders = {o.index for o in record.optimizers if wanted & set(o.parameters)}
-    first = [min((s.at for s in record.of(Step) if s.optimizer == h), default=None) for h in holders]
+    steps = [s for s in record.of(Step) if not s.nested]
+    consumed_at = {h: [s.reads[0].at if s.reads else s.at for s in steps if s.optimizer == h] for h in holders}
+    first = [min(consumed_at[h], default=None) for h in holders]  # a closure's backward comes inside the step
     until = max((at for at in first if at is not None), default=math.inf)
     mine = {i for o in record.optimizers if o.index in holders for i in o.parameters}
     backwards = [b for b in record.of(Backward) if b.at < until]

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop import batch as nests
 from pytest_trainloop.evidence.run import fit_of
+from pytest_trainloop.evidence.switched import Passes
 from pytest_trainloop.observe.events import Backward, Event, Forward, Move, Step
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def without_backward(record: Record) -> list[Evaluation]:
     by_site: dict[object, list[Forward]] = {}
     for f in record.root_forwards():
         if f.training and f.in_training and f.below and not _checkpointed(f):
-            by_site.setdefault(f.site[:1], []).append(f)
+            by_site.setdefault(f.site, []).append(f)
     steps = sum(1 for s in record.of(Step) if s.full and not s.nested)
     return [
         Evaluation(fs[0].in_training, len(fs), steps, str(fs[0].place), site)
@@ -76,7 +77,8 @@ class Spoiled(TorchFunctionMode):
     """Changes what the model gives at one line, and sees whether a number is made of it: a loss, a score.
 
     What is drawn by chance or chosen by it (an action, the next token) is no score, until it is compared with
-    something. ``on_training_batch`` tells that the model was given what it was trained on just before.
+    something. ``taken_out`` tells that results left torch by the row (``numpy``, ``tolist``), ``on_training_batch``
+    that the model was given what it was trained on just before.
     """
 
     def __init__(self, site: object) -> None:
@@ -86,6 +88,7 @@ class Spoiled(TorchFunctionMode):
         self._kept: list[torch.Tensor] = []
         self._trained_on: set[int] = set()
         self.scored = False
+        self.taken_out = False
         self.on_training_batch = False
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
@@ -98,7 +101,7 @@ class Spoiled(TorchFunctionMode):
             if last is None or watch.book.path_of(module) != last.module:
                 return None
             given = {t.data_ptr() for t in nests.tensors((args, kwargs))}
-            if last.site[:1] != self._site:
+            if last.site != self._site:
                 self._trained_on |= given if torch.is_grad_enabled() else set()
                 self._kept += list(nests.tensors((args, kwargs)))
                 return None
@@ -134,6 +137,7 @@ class Spoiled(TorchFunctionMode):
                 if "distributions" in Path(sys._getframe(1).f_code.co_filename).parts:
                     return out  # torch looks whether its arguments are valid
                 self.scored = any(kinds) and args[0].numel() == 1
+                self.taken_out = self.taken_out or args[0].numel() > 1
             elif kinds:
                 score = (any(kinds) and name not in _CHOSEN) or name in _COMPARED
                 for tensor in nests.tensors(out):
@@ -143,13 +147,25 @@ class Spoiled(TorchFunctionMode):
 
 def verdict(found: Evaluation, first: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -> Verdict | None:
     """Whether a score is made of the results, and no gradient: with other results in their place the loop
-    backpropagates the same, at least until they make it set another rate or put other weights in place. Advice where
-    they come once with each step, or from the batch that was trained on: a look at how training goes."""
+    backpropagates the same, at least until they make it set another rate or put other weights in place.
+
+    No evaluation where the mode changes nothing, or where the same is looked at several times (dropout as a sample).
+    Advice where they come once with each step, or from the batch that was trained on: a look at how training goes; and
+    where the model is to be in training mode: it gives something else then (losses), or draws by a flag of its own.
+    """
     spoiled = Spoiled(found.site)
     other = run(replace(plan, contexts=spoiled.contexts))
-    if not spoiled.scored or other.raised is not None or not _same_until_steered(first, other):
+    if other.raised is not None or not (spoiled.scored or spoiled.taken_out) or not _same_until_steered(first, other):
         return None
-    return "fault" if found.in_phases and not spoiled.on_training_batch else "advice"
+    training, evaluating = (Passes(found.site, evaluating=on) for on in (False, True))
+    for passes in (training, evaluating):
+        run(replace(plan, contexts=passes.contexts))
+    if training.same_result(evaluating) or (training.samples and not training.normed):
+        return None
+    if not spoiled.scored and not training.held_out:
+        return None
+    meant = not training.same_shape(evaluating) or not (training.dropped or training.normed)
+    return "advice" if meant or spoiled.on_training_batch or not found.in_phases else "fault"
 
 
 def trained_on(site: object, first: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -> bool:

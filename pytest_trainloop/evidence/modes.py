@@ -77,7 +77,7 @@ def trained_in_eval(record: Record, norms: set[str], own_train: set[str]) -> InE
                 whole,
                 str(call.place) if call else "",
                 str(forward.place),
-                between[0].site[:1] if between and not left else None,
+                between[0].site if between and not left else None,
             )
         once_training |= set(forward.in_training)
     return None

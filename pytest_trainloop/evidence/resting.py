@@ -43,7 +43,7 @@ def moved_at_rest(record: Record) -> list[Moved]:
     by_hand = {i for w in record.of(GradWrite) if w.by_hand for i in w.parameters}
     found: list[Moved] = []
     for p in record.parameters:
-        declared = any(p.name.startswith(prefix) for prefix in record.frozen or ())
+        declared = record.declared_frozen(p.name)
         moving = _moving(record, p.index)
         silenced = declared or _silenced(record, p.index, moving)
         moves = [s for s in moving if silenced or p.index in s.resting]
@@ -184,14 +184,14 @@ def drifting(record: Record) -> Iterator[tuple[str, tuple[str, ...], str]]:
 
 
 def _declared(record: Record, statistics: Statistics) -> bool:
-    return any(statistics.name.startswith(prefix) for prefix in record.frozen or ())
+    return record.declared_frozen(statistics.name)
 
 
 def _rests(record: Record, owner: str) -> bool:
     """Whether the norm has weights, or else what is declared frozen holds it, and none of them trains or is written by
     hand."""
     weights = [p for p in record.parameters if p.owner == owner]
-    if not weights and any(owner.startswith(prefix) for prefix in record.frozen or ()):
+    if not weights and record.declared_frozen(owner):
         return True
     changed = record.changed() | record.moved_by_hand()
     return bool(weights) and not any(p.trainable or p.index in changed for p in weights)

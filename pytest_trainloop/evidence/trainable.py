@@ -52,12 +52,12 @@ def frozen_by_mistake(record: Record) -> Iterator[Finding]:
         and not p.trainable
         and p.index not in moved
     ]
-    names = tuple(p.name for p in resting if not any(p.name.startswith(prefix) for prefix in record.frozen))
+    names = tuple(p.name for p in resting if not record.declared_frozen(p.name))
     if names:
         yield Finding(
             cause="frozen_by_mistake",
             summary=f"{some(names)} {be(names)} frozen and not among what frozen= names: {', '.join(record.frozen)}",
-            measured=f"{len(names)} weights of layers do not require grad and match none of the declared prefixes",
+            measured=f"{len(names)} weights of layers do not require grad and lie below none of the declared paths",
             shown_by="their modules run in the training forward pass, and requires_grad is False on them",
             culprits=names,
             repair=(

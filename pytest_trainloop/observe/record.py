@@ -21,7 +21,7 @@ from pytest_trainloop.observe.events import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 Role = Literal["model", "unregistered", "foreign"]
 
@@ -91,6 +91,12 @@ class Optimizer:
 
 
 E_ = TypeVar("E_", bound=Event)
+
+
+def within(name: str, prefixes: Sequence[str]) -> bool:
+    """Whether a dotted name is one of these or lies below one: ``layer1`` and ``layer1.`` hold ``layer1.weight``, and
+    not ``layer10.weight``."""
+    return any(name == p.rstrip(".") or name.startswith(f"{p.rstrip('.')}.") for p in prefixes)
 
 
 @dataclass(slots=True)
@@ -175,6 +181,10 @@ class Record:
         if any(not a.incoming.zero for a in self.arrivals(index)):
             return True
         return any((g := r.grads.get(index)) is not None and not g.zero for s in self.of(Step) for r in s.reads)
+
+    def declared_frozen(self, name: str) -> bool:
+        """Whether ``TrainLoop.frozen`` names the parameter, buffer or module, or what holds it."""
+        return within(name, self.frozen or ())
 
     def scaler_calls(self) -> list[ScalerCall]:
         return self.of(ScalerCall)

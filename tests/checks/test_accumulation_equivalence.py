@@ -42,7 +42,10 @@ def split(k=2, *, first=SAME, second=SAME, **fields):
 class Windows:
     """Comparisons made beforehand: ``weights`` are those of the whole batch and of the window."""
 
-    def __init__(self, made, weights=(), *, outside=0.0, by_counts=False, carried=((), 1.0), grows=False, noise=1e-16):
+    def __init__(
+        self, made, weights=(), *, outside=0.0, by_counts=False, carried=((), 1.0), grows=False, noise=1e-16, **more
+    ):
+        self._by_a_constant = more.get("by_a_constant", False)
         self._made, self._weights, self._outside, self._by_counts = made, weights, outside, by_counts
         self._carried, self._grows, self._noise = carried, grows, noise
 
@@ -55,6 +58,9 @@ class Windows:
     def weigh(self, _split):
         whole, got = self._weights
         return Weighing(Combination(whole, 0.0), Combination(got, self._outside), self._by_counts)
+
+    def by_a_constant(self, _split):
+        return self._by_a_constant
 
     def reordered(self, _split):
         return self._noise

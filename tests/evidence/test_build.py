@@ -135,7 +135,7 @@ def test_prefixes_that_match_are_fine(frozen):
 
 def test_every_prefix_must_match():
     said = refusal(lambda: loop(frozen=("weight", "backbone.")))
-    assert said == "TrainLoop.frozen: no parameter's name starts with 'backbone.'; the first names are weight, bias"
+    assert said == "TrainLoop.frozen: no parameter is 'backbone.' or lies below it; the first names are weight, bias"
 
 
 def fresh(make):
