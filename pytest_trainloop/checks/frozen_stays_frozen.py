@@ -84,10 +84,12 @@ _REPAIRS = {
 
 @check(needs={"fit"}, causes=CAUSES, family="wiring", rank=60)
 def frozen_stays_frozen(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.evidence.resting import drifting, moved_at_rest
+    from pytest_trainloop.evidence.resting import drifting, moved_at_rest, told_apart
 
     record = evidence.run()
     moved = moved_at_rest(record)
+    if any(m.may_decay for m in moved):
+        moved = told_apart(moved, evidence.run_without_decay())
     for cause in _HOW:
         alike = [m for m in moved if m.cause == cause]
         if cause == "weight_decay" and any(m.cause == "momentum" for m in moved):
@@ -97,8 +99,34 @@ def frozen_stays_frozen(evidence: Evidence) -> Iterator[Finding]:
         if alike:
             yield _moved(record, cause, alike)
     for level, names, place in drifting(record):
+        if names and level == "fault":
+            names = _before_all_that_trains(evidence, record, names)
         if names:
             yield _drift(record, level == "fault", names, place)
+    if record.frozen:
+        for name, place in evidence.resting(record.frozen).written.items():
+            yield _written(name, place)
+
+
+def _before_all_that_trains(evidence: Evidence, record: Record, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Without statistics of norms behind something that trains: these must follow what comes in. But for what is
+    declared frozen."""
+    owners = {name: name.rpartition(".")[0] for name in names}
+    fed = evidence.resting(tuple(owners.values())).fed
+    return tuple(name for name in names if record.declared_frozen(name) or owners[name] not in fed)
+
+
+def _written(name: str, place: str) -> Finding:
+    return Finding(
+        cause="statistics_drift",
+        summary=f"{name} is declared frozen, and changes with every training forward pass",
+        measured="the buffer differs after a call of its module from what it was before",
+        shown_by="seen around the call itself: the module writes it, not a copy or an average",
+        culprits=(name,),
+        where=place,
+        repair=_REPAIRS["statistics_drift"],
+        explains=CONSEQUENCES,
+    )
 
 
 def _moved(record: Record, cause: str, moved: Sequence[Moved]) -> Finding:

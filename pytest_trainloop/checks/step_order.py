@@ -101,7 +101,7 @@ def step_order(evidence: Evidence) -> Iterator[Finding]:
             "inside the loop would look like this"
         )
     ledger = keep(record)
-    accounts = list(_accounts_findings(record, ledger))
+    accounts = list(_accounts_findings(evidence, record, ledger))
     yield from [*order, *accounts]
     if evidence.has_knob("accumulate") and not accounts and record.raised is None:
         window = evidence.run(accumulate=ACCUMULATE)
@@ -111,11 +111,11 @@ def step_order(evidence: Evidence) -> Iterator[Finding]:
         yield from left_over(record, ledger)
 
 
-def _accounts_findings(record: Record, ledger: Ledger) -> Iterator[Finding]:
+def _accounts_findings(evidence: Evidence, record: Record, ledger: Ledger) -> Iterator[Finding]:
     silent: set[int] = set()
     for finding, optimizers in (
         *_missing_backwards(record, ledger),
-        *_missing_steps(record, ledger),
+        *_missing_steps(evidence, record, ledger),
         *_empty_steps(record, ledger),
         *_late_backwards(record, ledger),
         *_refused_backward(record),
@@ -152,7 +152,7 @@ def _missing_backwards(record: Record, ledger: Ledger) -> Iterator[Judged]:
     )
 
 
-def _missing_steps(record: Record, ledger: Ledger) -> Iterator[Judged]:
+def _missing_steps(evidence: Evidence, record: Record, ledger: Ledger) -> Iterator[Judged]:
     """Optimizers that never step although gradients for them are produced again and again."""
     if record.raised is not None or any(c.what == "step" for c in record.scaler_calls()):
         return
@@ -161,12 +161,27 @@ def _missing_steps(record: Record, ledger: Ledger) -> Iterator[Judged]:
         if optimizer.steps:
             continue
         mine = set(optimizer.parameters) - {i for o in record.optimizers if o.steps for i in o.parameters}
-        lost = [a for a in ledger.accounts if a.backward.reached and mine & set(a.backward.arrivals) and not a.consumed]
+        lost = [
+            a
+            for a in ledger.accounts
+            if a.backward.reached and mine & set(a.backward.arrivals) and not mine & a.consumed
+        ]
         if len(lost) < 2 or mine & moved or mine & ledger.by_hand:
+            continue
+        if any(a.consumed for a in lost) and not _never_steps(evidence, optimizer.index, mine, lost):
             continue
         if record.steps and len(lost) < record.rounds // 2:
             continue
         yield _step_missing(record, lost, optimizer.kind, mine), {optimizer.index}
+
+
+def _never_steps(evidence: Evidence, optimizer: int, mine: set[int], lost: list[Account]) -> bool:
+    """Whether an optimizer whose gradients come with those of another is zeroed each time, and steps in a longer run
+    neither: it may wait for its turn."""
+    if not all(mine & a.wiped for a in lost[:-1]):
+        return False
+    later = evidence.longer_run().optimizers
+    return optimizer < len(later) and not later[optimizer].steps
 
 
 def _step_missing(record: Record, lost: list[Account], kind: str, mine: set[int]) -> Finding:

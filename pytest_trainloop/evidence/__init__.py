@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from pytest_trainloop.evidence.accumulation import Accumulation
+    from pytest_trainloop.evidence.buffers import Resting
     from pytest_trainloop.evidence.cut import Cut
     from pytest_trainloop.evidence.dependence import Dependence
     from pytest_trainloop.evidence.evaluations import Evaluation, Verdict
@@ -157,11 +158,26 @@ class Evidence:
         return self._once("longer", lambda plan: replace(plan, count=5 * plan.count, enough=_many_rounds))
 
     def stirred_run(self, names: Sequence[str]) -> Record:
-        """The same with these parameters begun elsewhere and at a far higher rate: what can move at all does."""
+        """A still longer one, with these parameters begun elsewhere and at a far higher rate: what can move does."""
         from pytest_trainloop.evidence.stirred import displaced, raised_rates
 
-        plan = replace(self._plans[()], enough=_many_rounds, prepare=displaced(names), contexts=raised_rates)
-        return self._counted(replace(plan, count=5 * plan.count))
+        plan = replace(self._plans[()], prepare=displaced(names), contexts=raised_rates)
+        return self._counted(replace(plan, count=13 * plan.count, enough=lambda r: r.rounds >= 13 * FULL_ROUNDS))
+
+    def run_without_decay(self) -> Record:
+        """The watched run with the weight decay of every group at zero."""
+        from pytest_trainloop.evidence.decay import without_decay
+
+        return self._once("without decay", lambda plan: replace(plan, contexts=without_decay))
+
+    def resting(self, paths: Sequence[str]) -> Resting:
+        """What forward passes do to the modules below these paths."""
+        from pytest_trainloop.evidence.buffers import Resting
+
+        self.run()
+        found = Resting(paths)
+        self._counted(replace(self._plans[()], contexts=found.contexts))
+        return found
 
     def _once(self, name: str, change: Callable[[RunPlan], RunPlan]) -> Record:
         base = self.run()

@@ -4,7 +4,7 @@ torch."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.observe.events import Fact, GradWrite, Step
@@ -28,7 +28,8 @@ LEAST_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """One parameter at rest that steps moved: why, how far at most (over its largest entry), in how many steps."""
+    """One parameter at rest that steps moved: why, how far at most (over its largest entry), in how many steps.
+    ``may_decay``: weight decay is on, and the direction does not tell whether it did it."""
 
     name: str
     cause: str
@@ -36,6 +37,7 @@ class Moved:
     steps: int
     shown: str
     place: str
+    may_decay: bool = False
 
 
 def moved_at_rest(record: Record) -> list[Moved]:
@@ -89,9 +91,35 @@ def _judged(record: Record, p: Parameter, moves: Sequence[Step], *, by_hand: boo
         return _made(
             p, "weight_decay", decayed, f"the update runs along the weights (cosine {decayed[0].along[p.index]:.4f})"
         )
-    if idle and _consumed_before(record, p.index, idle[0]):
-        return _made(p, "momentum", idle, "the step finds a gradient of zero or none, and the update is no decay")
+    if not idle:
+        return None
+    by_decay = _decays(record, p.index, idle[0])
+    if _consumed_before(record, p.index, idle[0]):
+        made = _made(p, "momentum", idle, "the step finds a gradient of zero or none, and the update is no decay")
+        return replace(made, may_decay=by_decay)
+    if by_decay and not _decayed_on_purpose(record, p.index, idle[0]):
+        return replace(_made(p, "unknown", idle, ""), may_decay=True)
     return None
+
+
+def told_apart(moved: Sequence[Moved], without: Record) -> list[Moved]:
+    """Those that rest in a run without weight decay moved by it; where nothing else is known they are left out."""
+    known = {p.name: p.index for p in without.parameters}
+    moving = {
+        i for s in without.of(Step) for i, update in s.updates.items() if update > 0.0 and s.reads and _idle(i, s)
+    }
+    decided: list[Moved] = []
+    for m in moved:
+        if m.may_decay and known.get(m.name) not in moving:
+            m = replace(m, cause="weight_decay", shown="without weight decay the same run leaves it where it is")
+        if m.cause != "unknown":
+            decided.append(m)
+    return decided
+
+
+def _decays(record: Record, index: int, step: Step) -> bool:
+    group, decays = _group(record, index, step), record.optimizers[step.optimizer].decays
+    return group < len(decays) and decays[group] > 0.0
 
 
 def _in_step_with_rates(record: Record, p: Parameter, steps: Sequence[Step]) -> bool:
@@ -176,8 +204,12 @@ def _stale_gradient(record: Record, index: int, step: Step) -> bool:
 
 
 def drifting(record: Record) -> Iterator[tuple[str, tuple[str, ...], str]]:
-    """Level, names and place of running statistics that change while all weights of their norm rest."""
+    """Level, names and place of running statistics that change while all weights of their norm rest. Not those of norms
+    that rest alone, with no layer beside them: their weights are left at one and zero on purpose, and the statistics
+    follow what trains."""
+    layers = any(len(p.shape) > 1 and not p.trainable and p.role == "model" for p in record.parameters)
     drifted = [s for s in record.statistics if s.drifted and _rests(record, s.owner)]
+    drifted = [s for s in drifted if layers or _declared(record, s)]
     fault = [s for s in drifted if _declared(record, s) or (_within_training(record, s) and not _of_a_copy(record, s))]
     for level, chosen in (("fault", fault), ("advice", [s for s in drifted if s not in fault])):
         yield level, tuple(s.name for s in chosen), _place(record, chosen)

@@ -136,7 +136,7 @@ def _growth(record: Record, index: int) -> float:
         rates = [s.rates[group] for s in record.of(Step) if s.optimizer == optimizer.index and group < len(s.rates)]
         peak = optimizer.peaks[group] if group < len(optimizer.peaks) else math.nan
         seen = sum(rates) / len(rates) if rates else 0.0
-        if rates and rates[-1] > rates[0] and not peak > rates[-1]:
+        if len(rates) > 1 and rates[-1] > rates[-2] and not peak > rates[-1]:
             return math.inf  # it still rises, and nobody knows where to
         return max(1.0, peak / seen) if seen > 0 and peak > 0 else 1.0
     return 1.0

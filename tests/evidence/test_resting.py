@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from story import Story
 
-from pytest_trainloop.evidence.resting import drifting, moved_at_rest
+from pytest_trainloop.evidence.resting import Moved, drifting, moved_at_rest, told_apart
 from pytest_trainloop.observe.events import Fact, Forward, Place
 from pytest_trainloop.observe.record import Statistics
+from tests.checks.records import parameter
 
 
 def trained(story, *on, moves=(0, 1), resting=(), along=0.1):
@@ -110,7 +111,7 @@ def test_gradients_that_arrive_inside_a_closure_are_new():
     assert causes(record) == {"p1": "still_trainable"}
 
 
-def normed(*, rests=True, grad_enabled=True, within="", drifts=True):
+def normed(*, rests=True, grad_enabled=True, within="", drifts=True, layer=True):
     """A body with a norm before a head that trains."""
     story = Story([0, 1])
     for _ in range(3):
@@ -130,6 +131,8 @@ def normed(*, rests=True, grad_enabled=True, within="", drifts=True):
         in_training=("body.norm",),
     )
     record = story.record()
+    if layer:
+        record.parameters.append(parameter(2, "body.conv.weight", requires_grad=False))
     record.events.insert(0, forward)
     record.statistics = [
         Statistics("body.norm.running_mean", "body.norm", Fact(0.0, b"0"), Fact(1.0, b"1" if drifts else b"0"))
@@ -147,6 +150,13 @@ def test_the_statistics_of_a_resting_norm_drift():
     assert drifted(normed()) == {"fault": ("body.norm.running_mean",)}
 
 
+def test_a_norm_that_rests_with_no_layer_beside_it_may_follow_the_data():
+    record = normed(layer=False)
+    assert drifted(record) == {}
+    record.frozen = ("body.norm",)
+    assert drifted(record) == {"fault": ("body.norm.running_mean",)}
+
+
 def test_a_norm_that_trains_may_follow_the_data():
     assert drifted(normed(rests=False)) == {}
 
@@ -160,3 +170,15 @@ def test_those_of_a_net_that_is_called_by_itself_are_advice_unless_declared():
     assert drifted(record) == {"advice": ("body.norm.running_mean",)}
     record.frozen = ("body.",)
     assert drifted(record) == {"fault": ("body.norm.running_mean",)}
+
+
+def test_without_decay_tells_what_decay_did_from_what_momentum_did():
+    by_decay = Moved("p0", "momentum", 0.1, 3, "", "", may_decay=True)
+    by_momentum = Moved("p1", "momentum", 0.1, 3, "momentum", "", may_decay=True)
+    by_nobody_knows = Moved("p1", "unknown", 0.1, 3, "", "", may_decay=True)
+    story = Story([0, 1])
+    for _ in range(3):
+        story.step().updates = {1: 1e-3}
+    without = story.record()
+    told = told_apart([by_decay, by_momentum, by_nobody_knows], without)
+    assert [(m.name, m.cause) for m in told] == [("p0", "weight_decay"), ("p1", "momentum")]
