@@ -106,7 +106,7 @@ class TrainLoop:
             raise UsageError("TrainLoop got both fit and step; give the whole loop as fit, or one batch's work as step")
         _require_prefixes(self.frozen)
         for optimizer in self.optimizers:
-            if not callable(getattr(optimizer, "step", None)):
+            if isinstance(optimizer, type) or not callable(getattr(optimizer, "step", None)):
                 raise UsageError(
                     f"TrainLoop.optimizer is {_a(optimizer)}; an optimizer with step() is needed, or a list of them"
                 )
@@ -157,11 +157,11 @@ def _named_modules(model: Any) -> dict[str, nn.Module]:
 
 def _require_prefixes(frozen: Any) -> None:
     if isinstance(frozen, str):
-        raise UsageError(f"TrainLoop.frozen is the string {frozen!r}; a tuple of prefixes is needed: ({frozen!r},)")
+        raise UsageError(f"TrainLoop.frozen is the string {frozen!r}; a tuple of paths is needed: ({frozen!r},)")
     for prefix in frozen if isinstance(frozen, Iterable) else () if frozen is None else (frozen,):
         if not isinstance(prefix, str):
             raise UsageError(
-                f"TrainLoop.frozen names {_a(prefix)}; prefixes of parameter names are needed, as in ('backbone.',)"
+                f"TrainLoop.frozen names {_a(prefix)}; paths of modules or parameters are needed, as in ('backbone.',)"
             )
 
 

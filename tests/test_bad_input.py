@@ -112,8 +112,8 @@ REFUSED = {
     "fit-number": (builds("return TrainLoop(model=mlp(), fit=3)"), "TrainLoop.fit is an int; a function is needed"),
     "fit-called": (
         builds("model = mlp()\nreturn TrainLoop(model=model, batch=rows(), fit=train(model, None, []))"),
-        "TrainLoop got neither fit nor step nor loss; give the project's own loop: fit=lambda batches: "
-        "train(model, batches)",
+        "TrainLoop got neither fit nor step nor loss; give the project's own loop as a function: "
+        "fit=lambda batches: train(model, batches) (fit=train(...) would call it, and give what it returns: None)",
     ),
     "fit-and-step": (
         builds("return TrainLoop(model=mlp(), batch=rows(), fit=print, step=print)"),
@@ -130,11 +130,11 @@ REFUSED = {
     ),
     "frozen-string": (
         builds("return loop(frozen='0.')"),
-        "TrainLoop.frozen is the string '0.'; a tuple of prefixes is needed: ('0.',)",
+        "TrainLoop.frozen is the string '0.'; a tuple of paths is needed: ('0.',)",
     ),
     "frozen-number": (
         builds("return loop(frozen=(0,))"),
-        "TrainLoop.frozen names an int; prefixes of parameter names are needed, as in ('backbone.',)",
+        "TrainLoop.frozen names an int; paths of modules or parameters are needed, as in ('backbone.',)",
     ),
     "model-from-outside": (
         "MODEL = mlp()\nWEIGHTS = [p.detach().clone() for p in MODEL.parameters()]\n\n"

@@ -239,7 +239,9 @@ _REPAIRS = {
     "mean_of_means": (
         "sum the loss over tokens (reduction='sum') and divide by the number of valid targets in the whole window"
     ),
-    "stepped_inside_window": "step after the last micro-batch of a window only: if (i + 1) % accumulate == 0",
+    "stepped_inside_window": (
+        "step after the last micro-batch of a window only: if (i + 1) % accumulate == 0; hand the knob on to the loop"
+    ),
     "carried_over": "zero_grad() right after every step, before the next micro-batch's backward()",
 }
 

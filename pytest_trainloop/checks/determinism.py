@@ -94,7 +94,9 @@ def _when(step: int) -> str:
 
 
 def _random(again: Repetition) -> Finding:
-    op = again.op if again.difference and again.difference.step + bool(again.difference.where) else None
+    difference = again.difference
+    by_call = difference is not None and difference.culprit != "lr" and (difference.step or difference.where)
+    op = again.op if by_call else None
     shown = "two child processes started from the same state differ too"
     if op is not None:
         inside = f" in {op.module}" if op.module else ""

@@ -234,6 +234,7 @@ def _follows_later(evidence: Evidence, record: Record, missing: Sequence[Paramet
 def _missing(record: Record, missing: Sequence[Parameter], level: Level) -> Finding:
     names = tuple(p.name for p in missing)
     trainable = [p for p in record.parameters if p.requires_grad and p.role != "foreign"]
+    copies = _steps_copies(record)
     return Finding(
         cause="missing",
         level=level,
@@ -242,13 +243,14 @@ def _missing(record: Record, missing: Sequence[Parameter], level: Level) -> Find
             f"{verb(names, 'train')}"
         ),
         measured=f"{len(names)} of {len(trainable)} trainable parameters are held by no optimizer",
-        shown_by="gradients that are not zero arrive there, no optimizer holds them, and nothing else moved them",
+        shown_by="gradients that are not zero arrive there, no optimizer holds them, and nothing else moved them"
+        + ("; what the optimizer steps stands beside the model, and nothing writes it back" if copies else ""),
         culprits=names,
         where=_where(record),
         repair=(
             "write the tensors that the optimizer steps back into the model after every step (p.copy_(master)), or "
             "pass it the model's own parameters"
-            if _steps_copies(record)
+            if copies
             else "pass them to the optimizer; if they are meant to stay fixed, say so: "
             'requires_grad_(False), or frozen=("...",)'
         ),

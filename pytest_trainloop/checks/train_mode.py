@@ -102,6 +102,8 @@ def _trained(found: InEval, change: float, level: Verdict) -> Finding:
         shown_by=(
             "they ran in training mode before, an evaluation switched them, and nothing switched them back"
             if left
+            else "this call switches them, and nothing switches them back before the training forward pass"
+            if found.call
             else "no call of train() reaches them before the training forward pass"
         ),
         culprits=found.modules[:12],
@@ -109,6 +111,8 @@ def _trained(found: InEval, change: float, level: Verdict) -> Finding:
         repair=(
             "call train() again when the evaluation is over, on the module that eval() was called on"
             if left
+            else "take this eval() away, or call train() after it"
+            if found.call
             else "call model.train() before the training loop (from_pretrained returns models in evaluation mode)"
         ),
         explains=CONSEQUENCES,

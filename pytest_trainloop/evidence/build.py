@@ -62,8 +62,8 @@ def _require_loop(loop: TrainLoop) -> None:
         raise UsageError(f"TrainLoop.model ({kinds}) has no parameters; a model that can be trained is needed")
     if loop.fit is None and loop.step is None and loop.loss is None:
         raise UsageError(
-            "TrainLoop got neither fit nor step nor loss; give the project's own loop: fit=lambda batches: "
-            "train(model, batches)"
+            "TrainLoop got neither fit nor step nor loss; give the project's own loop as a function: "
+            "fit=lambda batches: train(model, batches) (fit=train(...) would call it, and give what it returns: None)"
         )
     if loop.batch is None and loop.batches is None:
         raise UsageError("TrainLoop got neither batch nor batches; an example batch is needed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,10 @@ def _numbers(value: Any) -> Iterator[object]:
     for part in value if isinstance(value, (tuple, list)) else ():
         if isinstance(part, (int, float, str, bool)):
             yield part
+        elif isinstance(part, torch.Generator):
+            yield hashlib.sha256(part.get_state().numpy().tobytes()).hexdigest()
+        elif hasattr(part, "tobytes"):
+            yield hashlib.sha256(part.tobytes()).hexdigest()
         elif isinstance(part, (tuple, list)):
             yield from _numbers(part)
         elif isinstance(part, dict):

@@ -159,7 +159,7 @@ pair(
     "optimizer_holds_every_param",
     "missing",
     culprits=("0.weight", "2.bias"),
-    mentions=("p.copy_(master)",),
+    mentions=("nothing writes it back",),
     where="optimizer.step()",
     faulty=masters(copied_back=False),
     fixed=masters(copied_back=True),
@@ -195,7 +195,7 @@ pair(
     "optimizer_holds_every_param",
     "missing",
     culprits=("0.weight", "2.weight"),
-    mentions=("write the tensors that the optimizer steps back",),
+    mentions=("nothing writes it back",),
     faulty=flat(written_back=False),
     fixed=flat(written_back=True),
 )
