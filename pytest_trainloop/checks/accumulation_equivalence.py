@@ -16,8 +16,10 @@ How it decides
     first is wiped. [.5, .5] against [.52, .48]: a mean of means. Where more than 1e-9 of the whole batch's gradient
     lies outside the span of the g_i, examples interact and nothing is judged: on the loops of our tests separable
     losses leave at most 2e-15 there, others at least 1e-3 (python scripts/span_residuals.py).
-    A loop that gives other gradients and, by a rate scaled to match, the same weights, is right. A batch norm is judged
-    with its running statistics.
+    A loop that gives other gradients and the same weights is right: its rate is scaled to match, or its optimizer
+    gathers. Optimizers are judged apart: one that consumes each micro-batch undivided, beside one that waits for the
+    window's end, is to do so. Where the factor is one over k, windows of k whole batches tell a loss that is divided
+    twice from one that is divided by a constant. A batch norm is judged with its running statistics.
 
 Faulty
     >>> for i, (x, y) in enumerate(batches, start=1):

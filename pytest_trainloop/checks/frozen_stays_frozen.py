@@ -12,12 +12,15 @@ Why is this bad?
 How it decides
     Only a move inside an optimizer's step, of a parameter that this optimizer holds, is the optimizer's doing: an
     average, a target or a codebook that is written by hand is not. A declared parameter that requires grad, gets
-    gradients and moves is still trainable. One that rests and moves all the same: along its own values it is weight
-    decay; with a gradient that is bit for bit an earlier one it is that gradient; else, where an earlier step consumed
-    a gradient of it, momentum. One whose gradient
-    is set to zero before every step counts as resting. A gradient that was put there by hand is meant. Running
-    statistics are a fault where all weights of their norm rest, nobody writes these, and the norm belongs to what
-    ``frozen=`` names, or was called within a model other parts of which train.
+    gradients and moves is still trainable. One that rests and moves all the same: along its own values, or not at all
+    in a run without weight decay, it is weight decay; with a gradient that is bit for bit an earlier one it is that
+    gradient; else, where an earlier step consumed a gradient of it, momentum. One whose gradient is set to zero before
+    every step counts as resting; a group of such with a decay of its own is to shrink. A gradient that was put there
+    by hand is meant.
+    Running statistics are a fault where all weights of their norm rest, nobody writes these, and the norm belongs to
+    what ``frozen=`` names, or was called within a model other parts of which train. Not so where only norms rest, no
+    layer beside them, or where something that trains lies before the norm: these statistics must follow. Other buffers
+    are looked at only in what ``frozen=`` names.
 
 Faulty
     >>> model.encoder.requires_grad_(False)            # its batch norm still follows the data

@@ -14,7 +14,8 @@ How it decides
     what ``frozen=`` names; what is kept in eval mode beside a training rest (a fixed perceptual net); targets that
     follow by an average; parameters stepped
     by hand. Tensors that an optimizer holds beyond the model (a learned temperature, an image that is optimised) are
-    fine as long as gradients reach them.
+    fine as long as gradients reach them. Where only such train (an image, a latent code) the model is advice, unless
+    their gradients were put there by hand: these are master weights, and somebody must write them back.
 
 Faulty
     >>> model = Classifier()

@@ -17,7 +17,11 @@ How it decides
     loss. A model that makes its own training data in evaluation mode and learns from them so (rollouts) is advice.
     An evaluation inside ``fit`` is a forward pass in training mode that no backward pass follows and of which a number
     is made, but none that trains: with other results in its place the loop backpropagates the same. Rollouts,
-    pseudo-labels, teachers and refreshed statistics are none.
+    pseudo-labels, teachers and refreshed statistics are none. Results taken out of torch row by row count where the
+    same inputs are looked at each time. In evaluation mode the first result must be another one: with the same values
+    nothing is said, and with another structure (losses in training mode, boxes in the other), or where neither dropout
+    nor a norm of torch's was at work, it is advice. The same inputs several times in a row are samples, for which
+    dropout is wanted.
 
 Faulty
     >>> for x, y in batches:

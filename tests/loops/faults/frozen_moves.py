@@ -330,3 +330,43 @@ pair(
     faulty=decoder_first(silenced=True),
     fixed=decoder_first(silenced=False),
 )
+
+
+# Gradients of the frozen part set to zero, and decay that goes through the gradient: Adam makes full steps of it.
+
+
+def train_zeroed(model, optimizer, batches):
+    for x, y in batches:
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        for p in model[0].parameters():
+            p.grad.zero_()
+        optimizer.step()
+
+
+def zeroed(decay):
+    def make():
+        model = mlp(6, 24, 3)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=decay)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.labelled(),
+            frozen=("0",),
+            fit=lambda batches: train_zeroed(model, optimizer, batches),
+        )
+
+    return make
+
+
+pair(
+    "zeroed_gradients_under_adams_decay",
+    "O17",
+    "frozen_stays_frozen",
+    "weight_decay",
+    culprits=("0.weight",),
+    mentions=("without weight decay",),
+    faulty=zeroed(1e-2),
+    fixed=zeroed(0.0),
+)

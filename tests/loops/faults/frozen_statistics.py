@@ -180,3 +180,50 @@ pair(
     faulty=detector(resting=False),
     fixed=detector(resting=True),
 )
+
+
+# A frozen encoder that normalises what it sees by statistics of its own, as agents do with observations.
+
+
+class Standardised(nn.Module):
+    def __init__(self, momentum=0.1):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.momentum = momentum
+        self.body = nn.Linear(6, 16)
+
+    def forward(self, x):
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), self.momentum)
+        return self.body(x - self.mean).tanh()
+
+
+def standardised(evaluating):
+    def make():
+        encoder = Standardised().requires_grad_(False)
+        model = nn.ModuleDict({"encoder": encoder, "head": nn.Linear(16, 3)})
+        optimizer = torch.optim.SGD(model["head"].parameters(), lr=0.1)
+
+        def fit(batches):
+            model.train()
+            if evaluating:
+                encoder.eval()
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model["head"](encoder(x)), y).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit, frozen=("encoder.",))
+
+    return make
+
+
+pair(
+    "own_statistics_of_a_frozen_encoder",
+    "O18",
+    "frozen_stays_frozen",
+    "statistics_drift",
+    culprits=("encoder.mean",),
+    faulty=standardised(evaluating=False),
+    fixed=standardised(evaluating=True),
+)

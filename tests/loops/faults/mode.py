@@ -318,3 +318,91 @@ pair(
     faulty=regression(evaluate),
     fixed=regression(evaluate_in_mode),
 )
+
+
+# A trainer whose training and validation share one helper for the loss.
+
+
+class Shared:
+    def __init__(self, evaluating):
+        self.model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=3e-3)
+        self.held_out = data.labelled(seed=3)
+        self.evaluating = evaluating
+
+    def loss(self, batch):
+        x, y = batch
+        return F.cross_entropy(self.model(x), y)
+
+    @torch.no_grad()
+    def validate(self):
+        if self.evaluating:
+            self.model.eval()
+        value = self.loss(self.held_out).item()
+        self.model.train()
+        return value
+
+    def fit(self, batches):
+        self.model.train()
+        for i, batch in enumerate(batches, start=1):
+            self.optimizer.zero_grad()
+            self.loss(batch).backward()
+            self.optimizer.step()
+            if i % 4 == 0:
+                self.validate()
+
+
+def shared(evaluating):
+    def make():
+        made = Shared(evaluating)
+        return TrainLoop(model=made.model, optimizer=made.optimizer, batch=data.labelled(), fit=made.fit)
+
+    return make
+
+
+pair(
+    "validated_by_the_training_helper",
+    "O5",
+    "train_mode",
+    "evaluated_in_train",
+    culprits=("2",),
+    faulty=shared(evaluating=False),
+    fixed=shared(evaluating=True),
+)
+
+
+# Predictions for a held-out set, compared with the labels by numpy.
+
+
+def predictions(evaluating):
+    def make():
+        model = ConvNet()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        held_out, labels = data.images(seed=3)
+
+        def fit(batches):
+            for i, (x, y) in enumerate(batches, start=1):
+                model.train()
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                if i % 3 == 0:
+                    model.train(not evaluating)
+                    with torch.no_grad():
+                        predicted = model(held_out).argmax(1).numpy()
+                    (predicted == labels.numpy()).mean()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.images(), fit=fit)
+
+    return make
+
+
+pair(
+    "predictions_in_training_mode",
+    "O5",
+    "train_mode",
+    "evaluated_in_train",
+    where="model(held_out)",
+    faulty=predictions(evaluating=False),
+    fixed=predictions(evaluating=True),
+)
