@@ -176,9 +176,11 @@ def _missing_steps(evidence: Evidence, record: Record, ledger: Ledger) -> Iterat
 
 
 def _never_steps(evidence: Evidence, optimizer: int, mine: set[int], lost: list[Account]) -> bool:
-    """Whether an optimizer whose gradients come with those of another is zeroed each time, and steps in a longer run
-    neither: it may wait for its turn."""
-    if not all(mine & a.wiped for a in lost[:-1]):
+    """Whether an optimizer whose gradients come with those of another is zeroed each time, no call of step() that was
+    not made stands in the loop, and a longer run makes none either: it may wait for its turn."""
+    from pytest_trainloop.evidence.unmade import may_step_later
+
+    if not all(mine & a.wiped for a in lost[:-1]) or may_step_later(evidence.run()):
         return False
     later = evidence.longer_run().optimizers
     return optimizer < len(later) and not later[optimizer].steps

@@ -95,26 +95,33 @@ pair(
 # Two optimizers after one backward pass, and only one of them is ever stepped.
 
 
-def joint(both):
+def train_head_only(trunk, head, by_trunk, by_head, batches):
+    for x, y in batches:
+        by_trunk.zero_grad()
+        by_head.zero_grad()
+        F.cross_entropy(head(trunk(x)), y).backward()
+        by_head.step()
+
+
+def train_both(trunk, head, by_trunk, by_head, batches):
+    for x, y in batches:
+        by_trunk.zero_grad()
+        by_head.zero_grad()
+        F.cross_entropy(head(trunk(x)), y).backward()
+        by_trunk.step()
+        by_head.step()
+
+
+def joint(train_joint):
     def make():
         trunk, head = mlp(6, 16), nn.Linear(16, 3)
         by_trunk = torch.optim.SGD(trunk.parameters(), lr=0.05)
         by_head = torch.optim.SGD(head.parameters(), lr=0.05)
-
-        def fit(batches):
-            for x, y in batches:
-                by_trunk.zero_grad()
-                by_head.zero_grad()
-                F.cross_entropy(head(trunk(x)), y).backward()
-                if both:
-                    by_trunk.step()
-                by_head.step()
-
         return TrainLoop(
             model={"trunk": trunk, "head": head},
             optimizer=[by_trunk, by_head],
             batch=data.labelled(),
-            fit=fit,
+            fit=lambda batches: train_joint(trunk, head, by_trunk, by_head, batches),
         )
 
     return make
@@ -126,6 +133,6 @@ pair(
     "step_order",
     "step_missing",
     culprits=("trunk.0.weight", "optimizer.step()"),
-    faulty=joint(both=False),
-    fixed=joint(both=True),
+    faulty=joint(train_head_only),
+    fixed=joint(train_both),
 )

@@ -198,7 +198,7 @@ def apart_losses_in_training_mode_only():
     return TrainLoop(model=model, optimizer=optimizer, batch=(torch.randn(12, 8), torch.rand(12, 4)), fit=fit)
 
 
-@odd(notes="the second optimizer waits for twenty steps, is zeroed all the same, and then steps with the first")
+@odd(notes="the trunk's optimizer waits for 500 steps of the head, and is zeroed all the same")
 def apart_optimizer_that_waits_for_its_turn():
     trunk, head = mlp(8, 16), nn.Linear(16, 4)
     by_trunk = torch.optim.SGD(trunk.parameters(), lr=0.05)
@@ -210,7 +210,7 @@ def apart_optimizer_that_waits_for_its_turn():
             by_head.zero_grad()
             F.cross_entropy(head(trunk(x)), y).backward()
             by_head.step()
-            if i >= 20:
+            if i >= 500:
                 by_trunk.step()
 
     return TrainLoop(model=[trunk, head], optimizer=[by_trunk, by_head], batch=points(12), fit=fit)
