@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from pytest_trainloop.evidence.accumulation import Accumulation
+    from pytest_trainloop.evidence.births import Births
     from pytest_trainloop.evidence.buffers import Resting
     from pytest_trainloop.evidence.cut import Cut
     from pytest_trainloop.evidence.dependence import Dependence
@@ -242,6 +243,15 @@ class Evidence:
                 self._counted(replace(plan, contexts=spoiled.contexts))
                 return (forward.in_training, str(forward.place)) if spoiled.scored else ((), "")
         return (), ""
+
+    def births(self) -> Births:
+        """The watched run made once more, with every operation looked at for values that are not finite."""
+        from pytest_trainloop.evidence.births import Births
+
+        self.run()
+        found = Births()
+        self._counted(replace(self._plans[()], contexts=found.contexts))
+        return found
 
     def repetition(self) -> Repetition:
         """The run made once more: whether it is the same bit for bit, and if not, why."""

@@ -86,7 +86,7 @@ class ModeCall(Event):
 
 @dataclass(slots=True, kw_only=True)
 class LossCall(Event):
-    """A call of a loss function of ``torch.nn.functional``."""
+    """A call of a loss function of ``torch.nn.functional``; ``value`` is None where it gives several."""
 
     name: str
     input_shape: tuple[int, ...]
@@ -94,7 +94,7 @@ class LossCall(Event):
     target_shape: tuple[int, ...]
     target_dtype: str
     reduction: str
-    value: float = math.nan
+    value: float | None = None
     ignore_index: int | None = None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,6 +38,7 @@ _DATA = torch.Tensor.data
 _READ = (_GRAD, _DATA)
 _OPERATORS = frozenset({"__imul__", "__itruediv__", "__idiv__", "__iadd__", "__isub__", "__setitem__"})
 _NO_WRITES = frozenset({"requires_grad_", "detach_", "share_memory_"})
+_WARY = frozenset({"isnan", "isinf", "isfinite", "isposinf", "nan_to_num", "nansum", "nanmean", "nanmedian"})
 _UNSCALING = "_amp_foreach_non_finite_check_and_unscale_"
 
 
@@ -86,6 +88,12 @@ class Functions(TorchFunctionMode):
             return self._in_place(name, func, args, kwargs)
         elif kind == "loss" and getattr(F, name, None) is func:
             return self._loss(name, func, args, kwargs)
+        elif kind == "wary":
+            watch.record.wary = True
+        elif kind == "number":
+            out = func(*args, **kwargs)
+            watch.record.wary = watch.record.wary or (isinstance(out, float) and not math.isfinite(out))
+            return out
         elif kind == "door" and func in watch.gradients.originals:
             return watch.gradients.during(watch.gradients.originals[func], func, args, kwargs)
         return func(*args, **kwargs)
@@ -236,7 +244,7 @@ def _flat(args: tuple[Any, ...]) -> Iterator[Any]:
 
 
 @functools.cache
-def _kind(name: str) -> Literal["get", "set", "write", "loss", "door", ""]:
+def _kind(name: str) -> Literal["get", "set", "write", "loss", "wary", "number", "door", ""]:
     """What a function of this name may be to us."""
     if name == "__get__":
         return "get"
@@ -246,6 +254,10 @@ def _kind(name: str) -> Literal["get", "set", "write", "loss", "door", ""]:
         return "write"
     if name in LOSSES:
         return "loss"
+    if name in _WARY:
+        return "wary"
+    if name in ("item", "__float__"):
+        return "number"
     return "door" if name in ("backward", "grad") else ""
 
 

@@ -106,7 +106,7 @@ class Record:
     ``rounds`` is the largest number of steps that one optimizer made, ``full_until`` the position after which only
     roots, rates and counts were
     watched; ``ended`` says whether the batches ran out under the loop's feet, so that what it raised after is none of
-    its faults.
+    its faults. ``wary`` tells that the loop looked for values that are not finite, or read one.
     """
 
     parameters: list[Parameter] = field(default_factory=list)
@@ -120,6 +120,7 @@ class Record:
     full_until: int = 0
     ended: bool = False
     cut_short: bool = False
+    wary: bool = False
     double: bool = False
     lower: tuple[str, ...] = ()
     knobs: dict[str, object] = field(default_factory=dict)

@@ -1,0 +1,275 @@
+"""A diagnostic run: the first operation that makes a value which is not finite of values that are, forward or backward.
+
+Infinities that are written out (a mask of -inf) are meant; so is what they become in a softmax. A NaN made of them is
+not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
+
+from pytest_trainloop import batch as nests
+from pytest_trainloop.observe.facts import readable
+from pytest_trainloop.observe.functions import LOSSES
+from pytest_trainloop.observe.source import here
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch import nn
+
+    from pytest_trainloop.observe.events import Place
+    from pytest_trainloop.observe.watch import Watch
+
+TRAIL = 3
+"""Modules before the operation whose ranges are shown."""
+
+_PASSES_ON = frozenset(
+    {"__get__", "__set__", "detach", "detach_", "clone", "requires_grad_", "to", "cpu", "numpy", "item"}
+)
+_STEEP = frozenset(
+    """sqrt rsqrt norm vector_norm linalg_norm linalg_vector_norm cdist dist std pow __pow__ div __truediv__ true_divide
+    reciprocal log log2 log10 log1p acos asin arccos arcsin atanh acosh atan2 exp cosine_similarity normalize""".split()
+)
+"""Operations whose slope has no bound: where several took the same tensor, one of them made the gradient infinite."""
+
+_LOOKS = frozenset({"isnan", "isinf", "isfinite", "backward", "grad", "register_hook", "retain_grad"})
+
+Direction = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """``value`` is "NaN" or "inf"; ``low`` and ``high`` bound what the operation was given, ``step`` counts the
+    optimizer steps before it, ``trail`` lists the modules before it with their ranges."""
+
+    op: str
+    place: Place
+    module: str
+    value: str
+    direction: Direction
+    low: float
+    high: float
+    step: int
+    trail: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Masked:
+    """A loss that was not finite and was made so: by which operation, and where the value came from."""
+
+    op: str
+    place: Place
+    birth: Birth | None
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """One call: the tensors it was given and those of them that are not finite, what it gave, and the bounds of what
+    it was given; ``written_out`` tells whether an infinity stands among its arguments as a number."""
+
+    name: str
+    given: list[torch.Tensor]
+    bad: list[torch.Tensor]
+    results: list[torch.Tensor]
+    bounds: tuple[float, float]
+    written_out: bool
+
+
+@dataclass(slots=True)
+class _Call:
+    """An operation with a history; ``finite`` tells of the gradients that came in at its results; ``suspect`` is 2
+    where a result is not finite, 1 where the operation has a slope without bound."""
+
+    birth: Birth
+    finite: dict[int, bool]
+    suspect: int
+
+
+class Births(TorchFunctionMode):
+    """``root`` is what made the first root that was not finite, ``gradient`` what made the first such gradient behind
+    a finite root, ``loss`` what made the first loss that was not finite, backpropagated or not; ``masked`` are losses
+    that were made finite, and backpropagated so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watch: Watch | None = None
+        self._known: dict[int, tuple[torch.Tensor, Birth | None]] = {}
+        self._steps = 0
+        self._makers: dict[int, _Call] = {}
+        self._takers: dict[int, list[_Call]] = {}
+        self._hooked: dict[int, torch.Tensor] = {}
+        self._losses: dict[int, torch.Tensor] = {}
+        self._trail: deque[str] = deque(maxlen=TRAIL)
+        self.root: Birth | None = None
+        self.loss: Birth | None = None
+        self.gradient: Birth | None = None
+        self.masked: list[Masked] = []
+
+    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        return (self._watching(watch), self)
+
+    @contextlib.contextmanager
+    def _watching(self, watch: Watch) -> Iterator[None]:
+        def leave(module: nn.Module, _args: Any, output: Any) -> None:
+            with watch.quietly(), torch.no_grad():
+                low, high = _range(_floats(output))
+                self._trail.append(f"{watch.book.path_of(module)} [{low:.3g}, {high:.3g}]")
+
+        self._watch = watch
+        handle = register_module_forward_hook(leave)
+        try:
+            yield
+        finally:
+            handle.remove()
+            self._watch = None
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        watch, name = self._watch, getattr(func, "__name__", "")
+        if watch is None or watch.quiet or watch.stepping or watch.backward is not None:
+            return func(*args, **kwargs)
+        if name == "backward":
+            self._backward(args, kwargs)
+        if name in _LOOKS:
+            return func(*args, **kwargs)
+        with watch.quietly(), torch.no_grad():
+            self._forget(watch)
+            given = _floats((args, kwargs))
+            bad = [t for t in given if not _finite(t)]
+            bounds = _range(given)
+        out = func(*args, **kwargs)
+        with watch.quietly():
+            results = _floats(args[0] if _in_place(name) else out)
+            written = any(isinstance(v, float) and math.isinf(v) for v in (*args, *kwargs.values()))
+            self._look(_Seen(name, given, bad, results, bounds, written))
+        return out
+
+    def _forget(self, watch: Watch) -> None:
+        """Graphs are over when their optimizer has stepped."""
+        if watch.record.steps != self._steps:
+            self._steps = watch.record.steps
+            for held in (self._known, self._makers, self._takers, self._hooked, self._losses):
+                held.clear()
+
+    def _look(self, seen: _Seen) -> None:
+        with torch.no_grad():
+            made = [t for t in seen.results if not _finite(t)]
+        if seen.name in LOSSES:
+            self._losses.update({id(t): t for t in seen.results})
+        if made:
+            origin = self._origin(seen, made)
+            self._known.update({id(t): (t, origin) for t in made})
+            if self.loss is None and any(self._may_be_loss(t) and t.requires_grad for t in made):
+                self.loss = origin
+        elif seen.bad and seen.results and seen.name not in _PASSES_ON:
+            self._made_finite(seen)
+        if any(t.requires_grad for t in seen.results) and self.gradient is None:
+            self._hook(seen, self._born(seen, "NaN", "backward"))
+
+    def _origin(self, seen: _Seen, made: list[torch.Tensor]) -> Birth | None:
+        """Where what is not finite comes from; None where it was written out or handed in."""
+        earlier = next((b for t in seen.bad if (b := self._known.get(id(t), (t, None))[1]) is not None), None)
+        if earlier is not None:
+            return earlier
+        nan = any(bool(t.isnan().any()) for t in made)
+        new_nan = nan and not any(bool(t.isnan().any()) for t in seen.bad)
+        if not new_nan and (seen.bad or seen.written_out or seen.name in _PASSES_ON):
+            return None
+        return self._born(seen, "NaN" if nan else "inf", "forward")
+
+    def _born(self, seen: _Seen, value: str, direction: Direction) -> Birth:
+        watch = self._watch
+        assert watch is not None
+        trail = tuple(self._trail)
+        return Birth(
+            seen.name, here(4)[0], watch.module_path(), value, direction, *seen.bounds, watch.record.steps, trail
+        )
+
+    def _may_be_loss(self, tensor: torch.Tensor) -> bool:
+        return tensor.numel() == 1 or id(tensor) in self._losses
+
+    def _made_finite(self, seen: _Seen) -> None:
+        """Note a loss, or a single number on the way to one, that an operation made finite, once a gradient comes in
+        at what it made of it."""
+        watch, result = self._watch, seen.results[0]
+        bad = next((t for t in seen.bad if self._may_be_loss(t)), None)
+        if watch is None or bad is None or not result.requires_grad:
+            return
+        masked = Masked(seen.name, here(4)[0], self._known.get(id(bad), (bad, None))[1], watch.record.steps)
+        result.register_hook(lambda _gradient: self.masked.append(masked))  # type: ignore[no-untyped-call]
+
+    def _hook(self, seen: _Seen, birth: Birth) -> None:
+        """See the gradients that come in at what the operation gave and was given."""
+        results = [t for t in seen.results if t.requires_grad]
+        suspect = 2 if not all(map(_finite, results)) else int(seen.name in _STEEP)
+        call = _Call(birth, {id(t): True for t in results}, suspect)
+        for tensor in (*seen.given, *results):
+            if tensor.requires_grad and id(tensor) not in self._hooked:
+                self._hooked[id(tensor)] = tensor
+                tensor.register_hook(functools.partial(self._arrived, id(tensor)))  # type: ignore[no-untyped-call]
+        for tensor in seen.given:
+            self._takers.setdefault(id(tensor), []).append(call)
+        for tensor in results:
+            self._makers[id(tensor)] = call
+
+    def _arrived(self, which: int, gradient: torch.Tensor | None) -> None:
+        watch = self._watch
+        if watch is None or gradient is None or self.gradient is not None or self.root is not None:
+            return
+        with watch.quietly(), torch.no_grad():
+            finite = not gradient.is_floating_point() or _finite(gradient)
+        if which in self._makers:
+            self._makers[which].finite[which] = finite
+        takers = [call for call in self._takers.get(which, ()) if all(call.finite.values())]
+        if not finite and takers:
+            self.gradient = max(enumerate(takers), key=lambda pair: (pair[1].suspect, pair[0]))[1].birth
+
+    def _backward(self, args: Any, kwargs: Any) -> None:
+        watch = self._watch
+        for root in _floats((args, kwargs)):
+            if id(root) in self._known and self.root is None:
+                self.root = self._known[id(root)][1]
+            elif watch and root.grad_fn is None and root.requires_grad:
+                dropped = [b for t, b in self._known.values() if self._may_be_loss(t) and t.requires_grad]
+                if dropped:
+                    self.masked.append(Masked("a new tensor", here(3)[0], dropped[-1], watch.record.steps))
+
+
+def _in_place(name: str) -> bool:
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _floats(value: Any) -> list[torch.Tensor]:
+    return [
+        t
+        for t in nests.tensors(value)
+        if t.is_floating_point() and t.layout is torch.strided and t.numel() and readable(t)
+    ]
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    return bool(torch.isfinite(tensor.detach()).all())
+
+
+def _range(tensors: list[torch.Tensor]) -> tuple[float, float]:
+    """Of the finite entries."""
+    kept = [t.detach().double() for t in tensors]
+    ends = [(float(v.min()), float(v.max())) for t in kept if (v := t[torch.isfinite(t)]).numel()]
+    return (min(low for low, _ in ends), max(high for _, high in ends)) if ends else (math.nan, math.nan)

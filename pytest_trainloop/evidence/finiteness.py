@@ -1,0 +1,117 @@
+"""Values of a record that are not finite: weights before and after training, losses, gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.evidence.span import values
+from pytest_trainloop.observe.events import Backward, GradWrite, LossCall, Step
+
+if TYPE_CHECKING:
+    from pytest_trainloop.observe.events import Fact
+    from pytest_trainloop.observe.record import Parameter, Record
+
+LEAST = 3
+"""Backward passes from losses that are not finite before a loop is said never to train."""
+
+GROWTH = 100.0
+"""Factor between the first gradient and the last finite one from which gradients explode: ordinary ones stay within a
+few times the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explosion:
+    """The parameter whose gradients grew most, the optimizer step since which they did, and their peaks by step."""
+
+    name: str
+    since: int
+    peaks: tuple[float, ...]
+
+
+def bad_from_the_start(record: Record) -> list[Parameter]:
+    """Parameters that train, or are NaN, before the first step, and that nothing initialises later on."""
+    return [
+        p
+        for p in record.parameters
+        if p.role != "foreign"
+        and not _finite(p.start, p.dtype)
+        and not _finite(record.end.get(p.index), p.dtype)
+        and (p.trainable or math.isnan(p.start.peak))
+    ]
+
+
+def ruined(record: Record) -> list[Parameter]:
+    """Parameters that were finite before training and are not after it."""
+    return [
+        p
+        for p in record.parameters
+        if _finite(p.start, p.dtype) and p.start.sample and not _finite(record.end.get(p.index), p.dtype)
+    ]
+
+
+def bad_losses(record: Record) -> int:
+    """How many losses that are not finite were backpropagated and stepped on: the gradients that came of them were
+    finite, or nothing ever trained."""
+    bad = [b for b in record.backwards() if any(not math.isfinite(root.value) for root in b.roots)]
+    if len(bad) >= LEAST and len(bad) == len(record.backwards()) and not record.changed():
+        return len(bad)
+    return sum(_stepped_on(record, b) for b in bad)
+
+
+def _stepped_on(record: Record, backward: Backward) -> bool:
+    arrived = [a.incoming for arrivals in backward.arrivals.values() for a in arrivals]
+    finite = bool(arrived) and all(fact.finite for fact in arrived)
+    after = next((e for e in record.events if e.at > backward.at and isinstance(e, (Backward, Step))), None)
+    return finite and isinstance(after, Step)
+
+
+def losses_not_finite(record: Record) -> bool:
+    """Whether a loss function gave such a value."""
+    return any(call.value is not None and not math.isfinite(call.value) for call in record.of(LossCall))
+
+
+def cleaned_gradients(record: Record) -> GradWrite | None:
+    """The write that made a gradient finite which had arrived otherwise, and that a step then consumed."""
+    for step in record.of(Step):
+        for index, grad in (step.reads[-1].grads if step.reads and step.full and not step.nested else {}).items():
+            if grad is None or not grad.sample or not grad.finite:
+                continue
+            bad = [a.at for a in record.arrivals(index) if a.at < step.at and not math.isfinite(a.incoming.peak)]
+            writes = [
+                w
+                for w in record.of(GradWrite)
+                if bad and bad[-1] < w.at < step.at and index in w.parameters and w.how not in ("none", "zero")
+            ]
+            later = [a for a in record.arrivals(index) if bad and bad[-1] < a.at < step.at]
+            if writes and not later and not _wiped(record, index, bad[-1], step.at):
+                return writes[0]
+    return None
+
+
+def _wiped(record: Record, index: int, after: int, before: int) -> bool:
+    return any(
+        after < w.at < before and index in w.parameters and w.how in ("none", "zero") for w in record.of(GradWrite)
+    )
+
+
+def explosion(record: Record) -> Explosion | None:
+    """How gradients grew before one of them was no longer finite; None where they did not."""
+    series: dict[int, list[float]] = {}
+    for backward in record.of(Backward):
+        for index, arrived in backward.arrivals.items():
+            series.setdefault(index, []).append(max(a.incoming.peak for a in arrived))
+    found: list[tuple[float, Explosion]] = []
+    for index, peaks in series.items():
+        last = next((i for i, peak in enumerate(peaks) if not math.isfinite(peak)), len(peaks))
+        before = peaks[:last]
+        if last >= LEAST and before[0] > 0 and before[-1] > GROWTH * before[0]:
+            since = next(i for i, peak in enumerate(before) if peak > GROWTH**0.5 * before[0])
+            found.append((before[-1] / before[0], Explosion(record.name(index), since, tuple(before))))
+    return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _finite(fact: Fact | None, dtype: str) -> bool:
+    """Whether all sampled entries are; also of what has none."""
+    return fact is None or not fact.sample or bool(values(fact, dtype).isfinite().all())
