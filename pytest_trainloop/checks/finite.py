@@ -54,6 +54,7 @@ CONSEQUENCES = ("overfit_one_batch", "loss_at_init", "update_ratio", "every_para
 CAUSES = {
     "parameter_not_finite": "a weight is not finite before the first step, and nothing sets it before it is used",
     "made_in_forward": "the first result that is not finite while all it is made of is lies in the forward pass",
+    "given_not_finite": "an operation is given what is not finite, and none before it made it: the batch holds it",
     "made_in_backward": "forward pass and loss are finite, and an operation's slope is not",
     "exploding": "gradients grow a hundredfold over the steps before a value is no longer finite",
     "weights_lost": "weights that were finite before training are not after it, and no operation of torch made it so",
@@ -91,6 +92,8 @@ def _spread(
         yield _masked(births.masked[0])
     elif birth is not None:
         yield _born(record, birth, lost, bad)
+    elif births.handed is not None:
+        yield _handed(births.handed, lost, bad)
     elif lost:
         yield _lost(record, lost)
 
@@ -138,6 +141,23 @@ def _where_from(birth: Birth) -> str:
     return f"{birth.op}(){inside}"
 
 
+def _handed(birth: Birth, lost: Sequence[Parameter], bad: int) -> Finding:
+    return Finding(
+        cause="given_not_finite",
+        summary=f"{_where_from(birth)} is given values that are not finite, and no operation of torch made them",
+        measured=(
+            f"{len(lost)} parameters are not finite in the end"
+            if lost
+            else f"{bad} losses that were backpropagated are not finite"
+        ),
+        shown_by="the first operation of the run with such a value among what it is given",
+        culprits=tuple(name for name in (birth.op, birth.module) if name),
+        where=str(birth.place),
+        repair="look at the batch (assert x.isfinite().all() where it is loaded), and at what comes from numpy",
+        explains=CONSEQUENCES,
+    )
+
+
 def _lost(record: Record, lost: Sequence[Parameter]) -> Finding:
     names = tuple(p.name for p in lost)
     return Finding(
@@ -171,7 +191,7 @@ def _born(record: Record, birth: Birth, lost: Sequence[Parameter], bad: int) -> 
             )
         ),
         shown_by=(
-            "forward pass and loss are finite; gradients are finite behind it and not before it"
+            "the loss is finite; gradients are where they come in at its result, and are not where they leave it"
             if backward
             else "the first operation of the run whose result is not finite while all it is given is"
         )
@@ -189,7 +209,8 @@ def _exploding(record: Record, grown: Explosion, lost: Sequence[Parameter], birt
     return Finding(
         cause="exploding",
         summary=f"the gradients of {grown.name} grow from step {grown.since + 1} on, until nothing is finite",
-        measured=f"largest entry by backward pass: {shown}; {len(lost)} parameters are not finite in the end",
+        measured=f"largest entry by backward pass: {shown}"
+        + (f"; {len(lost)} parameters are not finite in the end" if lost else ""),
         shown_by=f"they had grown {grown.peaks[-1] / grown.peaks[0]:.2g} times before{first}",
         culprits=(grown.name,),
         where=next((str(step.place) for step in record.consuming_steps()), ""),

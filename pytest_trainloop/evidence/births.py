@@ -89,7 +89,7 @@ class _Seen:
 @dataclass(slots=True)
 class _Call:
     """An operation with a history; ``finite`` tells of the gradients that came in at its results; ``suspect`` is 2
-    where a result is not finite, 1 where the operation has a slope without bound."""
+    where a result is not finite, 1 where the operation has a slope without bound, -1 where it was given such values."""
 
     birth: Birth
     finite: dict[int, bool]
@@ -98,8 +98,9 @@ class _Call:
 
 class Births(TorchFunctionMode):
     """``root`` is what made the first root that was not finite, ``gradient`` what made the first such gradient behind
-    a finite root, ``loss`` what made the first loss that was not finite, backpropagated or not; ``masked`` are losses
-    that were made finite, and backpropagated so."""
+    a finite root, ``loss`` what made the first loss that was not finite, backpropagated or not. ``masked`` are losses
+    that were made finite, and backpropagated so; ``handed`` is the first operation that was given such a value which
+    none before it had made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,6 +114,7 @@ class Births(TorchFunctionMode):
         self._trail: deque[str] = deque(maxlen=TRAIL)
         self.root: Birth | None = None
         self.loss: Birth | None = None
+        self.handed: Birth | None = None
         self.gradient: Birth | None = None
         self.masked: list[Masked] = []
 
@@ -175,7 +177,8 @@ class Births(TorchFunctionMode):
             self._losses.update({id(t): t for t in seen.results})
         if made:
             origin = self._origin(seen, made)
-            self._known.update({id(t): (t, origin) for t in made})
+            if origin is not None or seen.name not in _PASSES_ON:
+                self._known.update({id(t): (t, origin) for t in made})
             if self.loss is None and any(self._may_be_loss(t) and t.requires_grad for t in made):
                 self.loss = origin
         elif seen.bad and seen.results and seen.name not in _PASSES_ON:
@@ -191,6 +194,8 @@ class Births(TorchFunctionMode):
         nan = any(bool(t.isnan().any()) for t in made)
         new_nan = nan and not any(bool(t.isnan().any()) for t in seen.bad)
         if not new_nan and (seen.bad or seen.written_out or seen.name in _PASSES_ON):
+            if self.handed is None and seen.name not in _PASSES_ON and any(id(t) not in self._known for t in seen.bad):
+                self.handed = self._born(seen, "NaN" if nan else "inf", "forward")
             return None
         return self._born(seen, "NaN" if nan else "inf", "forward")
 
@@ -218,7 +223,7 @@ class Births(TorchFunctionMode):
     def _hook(self, seen: _Seen, birth: Birth) -> None:
         """See the gradients that come in at what the operation gave and was given."""
         results = [t for t in seen.results if t.requires_grad]
-        suspect = 2 if not all(map(_finite, results)) else int(seen.name in _STEEP)
+        suspect = -1 if seen.bad else 2 if not all(map(_finite, results)) else int(seen.name in _STEEP)
         call = _Call(birth, {id(t): True for t in results}, suspect)
         for tensor in (*seen.given, *results):
             if tensor.requires_grad and id(tensor) not in self._hooked:
@@ -237,7 +242,7 @@ class Births(TorchFunctionMode):
             finite = not gradient.is_floating_point() or _finite(gradient)
         if which in self._makers:
             self._makers[which].finite[which] = finite
-        takers = [call for call in self._takers.get(which, ()) if all(call.finite.values())]
+        takers = [c for c in self._takers.get(which, ()) if c.suspect >= 0 and all(c.finite.values())]
         if not finite and takers:
             self.gradient = max(enumerate(takers), key=lambda pair: (pair[1].suspect, pair[0]))[1].birth
 

@@ -100,7 +100,7 @@ pair(
     "log_of_a_probability_of_zero",
     "I2a",
     "finite",
-    "made_in_forward",
+    "made_in_backward",
     culprits=("log",),
     where="torch.log(torch.softmax(logits, dim=1))",
     faulty=likelihood(lambda logits: torch.log(torch.softmax(logits, dim=1))),
@@ -175,9 +175,9 @@ pair(
     "I2a",
     "finite",
     "made_in_backward",
-    culprits=("log1p",),
-    faulty=gated(lambda out: torch.log1p(4 * out - 1)),
-    fixed=gated(lambda out: torch.log1p(4 * out.clamp_min(0.25) - 1)),
+    culprits=("sqrt",),
+    faulty=gated(torch.sqrt),
+    fixed=gated(lambda out: torch.sqrt(out.clamp_min(1e-3))),
 )
 
 
@@ -368,4 +368,35 @@ pair(
     where="p.grad.copy_",
     faulty=cleaned(clean=True),
     fixed=cleaned(clean=False),
+)
+
+
+# One unknown target, read as NaN from a file.
+
+
+def measured(targets):
+    def make():
+        model = mlp(6, 16, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        x, y = data.table()
+        y[3] = float("nan")
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=(x, targets(y)),
+            fit=lambda batches: train(optimizer, batches, lambda b: F.smooth_l1_loss(model(b[0]), b[1])),
+        )
+
+    return make
+
+
+pair(
+    "target_that_is_nan",
+    "I2a",
+    "finite",
+    "given_not_finite",
+    culprits=("smooth_l1_loss",),
+    where="F.smooth_l1_loss",
+    faulty=measured(lambda y: y),
+    fixed=measured(lambda y: y.nan_to_num(nan=0.0)),
 )
