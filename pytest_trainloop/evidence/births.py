@@ -34,7 +34,8 @@ TRAIL = 3
 """Modules before the operation whose ranges are shown."""
 
 _PASSES_ON = frozenset(
-    {"__get__", "__set__", "detach", "detach_", "clone", "requires_grad_", "to", "cpu", "numpy", "item"}
+    """__get__ __set__ __deepcopy__ __getitem__ detach detach_ clone requires_grad_ to cpu cuda item stack cat view
+    reshape""".split()
 )
 _STEEP = frozenset(
     """sqrt rsqrt norm vector_norm linalg_norm linalg_vector_norm cdist dist std pow __pow__ div __truediv__ true_divide
