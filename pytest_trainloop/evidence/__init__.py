@@ -158,12 +158,19 @@ class Evidence:
         """A run of five times as many steps, most of them at light density: what moves seldom has moved in it."""
         return self._once("longer", lambda plan: replace(plan, count=5 * plan.count, enough=_many_rounds))
 
+    def displaced_run(self, names: Sequence[str]) -> Record:
+        """A run of thirteen times as many steps in which these parameters begin elsewhere."""
+        from pytest_trainloop.evidence.stirred import displaced
+
+        plan = replace(self._plans[()], prepare=displaced(names), enough=lambda r: r.rounds >= 13 * FULL_ROUNDS)
+        return self._counted(replace(plan, count=13 * plan.count))
+
     def stirred_run(self, names: Sequence[str]) -> Record:
-        """A still longer one, with these parameters begun elsewhere and at a far higher rate: what can move does."""
+        """A run in which they begin elsewhere, at a far higher rate: what can move does."""
         from pytest_trainloop.evidence.stirred import displaced, raised_rates
 
-        plan = replace(self._plans[()], prepare=displaced(names), contexts=raised_rates)
-        return self._counted(replace(plan, count=13 * plan.count, enough=lambda r: r.rounds >= 13 * FULL_ROUNDS))
+        plan = replace(self._plans[()], prepare=displaced(names), contexts=raised_rates, enough=_many_rounds)
+        return self._counted(replace(plan, count=5 * plan.count))
 
     def run_without_decay(self) -> Record:
         """The watched run with the weight decay of every group at zero."""
