@@ -19,10 +19,20 @@ How it decides
     that is finite throughout, in the backward pass. Where gradients had grown a hundredfold before, that is the cause.
 
 Faulty
-    >>> similarity = a / a.norm(dim=1, keepdim=True) @ b.T / temperature       # a row of zeros
+    >>> start = [p.detach().clone() for p in model.parameters()]
+    >>> for x, y in batches:
+    ...     away = sum(((p - s) ** 2).sum() for p, s in zip(model.parameters(), start))
+    ...     optimizer.zero_grad()
+    ...     (F.cross_entropy(model(x), y) + 0.1 * away.sqrt()).backward()       # the slope of a root at 0
+    ...     optimizer.step()
 
 Fixed
-    >>> similarity = F.normalize(a, dim=1) @ b.T / temperature
+    >>> start = [p.detach().clone() for p in model.parameters()]
+    >>> for x, y in batches:
+    ...     away = sum(((p - s) ** 2).sum() for p, s in zip(model.parameters(), start))
+    ...     optimizer.zero_grad()
+    ...     (F.cross_entropy(model(x), y) + 0.1 * (away + 1e-12).sqrt()).backward()
+    ...     optimizer.step()
 
 Known limits
     Twelve steps are watched: what overflows later is not seen. Of large tensors up to 128 weights are looked at.

@@ -400,3 +400,59 @@ pair(
     faulty=measured(lambda y: y),
     fixed=measured(lambda y: y.nan_to_num(nan=0.0)),
 )
+
+
+# A trust ratio of one's own divides by the norm of a gradient that is zero: rows of a table that no batch asks for.
+
+
+class TrustRatio(torch.optim.Optimizer):
+    def __init__(self, params, lr=0.02, eps=0.0):
+        super().__init__(params, {"lr": lr, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                ratio = p.norm(dim=-1, keepdim=True) / (p.grad.norm(dim=-1, keepdim=True) + group["eps"])
+                p.sub_(group["lr"] * ratio * p.grad)
+
+
+class Lookup(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(32, 8)
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, ids):
+        return self.head(self.table(ids))
+
+
+def looked_up(eps):
+    def make():
+        model = Lookup()
+        optimizer = TrustRatio(model.parameters(), eps=eps)
+
+        def loss_of(batch):
+            ids, following = batch
+            return F.cross_entropy(model(ids).flatten(0, 1), following.flatten())
+
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.tokens(),
+            fit=lambda batches: train(optimizer, batches, loss_of),
+        )
+
+    return make
+
+
+pair(
+    "trust_ratio_of_a_zero_gradient",
+    "I2b",
+    "finite",
+    "weights_lost",
+    culprits=("table.weight",),
+    where="optimizer.step()",
+    faulty=looked_up(0.0),
+    fixed=looked_up(1e-6),
+)
