@@ -93,6 +93,8 @@ def accumulation_equivalence(evidence: Evidence) -> Iterator[Finding]:
         return
     made = evidence.accumulation()
     splits = [made.split(k) for k in made.sizes()]
+    if any(w.ratio != w.ratio for s in splits for w in s.windows if w.difference == 0.0):
+        raise CannotDecide("the gradients are not finite, in one batch and accumulated alike (see finite)")
     wrong = [s for s in splits if not s.equal and s.updates > s.bound]
     if wrong:
         yield from _explained(evidence, made, wrong, splits)

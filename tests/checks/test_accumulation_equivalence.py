@@ -72,6 +72,9 @@ class Windows:
         return self._grows
 
 
+NOT_FINITE = Agreement(math.nan, math.nan, 0.0)
+
+
 class Given:
     offers = frozenset({"fit", "run"})
 
@@ -102,6 +105,16 @@ UNEVEN = (0.3, 0.7)
 
 def test_windows_that_agree_pass():
     assert found(split()) == []
+
+
+def test_gradients_that_are_not_finite_agree_in_nothing():
+    with pytest.raises(CannotDecide, match="not finite"):
+        found(split(first=NOT_FINITE, second=NOT_FINITE))
+
+
+def test_a_divisor_that_is_a_constant_is_not_judged():
+    with pytest.raises(CannotDecide, match="divided by a constant"):
+        found(apart(0.5), (HALVES, (0.25, 0.25)), by_a_constant=True)
 
 
 @pytest.mark.parametrize(
