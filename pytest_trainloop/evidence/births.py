@@ -76,12 +76,14 @@ class Masked:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """One call: the tensors it was given and those of them that are not finite, what it gave, and the bounds of what
-    it was given; ``written_out`` tells whether an infinity stands among its arguments as a number."""
+    """One call: the tensors it was given, those of them that are not finite, which of these hold more than -inf (an
+    operation in place may take it out), what it gave, and the bounds of what it was given; ``written_out`` tells
+    whether an infinity stands among its arguments as a number."""
 
     name: str
     given: list[torch.Tensor]
     bad: list[torch.Tensor]
+    lost: set[int]
     results: list[torch.Tensor]
     bounds: tuple[float, float]
     written_out: bool
@@ -156,12 +158,13 @@ class Births(TorchFunctionMode):
             self._forget(watch)
             given = _floats((args, kwargs))
             bad = [t for t in given if not _finite(t)]
+            lost = {id(t) for t in bad if _lost(t)}
             bounds = _range(given)
         out = func(*args, **kwargs)
         with watch.quietly():
             results = _floats(args[0] if _in_place(name) else out)
             written = any(isinstance(v, float) and math.isinf(v) for v in (*args, *kwargs.values()))
-            self._look(_Seen(name, given, bad, results, bounds, written))
+            self._look(_Seen(name, given, bad, lost, results, bounds, written))
         return out
 
     def _forget(self, watch: Watch) -> None:
@@ -215,7 +218,7 @@ class Births(TorchFunctionMode):
         """Note a loss, or a single number on the way to one, that an operation made finite, once a gradient comes in
         at what it made of it."""
         watch, result = self._watch, seen.results[0]
-        bad = next((t for t in seen.bad if self._may_be_loss(t)), None)
+        bad = next((t for t in seen.bad if self._may_be_loss(t) and t.requires_grad and id(t) in seen.lost), None)
         if watch is None or bad is None or not result.requires_grad:
             return
         masked = Masked(seen.name, here(4)[0], self._known.get(id(bad), (bad, None))[1], watch.record.steps)
@@ -272,6 +275,11 @@ def _floats(value: Any) -> list[torch.Tensor]:
 
 def _finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor.detach()).all())
+
+
+def _lost(tensor: torch.Tensor) -> bool:
+    """Whether it holds NaN or +inf: -inf is the logarithm of what has no chance, and sums of such are right."""
+    return bool(tensor.detach().isnan().any() or (tensor.detach() == math.inf).any())
 
 
 def _range(tensors: list[torch.Tensor]) -> tuple[float, float]:

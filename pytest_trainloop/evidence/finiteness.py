@@ -43,11 +43,16 @@ def bad_from_the_start(record: Record) -> list[Parameter]:
 
 
 def ruined(record: Record) -> list[Parameter]:
-    """Parameters that were finite before training and are not after it."""
+    """Parameters that were finite before training and are not after it. An infinity that somebody writes by hand (a
+    choice that is ruled out) is meant."""
+    by_hand = record.moved_by_hand()
     return [
         p
         for p in record.parameters
-        if _finite(p.start, p.dtype) and p.start.sample and not _finite(record.end.get(p.index), p.dtype)
+        if _finite(p.start, p.dtype)
+        and p.start.sample
+        and not _finite(record.end.get(p.index), p.dtype)
+        and (p.index not in by_hand or bool(values(record.end[p.index], p.dtype).isnan().any()))
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
@@ -107,6 +108,16 @@ def test_a_slope_is_found_behind_a_finite_loss(between, op):
 def test_a_loss_that_is_made_finite_is_noted(loss_of, op):
     (first, *_) = births(loss_of=loss_of).masked
     assert (first.op, first.birth.op) == (op, "div")
+
+
+def test_rows_of_a_loss_that_are_set_in_place_are_noted():
+    def loss_of(out):
+        rows = F.mse_loss(out, torch.cat([out.detach()[:-1], out.detach()[-1:] / 0]), reduction="none")
+        rows[rows.isinf()] = 0.0
+        return rows.mean() + out.mean()
+
+    (first, *_) = births(loss_of=loss_of).masked
+    assert first.op == "__setitem__"
 
 
 def test_a_number_for_the_log_is_no_loss():

@@ -234,3 +234,50 @@ def notfinite_nothing_overflows():
             optimizer.step()
 
     return TrainLoop(model=model, optimizer=optimizer, batches=data, fit=fit)
+
+
+@odd(notes="a forward algorithm in logarithms begins at -inf for all states but one, number by number")
+def notfinite_forward_algorithm_by_hand():
+    model = mlp(8, 16, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+
+    def fit(batches):
+        for x in batches:
+            scores = model(x).log_softmax(1)
+            state = [torch.zeros(()), torch.tensor(float("-inf"))]
+            for row in scores:
+                state = [state[0] + row[0], torch.logaddexp(state[0], state[1]) + row[1]]
+            loss = -torch.logaddexp(*state)
+            assert torch.isfinite(loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=torch.randn(6, 8), fit=fit, interacts=True)
+
+
+@odd(notes="choices that lost are ruled out by hand: their weights are set to -inf (architecture search)")
+def notfinite_choices_ruled_out():
+    class Choosing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.paths = nn.ModuleList(mlp(8, 4) for _ in range(4))
+            self.choice = nn.Parameter(torch.zeros(4))
+
+        def forward(self, x):
+            shares = self.choice.softmax(0)
+            return sum(share * path(x) for share, path in zip(shares, self.paths, strict=True))
+
+    model = Choosing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def fit(batches):
+        for i, (x, y) in enumerate(batches):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if i == 4:
+                with torch.no_grad():
+                    model.choice[model.choice.argmin()] = float("-inf")
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=points(12), fit=fit)
