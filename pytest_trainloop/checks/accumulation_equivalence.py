@@ -380,21 +380,10 @@ def _weights(weighing: Weighing) -> str:
 
 def _last_window(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.evidence.ledger import keep
-    from pytest_trainloop.evidence.windows import left_open
+    from pytest_trainloop.evidence.windows import last_window_lost
 
     record = evidence.run(accumulate=WINDOW)
-    left = left_open(record, keep(record))
-    if left:
-        yield Finding(
-            cause="last_window_lost",
-            level="advice",
-            summary=f"the last {len(left)} of {record.items} micro-batches are never stepped: the window stays open",
-            measured=f"{len(left)} backward passes after the last step, windows of {WINDOW}",
-            shown_by="their gradients still stand in .grad when fit returns",
-            culprits=("optimizer.step()",),
-            where=str(left[0].backward.place),
-            repair="step once more after the loop when a window is open, or drop the remainder on purpose",
-        )
+    yield from last_window_lost(record, keep(record), WINDOW)
 
 
 def _by_loss(evidence: Evidence) -> Iterator[Finding]:

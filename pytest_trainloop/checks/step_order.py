@@ -154,6 +154,8 @@ def _missing_backwards(record: Record, ledger: Ledger) -> Iterator[Judged]:
 
 def _missing_steps(evidence: Evidence, record: Record, ledger: Ledger) -> Iterator[Judged]:
     """Optimizers that never step although gradients for them are produced again and again."""
+    from pytest_trainloop.evidence.unmade import never_steps
+
     if record.raised is not None or any(c.what == "step" for c in record.scaler_calls()):
         return
     moved = record.moved_by_hand() | record.changed()
@@ -168,22 +170,11 @@ def _missing_steps(evidence: Evidence, record: Record, ledger: Ledger) -> Iterat
         ]
         if len(lost) < 2 or mine & moved or mine & ledger.by_hand:
             continue
-        if any(a.consumed for a in lost) and not _never_steps(evidence, optimizer.index, mine, lost):
+        if any(a.consumed for a in lost) and not never_steps(evidence, optimizer.index, mine, lost):
             continue
         if record.steps and len(lost) < record.rounds // 2:
             continue
         yield _step_missing(record, lost, optimizer.kind, mine), {optimizer.index}
-
-
-def _never_steps(evidence: Evidence, optimizer: int, mine: set[int], lost: list[Account]) -> bool:
-    """Whether an optimizer whose gradients come with those of another is zeroed each time, no call of step() that was
-    not made stands in the loop, and a longer run makes none either: it may wait for its turn."""
-    from pytest_trainloop.evidence.unmade import may_step_later
-
-    if not all(mine & a.wiped for a in lost[:-1]) or may_step_later(evidence.run()):
-        return False
-    later = evidence.longer_run().optimizers
-    return optimizer < len(later) and not later[optimizer].steps
 
 
 def _step_missing(record: Record, lost: list[Account], kind: str, mine: set[int]) -> Finding:

@@ -182,10 +182,14 @@ class Evidence:
         """What forward passes do to the modules below these paths."""
         from pytest_trainloop.evidence.buffers import Resting
 
-        self.run()
         found = Resting(paths)
-        self._counted(replace(self._plans[()], contexts=found.contexts))
+        self._run_under(found.contexts)
         return found
+
+    def _run_under(self, contexts: Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]]) -> None:
+        """The watched run made once more inside these contexts, for what they see."""
+        self.run()
+        self._counted(replace(self._plans[()], contexts=contexts))
 
     def _once(self, name: str, change: Callable[[RunPlan], RunPlan]) -> Record:
         base = self.run()
@@ -255,9 +259,8 @@ class Evidence:
         """The watched run made once more, with every operation looked at for values that are not finite."""
         from pytest_trainloop.evidence.births import Births
 
-        self.run()
         found = Births()
-        self._counted(replace(self._plans[()], contexts=found.contexts))
+        self._run_under(found.contexts)
         return found
 
     def repetition(self) -> Repetition:

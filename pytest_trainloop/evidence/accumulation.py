@@ -22,6 +22,7 @@ from pytest_trainloop.evidence.agreement import (
     Agreement,
     agreement,
     cuts_by_itself,
+    first_apart,
     first_backward,
     library_around,
     micro_batches,
@@ -139,8 +140,7 @@ class Accumulation:
         )
         if double.raised is not None:
             return True
-        a, b = consumed(self._one(count), optimizer, 0), consumed(double, optimizer, 0)
-        return agreement(*vectors([a or {}, b or {}])).difference > self._bound()
+        return first_apart(self._one(count), double, optimizer) > self._bound()
 
     def _split(self, k: int, count: int) -> Split:
         one, many = self._one(count), self._made(("micro", k, count), k, lambda: self._cut.split(k, count))
@@ -180,9 +180,7 @@ class Accumulation:
         others = [o for o in optimizers(one) if o != optimizer and step_count(many, o) == step_count(one, o)]
         if not others or step_count(many, optimizer) < k * step_count(one, optimizer):
             return False
-        part = consumed(self._parts(k, count)[0], optimizer, 0)
-        got = consumed(many, optimizer, 0)
-        return agreement(*vectors([part or {}, got or {}])).difference <= self._bound()
+        return first_apart(self._parts(k, count)[0], many, optimizer) <= self._bound()
 
     def weigh(self, split: Split) -> Weighing:
         """The weights of the first window. Raises ``CannotDecide`` where examples interact, or where the loop draws
@@ -194,15 +192,17 @@ class Accumulation:
                 "examples interact: the gradient of the whole batch is no weighted sum of those of its parts "
                 f"({one_batch.residual:.1e} of it lies outside), so that accumulation is not meant to be equal"
             )
-        got, *basis = vectors([self._pair(split)[1], *self._own_gradients(split)])
-        accumulated = combination(got, basis)
-        assert accumulated is not None
+        accumulated = self._weighted(self._many(split), split)
         return Weighing(one_batch, accumulated, self._cut.valid.weigh(one_batch.weights))
 
     def one_batch(self, split: Split) -> Combination:
         """The gradient of the one batch as a weighted sum of its micro-batches'. Raises ``CannotDecide`` where these
         cannot be told apart."""
-        whole, *basis = vectors([self._pair(split)[0], *self._own_gradients(split)])
+        return self._weighted(self._one(split.rows), split)
+
+    def _weighted(self, record: Record, split: Split) -> Combination:
+        """The first gradient consumed in a run, as such a sum."""
+        whole, *basis = vectors([consumed(record, split.optimizer, 0) or {}, *self._own_gradients(split)])
         found = combination(whole, basis)
         if found is None:
             raise CannotDecide(
@@ -267,22 +267,12 @@ class Accumulation:
         copies = self._made(
             ("copies", k, count), k, lambda: [batch for batch in self._cut.whole(count) for _ in range(k)]
         )
-        a, b = consumed(self._one(count), split.optimizer, 0), consumed(copies, split.optimizer, 0)
-        return agreement(*vectors([a or {}, b or {}])).difference <= split.bound
+        return first_apart(self._one(count), copies, split.optimizer) <= split.bound
 
     def reordered(self, split: Split) -> float:
         """The difference that reversing the rows of the one batch makes: rounding, where rows do not interact."""
-        backwards = self._made(
-            ("reversed", split.rows),
-            1,
-            lambda: self._cut.reversed(split.rows),
-        )
-        a, b = consumed(self._one(split.rows), split.optimizer, 0), consumed(backwards, split.optimizer, 0)
-        return agreement(*vectors([a or {}, b or {}])).difference
-
-    def _pair(self, split: Split) -> tuple[Gradient, Gradient]:
-        one, many = consumed(self._one(split.rows), split.optimizer, 0), consumed(self._many(split), split.optimizer, 0)
-        return one or {}, many or {}
+        backwards = self._made(("reversed", split.rows), 1, lambda: self._cut.reversed(split.rows))
+        return first_apart(self._one(split.rows), backwards, split.optimizer)
 
     def _parts(self, k: int, count: int) -> list[Record]:
         """Runs on one micro-batch each."""
@@ -312,8 +302,7 @@ class Accumulation:
         ):
             for key, knob, items in runs:
                 again = self._made((*key, "again", fit_seed), knob, items, fit_seed=fit_seed)
-                first = consumed(self._records[key], optimizer, 0) or {}
-                if agreement(*vectors([first, consumed(again, optimizer, 0) or {}])).difference > self._bound():
+                if first_apart(self._records[key], again, optimizer) > self._bound():
                     raise refused
 
     def _one(self, count: int) -> Record:

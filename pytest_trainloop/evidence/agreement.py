@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.evidence.span import ends, steps_of, vectors
+from pytest_trainloop.evidence.span import consumed, ends, steps_of, vectors
 from pytest_trainloop.observe.events import Backward, Step
 
 if TYPE_CHECKING:
@@ -37,6 +37,12 @@ def agreement(expected: torch.Tensor, got: torch.Tensor) -> Agreement:
         return Agreement(1.0, 1.0, 0.0)
     cosine = float(expected @ got) / (a * b) if a and b else 0.0
     return Agreement(b / a if a else float("inf"), cosine, float(torch.linalg.vector_norm(got - expected)) / largest)
+
+
+def first_apart(expected: Record, got: Record, optimizer: int) -> float:
+    """How far the gradients apart lie that an optimizer's first step consumes in two runs."""
+    a, b = (consumed(record, optimizer, 0) or {} for record in (expected, got))
+    return agreement(*vectors([a, b])).difference
 
 
 def optimizers(record: Record) -> list[int]:

@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop import batch as nests
+from pytest_trainloop.evidence.hooked import hooked
 from pytest_trainloop.observe.facts import readable
 from pytest_trainloop.observe.functions import LOSSES
 from pytest_trainloop.observe.source import here
@@ -132,12 +133,11 @@ class Births(TorchFunctionMode):
                 self._trail.append(f"{watch.book.path_of(module)} [{low:.3g}, {high:.3g}]")
 
         self._watch = watch
-        handle = register_module_forward_hook(leave)
-        try:
-            yield
-        finally:
-            handle.remove()
-            self._watch = None
+        with hooked(register_module_forward_hook(leave)):
+            try:
+                yield
+            finally:
+                self._watch = None
 
     def __torch_function__(
         self,
@@ -151,7 +151,7 @@ class Births(TorchFunctionMode):
         if watch is None or watch.quiet or watch.stepping or watch.backward is not None:
             return func(*args, **kwargs)
         if name == "backward":
-            self._backward(args, kwargs)
+            self._backward(watch, args, kwargs)
         if name in _LOOKS:
             return func(*args, **kwargs)
         with watch.quietly(), torch.no_grad():
@@ -164,7 +164,7 @@ class Births(TorchFunctionMode):
         with watch.quietly():
             results = _floats(args[0] if _in_place(name) else out)
             written = any(isinstance(v, float) and math.isinf(v) for v in (*args, *kwargs.values()))
-            self._look(_Seen(name, given, bad, lost, results, bounds, written))
+            self._look(watch, _Seen(name, given, bad, lost, results, bounds, written))
         return out
 
     def _forget(self, watch: Watch) -> None:
@@ -174,23 +174,23 @@ class Births(TorchFunctionMode):
             for held in (self._known, self._makers, self._takers, self._hooked, self._losses):
                 held.clear()
 
-    def _look(self, seen: _Seen) -> None:
+    def _look(self, watch: Watch, seen: _Seen) -> None:
         with torch.no_grad():
             made = [t for t in seen.results if not _finite(t)]
         if seen.name in LOSSES:
             self._losses.update({id(t): t for t in seen.results})
         if made:
-            origin = self._origin(seen, made)
+            origin = self._origin(watch, seen, made)
             if origin is not None or seen.name not in _PASSES_ON:
                 self._known.update({id(t): (t, origin) for t in made})
             if self.loss is None and any(self._may_be_loss(t) and t.requires_grad for t in made):
                 self.loss = origin
         elif seen.bad and seen.results and seen.name not in _PASSES_ON:
-            self._made_finite(seen)
+            self._made_finite(watch, seen)
         if any(t.requires_grad for t in seen.results) and self.gradient is None:
-            self._hook(seen, self._born(seen, "NaN", "backward"))
+            self._hook(seen, made, self._born(watch, seen, "NaN", "backward"))
 
-    def _origin(self, seen: _Seen, made: list[torch.Tensor]) -> Birth | None:
+    def _origin(self, watch: Watch, seen: _Seen, made: list[torch.Tensor]) -> Birth | None:
         """Where what is not finite comes from; None where it was written out or handed in."""
         earlier = next((b for t in seen.bad if (b := self._known.get(id(t), (t, None))[1]) is not None), None)
         if earlier is not None:
@@ -199,13 +199,11 @@ class Births(TorchFunctionMode):
         new_nan = nan and not any(bool(t.isnan().any()) for t in seen.bad)
         if not new_nan and (seen.bad or seen.written_out or seen.name in _PASSES_ON):
             if self.handed is None and seen.name not in _PASSES_ON and any(id(t) not in self._known for t in seen.bad):
-                self.handed = self._born(seen, "NaN" if nan else "inf", "forward")
+                self.handed = self._born(watch, seen, "NaN" if nan else "inf", "forward")
             return None
-        return self._born(seen, "NaN" if nan else "inf", "forward")
+        return self._born(watch, seen, "NaN" if nan else "inf", "forward")
 
-    def _born(self, seen: _Seen, value: str, direction: Direction) -> Birth:
-        watch = self._watch
-        assert watch is not None
+    def _born(self, watch: Watch, seen: _Seen, value: str, direction: Direction) -> Birth:
         trail = tuple(self._trail)
         return Birth(
             seen.name, here(4)[0], watch.module_path(), value, direction, *seen.bounds, watch.record.steps, trail
@@ -214,20 +212,20 @@ class Births(TorchFunctionMode):
     def _may_be_loss(self, tensor: torch.Tensor) -> bool:
         return tensor.numel() == 1 or id(tensor) in self._losses
 
-    def _made_finite(self, seen: _Seen) -> None:
+    def _made_finite(self, watch: Watch, seen: _Seen) -> None:
         """Note a loss, or a single number on the way to one, that an operation made finite, once a gradient comes in
         at what it made of it."""
-        watch, result = self._watch, seen.results[0]
+        result = seen.results[0]
         bad = next((t for t in seen.bad if self._may_be_loss(t) and t.requires_grad and id(t) in seen.lost), None)
-        if watch is None or bad is None or not result.requires_grad:
+        if bad is None or not result.requires_grad:
             return
         masked = Masked(seen.name, here(4)[0], self._known.get(id(bad), (bad, None))[1], watch.record.steps)
         result.register_hook(lambda _gradient: self.masked.append(masked))  # type: ignore[no-untyped-call]
 
-    def _hook(self, seen: _Seen, birth: Birth) -> None:
+    def _hook(self, seen: _Seen, made: list[torch.Tensor], birth: Birth) -> None:
         """See the gradients that come in at what the operation gave and was given."""
         results = [t for t in seen.results if t.requires_grad]
-        suspect = -1 if seen.bad else 2 if not all(map(_finite, results)) else int(seen.name in _STEEP)
+        suspect = -1 if seen.bad else 2 if any(t.requires_grad for t in made) else int(seen.name in _STEEP)
         call = _Call(birth, {id(t): True for t in results}, suspect)
         for tensor in (*seen.given, *results):
             if tensor.requires_grad and id(tensor) not in self._hooked:
@@ -250,12 +248,11 @@ class Births(TorchFunctionMode):
         if not finite and takers:
             self.gradient = max(enumerate(takers), key=lambda pair: (pair[1].suspect, pair[0]))[1].birth
 
-    def _backward(self, args: Any, kwargs: Any) -> None:
-        watch = self._watch
+    def _backward(self, watch: Watch, args: Any, kwargs: Any) -> None:
         for root in _floats((args, kwargs)):
             if id(root) in self._known and self.root is None:
                 self.root = self._known[id(root)][1]
-            elif watch and root.grad_fn is None and root.requires_grad:
+            elif root.grad_fn is None and root.requires_grad:
                 dropped = [b for t, b in self._known.values() if self._may_be_loss(t) and t.requires_grad]
                 if dropped:
                     self.masked.append(Masked("a new tensor", here(3)[0], dropped[-1], watch.record.steps))

@@ -9,6 +9,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from pytest_trainloop import batch as nests
+from pytest_trainloop.evidence.hooked import hooked
 from pytest_trainloop.observe.book import RUNNING
 from pytest_trainloop.observe.facts import readable
 from pytest_trainloop.observe.record import within
@@ -56,12 +57,8 @@ class Resting:
                     if name in old and not torch.equal(old[name], buffer):
                         self.written.setdefault(f"{path}.{name}" if path else name, str(here(2)[0]))
 
-        handles = (register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True))
-        try:
+        with hooked(register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from pytest_trainloop.evidence.hooked import hooked
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -26,8 +28,5 @@ def _switched_off() -> Iterator[None]:
             if group.get("weight_decay"):
                 group["weight_decay"] = 0.0
 
-    handle = register_optimizer_step_pre_hook(enter)
-    try:
+    with hooked(register_optimizer_step_pre_hook(enter)):
         yield
-    finally:
-        handle.remove()

@@ -16,9 +16,10 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop import batch as nests
+from pytest_trainloop.evidence.hooked import call_from_outside, hooked
 from pytest_trainloop.evidence.run import fit_of
 from pytest_trainloop.evidence.switched import Passes
-from pytest_trainloop.observe.events import Backward, Event, Forward, Move, Step
+from pytest_trainloop.observe.events import Backward, Event, Move, Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.evidence.run import RunPlan
     from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.observe.events import Forward
     from pytest_trainloop.observe.record import Record
     from pytest_trainloop.observe.watch import Watch
 
@@ -97,11 +99,11 @@ class Spoiled(TorchFunctionMode):
     @contextlib.contextmanager
     def _hooked(self, watch: Watch) -> Iterator[None]:
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            last = next((f for f in reversed(watch.record.events) if isinstance(f, Forward)), None)
-            if last is None or watch.book.path_of(module) != last.module:
+            call = call_from_outside(watch, module)
+            if call is None:
                 return None
             given = {t.data_ptr() for t in nests.tensors((args, kwargs))}
-            if last.site != self._site:
+            if call.site != self._site:
                 self._trained_on |= given if torch.is_grad_enabled() else set()
                 self._kept += list(nests.tensors((args, kwargs)))
                 return None
@@ -109,11 +111,8 @@ class Spoiled(TorchFunctionMode):
             with watch.quietly():
                 return self._spoil(output)
 
-        handle = register_module_forward_hook(leave, with_kwargs=True)
-        try:
+        with hooked(register_module_forward_hook(leave, with_kwargs=True)):
             yield
-        finally:
-            handle.remove()
 
     def _spoil(self, output: Any) -> Any:
         for tensor in nests.tensors(output):

@@ -79,26 +79,18 @@ def losses_not_finite(record: Record) -> bool:
 
 def cleaned_gradients(record: Record) -> GradWrite | None:
     """The write that made a gradient finite which had arrived otherwise, and that a step then consumed."""
-    for step in record.of(Step):
+    arrived = {p.index: list(record.arrivals(p.index)) for p in record.parameters}
+    suspects = {i: all_ for i, all_ in arrived.items() if any(not math.isfinite(a.incoming.peak) for a in all_)}
+    for step in record.of(Step) if suspects else ():
         for index, grad in (step.reads[-1].grads if step.reads and step.full and not step.nested else {}).items():
-            if grad is None or not grad.sample or not grad.finite:
-                continue
-            bad = [a.at for a in record.arrivals(index) if a.at < step.at and not math.isfinite(a.incoming.peak)]
-            writes = [
-                w
-                for w in record.of(GradWrite)
-                if bad and bad[-1] < w.at < step.at and index in w.parameters and w.how not in ("none", "zero")
-            ]
-            later = [a for a in record.arrivals(index) if bad and bad[-1] < a.at < step.at]
-            if writes and not later and not _wiped(record, index, bad[-1], step.at):
+            before = [a for a in suspects.get(index, ()) if a.at < step.at]
+            clean = grad is not None and bool(grad.sample) and grad.finite
+            if not clean or not before or math.isfinite(before[-1].incoming.peak):
+                continue  # or a finite one came in after it
+            writes = [w for w in record.of(GradWrite) if before[-1].at < w.at < step.at and index in w.parameters]
+            if writes and not any(w.how in ("none", "zero") for w in writes):
                 return writes[0]
     return None
-
-
-def _wiped(record: Record, index: int, after: int, before: int) -> bool:
-    return any(
-        after < w.at < before and index in w.parameters and w.how in ("none", "zero") for w in record.of(GradWrite)
-    )
 
 
 def explosion(record: Record) -> Explosion | None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pytest_trainloop.evidence.dependence import difference
+from pytest_trainloop.evidence.hooked import hooked
 from pytest_trainloop.evidence.ledger import keep
 from pytest_trainloop.observe.events import Backward, Forward, ModeCall
 
@@ -175,11 +176,8 @@ def forced(
             if torch.is_grad_enabled() and module.training is not training and watch.book.path_of(module) in chosen:
                 module.training = training
 
-        handle = register_module_forward_pre_hook(enter)
-        try:
+        with hooked(register_module_forward_pre_hook(enter)):
             yield
-        finally:
-            handle.remove()
 
     return lambda watch: (switched(watch),)
 

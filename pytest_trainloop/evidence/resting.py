@@ -209,14 +209,14 @@ def drifting(record: Record) -> Iterator[tuple[str, tuple[str, ...], str]]:
     follow what trains."""
     layers = any(len(p.shape) > 1 and not p.trainable and p.role == "model" for p in record.parameters)
     drifted = [s for s in record.statistics if s.drifted and _rests(record, s.owner)]
-    drifted = [s for s in drifted if layers or _declared(record, s)]
-    fault = [s for s in drifted if _declared(record, s) or (_within_training(record, s) and not _of_a_copy(record, s))]
+    drifted = [s for s in drifted if layers or record.declared_frozen(s.name)]
+    fault = [
+        s
+        for s in drifted
+        if record.declared_frozen(s.name) or (_within_training(record, s) and not _of_a_copy(record, s))
+    ]
     for level, chosen in (("fault", fault), ("advice", [s for s in drifted if s not in fault])):
         yield level, tuple(s.name for s in chosen), _place(record, chosen)
-
-
-def _declared(record: Record, statistics: Statistics) -> bool:
-    return record.declared_frozen(statistics.name)
 
 
 def _rests(record: Record, owner: str) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pytest_trainloop.evidence.dependence import mover
+from pytest_trainloop.evidence.hooked import hooked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -61,9 +62,5 @@ def _raised() -> Iterator[None]:
             if rate is not None:
                 group["lr"] = rate
 
-    handles = (register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave))
-    try:
+    with hooked(register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop import batch as nests
-from pytest_trainloop.observe.events import Forward
+from pytest_trainloop.evidence.hooked import call_from_outside, hooked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -51,7 +51,7 @@ class Passes(TorchFunctionMode):
             with watch.quietly():
                 if self._inside:
                     self._inside += 1
-                elif at_site(watch, module, self._site):
+                elif (call := call_from_outside(watch, module)) is not None and call.site == self._site:
                     self._inside = 1
                     self._switch(module)
 
@@ -65,15 +65,11 @@ class Passes(TorchFunctionMode):
             with watch.quietly():
                 self._note(watch, (args, kwargs), output)
 
-        handles = (
+        with hooked(
             register_module_forward_pre_hook(enter),
             register_module_forward_hook(leave, with_kwargs=True, always_call=True),
-        )
-        try:
+        ):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _switch(self, root: nn.Module) -> None:
         self._open = True
@@ -133,12 +129,6 @@ class Passes(TorchFunctionMode):
             self.dropped = self.dropped or name in _MAY_DROP or ("dropout" in name and _flag(args, kwargs, 2, True))
             self.normed = self.normed or (name in _NORMS and _flag(args, kwargs, 5, False))
         return func(*args, **kwargs)
-
-
-def at_site(watch: Watch, module: nn.Module, site: object) -> bool:
-    """Whether the module is the root that is being called from this line, by these callers."""
-    last = next((f for f in reversed(watch.record.events) if isinstance(f, Forward)), None)
-    return last is not None and last.site == site and watch.book.path_of(module) == last.module
 
 
 def _flag(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, default: bool) -> bool:

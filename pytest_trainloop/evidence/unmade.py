@@ -10,11 +10,22 @@ from typing import TYPE_CHECKING
 from pytest_trainloop.observe.events import SchedulerStep, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from pytest_trainloop.evidence import Evidence
+    from pytest_trainloop.evidence.ledger import Account
     from pytest_trainloop.observe.record import Record
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+def never_steps(evidence: Evidence, optimizer: int, mine: set[int], lost: Sequence[Account]) -> bool:
+    """Whether an optimizer whose gradients come with those of another is zeroed each time, no call of step() that was
+    not made stands in the loop, and a longer run makes none either: it may wait for its turn."""
+    if not all(mine & a.wiped for a in lost[:-1]) or may_step_later(evidence.run()):
+        return False
+    later = evidence.longer_run().optimizers
+    return optimizer < len(later) and not later[optimizer].steps
 
 
 def may_step_later(record: Record) -> bool:

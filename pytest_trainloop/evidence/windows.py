@@ -61,6 +61,22 @@ def left_over(record: Record, ledger: Ledger) -> Iterator[Finding]:
         )
 
 
+def last_window_lost(record: Record, ledger: Ledger, accumulate: int) -> Iterator[Finding]:
+    """The same of a loop whose knob was at ``accumulate``."""
+    left = left_open(record, ledger)
+    if left:
+        yield Finding(
+            cause="last_window_lost",
+            level="advice",
+            summary=f"the last {len(left)} of {record.items} micro-batches are never stepped: the window stays open",
+            measured=f"{len(left)} backward passes after the last step, windows of {accumulate}",
+            shown_by="their gradients still stand in .grad when fit returns",
+            culprits=("optimizer.step()",),
+            where=str(left[0].backward.place),
+            repair="step once more after the loop when a window is open, or drop the remainder on purpose",
+        )
+
+
 def left_open(record: Record, ledger: Ledger) -> list[Account]:
     """The passes at the end of a run that no step consumed, where earlier ones of their place were consumed."""
     stepped = {a.backward.site for a in ledger.accounts if a.consumed}
