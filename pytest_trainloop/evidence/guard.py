@@ -24,10 +24,14 @@ PRESS = 0.01
 """Seconds between two stops of a loop that swallows them."""
 
 DELICATE = 50
-"""Times that a stop waits because hooks or torch's modes are at work."""
+"""Times that a stop waits because hooks, torch's modes or finalizers are at work."""
 
 _OURS = str(Path(__file__).parents[1])
-_DELICATE = ("contextlib.py", "_weakrefset.py", "weakref.py", str(Path("torch") / "overrides.py"))
+_DELICATE = (
+    *("contextlib.py", "_weakrefset.py", "weakref.py", str(Path("torch") / "overrides.py")),
+    *(str(Path("torch") / "_dynamo" / "utils.py"), str(Path("torch") / "utils" / "weak.py")),
+)
+"""Where hooks, modes and callbacks of weak references run: what such a callback raises, Python prints and goes on."""
 
 
 class StopFit(BaseException):
@@ -154,7 +158,7 @@ def _frames_of_fit(frame: FrameType | None) -> list[FrameType]:
 
 def _delicate(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
-    return name.startswith(_OURS) or name.endswith(_DELICATE)
+    return name.startswith(_OURS) or name.endswith(_DELICATE) or frame.f_code.co_name == "__del__"
 
 
 def _raise_again(frames: list[FrameType], after: int) -> None:

@@ -275,3 +275,28 @@ def test_a_forked_child_leaves_as_it_would_without_us(leave, status):
 
 def test_a_stop_is_no_exception_that_a_loop_would_catch():
     assert not issubclass(StopFit, Exception)
+
+
+class Finalized:
+    """Waits in its finalizer, where Python swallows what is raised."""
+
+    def __init__(self, until):
+        self.until = until
+
+    def __del__(self):
+        while time.perf_counter() < self.until:
+            pass
+
+
+def test_no_stop_is_raised_where_python_would_swallow_it(monkeypatch):
+    swallowed = []
+    monkeypatch.setattr(sys, "unraisablehook", swallowed.append)
+
+    def fit():
+        Finalized(time.perf_counter() + 0.1)
+        while True:
+            pass
+
+    with pytest.raises(UsageError, match="did not come back"):
+        Guard(0.05).call(fit, lambda: "after 0 steps")
+    assert swallowed == []
