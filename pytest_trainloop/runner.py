@@ -111,12 +111,25 @@ class Subject:
         know."""
         key = (check.name, repr(sorted(options.items())))
         if key not in self._verdicts:
-            evidence.options = options
+            outer, evidence.options = evidence.options, options
             try:
                 self._verdicts[key] = tuple(_checked(check, finding) for finding in check.decide(evidence))
             except (CannotDecide, Unreliable, UserCodeError) as reason:
                 self._verdicts[key] = reason
+            finally:
+                evidence.options = outer
         return self._verdicts[key]
+
+    def _behind(self, consequence: str) -> list[Finding]:
+        """Faults of earlier families that explain a failure of this check, whatever was selected (RULINGS R9)."""
+        from pytest_trainloop.checks import FAMILIES, registered
+
+        evidence, known = self._made(), registered()
+        before = FAMILIES.index(known[consequence].family)
+        causal = [c for c in known.values() if FAMILIES.index(c.family) < before and c.needs <= evidence.offers]
+        verdicts = [self._verdict(check, evidence, {}) for check in causal]
+        found = [f for v in verdicts if isinstance(v, tuple) for f in v if f.level == "fault"]
+        return [f for f in found if consequence in f.explains]
 
     def _raised_in_fit(self, check: Check, evidence: Evidence) -> UserError | None:
         """An exception that ended fit and that no check could put down to a cause."""
@@ -129,7 +142,8 @@ class Subject:
         """Whether another check finds the fault that made fit raise: then this one has nothing to report."""
         from pytest_trainloop.checks import registered
 
-        others = [c for c in registered().values() if c.name != asked.name and c.needs <= evidence.offers]
+        known = registered().values()
+        others = [c for c in known if c.family != "learning" and c.name != asked.name and c.needs <= evidence.offers]
         verdicts = (self._verdict(other, evidence, {}) for other in others)
         return any(isinstance(v, tuple) and any(f.level == "fault" for f in v) for v in verdicts)
 
@@ -152,6 +166,7 @@ class Subject:
             self._evidence = Evidence(
                 self._make, knobs=self._knobs, seed=settings.seed, seconds=settings.seconds, device=device
             )
+            self._evidence.behind = self._behind
         return self._evidence
 
 

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from pytest_trainloop.evidence.dependence import Dependence
     from pytest_trainloop.evidence.evaluations import Evaluation, Verdict
     from pytest_trainloop.evidence.modes import InEval
+    from pytest_trainloop.evidence.onebatch import OneBatch
     from pytest_trainloop.evidence.repeat import Repetition
     from pytest_trainloop.evidence.trace import Kind
+    from pytest_trainloop.finding import Finding
     from pytest_trainloop.observe.record import Record
     from pytest_trainloop.observe.watch import Watch
 
@@ -42,6 +44,7 @@ class Evidence:
     """What is known of one loop. A check asks for what it needs; what was made once is not made again.
 
     ``make`` builds a fresh loop when called with the user's keywords; ``knobs`` maps our knob names to those keywords.
+    ``behind`` is asked for the faults that other checks found and that explain a failure of this one.
     """
 
     def __init__(
@@ -62,10 +65,12 @@ class Evidence:
         self._refused: dict[tuple[tuple[str, Any], ...], UsageError] = {}
         self._plans: dict[tuple[tuple[str, Any], ...], RunPlan] = {}
         self._repetition: Repetition | None = None
+        self._one_batch: OneBatch | None = None
         self._declared: dict[str, bool | None] = {}
         self._offers: frozenset[str] | None = None
         self.own_steps = 0
         self.options: Mapping[str, Any] = {}
+        self.behind: Callable[[str], Sequence[Finding]] = lambda _check: ()
 
     @property
     def offers(self) -> frozenset[str]:
@@ -167,9 +172,10 @@ class Evidence:
 
     def stirred_run(self, names: Sequence[str]) -> Record:
         """A run in which they begin elsewhere, at a far higher rate: what can move does."""
-        from pytest_trainloop.evidence.stirred import displaced, raised_rates
+        from pytest_trainloop.evidence.rates import times
+        from pytest_trainloop.evidence.stirred import RAISED, displaced
 
-        plan = replace(self._plans[()], prepare=displaced(names), contexts=raised_rates, enough=_many_rounds)
+        plan = replace(self._plans[()], prepare=displaced(names), contexts=times(RAISED), enough=_many_rounds)
         return self._counted(replace(plan, count=5 * plan.count))
 
     def run_without_decay(self) -> Record:
@@ -262,6 +268,15 @@ class Evidence:
         found = Births()
         self._run_under(found.contexts)
         return found
+
+    def one_batch(self) -> OneBatch:
+        """Runs on one fixed batch."""
+        from pytest_trainloop.evidence.onebatch import OneBatch
+
+        if self._one_batch is None:
+            seen = self.run()
+            self._one_batch = OneBatch(seen, self._plans[()], self._counted, lambda plan: run(self.make, plan))
+        return self._one_batch
 
     def repetition(self) -> Repetition:
         """The run made once more: whether it is the same bit for bit, and if not, why."""

@@ -28,7 +28,9 @@ class Batches(Sequence[Any]):
 
     A pass in which no step happens ends after ``read_ahead`` items: such a loop collects its batches first. Unknown
     attributes are asked of the project's own loader, so that ``batches.dataset`` or ``batches.batch_size`` work.
-    ``items`` take the place of the loop's own batches; a pass over them is never cut short, and is the only one.
+    ``items`` take the place of the loop's own batches; a pass over them is never cut short, and is the only one;
+    ``stream`` takes their place and changes nothing else. ``before`` is called with the number of each batch, as it is
+    handed over.
     ``cut_short`` tells that enough was seen before the loop was through, ``held_back`` that a pass ended for want of a
     step.
     """
@@ -43,6 +45,8 @@ class Batches(Sequence[Any]):
         stop: Callable[[], None],
         read_ahead: int | None,
         items: Sequence[Any] | None = None,
+        stream: Iterator[Any] | None = None,
+        before: Callable[[int], None] = lambda number: None,
         double: bool = False,
     ) -> None:
         self._double = double
@@ -52,7 +56,8 @@ class Batches(Sequence[Any]):
         self._stepped = stepped
         self._stop = stop
         self._read_ahead = read_ahead
-        self._source = _source(loop, count) if items is None else iter(items)
+        self._source = stream if stream is not None else _source(loop, count) if items is None else iter(items)
+        self._before = before
         self._once = items is not None
         self._through = False
         self._cache: list[Any] = []
@@ -72,9 +77,7 @@ class Batches(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(self._count))]
-        position = range(self._count)[index]
-        self.taken += 1
-        return self._fresh(position)
+        return self._handed(self._fresh(range(self._count)[index]))
 
     def __iter__(self) -> Iterator[Any]:
         spent = self._over() or (self._once and self._through and self._stepped())
@@ -97,9 +100,13 @@ class Batches(Sequence[Any]):
                 item = self._fresh(position)
             except IndexError:
                 return
-            self.taken += 1
-            yield item
+            yield self._handed(item)
         self._through = True
+
+    def _handed(self, item: Any) -> Any:
+        self._before(self.taken)
+        self.taken += 1
+        return item
 
     def _over(self) -> bool:
         """Whether enough was seen in the middle of a pass; items that were chosen one by one are all given."""

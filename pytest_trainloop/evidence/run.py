@@ -20,7 +20,7 @@ from pytest_trainloop.evidence.raised import raised, user_error
 from pytest_trainloop.observe.watch import FULL_ROUNDS, Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.observe.events import Raised
@@ -45,9 +45,9 @@ _SCALARS_ONLY = "grad can be implicitly created only for scalar outputs"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
     """How one run goes: ``enough`` ends it; ``prepare`` sees the fresh loop and its watch before ``fit``;
-    ``contexts`` are entered around ``fit``; ``items`` makes the batches in place of the loop's own; ``fit_seed`` is
-    another seed for ``fit`` than for the building; ``fit`` is what is
-    run in place of the project's own loop."""
+    ``contexts`` are entered around ``fit``; ``items`` makes the batches in place of the loop's own, ``stream`` those
+    of a run that is else like any; ``before_item`` is called with the number of each batch; ``fit_seed`` is another
+    seed for ``fit`` than for the building; ``fit`` is what is run in place of the project's own loop."""
 
     knobs: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
@@ -59,6 +59,8 @@ class RunPlan:
     contexts: Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]] = lambda watch: ()
     double: bool = False
     items: Callable[[TrainLoop], Sequence[Any]] | None = None
+    stream: Callable[[TrainLoop], Iterator[Any]] | None = None
+    before_item: Callable[[int], None] = lambda number: None
     fit_seed: int | None = None
     fit: Callable[[TrainLoop], Callable[[Any], Any]] = lambda loop: fit_of(loop)
 
@@ -82,6 +84,8 @@ def run(make: Make, plan: RunPlan) -> Record:
             loop,
             plan.count if items is None else len(items),
             items=items,
+            stream=None if plan.stream is None else plan.stream(loop),
+            before=plan.before_item,
             spent=lambda: plan.enough(record) or stepless(record),
             stepped=lambda: record.steps > 0,
             stop=guard.stop,

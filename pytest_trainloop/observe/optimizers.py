@@ -63,6 +63,7 @@ class Optimizers:
         groups: list[int] = []
         peaks: list[float] = []
         decays: list[float] = []
+        maximizes = False
         watch = self._watch
         for g, group in enumerate(getattr(optimizer, "param_groups", None) or ()):
             if not isinstance(group, dict):
@@ -71,13 +72,14 @@ class Optimizers:
             peaks.append(float(max(known, default=float("nan"))))
             decay = group.get("weight_decay")
             decays.append(float(decay) if isinstance(decay, (int, float)) else 0.0)
+            maximizes = maximizes or group.get("maximize") is True
             for i, tensor in enumerate(group.get("params", ())):
                 if isinstance(tensor, torch.Tensor):
                     held.append(watch.book.add(tensor, f"{type(optimizer).__name__}.param_groups[{g}][{i}]", "foreign"))
                     groups.append(g)
         entry = watch.record.optimizers[self._index[id(optimizer)]]
         entry.parameters, entry.groups = tuple(held), tuple(groups)
-        entry.peaks, entry.decays = tuple(peaks), tuple(decays)
+        entry.peaks, entry.decays, entry.maximizes = tuple(peaks), tuple(decays), maximizes
         watch.hook_gradients(held)
         return held
 

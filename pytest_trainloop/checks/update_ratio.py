@@ -1,0 +1,144 @@
+"""Steps are as large as weights need them.
+
+What it does
+    On one fixed batch it measures by how much of its size a step moves each weight matrix, and at which rates. Where
+    the batch is not learned, it tries other rates on fresh loops.
+
+Why is this bad?
+    A rate that is a thousand times too low looks like a hard problem: the loss falls a little, for weeks. One that is
+    too high looks like a broken model.
+
+How it decides
+    The textbook's band of 1e-4 to 1e-2 is left by nine in ten right loops that are small, so it is not asked for. The
+    rate is too low where the typical step moves a weight matrix by less than 1e-5 of its size (the median over the
+    matrices, of each the largest that was measured), where the loop goes less than a quarter of the way that plain
+    Adam goes on the same batch, and where rates that are higher by a power of ten, and nothing else, halve the loss.
+    It is too high where the loss of that batch ends above its start, and lower rates halve it. Rates that still rise
+    after 300 steps, or have no one loss to lower, are left alone.
+
+Faulty
+    >>> for group in optimizer.param_groups:
+    ...     group["lr"] = 1e-7                                            # meant for Adam in 32 bits of another scale
+    >>> for x, y in batches:
+    ...     optimizer.zero_grad()
+    ...     F.cross_entropy(model(x), y).backward()
+    ...     optimizer.step()
+
+Fixed
+    >>> for group in optimizer.param_groups:
+    ...     group["lr"] = 0.1
+    >>> for x, y in batches:
+    ...     optimizer.zero_grad()
+    ...     F.cross_entropy(model(x), y).backward()
+    ...     optimizer.step()
+
+Known limits
+    A single batch tells when nothing happens and when everything breaks, not which rate is best. A rate for pretrained
+    weights is low for weights that are not.
+
+References
+    https://arxiv.org/abs/1506.01186
+    https://cs231n.github.io/neural-networks-3/#ratio
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.checks import check
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.finding import Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.evidence import Evidence
+    from pytest_trainloop.evidence.cures import Cure
+    from pytest_trainloop.evidence.learning import Learning
+    from pytest_trainloop.evidence.onebatch import OneBatch
+
+SECONDS = 60.0
+"""What a reference may take; more with the option ``seconds``."""
+
+CONSEQUENCES = ("overfit_one_batch",)
+
+CAUSES = {
+    "rate_too_low": "steps move weights by less than 1e-5 of their size, and higher rates alone halve the loss",
+    "rate_too_high": "the loss of one batch ends above its start, and lower rates alone halve it",
+}
+
+
+@check(needs={"run"}, causes=CAUSES, family="learning", rank=20)
+def update_ratio(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.evidence.clips import clipped_to
+    from pytest_trainloop.evidence.cures import cure
+    from pytest_trainloop.evidence.learning import TOO_SMALL, learning, single_loss
+
+    single_loss(evidence.run())
+    batch = evidence.one_batch()
+    if batch.curve.halved:
+        return
+    found = learning(batch, float(evidence.options.get("seconds", SECONDS)))
+    if found.hopeless:
+        raise CannotDecide("plain Adam does not lower the loss either; give a batch that the model can learn by heart")
+    if not found.stuck or found.by_hand:
+        return
+    if behind := evidence.behind("update_ratio"):
+        raise CannotDecide(f"{behind[0].check} finds {behind[0].cause}, which explains that the batch is not learned")
+    helped = cure(batch, found)
+    if helped is None or helped.what == "held":
+        return
+    clip = clipped_to(batch.seen)
+    if helped.what == "lower":
+        yield _too_high(batch, found, helped)
+    elif found.ratio < TOO_SMALL and (clip is None or clip.share > 0.01):
+        yield _too_low(batch, found, helped)
+
+
+def _measured(batch: OneBatch, found: Learning) -> str:
+    groups = sorted({(r.optimizer, r.group) for r in batch.ratios.seen})
+    return f"{_ratios(batch, groups)}; loss {found.start:.4g} at the start, {found.end:.4g} after {found.steps} steps"
+
+
+def _ratios(batch: OneBatch, groups: list[tuple[int, int]]) -> str:
+    """The typical ratio of each group."""
+    from pytest_trainloop.evidence.ratios import typical
+
+    told = [
+        f"{typical(r for r in batch.ratios.seen if (r.optimizer, r.group) == (o, g)):.1e}"
+        + (f" in group {g}" if len(groups) > 1 else "")
+        for o, g in groups[:4]
+    ]
+    return f"a step moves a weight matrix by {', '.join(told)} of its size at rate {max(batch.curve.rates):.1e}"
+
+
+def _shown(helped: Cure) -> str:
+    low, high = helped.band
+    band = f"; rates from {low:.0e} to {high:.0e} learn" if high > low else f"; a rate of {low:.0e} learns"
+    return f"with rates {helped.factor:g} times as high the loss is halved after {helped.steps} steps{band}"
+
+
+def _too_low(batch: OneBatch, found: Learning, helped: Cure) -> Finding:
+    return Finding(
+        cause="rate_too_low",
+        summary=f"the rate is too low for anything to happen: {helped.factor:g} times as high it learns its batch",
+        measured=_measured(batch, found),
+        shown_by=_shown(helped),
+        culprits=("lr",),
+        where=next((str(s.place) for s in batch.seen.consuming_steps()), ""),
+        repair=f"a rate between {helped.band[0]:.0e} and {helped.band[1]:.0e}",
+        explains=CONSEQUENCES,
+    )
+
+
+def _too_high(batch: OneBatch, found: Learning, helped: Cure) -> Finding:
+    return Finding(
+        cause="rate_too_high",
+        summary=f"the rate is too high: the loss of one batch rises, and at {helped.factor:g} times the rate is halved",
+        measured=_measured(batch, found),
+        shown_by=_shown(helped),
+        culprits=("lr",),
+        where=next((str(s.place) for s in batch.seen.consuming_steps()), ""),
+        repair=f"a rate of {helped.band[1]:.0e} or lower; a warm-up; a clip",
+        explains=CONSEQUENCES,
+    )
