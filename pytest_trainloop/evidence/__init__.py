@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.evidence.accumulation import Accumulation
     from pytest_trainloop.evidence.births import Births
     from pytest_trainloop.evidence.buffers import Resting
+    from pytest_trainloop.evidence.chance import InitialLoss
     from pytest_trainloop.evidence.cut import Cut
     from pytest_trainloop.evidence.dependence import Dependence
     from pytest_trainloop.evidence.evaluations import Evaluation, Verdict
@@ -66,7 +67,8 @@ class Evidence:
         self._plans: dict[tuple[tuple[str, Any], ...], RunPlan] = {}
         self._repetition: Repetition | None = None
         self._one_batch: OneBatch | None = None
-        self._declared: dict[str, bool | None] = {}
+        self._declared: dict[str, Any] = {}
+        self._initial: dict[tuple[float, int], list[InitialLoss]] = {}
         self._offers: frozenset[str] | None = None
         self.own_steps = 0
         self.options: Mapping[str, Any] = {}
@@ -83,8 +85,8 @@ class Evidence:
     def has_knob(self, name: str) -> bool:
         return name in self.knobs
 
-    def declared(self, name: str) -> bool | None:
-        """What the loop says of itself by ``stochastic=`` or ``interacts=``."""
+    def declared(self, name: str) -> Any:
+        """What the loop says of itself by ``stochastic=``, ``interacts=`` or ``init_loss=``."""
         return self._declared.get(name) if self.offers else None
 
     def run(self, **knobs: Any) -> Record:
@@ -278,6 +280,19 @@ class Evidence:
             self._one_batch = OneBatch(seen, self._plans[()], self._counted, lambda plan: run(self.make, plan))
         return self._one_batch
 
+    def initial_losses(self, scale: float = 1.0, other_seed: int = 0) -> list[InitialLoss]:
+        """The calls of loss functions before the first step: all weights multiplied by this, under another seed."""
+        from pytest_trainloop.evidence.chance import InitialLosses, scaled
+
+        self.run()
+        key = scale, other_seed
+        if key not in self._initial:
+            found, plan = InitialLosses(), self._plans[()]
+            plan = replace(plan, contexts=found.contexts, enough=lambda r: r.rounds >= 1, seed=plan.seed + other_seed)
+            self._counted(replace(plan, prepare=scaled(scale)))
+            self._initial[key] = found.seen
+        return self._initial[key]
+
     def repetition(self) -> Repetition:
         """The run made once more: whether it is the same bit for bit, and if not, why."""
         from pytest_trainloop.evidence.repeat import repetition
@@ -303,7 +318,7 @@ class Evidence:
             first = build(self.make, self._fixed, self._seed)
             second = build(self.make, self._fixed, self._seed)
             require_fresh(first, second)
-        self._declared = {name: getattr(first, name) for name in ("stochastic", "interacts")}
+        self._declared = {name: getattr(first, name) for name in ("stochastic", "interacts", "init_loss")}
         given = {name for name in TrainLoop.field_names() if getattr(first, name) is not None}
         if given & {"fit", "step"}:
             given.add("fit")
