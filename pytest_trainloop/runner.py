@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.checks import Check
     from pytest_trainloop.evidence import Evidence
+    from pytest_trainloop.evidence.onebatch import Progress
     from pytest_trainloop.observe.watch import Watch
     from pytest_trainloop.plan import Plan
     from pytest_trainloop.report import Report
@@ -38,8 +39,8 @@ class Subject:
     """One loop under judgement: the evidence made for it so far, shared by all its checks.
 
     ``make`` builds a fresh loop when called with the user's keywords; ``knobs`` maps the plugin's knob names to those
-    keywords. Only records are kept between
-    checks: ``bind`` gives it the make of the item at hand.
+    keywords. Only records are kept between checks: ``bind`` gives it the make of the item at hand. ``progress`` is
+    told how far a long run is.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Subject:
         self._evidence: Evidence | None = None
         self._broken: tuple[UserError, str] | None = None
         self._verdicts: dict[tuple[str, str], Verdict] = {}
+        self.progress: Progress = lambda step, most, loss: None
 
     def bind(self, make: Callable[..., Any]) -> None:
         """Use this function for runs from now on: the same loop, with the fixture values of another item."""
@@ -167,6 +169,7 @@ class Subject:
                 self._make, knobs=self._knobs, seed=settings.seed, seconds=settings.seconds, device=device
             )
             self._evidence.behind = self._behind
+            self._evidence.progress = lambda *at: self.progress(*at)
         return self._evidence
 
 

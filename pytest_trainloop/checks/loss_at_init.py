@@ -14,8 +14,8 @@ How it decides
     are in both alike. More than 10 times chance (10 times its root for squared errors) is a fault where it comes from
     the weights: it must fall by a third at least once all of them are halved. Where it does not (a cosine under a fixed
     scale, a margin, a learned temperature) it is by design, and advice, as is more than 3 times chance. Targets that
-    change with the weights (a target net, a codebook) are left alone. Far below the
-    entropy of the labels, by 5 standard errors of their mean and under five seeds, is advice: the labels may stand in the input.
+    change with the weights (a target net, a codebook) are left alone. Far below the entropy of the labels, by 5
+    standard errors of their mean and under five seeds, is advice: the labels may stand in the input.
     ``init_loss=`` is what the project expects of the first loss that it backpropagates; half as much again, or as
     little, is a fault.
     Of triplets, margins between distances, likelihoods with a variance and losses written by hand chance is not known.

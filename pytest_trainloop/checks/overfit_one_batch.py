@@ -74,7 +74,7 @@ CAUSES = {
 }
 
 
-@check(needs={"run"}, causes=CAUSES, family="learning", rank=10)
+@check(needs={"run"}, causes=CAUSES, family="learning", rank=20)
 def overfit_one_batch(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.evidence.inputs import unused
     from pytest_trainloop.evidence.learning import learning, single_loss
@@ -83,7 +83,8 @@ def overfit_one_batch(evidence: Evidence) -> Iterator[Finding]:
     batch = evidence.one_batch()
     if batch.curve.halved:
         return
-    found = learning(batch, float(evidence.options.get("seconds", SECONDS)))
+    seconds = float(evidence.options.get("seconds", SECONDS))
+    found = learning(batch, seconds)
     if found.stuck and (behind := evidence.behind("overfit_one_batch")):
         yield _follows(found, behind[0])
         return
@@ -96,7 +97,7 @@ def overfit_one_batch(evidence: Evidence) -> Iterator[Finding]:
             "either; give a batch that the model can learn by heart"
         )
     elif found.stuck:
-        yield _stuck(batch, found)
+        yield _stuck(batch, found, seconds)
     elif not found.learned:
         yield _slow(found)
 
@@ -137,11 +138,11 @@ def _unused(found: Learning, alike: float) -> Finding:
     )
 
 
-def _stuck(batch: OneBatch, found: Learning) -> Finding:
+def _stuck(batch: OneBatch, found: Learning, seconds: float) -> Finding:
     from pytest_trainloop.evidence.clips import clipped_to
     from pytest_trainloop.evidence.cures import cure
 
-    helped = None if found.by_hand else cure(batch, found)
+    helped = None if found.by_hand else cure(batch, found, seconds)
     clip = clipped_to(batch.seen)
     if helped is not None and helped.what == "held":
         return _decays(batch, found, helped)
@@ -150,7 +151,7 @@ def _stuck(batch: OneBatch, found: Learning) -> Finding:
             cause="clipped_away",
             summary=f"the clip leaves {clip.share:.1g} of the gradient, and the loop does not learn its batch",
             measured=f"{_reached(found)}; the clip's bound is {clip.limit:g}",
-            shown_by=f"with rates {helped.factor:g} times as high the loss is halved after {helped.steps} steps",
+            shown_by=f"with rates {helped.factor:g} times as high the batch is learned in {helped.steps} steps",
             culprits=(clip.by,),
             where=clip.where,
             repair="clip at the size of ordinary gradients (1.0 for most models), or raise the rate",
@@ -166,7 +167,7 @@ def _decays(batch: OneBatch, found: Learning, helped: Cure) -> Finding:
         cause="rate_decays",
         summary=f"the rate is below a hundredth of its peak from step {gone + 1} on, before anything is learned",
         measured=f"{_reached(found)}; rate {max(rates):.1e} at its peak, {rates[-1]:.1e} at the end",
-        shown_by=f"with the rates held at their peak the loss is halved after {helped.steps} steps",
+        shown_by=f"with the rates held at their peak the batch is learned in {helped.steps} steps",
         culprits=("lr",),
         where=next((str(s.place) for s in batch.seen.consuming_steps()), ""),
         repair="give the schedule the number of steps that the loop makes, and step it as often as it counts",
@@ -176,10 +177,7 @@ def _decays(batch: OneBatch, found: Learning, helped: Cure) -> Finding:
 
 def _not_learning(found: Learning, helped: Cure | None) -> Finding:
     if helped is not None:
-        shown = (
-            f"with rates {helped.factor:g} times as high the loss is halved after {helped.steps} steps: "
-            "see update_ratio"
-        )
+        shown = f"with rates {helped.factor:g} times as high the batch is learned in {helped.steps} steps"
     else:
         shown = (
             "model and data are not at fault, since plain Adam learns; ruled out: the rate (1e-3 to 1e6 times), decay"
@@ -188,7 +186,7 @@ def _not_learning(found: Learning, helped: Cure | None) -> Finding:
         cause="not_learning",
         level="advice" if found.by_hand else "fault",
         summary=(
-            f"the loss of one fixed batch {'rises' if found.diverged else 'stays'} where plain Adam lowers it: the "
+            f"the loss of one fixed batch {'rises' if found.diverged else 'stays up'} where plain Adam lowers it: the "
             "optimizer or what the loop does around it is at fault"
         ),
         measured=_reached(found),

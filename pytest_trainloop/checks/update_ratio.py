@@ -13,8 +13,9 @@ How it decides
     rate is too low where the typical step moves a weight matrix by less than 1e-5 of its size (the median over the
     matrices, of each the largest that was measured), where the loop goes less than a quarter of the way that plain
     Adam goes on the same batch, and where rates that are higher by a power of ten, and nothing else, halve the loss.
-    It is too high where the loss of that batch ends above its start, and lower rates halve it. Rates that still rise
-    after 300 steps, or have no one loss to lower, are left alone.
+    It is too high where the loss of that batch ends above its start, or stands still after steps that are as
+    large as the weights, and lower rates halve it. Rates that still rise after 300 steps, and loops that have no one
+    loss to lower, are left alone.
 
 Faulty
     >>> for group in optimizer.param_groups:
@@ -64,11 +65,11 @@ CONSEQUENCES = ("overfit_one_batch",)
 
 CAUSES = {
     "rate_too_low": "steps move weights by less than 1e-5 of their size, and higher rates alone halve the loss",
-    "rate_too_high": "the loss of one batch ends above its start, and lower rates alone halve it",
+    "rate_too_high": "the loss of one batch rises or stands still under large steps, and lower rates alone halve it",
 }
 
 
-@check(needs={"run"}, causes=CAUSES, family="learning", rank=20)
+@check(needs={"run"}, causes=CAUSES, family="learning", rank=10)
 def update_ratio(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.evidence.clips import clipped_to
     from pytest_trainloop.evidence.cures import cure
@@ -78,14 +79,15 @@ def update_ratio(evidence: Evidence) -> Iterator[Finding]:
     batch = evidence.one_batch()
     if batch.curve.halved:
         return
-    found = learning(batch, float(evidence.options.get("seconds", SECONDS)))
+    seconds = float(evidence.options.get("seconds", SECONDS))
+    found = learning(batch, seconds)
     if found.hopeless:
         raise CannotDecide("plain Adam does not lower the loss either; give a batch that the model can learn by heart")
     if not found.stuck or found.by_hand:
         return
     if behind := evidence.behind("update_ratio"):
         raise CannotDecide(f"{behind[0].check} finds {behind[0].cause}, which explains that the batch is not learned")
-    helped = cure(batch, found)
+    helped = cure(batch, found, seconds)
     if helped is None or helped.what == "held":
         return
     clip = clipped_to(batch.seen)
@@ -115,7 +117,7 @@ def _ratios(batch: OneBatch, groups: list[tuple[int, int]]) -> str:
 def _shown(helped: Cure) -> str:
     low, high = helped.band
     band = f"; rates from {low:.0e} to {high:.0e} learn" if high > low else f"; a rate of {low:.0e} learns"
-    return f"with rates {helped.factor:g} times as high the loss is halved after {helped.steps} steps{band}"
+    return f"with rates {helped.factor:g} times as high the batch is learned in {helped.steps} steps{band}"
 
 
 def _too_low(batch: OneBatch, found: Learning, helped: Cure) -> Finding:
@@ -134,7 +136,10 @@ def _too_low(batch: OneBatch, found: Learning, helped: Cure) -> Finding:
 def _too_high(batch: OneBatch, found: Learning, helped: Cure) -> Finding:
     return Finding(
         cause="rate_too_high",
-        summary=f"the rate is too high: the loss of one batch rises, and at {helped.factor:g} times the rate is halved",
+        summary=(
+            f"the rate is too high: the loss of one batch {'rises' if found.diverged else 'does not fall'}, and at "
+            f"{helped.factor:g} times the rate is halved"
+        ),
         measured=_measured(batch, found),
         shown_by=_shown(helped),
         culprits=("lr",),

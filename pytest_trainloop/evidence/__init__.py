@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.evidence.dependence import Dependence
     from pytest_trainloop.evidence.evaluations import Evaluation, Verdict
     from pytest_trainloop.evidence.modes import InEval
-    from pytest_trainloop.evidence.onebatch import OneBatch
+    from pytest_trainloop.evidence.onebatch import OneBatch, Progress
     from pytest_trainloop.evidence.repeat import Repetition
     from pytest_trainloop.evidence.trace import Kind
     from pytest_trainloop.finding import Finding
@@ -45,7 +45,8 @@ class Evidence:
     """What is known of one loop. A check asks for what it needs; what was made once is not made again.
 
     ``make`` builds a fresh loop when called with the user's keywords; ``knobs`` maps our knob names to those keywords.
-    ``behind`` is asked for the faults that other checks found and that explain a failure of this one.
+    ``behind`` is asked for the faults that other checks found and that explain a failure of this one; ``progress`` is
+    told how far a long run is.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Evidence:
         self.own_steps = 0
         self.options: Mapping[str, Any] = {}
         self.behind: Callable[[str], Sequence[Finding]] = lambda _check: ()
+        self.progress: Progress = lambda step, most, loss: None
 
     @property
     def offers(self) -> frozenset[str]:
@@ -277,7 +279,8 @@ class Evidence:
 
         if self._one_batch is None:
             seen = self.run()
-            self._one_batch = OneBatch(seen, self._plans[()], self._counted, lambda plan: run(self.make, plan))
+            plan, other = self._plans[()], lambda plan: run(self.make, plan)
+            self._one_batch = OneBatch(seen, plan, self._counted, other, lambda *at: self.progress(*at))
         return self._one_batch
 
     def initial_losses(self, scale: float = 1.0, other_seed: int = 0) -> list[InitialLoss]:

@@ -94,13 +94,14 @@ class InitialLosses(TorchFunctionMode):
 
 
 def scaled(factor: float) -> Callable[[Watch], None]:
-    """Multiplies every weight by this, but for single numbers (a learned temperature)."""
+    """Multiplies every weight by this, but for single numbers that are no part of a layer (a learned temperature)."""
 
     def prepare(watch: Watch) -> None:
+        known = zip(watch.book.entries, watch.book.tensors, strict=True)
         with torch.no_grad():
-            for tensor in watch.book.tensors if factor != 1.0 else ():
+            for entry, tensor in known if factor != 1.0 else ():
                 floating = tensor.is_floating_point() or tensor.is_complex()
-                if floating and not torch.nn.parameter.is_lazy(tensor) and tensor.numel() > 1:
+                if floating and not torch.nn.parameter.is_lazy(tensor) and (tensor.numel() > 1 or entry.layer):
                     tensor.mul_(factor)
 
     return prepare

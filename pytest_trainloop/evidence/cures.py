@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from pytest_trainloop.evidence.learning import Learning
     from pytest_trainloop.evidence.onebatch import Curve, OneBatch
 
-HIGHER = (10.0, 100.0, 1e3, 1e4, 1e5, 1e6)
+HIGHER = (10.0, 100.0, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8)
 LOWER = (0.1, 0.01, 1e-3)
+
+IN_VAIN = 1e4
+"""Factor on the rates that changes nothing at all where weights do not move by them."""
 
 DECAYED = 0.01
 """Share of its peak below which a rate has decayed."""
@@ -34,26 +37,32 @@ class Cure:
     band: tuple[float, float]
 
 
-def cure(batch: OneBatch, found: Learning) -> Cure | None:
-    """The first change that helps."""
+def cure(batch: OneBatch, found: Learning, seconds: float) -> Cure | None:
+    """The first change that helps; none is tried any more once all runs that are not the loop's own took so long."""
     rates = [r for r in batch.curve.rates if r == r]
     if rates and rates[-1] < DECAYED * max(rates):
         held = batch.changed("rates held", held_at_their_peak())
         if _learns(held, found):
             return Cure("held", 1.0, held.steps, (max(rates), max(rates)))
-    for factor in LOWER if found.diverged else HIGHER:
+    for factor in LOWER if found.too_far else HIGHER:
+        if batch.spent > seconds:
+            return None
         curve = batch.changed(f"rates times {factor:g}", times(factor))
         if _learns(curve, found):
             top = max(rates, default=float("nan"))
-            return Cure("lower" if found.diverged else "higher", factor, curve.steps, _band(batch, found, factor, top))
+            return Cure(
+                "lower" if found.too_far else "higher", factor, curve.steps, _band(batch, found, factor, top, seconds)
+            )
+        if factor >= IN_VAIN and curve.end == curve.start:
+            return None
     return None
 
 
-def _band(batch: OneBatch, found: Learning, factor: float, rate: float) -> tuple[float, float]:
+def _band(batch: OneBatch, found: Learning, factor: float, rate: float, seconds: float) -> tuple[float, float]:
     """The rates that learn, from the first factor that does on in powers of ten."""
-    last, step = factor, 0.1 if found.diverged else 10.0
+    last, step = factor, 0.1 if found.too_far else 10.0
     for further in (factor * step, factor * step**2):
-        if not _learns(batch.changed(f"rates times {further:g}", times(further)), found):
+        if batch.spent > seconds or not _learns(batch.changed(f"rates times {further:g}", times(further)), found):
             break
         last = further
     ends = sorted((factor * rate, last * rate))

@@ -30,6 +30,9 @@ SAME = 0.01
 TOO_SMALL = 1e-5
 """Update relative to the weights below which nothing moves (RULINGS R7)."""
 
+TOO_LARGE = 1.0
+"""Update relative to the weights that leaves nothing of where they began."""
+
 WORK = 1 / 3
 """How far the change of a loss may lie from what its gradients say, relative to it: where half of the dependence is
 cut off by a stop-gradient they tell half of it, and the trapezoid rule errs by less on such steps."""
@@ -43,8 +46,8 @@ class Learning:
     """What came of it, in losses.
 
     ``progress`` is the share of the way from ``start`` to ``reference`` that the loop went in ``steps`` steps;
-    ``falling`` tells that it still went on, ``diverged`` that it ended above the start. ``ratio`` is the typical
-    update relative to the weights.
+    ``ratio`` is the typical update relative to the weights; ``falling`` tells that the loss still fell, ``by_hand``
+    that weights or gradients are also written by hand.
     """
 
     steps: int
@@ -71,13 +74,18 @@ class Learning:
         return self.progress < -LITTLE
 
     @property
+    def too_far(self) -> bool:
+        """Whether steps lead away from the start, or are so large that nothing comes of them."""
+        return self.diverged or (self.ratio >= TOO_LARGE and not self.falling and not self.learned)
+
+    @property
     def learned(self) -> bool:
         return self.progress >= LEARNED
 
     @property
     def stuck(self) -> bool:
         """Nothing is coming of this loop: it goes nowhere, or by steps that change nothing."""
-        return self.progress < STUCK and (not self.falling or self.ratio < TOO_SMALL)
+        return self.too_far or (self.progress < STUCK and (not self.falling or self.ratio < TOO_SMALL))
 
 
 def single_loss(record: Record) -> None:

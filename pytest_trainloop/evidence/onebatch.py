@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from pytest_trainloop.observe.watch import Watch
 
     Contexts = Callable[[Watch], Any]
+    Progress = Callable[[int, int, float], None]
+    """Told of a step, of the most steps that may follow, and of the loss."""
 
 FIRST, MOST = 200, 300
 """Own steps on one batch, and how many while the loss still falls."""
@@ -79,12 +81,14 @@ class Curve:
 @dataclass(slots=True)
 class OneBatch:
     """The runs, each made when it is first asked for. ``seen`` is the watched run, ``plan`` how it was made; ``own``
-    makes a run whose steps count as the loop's own, ``other`` one with something of ours in it."""
+    makes a run whose steps count as the loop's own, ``other`` one with something of ours in it; ``progress`` is told how
+    far they are."""
 
     seen: Record
     plan: RunPlan
     own: Callable[[RunPlan], Record]
     other: Callable[[RunPlan], Record]
+    progress: Progress = lambda step, most, loss: None
     ratios: Ratios = field(default_factory=Ratios)
     rows: int = 0
     _made: dict[object, Curve] = field(default_factory=dict)
@@ -93,11 +97,11 @@ class OneBatch:
     @property
     def curve(self) -> Curve:
         """The loop itself, until its loss is halved or its steps are spent."""
-        return self._once("own", self.ratios.contexts, Patience(FIRST, MOST), self.own)
+        return self._once("own", self.ratios.contexts, Patience(self.progress, FIRST, MOST), self.own)
 
     def changed(self, name: str, contexts: Contexts) -> Curve:
         """The loop itself with one thing changed."""
-        return self._once(name, contexts, Patience(FIRST, FIRST), self.other)
+        return self._once(name, contexts, Patience(self.progress, FIRST, FIRST), self.other)
 
     @property
     def still(self) -> Curve:
@@ -118,10 +122,15 @@ class OneBatch:
         """How long so many further steps take, by what the loop's own took."""
         return self.curve.record.seconds / max(1, self.curve.record.rounds) * steps
 
+    @property
+    def spent(self) -> float:
+        """How many seconds the runs took that are not the loop's own."""
+        return sum(curve.record.seconds for name, curve in self._made.items() if name != "own")
+
     def _instead(self, name: object, move: Move, steps: int, also: Contexts = lambda watch: ()) -> Curve:
         instead = Instead(move, kind_of(self.seen))
         made = name in self._made
-        patience = Patience(steps, steps, eager=False)
+        patience = Patience(self.progress, steps, steps, eager=False)
         curve = self._once(name, lambda watch: (*also(watch), *instead.contexts(watch)), patience, self.other)
         known = [] if made else [at for at in instead.work if at < curve.steps]
         if known:
@@ -162,8 +171,8 @@ class Patience:
     Losses are read every fourth step: on a GPU each reading waits for it.
     """
 
-    def __init__(self, first: int, most: int, *, eager: bool = True) -> None:
-        self._first, self._most, self._eager = first, most, eager
+    def __init__(self, progress: Progress, first: int, most: int, *, eager: bool = True) -> None:
+        self._progress, self._first, self._most, self._eager = progress, first, most, eager
         self._losses: Losses | None = None
         self._steps = 0
         self._over = False
@@ -179,6 +188,8 @@ class Patience:
         with self._watch.quietly():
             self._watch.reader.resolve()
         losses = self._losses.read()
+        if losses:
+            self._progress(len(losses), self._most, losses[-1])
         lost = bool(losses) and not any(map(math.isfinite, losses[-PHASES:]))
         spent = len(losses) >= self._most or (len(losses) >= self._first and not still_falls(losses))
         self._over = lost or spent or (self._eager and halved(losses))

@@ -11,7 +11,7 @@ import pytest
 
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.finding import Result
-from pytest_trainloop.plugin import chosen, outcome
+from pytest_trainloop.plugin import chosen, outcome, progress
 from pytest_trainloop.plugin.collect import Duty, duty_of
 from pytest_trainloop.plugin.ids import loop_of
 
@@ -94,7 +94,8 @@ def _judged(item: pytest.Function, check: str, duty: Duty) -> Result:
     loop = loop_of(item.nodeid, check)
     subject = loops.subject(item, loop, duty)
     try:
-        result = subject.run_check(check, options=duty.plan.options.get(check), reporter=item.nodeid)
+        with progress.shown(item.config) as subject.progress:
+            result = subject.run_check(check, options=duty.plan.options.get(check), reporter=item.nodeid)
     except UsageError as error:
         return loops.refuse(loop, check, item.nodeid, str(error))
     return duty.plan.judge(result)

@@ -1,0 +1,246 @@
+"""Loops whose one fixed batch is not learned: the model cannot use its input, or what moves the weights is at fault."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+
+from . import _data as data
+from ._nets import GPT, lm_loss, mlp
+from ._pair import pair
+
+
+def train(optimizer, batches, loss_of):
+    for batch in batches:
+        optimizer.zero_grad()
+        loss_of(batch).backward()
+        optimizer.step()
+
+
+# A regression whose loss is written by hand: (N, 1) minus (N,) is (N, N), and the best answer is the mean.
+
+
+def regression(loss_of):
+    def make():
+        model = mlp(6, 32, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        x, y = data.table()
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch={"x": x, "y": y.squeeze(1) + 0.5},
+            fit=lambda batches: train(optimizer, batches, lambda b: loss_of(model(b["x"]), b["y"])),
+        )
+
+    return make
+
+
+pair(
+    "hand_written_mse_that_broadcasts",
+    "O1",
+    "overfit_one_batch",
+    "input_unused",
+    culprits=("model",),
+    mentions=("plain Adam", "rows"),
+    faulty=regression(lambda out, y: ((out - y) ** 2).mean()),
+    fixed=regression(lambda out, y: ((out.squeeze(1) - y) ** 2).mean()),
+)
+
+
+# A mask that is set where tokens are, where it should be set where padding is: attention sees nothing but padding.
+
+
+class Pooled(nn.Module):
+    def __init__(self, hide):
+        super().__init__()
+        self.embed = nn.Embedding(16, 24)
+        self.score = nn.Linear(24, 1)
+        self.head = nn.Linear(24, 3)
+        self.hide = hide
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        weights = self.score(x).squeeze(-1).masked_fill(self.hide(ids), -1e9).softmax(1)
+        return self.head((weights.unsqueeze(-1) * x).sum(1))
+
+
+def pooled(hide):
+    def make():
+        model = Pooled(hide)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        ids = (data.tokens(rows=12, vocab=15)[0] + 1).masked_fill(torch.arange(12) > 8, 0)
+        batch = {"input_ids": ids, "labels": torch.arange(12) % 3}
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=batch,
+            fit=lambda batches: train(
+                optimizer, batches, lambda b: F.cross_entropy(model(b["input_ids"]), b["labels"])
+            ),
+        )
+
+    return make
+
+
+pair(
+    "mask_hides_all_but_padding",
+    "O1",
+    "overfit_one_batch",
+    "input_unused",
+    culprits=("model",),
+    faulty=pooled(lambda ids: ids != 0),
+    fixed=pooled(lambda ids: ids == 0),
+)
+
+
+# A schedule that is meant for epochs, stepped after every batch.
+
+
+def language_model(per_batch):
+    def make():
+        model = GPT()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+        def fit(batches):
+            for number, batch in enumerate(batches):
+                optimizer.zero_grad()
+                lm_loss(model, batch).backward()
+                optimizer.step()
+                if per_batch or number % 200 == 199:
+                    schedule.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, scheduler=schedule, batch=data.tokens(), fit=fit)
+
+    return make
+
+
+pair(
+    "epoch_schedule_stepped_per_batch",
+    "O8",
+    "overfit_one_batch",
+    "rate_decays",
+    culprits=("lr",),
+    where="optimizer.step()",
+    mentions=("held at their peak",),
+    faulty=language_model(per_batch=True),
+    fixed=language_model(per_batch=False),
+)
+
+
+# The lambda of LambdaLR gives the rate itself, where a factor on it is meant: the peak is the square of the rate.
+
+
+class Trainer:
+    """A project's own trainer: a clip, a step for each batch."""
+
+    def __init__(self, bound):
+        self.model = mlp(6, 32, 3)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.bound = bound
+
+    def training_step(self, batch):
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(batch[0]), batch[1])
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.bound)
+        self.optimizer.step()
+
+
+def clipped(bound):
+    def make():
+        trainer = Trainer(bound)
+        return TrainLoop(
+            model=trainer.model, optimizer=trainer.optimizer, batch=data.labelled(), step=trainer.training_step
+        )
+
+    return make
+
+
+pair(
+    "clip_far_below_the_gradient",
+    "O7",
+    "overfit_one_batch",
+    "clipped_away",
+    culprits=("clip_grad_norm_",),
+    where="nn.utils.clip_grad_norm_(self.model.parameters(), self.bound)",
+    faulty=clipped(1e-4),
+    fixed=clipped(1.0),
+)
+
+
+# An optimizer of the project's own that turns its step round: it climbs.
+
+
+class Momentum(torch.optim.Optimizer):
+    def __init__(self, params, lr, sign):
+        super().__init__(params, {"lr": lr})
+        self.sign = sign
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                mean.lerp_(p.grad, 0.1)
+                p.add_(mean, alpha=self.sign * group["lr"])
+
+
+def own_optimizer(sign):
+    def make():
+        model = mlp(6, 32, 3)
+        optimizer = Momentum(model.parameters(), lr=0.1, sign=sign)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.labelled(),
+            fit=lambda batches: train(optimizer, batches, lambda b: F.cross_entropy(model(b[0]), b[1])),
+        )
+
+    return make
+
+
+pair(
+    "own_optimizer_that_climbs",
+    "O1",
+    "overfit_one_batch",
+    "not_learning",
+    culprits=("optimizer",),
+    mentions=("rises", "plain Adam"),
+    faulty=own_optimizer(1.0),
+    fixed=own_optimizer(-1.0),
+)
+
+
+# A rate for pretrained weights, on weights that are not: slow, and said so.
+
+
+def fine_tuning(rate):
+    def make():
+        model = mlp(6, 16, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.labelled(),
+            fit=lambda batches: train(optimizer, batches, lambda b: F.cross_entropy(model(b[0]), b[1])),
+        )
+
+    return make
+
+
+pair(
+    "rate_for_other_weights",
+    "O7",
+    "overfit_one_batch",
+    "slow",
+    level="advice",
+    culprits=("lr",),
+    faulty=fine_tuning(1e-3),
+    fixed=fine_tuning(0.1),
+)
