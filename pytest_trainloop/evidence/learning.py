@@ -94,13 +94,9 @@ def single_loss(record: Record) -> None:
         raise CannotDecide("no optimizer step was seen; what the loop lowers cannot be followed")
     if not any(b.roots for b in record.of_backward()):
         raise CannotDecide("nothing is backpropagated; what the loop lowers cannot be followed")
-    sites: dict[object, set[int]] = {}
     held = record.held
-    for backward in record.backwards():
-        reached = {o for i, arrived in backward.arrivals.items() for o in held.get(i, ()) if arrived}
-        sites.setdefault(backward.site, set()).update(reached)
-    reached_by = [frozenset(v) for v in sites.values() if v]
-    if len(set(reached_by)) > 1 and sum(o.steps > 0 for o in record.optimizers) > 1:
+    reached = {frozenset(o for i in b.arrivals for o in held.get(i, ())) for b in record.backwards()}
+    if len(reached - {frozenset()}) > 1 and sum(o.steps > 0 for o in record.optimizers) > 1:
         raise CannotDecide("several losses are backpropagated for several optimizers; there is no single loss")
 
 

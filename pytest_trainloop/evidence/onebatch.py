@@ -81,8 +81,8 @@ class Curve:
 @dataclass(slots=True)
 class OneBatch:
     """The runs, each made when it is first asked for. ``seen`` is the watched run, ``plan`` how it was made; ``own``
-    makes a run whose steps count as the loop's own, ``other`` one with something of ours in it; ``progress`` is told how
-    far they are."""
+    makes a run whose steps count as the loop's own, ``other`` one with something of ours in it; ``progress`` is told
+    how far they are."""
 
     seen: Record
     plan: RunPlan
@@ -147,6 +147,7 @@ class OneBatch:
                 replace(
                     self.plan,
                     count=window * MOST,
+                    read_ahead=None,
                     stream=self._stream,
                     before_item=lambda number: seed_all(self.plan.seed + number % PHASES),
                     prepare=patience.prepare,
