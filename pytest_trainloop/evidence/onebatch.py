@@ -43,7 +43,7 @@ STILL_STEPS = 4 * PHASES
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One run on one batch: the loss and the largest rate of each step, the record, how often the batch was there.
+    """One run on one batch: the loss and the largest rate of each step, the record.
 
     ``done`` is what the loss changed by over the steps that ``expected`` covers: what its gradients say that it
     should have changed by.
@@ -52,14 +52,13 @@ class Curve:
     losses: tuple[float, ...]
     rates: tuple[float, ...]
     record: Record
-    batches: int
     done: float = math.nan
     expected: float = math.nan
 
     @property
     def ended(self) -> bool:
-        """Whether ``fit`` came back although there were batches left."""
-        return self.record.ended and not self.record.cut_short and self.record.items < self.batches
+        """Whether ``fit`` came back by itself before it made the steps that it was to make."""
+        return self.record.ended and not self.record.cut_short and self.steps < FIRST
 
     @property
     def halved(self) -> bool:
@@ -156,7 +155,7 @@ class OneBatch:
                 )
             )
             losses = Losses(record).read()
-            self._made[name] = Curve(tuple(losses), _rates(record), record, window * MOST)
+            self._made[name] = Curve(tuple(losses), _rates(record), record)
         return self._made[name]
 
     def _stream(self, loop: TrainLoop) -> Iterator[Any]:
