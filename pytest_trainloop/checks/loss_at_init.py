@@ -12,8 +12,9 @@ Why is this bad?
 How it decides
     Chance comes from the call itself, so weights, smoothing, ignored labels, the number of negatives and the reduction
     are in both alike. More than 10 times chance (10 times its root for squared errors) is a fault where it comes from
-    the weights: it must fall by a third at least once all of them are halved. Where it does not (a cosine under a fixed
-    scale, a margin, a learned temperature) it is by design, and advice, as is more than 3 times chance. Targets that
+    drawn weights: it must fall by a third at least once those of all layers are halved. Where it does not (a cosine
+    under a fixed scale, a margin, a learned temperature) it is by design, and advice, as is more than 3 times chance,
+    what weights give that were loaded, and what inputs give that are not of unit size. Targets that
     change with the weights (a target net, a codebook) are left alone. Far below the entropy of the labels, by 5
     standard errors of their mean and under five seeds, is advice: the labels may stand in the input.
     ``init_loss=`` is what the project expects of the first loss that it backpropagates; half as much again, or as
@@ -75,6 +76,7 @@ CONSEQUENCES = ("update_ratio",)
 CAUSES = {
     "too_high": "ten times what an input that knows nothing gives, and far less once all weights are halved",
     "not_as_declared": "the first loss that is backpropagated is not what init_loss says",
+    "inputs_too_large": "the loss is three times chance or more, and not once the inputs are brought to unit size",
     "above_chance": "more than what an input that knows nothing gives, or so by a scale that no weight sets",
     "below_chance": "under five seeds the loss is five standard errors below the entropy of the labels at the start",
 }
@@ -100,12 +102,37 @@ def loss_at_init(evidence: Evidence) -> Iterator[Finding]:
         halved = next((h for h in evidence.initial_losses(scale=0.5) if h.where == worst.where), None)
         if halved is None or abs(halved.chance - worst.chance) > 1e-3 * worst.chance:
             continue  # its targets are made by weights, and say nothing of chance
-        by_weights = halved.value <= FALLS * worst.value
-        yield (_too_high if worst.times > FAULT and by_weights else _above)(worst, halved.value)
+        yield _why(evidence, worst, halved)
         break
     lowest = max(known, key=lambda loss: loss.below)
     if lowest.below > BELOW and _below_under_other_seeds(evidence, lowest):
         yield _below(lowest)
+
+
+def _why(evidence: Evidence, worst: InitialLoss, halved: InitialLoss) -> Finding:
+    """What makes the loss so high: the inputs, the weights, or neither."""
+    unit, size = evidence.initial_losses_of_unit_inputs()
+    usual = next((u for u in unit if u.where == worst.where), None)
+    if usual is not None and usual.times <= ADVICE:
+        return _by_inputs(worst, usual, size)
+    by_weights = worst.times > FAULT and halved.value <= FALLS * worst.value
+    return (_too_high if by_weights and not evidence.loaded() else _above)(worst, halved.value)
+
+
+def _by_inputs(loss: InitialLoss, usual: InitialLoss, size: float) -> Finding:
+    return Finding(
+        cause="inputs_too_large",
+        level="advice",
+        summary=(
+            f"{loss.name} is {loss.value / loss.chance:.1f} times what chance gives before the first step, since the "
+            f"inputs are of size {size:.3g}"
+        ),
+        measured=_measured(loss),
+        shown_by=f"with inputs divided by their root mean square it is {usual.value:.4g}",
+        culprits=(loss.name,),
+        where=loss.where,
+        repair="bring the inputs to unit variance (images to [0, 1], columns by mean and spread), or put a norm first",
+    )
 
 
 def _below_under_other_seeds(evidence: Evidence, lowest: InitialLoss) -> bool:
@@ -143,12 +170,12 @@ def _too_high(loss: InitialLoss, left: float) -> Finding:
         cause="too_high",
         summary=f"{loss.name} is {loss.value / loss.chance:.0f} times what chance gives before the first step",
         measured=_measured(loss),
-        shown_by=f"with all weights halved it is {left:.4g}: the size of weights or inputs makes it, not a fixed scale",
+        shown_by=f"with all layers' weights halved it is {left:.4g}: their size makes it, not a fixed scale",
         culprits=(loss.name,),
         where=loss.where,
         repair=(
-            "initialise the last layer smaller (std 0.02, or zero), bring the inputs to unit variance (images to "
-            "[0, 1]), put a norm before the head, divide by the temperature once"
+            "initialise the last layer smaller (std 0.02, or zero), put a norm before the head, divide by the "
+            "temperature once"
         ),
         explains=CONSEQUENCES,
     )

@@ -10,13 +10,15 @@ Why is this bad?
 
 How it decides
     Batch i is run under seed i modulo 4, so that losses under one seed can be compared. The loop passes as soon as the
-    loss is half of what it was under each of the four, or has gone half of the way to where plain Adam comes to (the
-    better of two rates, 150 steps, from the same start).
-    It fails where it went less than a quarter of that way in 200 steps and nothing more is coming: the loss stands
-    still, goes up, or the steps are too small to change a weight. Then one setting after the other is changed on a
-    fresh loop, and the one that makes it learn is the cause. A loop that is merely slow gets advice.
-    It fails also where plain Adam, too, stops above half of the first loss, at the very loss that it comes to when all
-    rows of the input are the same: the model cannot use its input.
+    loss is half of what it was under each of the four; as soon as it went half of the way to where plain Adam comes to
+    (the better of two rates, 150 steps, from the same start); and, after 100 steps, if it still lowers its loss by
+    steps that change its weights: it is merely slow, as fine-tuning is.
+    It fails by one of these observations. A clip leaves a hundredth of the gradient or less, the loss stands still, and
+    higher rates learn the batch. The rates of all steps add up to less than five at their peak, and held there they
+    learn it. Steps lead up the gradient. The rate is far too low or too high, as update_ratio tells. Plain Adam, too,
+    stops above half of the first loss, at the very loss that it comes to when all rows of the input are the same, and
+    takes the same way there when every row stands in its neighbour's place: the model cannot use its input.
+    Curves alone are no fault: the loss of many a right loop stands on a plateau for thousands of steps.
     A loss is judged only where it is one. It must come again with its seed while no weight moves, and change by what
     its gradients say (the integral of gradient times displacement): policy gradients, targets that move and annealed
     weights do not, and are skipped, as are loops with several losses for several optimizers.
@@ -58,48 +60,61 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.evidence import Evidence
+    from pytest_trainloop.evidence.clips import Clip
     from pytest_trainloop.evidence.cures import Cure
     from pytest_trainloop.evidence.learning import Learning
-    from pytest_trainloop.evidence.onebatch import OneBatch
+    from pytest_trainloop.evidence.onebatch import Curve, OneBatch
 
 SECONDS = 60.0
 """What a reference may take; more with the option ``seconds``."""
 
+FEW = 5.0
+"""Steps at the peak rate to which those of a run must add up, or its schedule is over before anything happened."""
+
+CLIPPED = 0.01
+"""Share of the gradient that a clip must leave."""
+
 CAUSES = {
-    "input_unused": "plain Adam comes to the same loss when every row of the input is the first row",
-    "rate_decays": "the loss is halved once the rates are held at their peak, and nothing else is changed",
-    "clipped_away": "gradients are clipped to a hundredth or less, and higher rates, which undo that, halve the loss",
-    "not_learning": "plain Adam lowers the loss of the same model on the same batch, and the loop does not",
-    "slow": "the loop lowers the loss, but by less than half of what plain Adam does in as many steps",
+    "input_unused": "plain Adam goes the same way whatever row stands beside a label, and no further than with one row",
+    "rate_decays": "the rates add up to a few steps at their peak, and held there they learn the batch",
+    "clipped_away": "gradients are clipped to a hundredth or less, and higher rates, which undo that, learn the batch",
+    "not_learning": "steps lead up the gradient, or other rates learn the batch, or an earlier check says why",
+    "slow": "the loss stands on a plateau in steps in which plain Adam goes much further",
 }
 
 
 @check(needs={"run"}, causes=CAUSES, family="learning", rank=20)
 def overfit_one_batch(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.evidence.clips import clipped_to
     from pytest_trainloop.evidence.inputs import unused
-    from pytest_trainloop.evidence.learning import learning, single_loss
+    from pytest_trainloop.evidence.learning import learning, require_a_curve, single_loss
 
     single_loss(evidence.run())
     batch = evidence.one_batch()
     if batch.curve.halved:
         return
+    require_a_curve(batch.curve)
+    if behind := evidence.behind("overfit_one_batch"):
+        if batch.curve.stands_still:
+            yield _follows(batch, behind[0])
+        return
+    clip = clipped_to(batch.seen)
+    clipped = clip is not None and clip.share <= CLIPPED and batch.curve.stands_still
+    going = batch.going and not clipped
+    if going and batch.quick.halved:
+        return
     seconds = float(evidence.options.get("seconds", SECONDS))
     found = learning(batch, seconds)
-    if found.stuck and (behind := evidence.behind("overfit_one_batch")):
-        yield _follows(found, behind[0])
-        return
+    if found.hopeless:
+        raise CannotDecide(
+            f"plain Adam takes no more than {found.start - found.reference:.2g} off the loss of {found.start:.3g} "
+            "either (little to learn, or few weights that train); give a batch that the model can learn by heart"
+        )
     alike = unused(batch, found)
     if alike is not None:
         yield _unused(found, alike)
-    elif found.hopeless:
-        raise CannotDecide(
-            f"plain Adam takes no more than {found.start - found.reference:.2g} off the loss of {found.start:.3g} "
-            "either; give a batch that the model can learn by heart"
-        )
-    elif found.stuck:
+    elif not (found.learned or going):
         yield _stuck(batch, found, seconds)
-    elif not found.learned:
-        yield _slow(found)
 
 
 def _reached(found: Learning) -> str:
@@ -109,11 +124,12 @@ def _reached(found: Learning) -> str:
     )
 
 
-def _follows(found: Learning, behind: Finding) -> Finding:
+def _follows(batch: OneBatch, behind: Finding) -> Finding:
+    curve = batch.curve
     return Finding(
         cause="not_learning",
         summary=f"one fixed batch is not learned; {behind.check} says why: {behind.summary}",
-        measured=_reached(found),
+        measured=f"loss {curve.start:.4g} at the start, {curve.end:.4g} after {curve.steps} steps",
         shown_by=f"{behind.check} finds {behind.cause} in the same loop",
         culprits=behind.culprits,
         where=behind.where,
@@ -128,46 +144,67 @@ def _unused(found: Learning, alike: float) -> Finding:
         measured=(
             f"plain Adam comes from {found.start:.4g} to {found.reference:.4g}, with all rows alike to {alike:.4g}"
         ),
-        shown_by="the optimizer is not at fault, plain Adam stops there too; the batch has rows that differ",
+        shown_by="with each row in its neighbour's place and the labels in theirs, the loss goes the same way",
         culprits=("model",),
         repair=(
             "look for what makes rows alike: shapes (N, 1) against (N,) that broadcast in the loss, units that are all "
-            "dead or saturated, a mask that hides everything, labels that were shuffled apart from their rows"
+            "dead or saturated, a mask that hides everything"
         ),
         explains=("update_ratio",),
     )
 
 
 def _stuck(batch: OneBatch, found: Learning, seconds: float) -> Finding:
+    """The first observation that names a cause; advice where there is none."""
     from pytest_trainloop.evidence.clips import clipped_to
-    from pytest_trainloop.evidence.cures import cure
+    from pytest_trainloop.evidence.cures import held, higher, lower
 
-    helped = None if found.by_hand else cure(batch, found, seconds)
+    if found.by_hand:
+        return _slow(batch, found, "weights or gradients are also written by hand, which may be meant to slow it")
     clip = clipped_to(batch.seen)
-    if helped is not None and helped.what == "held":
-        return _decays(batch, found, helped)
-    if helped is not None and helped.what == "higher" and clip is not None and clip.share <= 0.01:
-        return Finding(
-            cause="clipped_away",
-            summary=f"the clip leaves {clip.share:.1g} of the gradient, and the loop does not learn its batch",
-            measured=f"{_reached(found)}; the clip's bound is {clip.limit:g}",
-            shown_by=f"with rates {helped.factor:g} times as high the batch is learned in {helped.steps} steps",
-            culprits=(clip.by,),
-            where=clip.where,
-            repair="clip at the size of ordinary gradients (1.0 for most models), or raise the rate",
-            explains=("update_ratio",),
-        )
-    return _not_learning(found, helped)
+    if clip is not None and clip.share <= CLIPPED and found.stands_still:
+        helped = higher(batch, found, seconds)
+        if helped is not None:
+            return _clipped(found, clip, helped)
+    if found.decayed and (curve := held(batch, found)) is not None:
+        return _decays(batch, found, curve)
+    if found.astray:
+        return _astray(found)
+    if found.peak == 0:
+        return _without_rate(found)
+    if found.too_small and (helped := higher(batch, found, seconds)) is not None:
+        return _by_rates(found, helped)
+    if found.too_far and (helped := lower(batch, found, seconds)) is not None:
+        return _by_rates(found, helped)
+    return _slow(batch, found, "steps lead down the gradient, at a rate that is neither too low nor too high to learn")
 
 
-def _decays(batch: OneBatch, found: Learning, helped: Cure) -> Finding:
+def _clipped(found: Learning, clip: Clip, helped: Cure) -> Finding:
+    return Finding(
+        cause="clipped_away",
+        summary=f"the clip leaves {clip.share:.1g} of the gradient, and the loop does not learn its batch",
+        measured=f"{_reached(found)}; the clip's bound is {clip.limit:g}",
+        shown_by=f"with rates {helped.factor:g} times as high the batch is learned in {helped.steps} steps",
+        culprits=(clip.by,),
+        where=clip.where,
+        repair="clip at the size of ordinary gradients (1.0 for most models), or raise the rate",
+        explains=("update_ratio",),
+    )
+
+
+def _decays(batch: OneBatch, found: Learning, curve: Curve) -> Finding:
     rates = batch.curve.rates
     gone = next(i for i, rate in enumerate(rates) if rate < 0.01 * max(rates))
+    whole = sum(rates) / max(rates)
     return Finding(
         cause="rate_decays",
+        level="fault" if whole < FEW else "advice",
         summary=f"the rate is below a hundredth of its peak from step {gone + 1} on, before anything is learned",
-        measured=f"{_reached(found)}; rate {max(rates):.1e} at its peak, {rates[-1]:.1e} at the end",
-        shown_by=f"with the rates held at their peak the batch is learned in {helped.steps} steps",
+        measured=(
+            f"{_reached(found)}; rate {max(rates):.1e} at its peak, {rates[-1]:.1e} at the end: all steps add up to "
+            f"{whole:.1f} at the peak"
+        ),
+        shown_by=f"with the rates held at their peak the batch is learned in {curve.steps} steps",
         culprits=("lr",),
         where=next((str(s.place) for s in batch.seen.consuming_steps()), ""),
         repair="give the schedule the number of steps that the loop makes, and step it as often as it counts",
@@ -175,36 +212,51 @@ def _decays(batch: OneBatch, found: Learning, helped: Cure) -> Finding:
     )
 
 
-def _not_learning(found: Learning, helped: Cure | None) -> Finding:
-    if helped is not None:
-        shown = f"with rates {helped.factor:g} times as high the batch is learned in {helped.steps} steps"
-    else:
-        shown = (
-            "model and data are not at fault, since plain Adam learns; ruled out: the rate (1e-3 to 1e6 times), decay"
-        )
+def _astray(found: Learning) -> Finding:
     return Finding(
         cause="not_learning",
-        level="advice" if found.by_hand else "fault",
-        summary=(
-            f"the loss of one fixed batch {'rises' if found.diverged else 'stays up'} where plain Adam lowers it: the "
-            "optimizer or what the loop does around it is at fault"
-        ),
+        summary="the optimizer does not lower the loss of one fixed batch: its steps lead up the gradient",
         measured=_reached(found),
-        shown_by=shown,
-        culprits=("optimizer",),
-        repair=(
-            "compare the optimizer's settings with plain Adam at that rate; look at what writes gradients and weights"
+        shown_by=(
+            "plain Adam learns with the same model and data; the cosine between the loop's steps and the way down the "
+            f"gradient is {found.descent:.2f} in the mean"
         ),
+        culprits=("optimizer",),
+        repair="look at the sign of the update, at what it is applied to, and at what writes the weights afterwards",
+        explains=("update_ratio",),
     )
 
 
-def _slow(found: Learning) -> Finding:
+def _without_rate(found: Learning) -> Finding:
+    return Finding(
+        cause="not_learning",
+        summary=f"one fixed batch is not learned: the rate is 0 in all of {found.steps} steps",
+        measured=_reached(found),
+        shown_by="plain Adam learns with the same model and data",
+        culprits=("lr",),
+        repair="see update_ratio",
+    )
+
+
+def _by_rates(found: Learning, helped: Cure) -> Finding:
+    return Finding(
+        cause="not_learning",
+        summary=f"one fixed batch is not learned at this rate, and is at {helped.factor:g} times the rate",
+        measured=_reached(found),
+        shown_by=f"with rates {helped.factor:g} times as high the batch is learned in {helped.steps} steps",
+        culprits=("lr",),
+        repair="see update_ratio",
+    )
+
+
+def _slow(batch: OneBatch, found: Learning, shown: str) -> Finding:
+    rate = max(batch.curve.rates, default=float("nan"))
     return Finding(
         cause="slow",
         level="advice",
         summary=f"one fixed batch is learned slowly: {found.progress:.0%} of the way that plain Adam goes",
-        measured=_reached(found),
-        shown_by="the loss still falls" if found.falling else "the loss stands still there",
+        measured=f"{_reached(found)}; this loop's rate is {rate:.1e} at most",
+        shown_by=shown,
         culprits=("lr",),
-        repair="nothing, if that is meant (a rate for pretrained weights); else a higher rate",
+        repair="nothing, if that is meant; else another rate, or momentum",
     )

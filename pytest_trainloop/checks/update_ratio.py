@@ -10,12 +10,13 @@ Why is this bad?
 
 How it decides
     The textbook's band of 1e-4 to 1e-2 is left by nine in ten right loops that are small, so it is not asked for. The
-    rate is too low where the typical step moves a weight matrix by less than 1e-5 of its size (the median over the
-    matrices, of each the largest that was measured), where the loop goes less than a quarter of the way that plain
-    Adam goes on the same batch, and where rates that are higher by a power of ten, and nothing else, halve the loss.
-    It is too high where the loss of that batch ends above its start, or stands still after steps that are as
-    large as the weights, and lower rates halve it. Rates that still rise after 300 steps, and loops that have no one
-    loss to lower, are left alone.
+    rate is too low where no measured step moves the weight matrices of a group by more than 2e-6 of their size (a
+    hundred thousand of them, all in one direction, would move them by a fifth), where the loss of one batch falls by
+    less than a twentieth in 300 steps and plain Adam lowers it, and where rates that are higher by a power of ten, and
+    nothing else, learn it.
+    It is too high where the loss of that batch ends above its start, or stands still after steps that are as large as
+    the weights, and lower rates learn it. Rates that still rise after 300 steps, schedules that have ended by then, and
+    loops that have no one loss to lower are left alone.
 
 Faulty
     >>> for group in optimizer.param_groups:
@@ -63,55 +64,58 @@ SECONDS = 60.0
 
 CONSEQUENCES = ("overfit_one_batch",)
 
+CLIPPED = 0.01
+"""Share of the gradient below which a clip, and not the rate, makes steps small."""
+
 CAUSES = {
-    "rate_too_low": "steps move weights by less than 1e-5 of their size, and higher rates alone halve the loss",
-    "rate_too_high": "the loss of one batch rises or stands still under large steps, and lower rates alone halve it",
+    "rate_too_low": "no step moves the weights by more than 2e-6 of their size, and higher rates learn the batch",
+    "rate_too_high": "the loss of one batch rises or stands still under large steps, and lower rates alone learn it",
 }
 
 
 @check(needs={"run"}, causes=CAUSES, family="learning", rank=10)
 def update_ratio(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.evidence.clips import clipped_to
-    from pytest_trainloop.evidence.cures import cure
-    from pytest_trainloop.evidence.learning import TOO_SMALL, learning, single_loss
+    from pytest_trainloop.evidence.cures import higher, lower
+    from pytest_trainloop.evidence.learning import learning, require_a_curve, single_loss
 
     single_loss(evidence.run())
     batch = evidence.one_batch()
-    if batch.curve.halved:
+    if batch.curve.halved or batch.going:
         return
+    require_a_curve(batch.curve)
+    if behind := evidence.behind("update_ratio"):
+        raise CannotDecide(f"{behind[0].check} finds {behind[0].cause}, which explains that the batch is not learned")
     seconds = float(evidence.options.get("seconds", SECONDS))
     found = learning(batch, seconds)
     if found.hopeless:
         raise CannotDecide("plain Adam does not lower the loss either; give a batch that the model can learn by heart")
-    if not found.stuck or found.by_hand:
-        return
-    if behind := evidence.behind("update_ratio"):
-        raise CannotDecide(f"{behind[0].check} finds {behind[0].cause}, which explains that the batch is not learned")
-    helped = cure(batch, found, seconds)
-    if helped is None or helped.what == "held":
+    if found.by_hand or found.learned or found.astray or found.decayed:
         return
     clip = clipped_to(batch.seen)
-    if helped.what == "lower":
-        yield _too_high(batch, found, helped)
-    elif found.ratio < TOO_SMALL and (clip is None or clip.share > 0.01):
-        yield _too_low(batch, found, helped)
+    if found.peak == 0:
+        yield _nothing(batch, found)
+    elif found.too_far:
+        helped = lower(batch, found, seconds)
+        if helped is not None:
+            yield _too_high(batch, found, helped)
+    elif found.too_small and (clip is None or clip.share > CLIPPED):
+        helped = higher(batch, found, seconds)
+        if helped is not None:
+            yield _too_low(batch, found, helped)
 
 
 def _measured(batch: OneBatch, found: Learning) -> str:
     groups = sorted({(r.optimizer, r.group) for r in batch.ratios.seen})
-    return f"{_ratios(batch, groups)}; loss {found.start:.4g} at the start, {found.end:.4g} after {found.steps} steps"
-
-
-def _ratios(batch: OneBatch, groups: list[tuple[int, int]]) -> str:
-    """The typical ratio of each group."""
-    from pytest_trainloop.evidence.ratios import typical
-
     told = [
-        f"{typical(r for r in batch.ratios.seen if (r.optimizer, r.group) == (o, g)):.1e}"
-        + (f" in group {g}" if len(groups) > 1 else "")
-        for o, g in groups[:4]
+        f"{max(r.ratio for r in batch.ratios.seen if (r.optimizer, r.group) == at):.1e}"
+        + (f" in group {at[1]}" if len(groups) > 1 else "")
+        for at in groups[:4]
     ]
-    return f"a step moves a weight matrix by {', '.join(told)} of its size at rate {max(batch.curve.rates):.1e}"
+    return (
+        f"a step moves the weight matrices by {', '.join(told)} of their size at rate {max(batch.curve.rates):.1e}; "
+        f"loss {found.start:.4g} at the start, {found.end:.4g} after {found.steps} steps"
+    )
 
 
 def _shown(helped: Cure) -> str:
@@ -133,12 +137,25 @@ def _too_low(batch: OneBatch, found: Learning, helped: Cure) -> Finding:
     )
 
 
+def _nothing(batch: OneBatch, found: Learning) -> Finding:
+    return Finding(
+        cause="rate_too_low",
+        summary=f"the rate is 0 in all of {found.steps} steps",
+        measured=_measured(batch, found),
+        shown_by="no group of the optimizer has a rate above 0 at any step, and it does not rise",
+        culprits=("lr",),
+        where=next((str(s.place) for s in batch.seen.consuming_steps()), ""),
+        repair="look at what sets it: a warm-up that counts in whole numbers, a factor of 0, a schedule that has ended",
+        explains=CONSEQUENCES,
+    )
+
+
 def _too_high(batch: OneBatch, found: Learning, helped: Cure) -> Finding:
     return Finding(
         cause="rate_too_high",
         summary=(
             f"the rate is too high: the loss of one batch {'rises' if found.diverged else 'does not fall'}, and at "
-            f"{helped.factor:g} times the rate is halved"
+            f"{helped.factor:g} times the rate is learned"
         ),
         measured=_measured(batch, found),
         shown_by=_shown(helped),

@@ -296,6 +296,23 @@ class Evidence:
             self._initial[key] = found.seen
         return self._initial[key]
 
+    def initial_losses_of_unit_inputs(self) -> tuple[list[InitialLoss], float]:
+        """The same with inputs of unit size, and the root mean square that the largest of them had."""
+        from pytest_trainloop.evidence.chance import InitialLosses
+        from pytest_trainloop.evidence.unit import UnitInputs
+
+        found, unit, plan = InitialLosses(), UnitInputs(), self._plans[()]
+        plan = replace(plan, contexts=lambda watch: (*unit.contexts(watch), *found.contexts(watch)))
+        self._counted(replace(plan, enough=lambda r: r.rounds >= 1))
+        return found.seen, unit.largest
+
+    def loaded(self) -> bool:
+        """Whether the weights that train are the same under another seed: loaded, and not drawn."""
+        from pytest_trainloop.evidence.build import same_under_other_seeds
+
+        with preserved():
+            return same_under_other_seeds(self.make, self._fixed, self._seed)
+
     def repetition(self) -> Repetition:
         """The run made once more: whether it is the same bit for bit, and if not, why."""
         from pytest_trainloop.evidence.repeat import repetition

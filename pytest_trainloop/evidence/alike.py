@@ -1,12 +1,13 @@
-"""A run in which every row of the model's input is the first: what a model that cannot use its input does not notice.
+"""Runs in which the rows of the model's input are others: all of them the first, or each its neighbour's.
 
-Rows are made alike where data comes in: at calls of layers with parameters of their own and no modules below them,
-whose input has no history. Labels do not pass there, so they stay as they are.
+Rows are changed where data comes in: at calls of layers with parameters of their own and no modules below them, whose
+input has no history. Labels do not pass there, so they stay as they are.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,22 +22,40 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.observe.watch import Watch
 
+Change = Callable[[torch.Tensor, int], torch.Tensor]
+"""Other rows along an axis."""
 
-class RowsAlike:
+
+def all_the_first(given: torch.Tensor, axis: int) -> torch.Tensor:
+    return given.narrow(axis, 0, 1).expand_as(given).clone()
+
+
+def each_its_neighbours(given: torch.Tensor, axis: int) -> torch.Tensor:
+    return given.roll(1, axis)
+
+
+def takes_data(module: nn.Module, args: Any) -> bool:
+    """Whether this is a layer where data may come in."""
+    own = any(True for _ in module.parameters(recurse=False))
+    return bool(own and args and not any(True for _ in module.children()))
+
+
+class OtherRows:
     """To be used by ``contexts`` of a run over batches with so many rows.
 
-    ``changed`` tells that some input was not the same in all rows, ``passed_on`` that some went in as it was, since
-    its rows could not be told.
+    ``changed`` tells that some input became another, ``passed_on`` that some went in as it was, since its rows could
+    not be told.
     """
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, change: Change) -> None:
         self._rows = rows
+        self._change = change
         self.changed = False
         self.passed_on = False
 
     @property
     def made(self) -> bool:
-        """Whether rows that differed were made alike wherever data came in."""
+        """Whether rows became others wherever data came in."""
         return self.changed and not self.passed_on
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
@@ -45,16 +64,15 @@ class RowsAlike:
     @contextlib.contextmanager
     def _watching(self, watch: Watch) -> Iterator[None]:
         def enter(module: nn.Module, args: Any) -> Any:
-            own = any(True for _ in module.parameters(recurse=False))
-            if not own or any(True for _ in module.children()) or not args:
+            if not takes_data(module, args):
                 return None
             with watch.quietly(), torch.no_grad():
-                return tuple(self._alike(a) if isinstance(a, torch.Tensor) else a for a in args)
+                return tuple(self._other(a) if isinstance(a, torch.Tensor) else a for a in args)
 
         with hooked(register_module_forward_pre_hook(enter)):
             yield
 
-    def _alike(self, given: torch.Tensor) -> torch.Tensor:
+    def _other(self, given: torch.Tensor) -> torch.Tensor:
         if given.requires_grad or given.layout is not torch.strided or given.is_nested:
             self.passed_on = self.passed_on or not given.requires_grad
             return given
@@ -64,6 +82,6 @@ class RowsAlike:
         if axis is None:
             self.passed_on = self.passed_on or not (given.dim() > 0 and given.shape[0] == 1)
             return given
-        first = given.narrow(axis, 0, 1).expand_as(given)
-        self.changed = self.changed or not torch.equal(first, given)
-        return first.clone()
+        other = self._change(given, axis)
+        self.changed = self.changed or not torch.equal(other, given)
+        return other

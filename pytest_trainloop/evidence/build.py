@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from pytest_trainloop import batch as nests
@@ -13,6 +16,7 @@ from pytest_trainloop.evidence.preserve import seed_all
 from pytest_trainloop.evidence.raised import user_error
 from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.observe.record import within
+from pytest_trainloop.observe.taps import Taps
 
 Make = Callable[..., Any]
 
@@ -31,6 +35,40 @@ def build(make: Make, knobs: Mapping[str, Any], seed: int) -> TrainLoop:
         raise UsageError(f"{_name(make)} returned {_what(loop)}; it must return a TrainLoop")
     _require_loop(loop)
     return loop
+
+
+def same_under_other_seeds(make: Make, knobs: Mapping[str, Any], seed: int) -> bool:
+    """Whether the weight matrices that train are the same whatever the seed: they were loaded, and not drawn.
+
+    Seeds that the function itself sets are passed over, or drawn weights would look the same too.
+    """
+    with _seeds_passed_over():
+        first, second = (build(make, knobs, seed + other) for other in (0, 1))
+    pairs = list(zip(_matrices(first), _matrices(second), strict=False))
+    return bool(pairs) and all(torch.equal(a, b) for a, b in pairs)
+
+
+def _matrices(loop: TrainLoop) -> list[torch.Tensor]:
+    found = [p for module in loop.modules.values() for p in module.parameters()]
+    return [p for p in found if p.requires_grad and p.dim() > 1 and not nn.parameter.is_lazy(p)]
+
+
+@contextlib.contextmanager
+def _seeds_passed_over() -> Iterator[None]:
+    taps = Taps()
+
+    def passed_over(original: Callable[..., Any]) -> Callable[..., Any]:
+        def seed(value: Any) -> Any:
+            ours = sys._getframe(1).f_code is seed_all.__code__
+            return original(value) if ours else torch.default_generator
+
+        return seed
+
+    taps.put(torch, "manual_seed", passed_over)
+    try:
+        yield
+    finally:
+        taps.remove()
 
 
 def require_fresh(first: TrainLoop, second: TrainLoop) -> None:

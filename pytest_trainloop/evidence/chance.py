@@ -94,14 +94,15 @@ class InitialLosses(TorchFunctionMode):
 
 
 def scaled(factor: float) -> Callable[[Watch], None]:
-    """Multiplies every weight by this, but for single numbers that are no part of a layer (a learned temperature)."""
+    """Multiplies weight matrices and what else layers hold by this: not what a model keeps beside them, as a learned
+    temperature."""
 
     def prepare(watch: Watch) -> None:
         known = zip(watch.book.entries, watch.book.tensors, strict=True)
         with torch.no_grad():
             for entry, tensor in known if factor != 1.0 else ():
                 floating = tensor.is_floating_point() or tensor.is_complex()
-                if floating and not torch.nn.parameter.is_lazy(tensor) and (tensor.numel() > 1 or entry.layer):
+                if floating and not torch.nn.parameter.is_lazy(tensor) and (tensor.dim() > 1 or entry.layer):
                     tensor.mul_(factor)
 
     return prepare

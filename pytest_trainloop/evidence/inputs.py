@@ -1,20 +1,30 @@
-"""Whether a model can use its input: what plain Adam makes of a batch whose rows are all the first (RULINGS R6)."""
+"""Whether a model can use its input: what plain Adam makes of it when its rows are others (RULINGS R6).
+
+Two observations must meet. With every row the first, plain Adam comes to the same loss as with the rows as they are.
+And with each row in its neighbour's place, while the labels stay in theirs, it takes the very same way there: which
+row belongs to which label does not matter. A batch of noise fails the second (other pairs are other numbers, however
+little can be learned of them), a loss without labels the first.
+"""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.evidence.learning import LITTLE, SAME
+from pytest_trainloop.evidence.learning import SAME
+from pytest_trainloop.evidence.onebatch import LITTLE
 
 if TYPE_CHECKING:
     from pytest_trainloop.evidence.learning import Learning
-    from pytest_trainloop.evidence.onebatch import OneBatch
+    from pytest_trainloop.evidence.onebatch import Curve, OneBatch
     from pytest_trainloop.observe.record import Record
+
+EQUAL = 1e-3
+"""Share of the way up to which losses of two runs are one: what rounding does to float32 through 24 steps of Adam."""
 
 
 def unused(batch: OneBatch, found: Learning) -> float | None:
-    """The loss that is reached with all rows alike, if it is the one that is reached with the rows as they are.
+    """The loss that is reached with all rows alike, if the model cannot use its input.
 
     Nothing is said where plain Adam halves the loss; where fewer weights train than twice the rows (a small model may
     learn next to nothing of many rows); where targets are made by weights that are not trained but moved.
@@ -23,11 +33,17 @@ def unused(batch: OneBatch, found: Learning) -> float | None:
         return None
     if _trained(batch.seen) < 2 * batch.rows or batch.seen.moved_by_hand() - set(batch.seen.held):
         return None
-    curve, made = batch.rows_alike(found.rate)
-    if not made or not math.isfinite(curve.end):
-        return None
+    rolled, made = batch.rows_rolled(found.rate)
     way = max(found.start - found.reference, LITTLE * found.start)
-    return curve.end if abs(curve.end - found.reference) <= SAME * way else None
+    if not made or not _same_way(rolled, batch.reference(found.rate), EQUAL * way):
+        return None
+    alike, made = batch.rows_alike(found.rate)
+    return alike.end if made and abs(alike.end - found.reference) <= SAME * way else None
+
+
+def _same_way(a: Curve, b: Curve, bound: float) -> bool:
+    pairs = list(zip(a.losses, b.losses, strict=False))
+    return bool(pairs) and all(math.isfinite(x) and abs(x - y) <= bound for x, y in pairs)
 
 
 def _trained(record: Record) -> int:

@@ -60,7 +60,8 @@ class Instead:
     """To be used by ``contexts`` of a run. ``kind`` is the door of autograd whose gradients count.
 
     ``work`` becomes, for each fourth step, what the loss should have changed by since the first if it is a function of
-    the weights with these gradients: the integral of gradient times displacement, by the trapezoid rule.
+    the weights with these gradients: the integral of gradient times displacement, by the trapezoid rule. ``reached``
+    tells that some gradient arrived at what is stepped.
     """
 
     def __init__(self, move: Move, kind: str) -> None:
@@ -74,6 +75,7 @@ class Instead:
         self._answered: object = None
         self._sum = 0.0
         self.work: dict[int, float] = {}
+        self.reached = False
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
         return (self._watching(watch),)
@@ -127,6 +129,7 @@ class Instead:
             if gradient is None or gradient.shape != p.shape:
                 continue
             gradient = sign * gradient
+            self.reached = True
             if done % PHASES == 1:
                 self._add_work(p, before, gradient)
             self._move(p, gradient)

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.evidence.curve import level, repeats, rising, still_falls
-from pytest_trainloop.evidence.onebatch import REFERENCE_RATES, REFERENCE_STEPS, STILL_STEPS
-from pytest_trainloop.evidence.ratios import typical
+from pytest_trainloop.evidence.onebatch import LITTLE, REFERENCE_RATES, REFERENCE_STEPS, STILL_STEPS, TOO_SMALL
 from pytest_trainloop.observe.events import GradWrite
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pytest_trainloop.evidence.onebatch import Curve, OneBatch
     from pytest_trainloop.observe.record import Record
 
@@ -27,27 +28,28 @@ LEARNED, STUCK = 0.5, 0.25
 SAME = 0.01
 """Share of that way up to which two ends are one (RULINGS R6: right loops at least 0.05, faults at most 0.003)."""
 
-TOO_SMALL = 1e-5
-"""Update relative to the weights below which nothing moves (RULINGS R7)."""
-
 TOO_LARGE = 1.0
 """Update relative to the weights that leaves nothing of where they began."""
+
+UPHILL = -0.05
+"""Mean cosine below which steps lead up the gradient: those of gradient descent, Adam and their kin have one above
+zero at every step, and only momentum on its way back up a valley has less for a while."""
+
+DECAYED = 0.01
+"""Share of its peak below which a rate has decayed."""
 
 WORK = 1 / 3
 """How far the change of a loss may lie from what its gradients say, relative to it: where half of the dependence is
 cut off by a stop-gradient they tell half of it, and the trapezoid rule errs by less on such steps."""
 
-LITTLE = 0.05
-"""Share of the first loss that plain Adam must take off it before anything can be learned of the loop's own steps."""
-
 
 @dataclass(frozen=True, slots=True)
 class Learning:
-    """What came of it, in losses.
+    """What came of it, in losses: at the ``start``, at the ``end`` of ``steps`` steps, under the best ``reference``.
 
-    ``progress`` is the share of the way from ``start`` to ``reference`` that the loop went in ``steps`` steps;
-    ``ratio`` is the typical update relative to the weights; ``falling`` tells that the loss still fell, ``by_hand``
-    that weights or gradients are also written by hand.
+    ``ratio`` is the largest update relative to the weights, ``peak`` the largest rate, ``descent`` the mean cosine
+    between steps and the way down the gradient; ``falling`` tells that the loss still fell, ``decayed`` that the rate
+    is next to nothing in the end, ``by_hand`` that weights or gradients are also written by hand.
     """
 
     steps: int
@@ -56,18 +58,28 @@ class Learning:
     reference: float
     rate: float
     ratio: float
+    descent: float
+    peak: float
     falling: bool
+    decayed: bool
     by_hand: bool
 
     @property
     def progress(self) -> float:
-        way = self.start - self.reference
-        return (self.start - self.end) / way if math.isfinite(self.end) else -math.inf
+        """The share of the way from the start to the reference that the loop went; NaN where there is none to go."""
+        if self.hopeless:
+            return math.nan
+        return (self.start - self.end) / (self.start - self.reference) if math.isfinite(self.end) else -math.inf
 
     @property
     def hopeless(self) -> bool:
         """Whether there is next to no way to go."""
-        return self.start - self.reference < LITTLE * abs(self.start)
+        way = self.start - self.reference
+        return way <= 0 or way < LITTLE * abs(self.start)
+
+    @property
+    def learned(self) -> bool:
+        return self.progress >= LEARNED
 
     @property
     def diverged(self) -> bool:
@@ -75,17 +87,22 @@ class Learning:
 
     @property
     def too_far(self) -> bool:
-        """Whether steps lead away from the start, or are so large that nothing comes of them."""
+        """Whether the loss rises, or stands still after steps as large as the weights."""
         return self.diverged or (self.ratio >= TOO_LARGE and not self.falling and not self.learned)
 
     @property
-    def learned(self) -> bool:
-        return self.progress >= LEARNED
+    def stands_still(self) -> bool:
+        return self.progress < STUCK and self.start - self.end < LITTLE * abs(self.start)
 
     @property
-    def stuck(self) -> bool:
-        """Nothing is coming of this loop: it goes nowhere, or by steps that change nothing."""
-        return self.too_far or (self.progress < STUCK and (not self.falling or self.ratio < TOO_SMALL))
+    def too_small(self) -> bool:
+        """Whether nothing happens, by steps that change nothing."""
+        return self.stands_still and self.ratio < TOO_SMALL
+
+    @property
+    def astray(self) -> bool:
+        """Whether steps lead up the gradient: no rate and no patience can help."""
+        return (self.stands_still or self.diverged) and self.descent < UPHILL
 
 
 def single_loss(record: Record) -> None:
@@ -132,14 +149,19 @@ def learning(batch: OneBatch, seconds: float) -> Learning:
             "that no seed reaches, samples of its own)"
         )
     reference = best(batch)
+    if not batch.reached:
+        raise CannotDecide("no gradient arrives at what the optimizers step (copies of the weights, kept by hand)")
     return Learning(
         steps=curve.steps,
         start=still.start,
         end=curve.end,
         reference=reference[0],
         rate=reference[1],
-        ratio=typical(batch.ratios.seen),
+        ratio=batch.ratios.largest,
+        descent=batch.ratios.descent,
+        peak=max((r for r in curve.rates if not math.isnan(r)), default=math.nan),
         falling=still_falls(curve.losses),
+        decayed=_decayed(curve.rates),
         by_hand=_by_hand(batch.seen),
     )
 
@@ -153,8 +175,8 @@ def best(batch: OneBatch) -> tuple[float, float]:
         raise CannotDecide("plain Adam does not lower the loss either: it is not finite under it")
     if not any(_adds_up(c) for c in curves.values()):
         raise CannotDecide(
-            "what is backpropagated does not change as its gradients say (a policy gradient, a target that moves, a "
-            "part held fixed): how low it is says nothing"
+            "what is backpropagated does not change as its gradients say under plain Adam (a policy gradient, a target "
+            "that moves, a part held fixed, or steps too large for this model): how low it is says nothing"
         )
     rate = min(ends, key=lambda r: ends[r])
     curve = curves[rate]
@@ -167,6 +189,11 @@ def _adds_up(curve: Curve) -> bool:
     """Whether the loss changed by what its gradients say."""
     scale = max(abs(curve.done), SAME * abs(curve.losses[0]) if curve.losses else 0.0)
     return abs(curve.done - curve.expected) <= WORK * scale
+
+
+def _decayed(rates: Sequence[float]) -> bool:
+    known = [rate for rate in rates if not math.isnan(rate)]
+    return bool(known) and known[-1] < DECAYED * max(known)
 
 
 def _by_hand(record: Record) -> bool:

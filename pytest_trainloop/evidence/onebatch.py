@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop import batch as nests
-from pytest_trainloop.evidence.alike import RowsAlike
+from pytest_trainloop.evidence.alike import OtherRows, all_the_first, each_its_neighbours
 from pytest_trainloop.evidence.batches import first_batches
 from pytest_trainloop.evidence.curve import PHASES, Losses, factor, halved, kind_of, level, mean, still_falls
 from pytest_trainloop.evidence.instead import Adam, Instead, stay
@@ -18,8 +18,9 @@ from pytest_trainloop.evidence.ratios import Ratios
 from pytest_trainloop.observe.events import ScalerCall, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
+    from pytest_trainloop.evidence.alike import Change
     from pytest_trainloop.evidence.instead import Move
     from pytest_trainloop.evidence.run import RunPlan
     from pytest_trainloop.loop import TrainLoop
@@ -29,13 +30,32 @@ if TYPE_CHECKING:
     Contexts = Callable[[Watch], Any]
     Progress = Callable[[int, int, float], None]
     """Told of a step, of the most steps that may follow, and of the loss."""
+    Going = Callable[[Sequence[float], Sequence[float]], bool]
+    """Whether losses and rates are those of a loop that needs no further look."""
 
-FIRST, MOST = 200, 300
-"""Own steps on one batch, and how many while the loss still falls."""
+SURE, FIRST, MOST = 100, 200, 300
+"""Own steps on one batch after which a loop that goes on well is believed, all others are judged, and at most."""
+
+TOO_SMALL = 2e-6
+"""Update relative to the weights below which nothing happens: a hundred thousand steps in one direction move them by a
+fifth. RULINGS R7 has 1e-5, which rates for the late tuning of pretrained models (5e-7) come to."""
+
+HELD = 0.1
+"""Share of its peak down to which a rate has not decayed yet."""
 
 REFERENCE_RATES = (3e-3, 2e-2)
 REFERENCE_STEPS = 150
 """Rates and steps of the plain Adam (RULINGS R6)."""
+
+LITTLE = 0.05
+"""Share of the first loss that must be taken off it before anything can be said to be learned."""
+
+IN_VAIN = 160
+"""Steps at a rate above zero after which a loss that comes again bit for bit will not change any more: an optimizer of
+the project's own may gather for as long (see every_param_moves)."""
+
+ROLLED_STEPS = 24
+"""Steps of a run whose rows stand in their neighbours' places."""
 
 STILL_STEPS = 4 * PHASES
 """Steps of a run in which no weight moves."""
@@ -58,7 +78,7 @@ class Curve:
     @property
     def ended(self) -> bool:
         """Whether ``fit`` came back by itself before it made the steps that it was to make."""
-        return self.record.ended and not self.record.cut_short and self.steps < FIRST
+        return self.record.ended and not self.record.cut_short and self.steps < SURE
 
     @property
     def halved(self) -> bool:
@@ -67,6 +87,11 @@ class Curve:
     @property
     def steps(self) -> int:
         return len(self.losses)
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether the loss fell by less than a twentieth, or is not finite in the end."""
+        return not self.start - self.end >= LITTLE * abs(self.start)
 
     @property
     def start(self) -> float:
@@ -81,7 +106,7 @@ class Curve:
 class OneBatch:
     """The runs, each made when it is first asked for. ``seen`` is the watched run, ``plan`` how it was made; ``own``
     makes a run whose steps count as the loop's own, ``other`` one with something of ours in it; ``progress`` is told
-    how far they are."""
+    how far they are. ``reached`` tells that some step of ours found a gradient."""
 
     seen: Record
     plan: RunPlan
@@ -91,16 +116,29 @@ class OneBatch:
     ratios: Ratios = field(default_factory=Ratios)
     rows: int = 0
     _made: dict[object, Curve] = field(default_factory=dict)
-    _alike: RowsAlike | None = None
+    _rows: dict[str, OtherRows] = field(default_factory=dict)
+    reached: bool = False
 
     @property
     def curve(self) -> Curve:
         """The loop itself, until its loss is halved or its steps are spent."""
-        return self._once("own", self.ratios.contexts, Patience(self.progress, FIRST, MOST), self.own)
+        patience = Patience(self.progress, FIRST, MOST, lambda losses, rates: _going(losses, rates, self.ratios))
+        return self._once("own", self.ratios.contexts, patience, self.own)
 
     def changed(self, name: str, contexts: Contexts) -> Curve:
         """The loop itself with one thing changed."""
         return self._once(name, contexts, Patience(self.progress, FIRST, FIRST), self.other)
+
+    @property
+    def going(self) -> bool:
+        """Whether the loop lowers its loss by steps that count, at rates that have not decayed: no fault any more,
+        however slow it is."""
+        return _going(self.curve.losses, self.curve.rates, self.ratios)
+
+    @property
+    def quick(self) -> Curve:
+        """The loop with the faster plain Adam in place of its steps, until its loss is halved."""
+        return self._instead("quick", Adam(max(REFERENCE_RATES)), REFERENCE_STEPS, eager=True)
 
     @property
     def still(self) -> Curve:
@@ -113,24 +151,33 @@ class OneBatch:
 
     def rows_alike(self, rate: float) -> tuple[Curve, bool]:
         """The same where every row of the model's input is the first, and whether they could be made so."""
-        self._alike = self._alike or RowsAlike(self.rows)
-        curve = self._instead(("alike", rate), Adam(rate), REFERENCE_STEPS, self._alike.contexts)
-        return curve, self._alike.made
+        return self._with_rows("alike", all_the_first, rate, REFERENCE_STEPS)
+
+    def rows_rolled(self, rate: float) -> tuple[Curve, bool]:
+        """The first steps of the same where every row stands in its neighbour's place, and whether that was made."""
+        return self._with_rows("rolled", each_its_neighbours, rate, ROLLED_STEPS)
+
+    def _with_rows(self, name: str, change: Change, rate: float, steps: int) -> tuple[Curve, bool]:
+        rows = self._rows.setdefault(name, OtherRows(self.rows, change))
+        return self._instead((name, rate), Adam(rate), steps, rows.contexts), rows.made
 
     def seconds(self, steps: int) -> float:
         """How long so many further steps take, by what the loop's own took."""
-        return self.curve.record.seconds / max(1, self.curve.record.rounds) * steps
+        return self.curve.record.seconds / max(1, self.curve.steps) * steps
 
     @property
     def spent(self) -> float:
         """How many seconds the runs took that are not the loop's own."""
         return sum(curve.record.seconds for name, curve in self._made.items() if name != "own")
 
-    def _instead(self, name: object, move: Move, steps: int, also: Contexts = lambda watch: ()) -> Curve:
+    def _instead(
+        self, name: object, move: Move, steps: int, also: Contexts = lambda watch: (), *, eager: bool = False
+    ) -> Curve:
         instead = Instead(move, kind_of(self.seen))
         made = name in self._made
-        patience = Patience(self.progress, steps, steps, eager=False)
+        patience = Patience(self.progress, steps, steps, eager=eager)
         curve = self._once(name, lambda watch: (*also(watch), *instead.contexts(watch)), patience, self.other)
+        self.reached = self.reached or instead.reached
         known = [] if made else [at for at in instead.work if at < curve.steps]
         if known:
             scale = next((e for e in curve.record.of(ScalerCall) if e.what == "scale" and e.enabled), None)
@@ -166,13 +213,23 @@ class OneBatch:
 
 
 class Patience:
-    """When a run on one batch has shown enough: its loss is halved, is not finite any more, or its steps are spent.
+    """When a run on one batch has shown enough: its loss is halved, is not finite any more, falls on and on, or its
+    steps are spent.
 
     Losses are read every fourth step: on a GPU each reading waits for it.
     """
 
-    def __init__(self, progress: Progress, first: int, most: int, *, eager: bool = True) -> None:
+    def __init__(
+        self,
+        progress: Progress,
+        first: int,
+        most: int,
+        going: Going = lambda losses, rates: False,
+        *,
+        eager: bool = True,
+    ) -> None:
         self._progress, self._first, self._most, self._eager = progress, first, most, eager
+        self._going = going
         self._losses: Losses | None = None
         self._steps = 0
         self._over = False
@@ -191,9 +248,24 @@ class Patience:
         if losses:
             self._progress(len(losses), self._most, losses[-1])
         lost = bool(losses) and not any(map(math.isfinite, losses[-PHASES:]))
+        lost = lost or (self._eager and _in_vain(losses, record))
         spent = len(losses) >= self._most or (len(losses) >= self._first and not still_falls(losses))
-        self._over = lost or spent or (self._eager and halved(losses))
+        sure = SURE <= len(losses) < FIRST and self._going(losses, _rates(record))
+        self._over = lost or spent or sure or (self._eager and halved(losses))
         return self._over
+
+
+def _going(losses: Sequence[float], rates: Sequence[float], ratios: Ratios) -> bool:
+    known = [rate for rate in rates if not math.isnan(rate)]
+    held = not known or known[-1] >= HELD * max(known)
+    return held and still_falls(losses) and not ratios.largest < TOO_SMALL
+
+
+def _in_vain(losses: Sequence[float], record: Record) -> bool:
+    """Whether nothing changes although the rates are not zero."""
+    last = losses[-IN_VAIN:]
+    same = len(last) == IN_VAIN and all(last[i] == last[i - PHASES] for i in range(PHASES, IN_VAIN))
+    return same and all(rate > 0 for rate in _rates(record)[-IN_VAIN:])
 
 
 def _rates(record: Record) -> tuple[float, ...]:

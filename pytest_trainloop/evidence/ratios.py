@@ -1,9 +1,11 @@
-"""How far a step moves each weight matrix, relative to its size (RULINGS R7)."""
+"""How far steps move the weights of a loop, relative to their size, and whether they lead down its gradient."""
 
 from __future__ import annotations
 
 import contextlib
-import statistics
+import functools
+import math
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +25,8 @@ MEASURED = frozenset({0, 3, 11, 24, 49, 99, 149, 199, 249, 299})
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """By how much of its root mean square one step moved a weight matrix: of which optimizer and group, at which of
-    its steps."""
+    """By how much of their size one step moved the weight matrices of a group, all of them joined."""
 
-    name: str
     optimizer: int
     group: int
     step: int
@@ -34,24 +34,46 @@ class Ratio:
 
 
 class Ratios:
-    """To be used by ``contexts`` of a run; ``seen`` grows while it goes on."""
+    """To be used by ``contexts`` of a run; what it saw grows while it goes on.
+
+    ``descents`` are the cosines between measured steps and the way down the gradient that arrived since the step
+    before.
+    """
 
     def __init__(self) -> None:
         self.seen: list[Ratio] = []
+        self.descents: list[float] = []
         self._steps: dict[int, int] = {}
         self._before: dict[int, torch.Tensor] = {}
+        self._gradients: dict[int, torch.Tensor] = {}
         self._depth = 0
+
+    @property
+    def largest(self) -> float:
+        """The largest ratio of any group at any measured step; NaN without weight matrices."""
+        return max((r.ratio for r in self.seen), default=math.nan)
+
+    @property
+    def descent(self) -> float:
+        """The mean cosine; NaN where no gradient or no movement was seen."""
+        return sum(self.descents) / len(self.descents) if self.descents else math.nan
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
         return (self._watching(watch),)
 
     @contextlib.contextmanager
     def _watching(self, watch: Watch) -> Iterator[None]:
+        handles = [
+            tensor.register_hook(functools.partial(self._arrived, watch, tensor))  # type: ignore[no-untyped-call]
+            for tensor in watch.book.tensors
+            if tensor.is_leaf and tensor.requires_grad and not torch.nn.parameter.is_lazy(tensor)
+        ]
+
         def enter(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
             self._depth += 1
-            if self._depth == 1 and self._steps.get(id(optimizer), 0) in MEASURED:
+            if self._depth == 1 and self._is_measured(optimizer):
                 with torch.no_grad(), watch.quietly():
-                    self._before = {id(p): p.detach().clone() for _, p in _matrices(optimizer)}
+                    self._before = {id(p): p.detach().clone() for _, _, p in _held(optimizer)}
 
         def leave(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
             self._depth = max(0, self._depth - 1)
@@ -59,35 +81,51 @@ class Ratios:
                 with torch.no_grad(), watch.quietly():
                     self._measure(watch, optimizer)
 
-        with hooked(register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)):
+        with hooked(*handles, register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)):
             yield
+
+    def _is_measured(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._steps.get(id(optimizer), 0) in MEASURED
+
+    def _arrived(self, watch: Watch, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        soon = not self._steps or any(step in MEASURED for step in self._steps.values())
+        if gradient is None or self._depth or not soon or gradient.layout is not torch.strided:
+            return
+        with torch.no_grad(), watch.quietly():
+            known = self._gradients.get(id(tensor))
+            self._gradients[id(tensor)] = gradient.detach().clone() if known is None else known + gradient
 
     def _measure(self, watch: Watch, optimizer: torch.optim.Optimizer) -> None:
         step = self._steps.get(id(optimizer), 0)
         self._steps[id(optimizer)] = step + 1
-        for group, p in _matrices(optimizer) if self._before else ():
-            before = self._before.get(id(p))
-            index = watch.book.index(p)
-            if before is None or before.shape != p.shape or index is None:
+        sizes: dict[int, float] = defaultdict(float)
+        moves: dict[int, float] = defaultdict(float)
+        down = along = size = 0.0
+        for number, sign, p in _held(optimizer) if self._before else ():
+            before, gradient = self._before.get(id(p)), self._gradients.pop(id(p), None)
+            if before is None or before.shape != p.shape:
                 continue
-            size = float(torch.linalg.vector_norm(before.abs().double()))
-            if size > 0:
-                ratio = float(torch.linalg.vector_norm((p - before).abs().double())) / size
-                number = watch.optimizers.index(optimizer)
-                self.seen.append(Ratio(watch.book.entries[index].name, number, group, step, ratio))
+            moved = (p - before).double() if not p.is_complex() else torch.view_as_real(p - before).double()
+            if p.dim() > 1:
+                sizes[number] += float(before.abs().double().square().sum())
+                moves[number] += float(moved.square().sum())
+            if gradient is not None and not p.is_complex() and gradient.shape == p.shape:
+                g = sign * gradient.double()
+                down -= float((g * moved).sum())
+                along += float(moved.square().sum())
+                size += float(g.square().sum())
+        index = watch.optimizers.index(optimizer)
+        self.seen += [Ratio(index, n, step, math.sqrt(moves[n] / s)) for n, s in sizes.items() if s > 0]
+        if along > 0 and size > 0 and math.isfinite(down):
+            self.descents.append(down / math.sqrt(along * size))
         self._before = {}
+        if not self._is_measured(optimizer):
+            self._gradients.clear()
 
 
-def typical(ratios: Iterable[Ratio]) -> float:
-    """The median over the weight matrices of each one's largest ratio; NaN without any."""
-    largest: dict[str, float] = {}
-    for r in ratios:
-        largest[r.name] = max(largest.get(r.name, 0.0), r.ratio)
-    return statistics.median(largest.values()) if largest else float("nan")
-
-
-def _matrices(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
+def _held(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, float, torch.Tensor]]:
+    """The group, the sign of the gradient and each weight that an optimizer steps."""
     for number, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
-            if isinstance(p, torch.Tensor) and not torch.nn.parameter.is_lazy(p) and p.requires_grad and p.dim() > 1:
-                yield number, p
+            if isinstance(p, torch.Tensor) and not torch.nn.parameter.is_lazy(p) and p.requires_grad:
+                yield number, -1.0 if group.get("maximize") is True else 1.0, p

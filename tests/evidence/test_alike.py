@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from pytest_trainloop.evidence.alike import RowsAlike
+from pytest_trainloop.evidence.alike import OtherRows, all_the_first
 from pytest_trainloop.evidence.run import RunPlan, run
 
 
@@ -37,7 +37,7 @@ def alike(model, batch, rows):
 
         return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=fit)
 
-    found = RowsAlike(rows)
+    found = OtherRows(rows, all_the_first)
     run(make, RunPlan(contexts=found.contexts, count=1, enough=lambda r: r.rounds >= 1))
     return found
 

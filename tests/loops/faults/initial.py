@@ -80,8 +80,10 @@ pair(
     "pixels_as_they_are",
     "O1",
     "loss_at_init",
-    "too_high",
+    "inputs_too_large",
+    level="advice",
     culprits=("cross_entropy",),
+    mentions=("inputs are of size",),
     faulty=image_model(lambda x: x),
     fixed=image_model(lambda x: (x - 128) / 640),
 )

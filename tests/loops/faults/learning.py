@@ -217,13 +217,14 @@ pair(
 )
 
 
-# A rate for pretrained weights, on weights that are not: slow, and said so.
+# Four saturating layers under plain gradient descent: the class shares are learned at once, then nothing for long.
 
 
-def fine_tuning(rate):
+def plateau(activation):
     def make():
-        model = mlp(6, 16, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        layers = [nn.Linear(6, 16), *(l for _ in range(3) for l in (activation(), nn.Linear(16, 16))), activation()]
+        model = nn.Sequential(*layers, nn.Linear(16, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return TrainLoop(
             model=model,
             optimizer=optimizer,
@@ -235,12 +236,12 @@ def fine_tuning(rate):
 
 
 pair(
-    "rate_for_other_weights",
+    "plateau_of_saturated_layers",
     "O7",
     "overfit_one_batch",
     "slow",
     level="advice",
     culprits=("lr",),
-    faulty=fine_tuning(1e-3),
-    fixed=fine_tuning(0.1),
+    faulty=plateau(nn.Sigmoid),
+    fixed=plateau(nn.Tanh),
 )

@@ -142,3 +142,36 @@ pair(
     faulty=classifier(3.0),
     fixed=classifier(3e-3),
 )
+
+
+# A warm-up that counts in whole numbers: its factor is 0 for a thousand steps, and never in between.
+
+
+def warmed_up(factor):
+    def make():
+        model = mlp(6, 32, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                schedule.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, scheduler=schedule, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "warm_up_in_whole_numbers",
+    "O7",
+    "update_ratio",
+    "rate_too_low",
+    culprits=("lr",),
+    mentions=("rate is 0",),
+    faulty=warmed_up(lambda step: min(1, step // 1000)),
+    fixed=warmed_up(lambda step: min(1, step / 10)),
+)
