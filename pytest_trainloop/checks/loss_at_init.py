@@ -12,9 +12,10 @@ Why is this bad?
 How it decides
     Chance comes from the call itself, so weights, smoothing, ignored labels, the number of negatives and the reduction
     are in both alike. More than 10 times chance (10 times its root for squared errors) is a fault where it comes from
-    drawn weights: it must fall by a third at least once those of all layers are halved. Where it does not (a cosine
-    under a fixed scale, a margin, a learned temperature) it is by design, and advice, as is more than 3 times chance,
-    what weights give that were loaded, and what inputs give that are not of unit size. Targets that
+    drawn weights: what goes into the loss must shrink by a third at least once the weights of all layers are halved.
+    Where it does not (a cosine under a fixed scale, a margin, a learned temperature) it is by design, and advice, as is
+    more than 3 times chance, what loaded weights or torch's own tables of embeddings give (tied to the output, they
+    have unit variance), and what inputs give that are not of unit size. Targets that
     change with the weights (a target net, a codebook) are left alone. Far below the entropy of the labels, by 5
     standard errors of their mean and under five seeds, is advice: the labels may stand in the input.
     ``init_loss=`` is what the project expects of the first loss that it backpropagates; half as much again, or as
@@ -24,18 +25,10 @@ How it decides
 Faulty
     >>> for p in model.head.parameters():
     ...     torch.nn.init.normal_(p, std=20.0)
-    >>> for x, y in batches:
-    ...     optimizer.zero_grad()
-    ...     F.cross_entropy(model(x), y).backward()
-    ...     optimizer.step()
 
 Fixed
     >>> for p in model.head.parameters():
     ...     torch.nn.init.normal_(p, std=0.02)
-    >>> for x, y in batches:
-    ...     optimizer.zero_grad()
-    ...     F.cross_entropy(model(x), y).backward()
-    ...     optimizer.step()
 
 Known limits
     Only loss functions of ``torch.nn.functional`` (and the modules that call them) are seen.
@@ -63,7 +56,7 @@ FAULT, ADVICE = 10.0, 3.0
 """Times chance from which a loss is a fault, and advice."""
 
 FALLS = 2 / 3
-"""Share of the loss that may be left once all weights are halved: where scores are far too large, half of it is."""
+"""Share of the outputs' size that may be left once weights are halved: half of it, or less, where these make it."""
 
 BELOW = 5.0
 """Standard errors below the entropy of the labels."""
@@ -74,7 +67,7 @@ DECLARED = 1.5
 CONSEQUENCES = ("update_ratio",)
 
 CAUSES = {
-    "too_high": "ten times what an input that knows nothing gives, and far less once all weights are halved",
+    "too_high": "ten times what an input that knows nothing gives, by outputs that shrink as the weights are halved",
     "not_as_declared": "the first loss that is backpropagated is not what init_loss says",
     "inputs_too_large": "the loss is three times chance or more, and not once the inputs are brought to unit size",
     "above_chance": "more than what an input that knows nothing gives, or so by a scale that no weight sets",
@@ -99,7 +92,7 @@ def loss_at_init(evidence: Evidence) -> Iterator[Finding]:
         )
     high = [loss for loss in known if loss.times > ADVICE]
     for worst in sorted(high, key=lambda loss: -loss.times):
-        halved = next((h for h in evidence.initial_losses(scale=0.5) if h.where == worst.where), None)
+        halved = next((h for h in evidence.initial_losses(0.5) if h.where == worst.where), None)
         if halved is None or abs(halved.chance - worst.chance) > 1e-3 * worst.chance:
             continue  # its targets are made by weights, and say nothing of chance
         yield _why(evidence, worst, halved)
@@ -115,8 +108,11 @@ def _why(evidence: Evidence, worst: InitialLoss, halved: InitialLoss) -> Finding
     usual = next((u for u in unit if u.where == worst.where), None)
     if usual is not None and usual.times <= ADVICE:
         return _by_inputs(worst, usual, size)
-    by_weights = worst.times > FAULT and halved.value <= FALLS * worst.value
-    return (_too_high if by_weights and not evidence.loaded() else _above)(worst, halved.value)
+    tables = next((t for t in evidence.initial_losses(0.5, "embeddings") if t.where == worst.where), None)
+    by_weights = worst.times > FAULT and halved.outputs <= FALLS * worst.outputs
+    by_tables = tables is not None and tables.outputs <= FALLS * worst.outputs
+    drawn = by_weights and not by_tables and not evidence.loaded()
+    return (_too_high if drawn else _above)(worst, halved.value)
 
 
 def _by_inputs(loss: InitialLoss, usual: InitialLoss, size: float) -> Finding:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.evidence.accumulation import Accumulation
     from pytest_trainloop.evidence.births import Births
     from pytest_trainloop.evidence.buffers import Resting
-    from pytest_trainloop.evidence.chance import InitialLoss
+    from pytest_trainloop.evidence.chance import InitialLoss, Which
     from pytest_trainloop.evidence.cut import Cut
     from pytest_trainloop.evidence.dependence import Dependence
     from pytest_trainloop.evidence.evaluations import Evaluation, Verdict
@@ -69,7 +69,7 @@ class Evidence:
         self._repetition: Repetition | None = None
         self._one_batch: OneBatch | None = None
         self._declared: dict[str, Any] = {}
-        self._initial: dict[tuple[float, int], list[InitialLoss]] = {}
+        self._initial: dict[tuple[float, str, int], list[InitialLoss]] = {}
         self._offers: frozenset[str] | None = None
         self.own_steps = 0
         self.options: Mapping[str, Any] = {}
@@ -283,16 +283,16 @@ class Evidence:
             self._one_batch = OneBatch(seen, plan, self._counted, other, lambda *at: self.progress(*at))
         return self._one_batch
 
-    def initial_losses(self, scale: float = 1.0, other_seed: int = 0) -> list[InitialLoss]:
-        """The calls of loss functions before the first step: all weights multiplied by this, under another seed."""
+    def initial_losses(self, scale: float = 1.0, of: Which = "all", other_seed: int = 0) -> list[InitialLoss]:
+        """The calls of loss functions before the first step: some weights multiplied by this, under another seed."""
         from pytest_trainloop.evidence.chance import InitialLosses, scaled
 
         self.run()
-        key = scale, other_seed
+        key = scale, of, other_seed
         if key not in self._initial:
             found, plan = InitialLosses(), self._plans[()]
             plan = replace(plan, contexts=found.contexts, enough=lambda r: r.rounds >= 1, seed=plan.seed + other_seed)
-            self._counted(replace(plan, prepare=scaled(scale)))
+            self._counted(replace(plan, prepare=scaled(scale, of)))
             self._initial[key] = found.seen
         return self._initial[key]
 

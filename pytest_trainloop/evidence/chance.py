@@ -10,10 +10,11 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop.observe.functions import LOSSES
@@ -93,16 +94,25 @@ class InitialLosses(TorchFunctionMode):
         return out
 
 
-def scaled(factor: float) -> Callable[[Watch], None]:
-    """Multiplies weight matrices and what else layers hold by this: not what a model keeps beside them, as a learned
-    temperature."""
+Which = Literal["all", "embeddings"]
+
+
+def scaled(factor: float, which: Which = "all") -> Callable[[Watch], None]:
+    """Multiplies weight matrices and what else layers hold by this (not what a model keeps beside them, as a learned
+    temperature), or tables of embeddings only."""
 
     def prepare(watch: Watch) -> None:
+        tables = {id(m.weight) for _, m in watch.book.named_modules() if isinstance(m, nn.Embedding)}
         known = zip(watch.book.entries, watch.book.tensors, strict=True)
         with torch.no_grad():
             for entry, tensor in known if factor != 1.0 else ():
+                chosen = (
+                    id(tensor) in tables
+                    if which == "embeddings"
+                    else tensor.dim() > 1 or (entry.layer and tensor.dim() == 1)
+                )
                 floating = tensor.is_floating_point() or tensor.is_complex()
-                if floating and not torch.nn.parameter.is_lazy(tensor) and (tensor.dim() > 1 or entry.layer):
+                if chosen and floating and not torch.nn.parameter.is_lazy(tensor):
                     tensor.mul_(factor)
 
     return prepare

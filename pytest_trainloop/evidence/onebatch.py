@@ -20,7 +20,6 @@ from pytest_trainloop.observe.events import ScalerCall, Step
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pytest_trainloop.evidence.alike import Change
     from pytest_trainloop.evidence.instead import Move
     from pytest_trainloop.evidence.run import RunPlan
     from pytest_trainloop.loop import TrainLoop
@@ -122,12 +121,12 @@ class OneBatch:
     @property
     def curve(self) -> Curve:
         """The loop itself, until its loss is halved or its steps are spent."""
-        patience = Patience(self.progress, FIRST, MOST, lambda losses, rates: _going(losses, rates, self.ratios))
-        return self._once("own", self.ratios.contexts, patience, self.own)
+        patience = Patience(self.progress, MOST, FIRST, lambda losses, rates: _going(losses, rates, self.ratios))
+        return self._as_it_is("own", self.ratios.contexts, patience, self.own)
 
     def changed(self, name: str, contexts: Contexts) -> Curve:
         """The loop itself with one thing changed."""
-        return self._once(name, contexts, Patience(self.progress, FIRST, FIRST), self.other)
+        return self._as_it_is(name, contexts, Patience(self.progress, FIRST), self.other)
 
     @property
     def going(self) -> bool:
@@ -138,28 +137,32 @@ class OneBatch:
     @property
     def quick(self) -> Curve:
         """The loop with the faster plain Adam in place of its steps, until its loss is halved."""
-        return self._instead("quick", Adam(max(REFERENCE_RATES)), REFERENCE_STEPS, eager=True)
+        return self._instead("quick", Adam(max(REFERENCE_RATES)), Patience(self.progress, REFERENCE_STEPS))
 
     @property
     def still(self) -> Curve:
         """The loop with no weight moving."""
-        return self._instead("still", stay, STILL_STEPS)
+        return self._instead("still", stay, Steps(self.progress, STILL_STEPS))
 
     def reference(self, rate: float) -> Curve:
         """The loop with plain Adam at this rate in place of its steps."""
-        return self._instead(rate, Adam(rate), REFERENCE_STEPS)
+        return self._instead(rate, Adam(rate), Steps(self.progress, REFERENCE_STEPS))
 
     def rows_alike(self, rate: float) -> tuple[Curve, bool]:
         """The same where every row of the model's input is the first, and whether they could be made so."""
-        return self._with_rows("alike", all_the_first, rate, REFERENCE_STEPS)
+        rows = self._rows.setdefault("alike", OtherRows(self.rows, all_the_first))
+        steps = Steps(self.progress, REFERENCE_STEPS)
+        return self._instead(("alike", rate), Adam(rate), steps, rows.contexts), rows.made
 
-    def rows_rolled(self, rate: float) -> tuple[Curve, bool]:
-        """The first steps of the same where every row stands in its neighbour's place, and whether that was made."""
-        return self._with_rows("rolled", each_its_neighbours, rate, ROLLED_STEPS)
-
-    def _with_rows(self, name: str, change: Change, rate: float, steps: int) -> tuple[Curve, bool]:
-        rows = self._rows.setdefault(name, OtherRows(self.rows, change))
-        return self._instead((name, rate), Adam(rate), steps, rows.contexts), rows.made
+    def rows_rolled(self, rate: float) -> tuple[Curve, Curve, bool]:
+        """The first steps of plain Adam, and the same where every row stands in its neighbour's place, both in float64;
+        and whether that could be made."""
+        rows = self._rows.setdefault("rolled", OtherRows(self.rows, each_its_neighbours))
+        wide = replace(self.plan, double=True)
+        plain = self._instead(("straight", rate), Adam(rate), Steps(self.progress, ROLLED_STEPS), plan=wide)
+        steps = Steps(self.progress, ROLLED_STEPS)
+        rolled = self._instead(("rolled", rate), Adam(rate), steps, rows.contexts, plan=wide)
+        return plain, rolled, rows.made and plain.record.double and rolled.record.double
 
     def seconds(self, steps: int) -> float:
         """How long so many further steps take, by what the loop's own took."""
@@ -171,39 +174,48 @@ class OneBatch:
         return sum(curve.record.seconds for name, curve in self._made.items() if name != "own")
 
     def _instead(
-        self, name: object, move: Move, steps: int, also: Contexts = lambda watch: (), *, eager: bool = False
+        self,
+        name: object,
+        move: Move,
+        patience: Steps,
+        also: Contexts = lambda watch: (),
+        *,
+        plan: RunPlan | None = None,
     ) -> Curve:
+        if name in self._made:
+            return self._made[name]
         instead = Instead(move, kind_of(self.seen))
-        made = name in self._made
-        patience = Patience(self.progress, steps, steps, eager=eager)
-        curve = self._once(name, lambda watch: (*also(watch), *instead.contexts(watch)), patience, self.other)
+        contexts: Contexts = lambda watch: (*also(watch), *instead.contexts(watch))  # noqa: E731
+        curve = self._run(plan or self.plan, contexts, patience, self.other)
         self.reached = self.reached or instead.reached
-        known = [] if made else [at for at in instead.work if at < curve.steps]
+        known = [at for at in instead.work if at < curve.steps]
         if known:
             scale = next((e for e in curve.record.of(ScalerCall) if e.what == "scale" and e.enabled), None)
             done = curve.losses[max(known)] - curve.losses[0]
             expected = instead.work[max(known)] / (factor(scale) if scale else 1.0)
-            curve = self._made[name] = replace(curve, done=done, expected=expected)
+            curve = replace(curve, done=done, expected=expected)
+        self._made[name] = curve
         return curve
 
-    def _once(self, name: object, contexts: Contexts, patience: Patience, run: Callable[[RunPlan], Record]) -> Curve:
+    def _as_it_is(self, name: object, contexts: Contexts, patience: Steps, run: Callable[[RunPlan], Record]) -> Curve:
         if name not in self._made:
-            window = max(1, round(self.seen.items / max(1, self.seen.rounds)))
-            record = run(
-                replace(
-                    self.plan,
-                    count=window * MOST,
-                    read_ahead=None,
-                    stream=self._stream,
-                    before_item=lambda number: seed_all(self.plan.seed + number % PHASES),
-                    prepare=patience.prepare,
-                    enough=patience.enough,
-                    contexts=contexts,
-                )
-            )
-            losses = Losses(record).read()
-            self._made[name] = Curve(tuple(losses), _rates(record), record)
+            self._made[name] = self._run(self.plan, contexts, patience, run)
         return self._made[name]
+
+    def _run(self, plan: RunPlan, contexts: Contexts, patience: Steps, run: Callable[[RunPlan], Record]) -> Curve:
+        window = max(1, round(self.seen.items / max(1, self.seen.rounds)))
+        plan = replace(
+            plan,
+            count=window * MOST,
+            read_ahead=None,
+            stream=self._stream,
+            before_item=lambda number: seed_all(self.plan.seed + number % PHASES),
+            prepare=patience.prepare,
+            enough=patience.enough,
+            contexts=contexts,
+        )
+        record = run(plan)
+        return Curve(tuple(Losses(record).read()), _rates(record), record)
 
     def _stream(self, loop: TrainLoop) -> Iterator[Any]:
         """The same batch again and again."""
@@ -212,24 +224,11 @@ class OneBatch:
         return itertools.repeat(batch)
 
 
-class Patience:
-    """When a run on one batch has shown enough: its loss is halved, is not finite any more, falls on and on, or its
-    steps are spent.
+class Steps:
+    """Ends a run after so many steps. Losses are read every fourth: on a GPU each reading waits for it."""
 
-    Losses are read every fourth step: on a GPU each reading waits for it.
-    """
-
-    def __init__(
-        self,
-        progress: Progress,
-        first: int,
-        most: int,
-        going: Going = lambda losses, rates: False,
-        *,
-        eager: bool = True,
-    ) -> None:
-        self._progress, self._first, self._most, self._eager = progress, first, most, eager
-        self._going = going
+    def __init__(self, progress: Progress, most: int) -> None:
+        self._progress, self._most = progress, most
         self._losses: Losses | None = None
         self._steps = 0
         self._over = False
@@ -247,12 +246,28 @@ class Patience:
         losses = self._losses.read()
         if losses:
             self._progress(len(losses), self._most, losses[-1])
-        lost = bool(losses) and not any(map(math.isfinite, losses[-PHASES:]))
-        lost = lost or (self._eager and _in_vain(losses, record))
-        spent = len(losses) >= self._most or (len(losses) >= self._first and not still_falls(losses))
-        sure = SURE <= len(losses) < FIRST and self._going(losses, _rates(record))
-        self._over = lost or spent or sure or (self._eager and halved(losses))
+            lost = not any(map(math.isfinite, losses[-PHASES:]))
+            self._over = lost or self._seen_enough(losses, _rates(record))
         return self._over
+
+    def _seen_enough(self, losses: Sequence[float], rates: Sequence[float]) -> bool:
+        return len(losses) >= self._most
+
+
+class Patience(Steps):
+    """Ends it also once the loss is halved, falls on and on (``going``), does not change any more, or, from ``first``
+    on, stands still."""
+
+    def __init__(
+        self, progress: Progress, most: int, first: int | None = None, going: Going = lambda losses, rates: False
+    ) -> None:
+        super().__init__(progress, most)
+        self._first, self._going = first or most, going
+
+    def _seen_enough(self, losses: Sequence[float], rates: Sequence[float]) -> bool:
+        spent = len(losses) >= self._most or (len(losses) >= self._first and not still_falls(losses))
+        sure = SURE <= len(losses) < FIRST and self._going(losses, rates)
+        return spent or sure or halved(losses) or _in_vain(losses, rates)
 
 
 def _going(losses: Sequence[float], rates: Sequence[float], ratios: Ratios) -> bool:
@@ -261,11 +276,11 @@ def _going(losses: Sequence[float], rates: Sequence[float], ratios: Ratios) -> b
     return held and still_falls(losses) and not ratios.largest < TOO_SMALL
 
 
-def _in_vain(losses: Sequence[float], record: Record) -> bool:
+def _in_vain(losses: Sequence[float], rates: Sequence[float]) -> bool:
     """Whether nothing changes although the rates are not zero."""
     last = losses[-IN_VAIN:]
     same = len(last) == IN_VAIN and all(last[i] == last[i - PHASES] for i in range(PHASES, IN_VAIN))
-    return same and all(rate > 0 for rate in _rates(record)[-IN_VAIN:])
+    return same and all(rate > 0 for rate in rates[-IN_VAIN:])
 
 
 def _rates(record: Record) -> tuple[float, ...]:

@@ -222,7 +222,11 @@ pair(
 
 def plateau(activation):
     def make():
-        layers = [nn.Linear(6, 16), *(l for _ in range(3) for l in (activation(), nn.Linear(16, 16))), activation()]
+        layers = [
+            nn.Linear(6, 16),
+            *(layer for _ in range(3) for layer in (activation(), nn.Linear(16, 16))),
+            activation(),
+        ]
         model = nn.Sequential(*layers, nn.Linear(16, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return TrainLoop(

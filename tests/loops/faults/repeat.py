@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import time
+import zlib
 
 import numpy as np
 import torch
@@ -179,7 +180,7 @@ class ScatteredSum(torch.autograd.Function):
         ctx.save_for_backward(x)
         parts = list((x * x).flatten().split(2))
         if not torch.are_deterministic_algorithms_enabled():
-            turn = next(ARRIVALS) % len(parts)
+            turn = zlib.crc32(str(next(ARRIVALS)).encode()) % len(parts)
             parts = parts[turn:] + parts[:turn]
         total = torch.zeros(())
         for part in parts:
