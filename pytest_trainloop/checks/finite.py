@@ -10,8 +10,9 @@ Why is this bad?
     without the batch, and nobody knows how many were lost.
 
 How it decides
-    A fault is one of four. A weight that trains is not finite before the first step. Weights that were finite are not
-    after it; or no loss that was backpropagated was finite, and nothing trained. A loss, or a gradient, that is not
+    A fault is one of five. A weight that trains is not finite before the first step. Weights that were finite are not
+    after it; or no loss that was backpropagated was finite, and nothing trained; or every batch is left out since no
+    loss is finite, and no step is ever made. A loss, or a gradient, that is not
     finite is made so by an operation (``nan_to_num``, ``where``, an assignment) and a step is made all the same.
     Loops that leave such a batch out openly (no backward pass, or no step) are right, a loss scaler that skips a step
     as well. Infinities that are written out, as masks are, are meant; so is what softmax makes of them.
@@ -83,7 +84,7 @@ def finite(evidence: Evidence) -> Iterator[Finding]:
         return
     lost, bad = facts.ruined(record), facts.bad_losses(record)
     wary = record.wary or facts.losses_not_finite(record)
-    if lost or bad or (record.raised is not None and wary):
+    if lost or bad or facts.never_stepped(record) or (record.raised is not None and wary):
         yield from _spread(record, evidence.births(), lost, bad, facts.explosion(record))
     elif cleaned := facts.cleaned_gradients(record):
         yield _gradient_masked(cleaned, evidence.births().gradient)
@@ -186,10 +187,11 @@ def _born(record: Record, birth: Birth, lost: Sequence[Parameter], bad: int) -> 
     backward = birth.direction == "backward"
     when = "before any optimizer step" if not birth.step else f"after {birth.step} optimizer steps"
     made = "gradients that are not finite" if backward else birth.value
+    given = "infinite" if birth.of_infinite and not backward else "finite"
     trail = f"; before it: {', '.join(birth.trail)}" if birth.trail else ""
     return Finding(
         cause="made_in_backward" if backward else "made_in_forward",
-        summary=f"{_where_from(birth)} makes {made} of finite values, {when}",
+        summary=f"{_where_from(birth)} makes {made} of {given} values, {when}",
         measured=(
             f"it was given values in [{birth.low:.3g}, {birth.high:.3g}]; "
             + (
@@ -197,12 +199,16 @@ def _born(record: Record, birth: Birth, lost: Sequence[Parameter], bad: int) -> 
                 if lost
                 else f"{bad} of {len(record.backwards())} losses that were backpropagated are not finite"
                 if bad
+                else "no step was made"
+                if not record.steps
                 else "fit raised an exception after it"
             )
         ),
         shown_by=(
             "the loss is finite; gradients are where they come in at its result, and are not where they leave it"
             if backward
+            else "the first operation of the run that makes NaN, of an infinity that is meant or handed in"
+            if birth.of_infinite
             else "the first operation of the run whose result is not finite while all it is given is"
         )
         + trail,

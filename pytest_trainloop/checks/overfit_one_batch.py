@@ -15,9 +15,11 @@ How it decides
     steps that change its weights: it is merely slow, as fine-tuning is.
     It fails by one of these observations. A clip leaves a hundredth of the gradient or less, the loss stands still, and
     higher rates learn the batch. The rates of all steps add up to less than five at their peak, and held there they
-    learn it. Steps lead up the gradient. The rate is far too low or too high, as update_ratio tells. Plain Adam, too,
-    stops above half of the first loss, at the very loss that it comes to when all rows of the input are the same, and
-    takes the same way there when every row stands in its neighbour's place: the model cannot use its input.
+    learn it. It stands still, and without weight decay it learns. Every step finds the weights, bit for bit, where the
+    first did: each update is undone. Steps lead up the gradient. The rate is far too low or too high, as update_ratio
+    tells. Plain Adam, too, stops above half of the first loss, at the very loss that it comes to when all rows of the
+    input are the same, and takes the same way there when every row stands in its neighbour's place: the model cannot
+    use its input.
     Curves alone are no fault: the loss of many a right loop stands on a plateau for thousands of steps.
     A loss is judged only where it is one. It must come again with its seed while no weight moves, and change by what
     its gradients say (the integral of gradient times displacement): policy gradients, targets that move and annealed
@@ -79,6 +81,8 @@ CAUSES = {
     "rate_decays": "the rates add up to a few steps at their peak, and held there they learn the batch",
     "clipped_away": "gradients are clipped to a hundredth or less, and higher rates, which undo that, learn the batch",
     "not_learning": "steps lead up the gradient, or other rates learn the batch, or an earlier check says why",
+    "update_undone": "steps move the weights, and each finds them bit for bit where the first had found them",
+    "drowned_by_decay": "without weight decay, and with nothing else changed, the batch is learned",
     "slow": "the loss stands on a plateau in steps in which plain Adam goes much further",
 }
 
@@ -97,6 +101,9 @@ def overfit_one_batch(evidence: Evidence) -> Iterator[Finding]:
     if behind := evidence.behind("overfit_one_batch"):
         if batch.curve.stands_still:
             yield _follows(batch, behind[0])
+        return
+    if batch.ratios.undone:
+        yield _undone(batch)
         return
     clip = clipped_to(batch.seen)
     clipped = clip is not None and clip.share <= CLIPPED and batch.curve.stands_still
@@ -137,6 +144,20 @@ def _follows(batch: OneBatch, behind: Finding) -> Finding:
     )
 
 
+def _undone(batch: OneBatch) -> Finding:
+    curve = batch.curve
+    return Finding(
+        cause="update_undone",
+        summary="every update is undone before the next step: the weights are always where they began",
+        measured=f"loss {curve.start:.4g} at the start, {curve.end:.4g} after {curve.steps} steps",
+        shown_by="steps move the weights, and each finds them bit for bit where the first had found them",
+        culprits=("weights",),
+        where=next((str(s.place) for s in batch.seen.consuming_steps()), ""),
+        repair="look for what writes the weights after the step: a load_state_dict, an average copied back, a restore",
+        explains=("update_ratio",),
+    )
+
+
 def _unused(found: Learning, alike: float) -> Finding:
     return Finding(
         cause="input_unused",
@@ -157,7 +178,7 @@ def _unused(found: Learning, alike: float) -> Finding:
 def _stuck(batch: OneBatch, found: Learning, seconds: float) -> Finding:
     """The first observation that names a cause; advice where there is none."""
     from pytest_trainloop.evidence.clips import clipped_to
-    from pytest_trainloop.evidence.cures import held, higher, lower
+    from pytest_trainloop.evidence.cures import held, higher, lower, undecayed
 
     if found.by_hand:
         return _slow(batch, found, "weights or gradients are also written by hand, which may be meant to slow it")
@@ -166,6 +187,8 @@ def _stuck(batch: OneBatch, found: Learning, seconds: float) -> Finding:
         helped = higher(batch, found, seconds)
         if helped is not None:
             return _clipped(found, clip, helped)
+    if found.nowhere and (without := undecayed(batch, found)) is not None:
+        return _drowned(batch, found, without)
     if found.decayed and (curve := held(batch, found)) is not None:
         return _decays(batch, found, curve)
     if found.astray:
@@ -188,6 +211,20 @@ def _clipped(found: Learning, clip: Clip, helped: Cure) -> Finding:
         culprits=(clip.by,),
         where=clip.where,
         repair="clip at the size of ordinary gradients (1.0 for most models), or raise the rate",
+        explains=("update_ratio",),
+    )
+
+
+def _drowned(batch: OneBatch, found: Learning, without: Curve) -> Finding:
+    decay = max(d for o in batch.seen.optimizers for d in o.decays)
+    return Finding(
+        cause="drowned_by_decay",
+        summary=f"weight decay of {decay:g} drowns the gradient: the loop does not learn its batch",
+        measured=_reached(found),
+        shown_by=f"without decay, and with nothing else changed, the batch is learned in {without.steps} steps",
+        culprits=("weight_decay",),
+        where=next((str(s.place) for s in batch.seen.consuming_steps()), ""),
+        repair="a smaller weight_decay (AdamW's default is 0.01; each step takes rate times decay off the weights)",
         explains=("update_ratio",),
     )
 

@@ -76,7 +76,7 @@ CAUSES = {
 @check(needs={"run"}, causes=CAUSES, family="learning", rank=10)
 def update_ratio(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.evidence.clips import clipped_to
-    from pytest_trainloop.evidence.cures import higher, lower
+    from pytest_trainloop.evidence.cures import higher, lower, undecayed
     from pytest_trainloop.evidence.learning import learning, require_a_curve, single_loss
 
     single_loss(evidence.run())
@@ -90,7 +90,9 @@ def update_ratio(evidence: Evidence) -> Iterator[Finding]:
     found = learning(batch, seconds)
     if found.hopeless:
         raise CannotDecide("plain Adam does not lower the loss either; give a batch that the model can learn by heart")
-    if found.by_hand or found.learned or found.astray or found.decayed:
+    if found.by_hand or found.learned or found.astray or found.decayed or batch.ratios.undone:
+        return
+    if found.nowhere and undecayed(batch, found) is not None:
         return
     clip = clipped_to(batch.seen)
     if found.peak == 0:

@@ -52,7 +52,8 @@ Direction = Literal["forward", "backward"]
 @dataclass(frozen=True, slots=True)
 class Birth:
     """``value`` is "NaN" or "inf"; ``low`` and ``high`` bound what the operation was given, ``step`` counts the
-    optimizer steps before it, ``trail`` lists the modules before it with their ranges."""
+    optimizer steps before it, ``trail`` lists the modules before it with their ranges; ``of_infinite`` says that some
+    of what it was given was infinite already."""
 
     op: str
     place: Place
@@ -63,6 +64,7 @@ class Birth:
     high: float
     step: int
     trail: tuple[str, ...]
+    of_infinite: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +207,9 @@ class Births(TorchFunctionMode):
 
     def _born(self, watch: Watch, seen: _Seen, value: str, direction: Direction) -> Birth:
         trail = tuple(self._trail)
+        place, module = here(4)[0], watch.module_path()
         return Birth(
-            seen.name, here(4)[0], watch.module_path(), value, direction, *seen.bounds, watch.record.steps, trail
+            seen.name, place, module, value, direction, *seen.bounds, watch.record.steps, trail, bool(seen.bad)
         )
 
     def _may_be_loss(self, tensor: torch.Tensor) -> bool:

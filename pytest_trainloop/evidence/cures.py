@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pytest_trainloop.evidence.decay import without_decay
 from pytest_trainloop.evidence.learning import LEARNED
 from pytest_trainloop.evidence.rates import held_at_their_peak, times
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 HIGHER = (10.0, 100.0, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8)
 LOWER = (0.1, 0.01, 1e-3)
+
+WORTH = 1e-5
+"""Updates relative to the weights below which no factor on the rates is tried: 200 of them change nothing."""
 
 IN_VAIN = 1e4
 """Factor on the rates that changes nothing at all where weights do not move by them."""
@@ -39,7 +43,8 @@ class Cure:
 def higher(batch: OneBatch, found: Learning, seconds: float) -> Cure | None:
     """The first higher rates that learn the batch. None are tried any more once all runs that are not the loop's own
     took so many seconds."""
-    return _first(batch, found, HIGHER, seconds)
+    worth = [factor for factor in HIGHER if factor * found.ratio >= WORTH] if found.ratio > 0 else HIGHER
+    return _first(batch, found, worth, seconds)
 
 
 def lower(batch: OneBatch, found: Learning, seconds: float) -> Cure | None:
@@ -50,6 +55,14 @@ def lower(batch: OneBatch, found: Learning, seconds: float) -> Cure | None:
 def held(batch: OneBatch, found: Learning) -> Curve | None:
     """The run with rates held at their peak, if it learns."""
     curve = batch.changed("rates held", held_at_their_peak())
+    return curve if _learns(curve, found) else None
+
+
+def undecayed(batch: OneBatch, found: Learning) -> Curve | None:
+    """The run without weight decay, if there is some and it learns without."""
+    if not any(decay > 0 for o in batch.seen.optimizers for decay in o.decays):
+        return None
+    curve = batch.changed("no decay", without_decay)
     return curve if _learns(curve, found) else None
 
 

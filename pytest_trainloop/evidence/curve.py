@@ -118,7 +118,7 @@ def rising(rates: Sequence[float]) -> bool:
 
 
 def still_falls(losses: Sequence[float]) -> bool:
-    """Whether the second half of a run brought at least a fifth of what the first did."""
+    """Whether the loss is below where it began, and the second half brought at least a fifth of what the first did."""
     half = len(losses) // 2
     start, middle, end = mean(losses[:PHASES]), level(losses, half), level(losses)
-    return end < middle and middle - end > 0.2 * (start - middle)
+    return end < min(start, middle, losses[0]) and middle - end > 0.2 * (start - middle)

@@ -77,6 +77,12 @@ def losses_not_finite(record: Record) -> bool:
     return any(call.value is not None and not math.isfinite(call.value) for call in record.of(LossCall))
 
 
+def never_stepped(record: Record) -> bool:
+    """Whether a loop that came to its end made no step at all, and no loss function gave it anything finite."""
+    losses = [call.value for call in record.of(LossCall) if call.value is not None]
+    return record.ended and not record.steps and len(losses) >= LEAST and not any(map(math.isfinite, losses))
+
+
 def cleaned_gradients(record: Record) -> GradWrite | None:
     """The write that made a gradient finite which had arrived otherwise, and that a step then consumed."""
     arrived = {p.index: list(record.arrivals(p.index)) for p in record.parameters}

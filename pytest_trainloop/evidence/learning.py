@@ -91,6 +91,11 @@ class Learning:
         return self.diverged or (self.ratio >= TOO_LARGE and not self.falling and not self.learned)
 
     @property
+    def nowhere(self) -> bool:
+        """Whether the loop has gone next to nowhere, and goes no further."""
+        return self.progress < STUCK and not self.falling
+
+    @property
     def stands_still(self) -> bool:
         return self.progress < STUCK and self.start - self.end < LITTLE * abs(self.start)
 

@@ -273,7 +273,8 @@ class Patience(Steps):
 def _going(losses: Sequence[float], rates: Sequence[float], ratios: Ratios) -> bool:
     known = [rate for rate in rates if not math.isnan(rate)]
     held = not known or known[-1] >= HELD * max(known)
-    return held and still_falls(losses) and not ratios.largest < TOO_SMALL
+    fell = mean(losses[:PHASES]) - level(losses) >= LITTLE * abs(losses[0])
+    return held and fell and still_falls(losses) and not ratios.largest < TOO_SMALL
 
 
 def _in_vain(losses: Sequence[float], rates: Sequence[float]) -> bool:

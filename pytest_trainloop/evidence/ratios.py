@@ -23,6 +23,10 @@ MEASURED = frozenset({0, 3, 11, 24, 49, 99, 149, 199, 249, 299})
 """Steps at which ratios are measured: a copy of the weights at each would double the time of a small loop."""
 
 
+LEAST = 3
+"""Steps that must find the weights where the first had found them before updates are said to be undone."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ratio:
     """By how much of their size one step moved the weight matrices of a group, all of them joined."""
@@ -43,6 +47,8 @@ class Ratios:
     def __init__(self) -> None:
         self.seen: list[Ratio] = []
         self.descents: list[float] = []
+        self._began: dict[int, torch.Tensor] = {}
+        self._returns: list[bool] = []
         self._steps: dict[int, int] = {}
         self._before: dict[int, torch.Tensor] = {}
         self._gradients: dict[int, torch.Tensor] = {}
@@ -52,6 +58,11 @@ class Ratios:
     def largest(self) -> float:
         """The largest ratio of any group at any measured step; NaN without weight matrices."""
         return max((r.ratio for r in self.seen), default=math.nan)
+
+    @property
+    def undone(self) -> bool:
+        """Whether steps moved weights and each found them, bit for bit, where the first had."""
+        return len(self._returns) >= LEAST and all(self._returns)
 
     @property
     def descent(self) -> float:
@@ -74,6 +85,7 @@ class Ratios:
             if self._depth == 1 and self._is_measured(optimizer):
                 with torch.no_grad(), watch.quietly():
                     self._before = {id(p): p.detach().clone() for _, _, p in _held(optimizer)}
+                    self._look_whether_undone()
 
         def leave(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
             self._depth = max(0, self._depth - 1)
@@ -94,6 +106,15 @@ class Ratios:
         with torch.no_grad(), watch.quietly():
             known = self._gradients.get(id(tensor))
             self._gradients[id(tensor)] = gradient.detach().clone() if known is None else known + gradient
+
+    def _look_whether_undone(self) -> None:
+        """Compare with where the weights of this optimizer stood at its first step, once it has moved some."""
+        known = [(now, self._began[key]) for key, now in self._before.items() if key in self._began]
+        moved = any(r.ratio > 0 for r in self.seen)
+        if known and moved:
+            self._returns.append(all(torch.equal(now, first) for now, first in known))
+        for key, now in self._before.items():
+            self._began.setdefault(key, now)
 
     def _measure(self, watch: Watch, optimizer: torch.optim.Optimizer) -> None:
         step = self._steps.get(id(optimizer), 0)

@@ -456,3 +456,37 @@ pair(
     faulty=looked_up(0.0),
     fixed=looked_up(1e-6),
 )
+
+
+# Every batch whose loss is not finite is left out, and none is: nothing ever trains.
+
+
+def left_out(log_of):
+    def make():
+        model = mlp(6, 16, 3)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+
+        def fit(batches):
+            for x, y in batches:
+                loss = F.nll_loss(log_of(model(x)), y)
+                if not torch.isfinite(loss):
+                    continue
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "every_batch_left_out",
+    "I3b",
+    "finite",
+    "made_in_forward",
+    culprits=("log",),
+    mentions=("no step was made",),
+    faulty=left_out(lambda out: (out - out.amax(1, keepdim=True)).log()),
+    fixed=left_out(lambda out: F.log_softmax(out, 1)),
+)

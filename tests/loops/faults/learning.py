@@ -211,7 +211,7 @@ pair(
     "overfit_one_batch",
     "not_learning",
     culprits=("optimizer",),
-    mentions=("rises", "plain Adam"),
+    mentions=("up the gradient", "plain Adam"),
     faulty=own_optimizer(1.0),
     fixed=own_optimizer(-1.0),
 )
@@ -248,4 +248,67 @@ pair(
     culprits=("lr",),
     faulty=plateau(nn.Sigmoid),
     fixed=plateau(nn.Tanh),
+)
+
+
+# The best weights so far are written back after every step; the best are those of the start.
+
+
+def keeping_the_best(restore):
+    def make():
+        model = mlp(6, 32, 3)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        best = {name: value.clone() for name, value in model.state_dict().items()}
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                if restore:
+                    model.load_state_dict(best)
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "weights_put_back_after_every_step",
+    "O1",
+    "overfit_one_batch",
+    "update_undone",
+    culprits=("weights",),
+    where="optimizer.step()",
+    faulty=keeping_the_best(restore=True),
+    fixed=keeping_the_best(restore=False),
+)
+
+
+# A decay that was meant as a factor per epoch.
+
+
+def decayed(amount):
+    def make():
+        model = GPT()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=amount)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.tokens(),
+            fit=lambda batches: train(optimizer, batches, lambda b: lm_loss(model, b)),
+        )
+
+    return make
+
+
+pair(
+    "decay_that_drowns_the_gradient",
+    "O6",
+    "overfit_one_batch",
+    "drowned_by_decay",
+    culprits=("weight_decay",),
+    where="optimizer.step()",
+    faulty=decayed(300.0),
+    fixed=decayed(0.01),
 )

@@ -43,7 +43,7 @@ pair(
     "rate_too_low",
     culprits=("lr",),
     where="optimizer.step()",
-    mentions=("learn", "of its size"),
+    mentions=("learn", "of their size"),
     faulty=language_model(1e-9),
     fixed=language_model(1e-3),
 )
