@@ -43,6 +43,7 @@ References
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks import check
@@ -311,8 +312,15 @@ def _arrives_as_zero(evidence: Evidence, record: Record, zero: Sequence[Paramete
         chosen = [n for n in names if n in cut.reached]
         by_batch = "softmax" in cut.candidate.op and not cut.candidate.by_shape  # attention over the one key there is
         beside = by_batch and any(record.reached(p.index) for p in record.parameters)
+        beside = beside or (_bounds(cut) and all(math.prod(p.shape) == 1 for p in left if p.name in chosen))
         yield _zeroed_by(tuple(chosen), cut, "advice" if beside else "fault")
         left = [p for p in left if p.name not in cut.reached]
+
+
+def _bounds(cut: Cut) -> bool:
+    """Whether the operation keeps a number within bounds: a single one that stands there (CLIP's scale) may be meant
+    to."""
+    return cut.candidate.op.rstrip("_") in ("clamp", "clip", "clamp_min", "clamp_max", "minimum", "maximum", "hardtanh")
 
 
 def _zero_advice(names: Sequence[str]) -> Finding:

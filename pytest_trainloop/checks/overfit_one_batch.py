@@ -112,14 +112,14 @@ def overfit_one_batch(evidence: Evidence) -> Iterator[Finding]:
         return
     seconds = float(evidence.options.get("seconds", SECONDS))
     found = learning(batch, seconds)
-    if found.hopeless:
+    alike = unused(batch, found)
+    if alike is not None:
+        yield _unused(batch, found, alike)
+    elif found.hopeless:
         raise CannotDecide(
             f"plain Adam takes no more than {found.start - found.reference:.2g} off the loss of {found.start:.3g} "
             "either (little to learn, or few weights that train); give a batch that the model can learn by heart"
         )
-    alike = unused(batch, found)
-    if alike is not None:
-        yield _unused(found, alike)
     elif not (found.learned or going):
         yield _stuck(batch, found, seconds)
 
@@ -158,18 +158,28 @@ def _undone(batch: OneBatch) -> Finding:
     )
 
 
-def _unused(found: Learning, alike: float) -> Finding:
+def _unused(batch: OneBatch, found: Learning, alike: float) -> Finding:
+    lost = batch.lost_before
     return Finding(
         cause="input_unused",
-        summary="the model cannot use its input: whatever the rows hold, the loss is the same",
-        measured=(
-            f"plain Adam comes from {found.start:.4g} to {found.reference:.4g}, with all rows alike to {alike:.4g}"
+        summary=(
+            "the model cannot use its input: all rows that reach its first layer are the same"
+            if lost
+            else "the model cannot use its input: whatever the rows hold, the loss is the same"
         ),
-        shown_by="with each row in its neighbour's place and the labels in theirs, the loss goes the same way",
+        measured=(
+            f"plain Adam comes from {found.start:.4g} to {found.reference:.4g}"
+            + ("" if lost else f", with all rows alike to {alike:.4g}")
+        ),
+        shown_by=(
+            "the rows of the batch differ, and those that come in at layers with weights do not"
+            if lost
+            else "with each row in its neighbour's place and the labels in theirs, the loss goes the same way"
+        ),
         culprits=("model",),
         repair=(
             "look for what makes rows alike: shapes (N, 1) against (N,) that broadcast in the loss, units that are all "
-            "dead or saturated, a mask that hides everything"
+            "dead or saturated, a mask that hides everything, whole numbers that were divided (uint8 // 255)"
         ),
         explains=("update_ratio",),
     )

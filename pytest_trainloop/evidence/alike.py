@@ -43,8 +43,8 @@ def takes_data(module: nn.Module, args: Any) -> bool:
 class OtherRows:
     """To be used by ``contexts`` of a run over batches with so many rows.
 
-    ``changed`` tells that some input became another, ``passed_on`` that some went in as it was, since its rows could
-    not be told.
+    ``came`` tells that some input had rows, ``changed`` that some became another, ``passed_on`` that some went in as it
+    was, since its rows could not be told.
     """
 
     def __init__(self, rows: int, change: Change) -> None:
@@ -52,6 +52,7 @@ class OtherRows:
         self._change = change
         self.changed = False
         self.passed_on = False
+        self.came = False
 
     @property
     def made(self) -> bool:
@@ -82,6 +83,7 @@ class OtherRows:
         if axis is None:
             self.passed_on = self.passed_on or not (given.dim() > 0 and given.shape[0] == 1)
             return given
+        self.came = True
         other = self._change(given, axis)
         self.changed = self.changed or not torch.equal(other, given)
         return other

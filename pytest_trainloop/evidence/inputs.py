@@ -27,13 +27,19 @@ def unused(batch: OneBatch, found: Learning) -> float | None:
     """The loss that is reached with all rows alike, if the model cannot use its input.
 
     Nothing is said where plain Adam halves the loss; where fewer weights train than twice the rows (a small model may
-    learn next to nothing of many rows); where targets are made by weights that are not trained but moved.
+    learn next to nothing of many rows); where targets are made by weights that are not trained but moved. Where plain
+    Adam hardly lowers the loss at all, the batch must hold labels that differ, and no other net may make targets.
     """
     if found.start <= 0 or found.reference <= found.start / 2:
         return None
     if _trained(batch.seen) < 2 * batch.rows or batch.seen.moved_by_hand() - set(batch.seen.held):
         return None
+    labelled = batch.differing >= 2 and all(f.grad_enabled for f in batch.seen.root_forwards())
+    if found.hopeless and not labelled:
+        return None
     straight, rolled, made = batch.rows_rolled(found.rate)
+    if labelled and batch.lost_before:
+        return found.reference
     if not made or not _same_way(rolled, straight):
         return None
     alike, made = batch.rows_alike(found.rate)

@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pytest_trainloop import batch as nests
 from pytest_trainloop.evidence.alike import OtherRows, all_the_first, each_its_neighbours
 from pytest_trainloop.evidence.batches import first_batches
@@ -105,7 +107,8 @@ class Curve:
 class OneBatch:
     """The runs, each made when it is first asked for. ``seen`` is the watched run, ``plan`` how it was made; ``own``
     makes a run whose steps count as the loop's own, ``other`` one with something of ours in it; ``progress`` is told
-    how far they are. ``reached`` tells that some step of ours found a gradient."""
+    how far they are. ``reached`` tells that some step of ours found a gradient,
+    ``differing`` how many tensors of the batch have rows that differ."""
 
     seen: Record
     plan: RunPlan
@@ -114,6 +117,7 @@ class OneBatch:
     progress: Progress = lambda step, most, loss: None
     ratios: Ratios = field(default_factory=Ratios)
     rows: int = 0
+    differing: int = 0
     _made: dict[object, Curve] = field(default_factory=dict)
     _rows: dict[str, OtherRows] = field(default_factory=dict)
     reached: bool = False
@@ -163,6 +167,12 @@ class OneBatch:
         steps = Steps(self.progress, ROLLED_STEPS)
         rolled = self._instead(("rolled", rate), Adam(rate), steps, rows.contexts, plan=wide)
         return plain, rolled, rows.made and plain.record.double and rolled.record.double
+
+    @property
+    def lost_before(self) -> bool:
+        """Whether all rows that come in at the first layers are the same."""
+        rolled = self._rows.get("rolled")
+        return rolled is not None and rolled.came and not rolled.changed and not rolled.passed_on
 
     def seconds(self, steps: int) -> float:
         """How long so many further steps take, by what the loop's own took."""
@@ -221,6 +231,7 @@ class OneBatch:
         """The same batch again and again."""
         batch = first_batches(loop, 1)[0] if loop.batch is None else loop.batch
         self.rows = nests.rows(batch)
+        self.differing = sum(_rows_differ(t, self.rows) for t in nests.tensors(batch))
         return itertools.repeat(batch)
 
 
@@ -282,6 +293,11 @@ def _in_vain(losses: Sequence[float], rates: Sequence[float]) -> bool:
     last = losses[-IN_VAIN:]
     same = len(last) == IN_VAIN and all(last[i] == last[i - PHASES] for i in range(PHASES, IN_VAIN))
     return same and all(rate > 0 for rate in rates[-IN_VAIN:])
+
+
+def _rows_differ(tensor: torch.Tensor, rows: int) -> bool:
+    plain = tensor.layout is torch.strided and not tensor.is_nested and tensor.dim() > 0 and len(tensor) == rows > 1
+    return plain and not torch.equal(tensor, tensor[:1].expand_as(tensor))
 
 
 def _rates(record: Record) -> tuple[float, ...]:

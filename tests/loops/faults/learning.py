@@ -312,3 +312,33 @@ pair(
     faulty=decayed(300.0),
     fixed=decayed(0.01),
 )
+
+
+# Pixels are divided as whole numbers: every image is black.
+
+
+def pixels(scale):
+    def make():
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        images, labels = data.images(rows=16)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=((images * 50 + 120).clamp(0, 254).to(torch.uint8), labels),
+            fit=lambda batches: train(optimizer, batches, lambda b: F.cross_entropy(model(scale(b[0])), b[1])),
+        )
+
+    return make
+
+
+pair(
+    "pixels_divided_as_whole_numbers",
+    "O1",
+    "overfit_one_batch",
+    "input_unused",
+    culprits=("model",),
+    mentions=("first layer are the same",),
+    faulty=pixels(lambda x: (x // 255).to(torch.get_default_dtype())),
+    fixed=pixels(lambda x: x.to(torch.get_default_dtype()) / 255),
+)
