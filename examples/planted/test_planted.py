@@ -15,12 +15,17 @@ from digits_cnn.trainer import Trainer, TrainerConfig
 from planted import (
     adapters_frozen,
     adapters_match_nothing,
+    average_written_back,
     backward_in_the_if,
     base_left_trainable,
     blocks_in_a_list,
     checkpoint_over_frozen_embeddings,
     clip_after_step,
     clip_before_unscale,
+    clip_far_too_tight,
+    constant_pixels_standardised,
+    decay_for_an_epoch,
+    distance_without_eps,
     divided_in_two_places,
     eval_left_on,
     evaluated_in_training_mode,
@@ -32,15 +37,19 @@ from planted import (
     frozen_norms_in_training,
     frozen_with_momentum,
     gradients_left_when_freezing,
+    head_drawn_wide,
     head_left_out,
     head_swapped_after_optimizer,
     last_window_left_over,
     loss_not_divided,
     mean_of_token_means,
     momentum_for_one_group,
+    nan_loss_as_zero,
     noise_from_the_system,
     noise_that_goes_on,
     optimizer_on_a_copy,
+    rate_in_another_unit,
+    rate_of_gradient_descent,
     result_dropped,
     schedule_by_micro_batch,
     scheduler_before_optimizer,
@@ -406,3 +415,57 @@ def test_noise_from_the_system():
 def test_noise_that_goes_on():
     """The noise is another one in every run of a process."""
     return digits_loop(noise_that_goes_on.Trainer)
+
+
+@pytest.mark.trainloop
+def test_constant_pixels_standardised():
+    """Pixels that are the same in the whole batch are divided by a spread of zero."""
+    return digits_loop(constant_pixels_standardised.Trainer)
+
+
+@pytest.mark.trainloop
+def test_nan_loss_as_zero():
+    """A loss that is NaN is replaced by zero."""
+    return digits_loop(nan_loss_as_zero.Trainer)
+
+
+@pytest.mark.trainloop
+def test_distance_without_eps():
+    """The slope of a root at zero is infinite."""
+    return digits_loop(distance_without_eps.Trainer)
+
+
+@pytest.mark.trainloop
+def test_rate_in_another_unit():
+    """The rate is a million times too low."""
+    return gpt_loop(configure=rate_in_another_unit.configure_optimizer)
+
+
+@pytest.mark.trainloop
+def test_rate_of_gradient_descent():
+    """The rate is thousands of times too high."""
+    return gpt_loop(configure=rate_of_gradient_descent.configure_optimizer)
+
+
+@pytest.mark.trainloop
+def test_decay_for_an_epoch():
+    """The schedule counts epochs and is stepped per batch."""
+    return digits_loop(decay_for_an_epoch.Trainer)
+
+
+@pytest.mark.trainloop
+def test_clip_far_too_tight():
+    """The clip leaves next to nothing of the gradients."""
+    return digits_loop(clip_far_too_tight.Trainer)
+
+
+@pytest.mark.trainloop
+def test_average_written_back():
+    """Every update is undone."""
+    return digits_loop(average_written_back.Trainer)
+
+
+@pytest.mark.trainloop
+def test_head_drawn_wide():
+    """The first loss is far above chance."""
+    return digits_loop(model_class=head_drawn_wide.SmallCNN)

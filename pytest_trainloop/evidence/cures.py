@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 HIGHER = (10.0, 100.0, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8)
 LOWER = (0.1, 0.01, 1e-3)
 
-WORTH = 1e-5
-"""Updates relative to the weights below which no factor on the rates is tried: 200 of them change nothing."""
+WORTH = 3e-4
+"""Updates relative to the weights below which no factor on the rates is tried: right loops have 1e-4 to 1e-2."""
 
 IN_VAIN = 1e4
 """Factor on the rates that changes nothing at all where weights do not move by them."""
@@ -69,13 +69,13 @@ def undecayed(batch: OneBatch, found: Learning) -> Curve | None:
 def _first(batch: OneBatch, found: Learning, factors: Sequence[float], seconds: float) -> Cure | None:
     top = max((r for r in batch.curve.rates if not math.isnan(r)), default=math.nan)
     for number, factor in enumerate(factors):
-        if batch.spent > seconds:
+        if not _affordable(batch, factor, seconds):
             return None
         curve = _times(batch, factor)
         if _learns(curve, found):
             last = factor
             for further in factors[number + 1 : number + 3]:
-                if batch.spent > seconds or not _learns(_times(batch, further), found):
+                if not _affordable(batch, further, seconds) or not _learns(_times(batch, further), found):
                     break
                 last = further
             low, high = sorted((factor * top, last * top))
@@ -86,7 +86,15 @@ def _first(batch: OneBatch, found: Learning, factors: Sequence[float], seconds: 
 
 
 def _times(batch: OneBatch, factor: float) -> Curve:
-    return batch.changed(f"rates times {factor:g}", times(factor))
+    return batch.changed(_name(factor), times(factor))
+
+
+def _name(factor: float) -> str:
+    return f"rates times {factor:g}"
+
+
+def _affordable(batch: OneBatch, factor: float, seconds: float) -> bool:
+    return batch.spent <= seconds or batch.has(_name(factor))
 
 
 def _learns(curve: Curve, found: Learning) -> bool:

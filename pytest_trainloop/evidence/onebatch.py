@@ -174,6 +174,10 @@ class OneBatch:
         rolled = self._rows.get("rolled")
         return rolled is not None and rolled.came and not rolled.changed and not rolled.passed_on
 
+    def has(self, name: str) -> bool:
+        """Whether the run of this name is made."""
+        return name in self._made
+
     def seconds(self, steps: int) -> float:
         """How long so many further steps take, by what the loop's own took."""
         return self.curve.record.seconds / max(1, self.curve.steps) * steps
