@@ -22,7 +22,6 @@ from planted import (
     checkpoint_over_frozen_embeddings,
     clip_after_step,
     clip_before_unscale,
-    clip_far_too_tight,
     constant_pixels_standardised,
     decay_for_an_epoch,
     distance_without_eps,
@@ -451,12 +450,6 @@ def test_rate_of_gradient_descent():
 def test_decay_for_an_epoch():
     """The schedule counts epochs and is stepped per batch."""
     return digits_loop(decay_for_an_epoch.Trainer)
-
-
-@pytest.mark.trainloop
-def test_clip_far_too_tight():
-    """The clip leaves next to nothing of the gradients."""
-    return digits_loop(clip_far_too_tight.Trainer)
 
 
 @pytest.mark.trainloop

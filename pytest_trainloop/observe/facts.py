@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +37,7 @@ class Reader:
         self._entries, self._numbers = Store(), Store()
         self._facts: list[tuple[Fact, Kept, Kept | None]] = []
         self._scalars: list[tuple[Callable[[float], None], Kept]] = []
+        self._lock = threading.Lock()  # a loop's threads go on while what is pending is read
 
     def fact(self, tensor: torch.Tensor) -> Fact:
         """The tensor's peak and sample as they are now."""
@@ -47,7 +49,8 @@ class Reader:
             fact.peak = 0.0
             return fact
         entries = spaced(values)
-        self._facts.append((fact, self._entries.keep(entries), self._extremes(values, entries)))
+        with self._lock:
+            self._facts.append((fact, self._entries.keep(entries), self._extremes(values, entries)))
         return fact
 
     def sample_only(self, tensor: torch.Tensor) -> Fact:
@@ -55,14 +58,16 @@ class Reader:
         fact = Fact()
         values = _dense(tensor.detach())
         if values.numel():
-            self._facts.append((fact, self._entries.keep(spaced(values)), None))
+            with self._lock:
+                self._facts.append((fact, self._entries.keep(spaced(values)), None))
         return fact
 
     def scalar(self, tensor: torch.Tensor, use: Callable[[float], None]) -> None:
         """Hand the value of a one-element tensor to ``use`` once it is read; never where it lives inside a functorch
         transform."""
         if not is_functorch(tensor):
-            self._scalars.append((use, self._numbers.keep(tensor.detach().reshape(1))))
+            with self._lock:
+                self._scalars.append((use, self._numbers.keep(tensor.detach().reshape(1))))
 
     def _extremes(self, values: torch.Tensor, entries: torch.Tensor) -> Kept:
         """The least and the largest entry; of the sampled ones only where torch cannot order the dtype (float8). One
@@ -78,17 +83,18 @@ class Reader:
 
     def resolve(self) -> None:
         """Read everything that is pending."""
-        entries, numbers = self._entries.take_bytes(), self._numbers.take_floats()
+        with self._lock:
+            entries, numbers = self._entries.take_bytes(), self._numbers.take_floats()
+            facts, self._facts = self._facts, []
+            scalars, self._scalars = self._scalars, []
         seen: dict[bytes, bytes] = {}  # what arrived, what was consumed and what was left are often the same
-        for fact, sampled, extremes in self._facts:
+        for fact, sampled, extremes in facts:
             chunk = entries(sampled)
             fact.sample = seen.setdefault(chunk, chunk)
             if extremes is not None:
                 fact.peak = max(map(abs, numbers(extremes)))
-        for use, kept in self._scalars:
+        for use, kept in scalars:
             use(numbers(kept)[0])
-        self._facts.clear()
-        self._scalars.clear()
 
 
 def readable(tensor: torch.Tensor) -> bool:
