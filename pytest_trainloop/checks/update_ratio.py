@@ -17,6 +17,7 @@ How it decides
     It is too high where the loss of that batch ends above its start, or stands still after steps that are as large as
     the weights, and lower rates learn it. Rates that still rise after 300 steps, schedules that have ended by then, and
     loops that have no one loss to lower are left alone.
+    Advice: weights that were loaded (they are the same under another seed) train at the rate of a head that was drawn.
 
 Faulty
     >>> for group in optimizer.param_groups:
@@ -50,6 +51,7 @@ from typing import TYPE_CHECKING
 from pytest_trainloop.checks import check
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
+from pytest_trainloop.wording import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,6 +70,7 @@ CLIPPED = 0.01
 """Share of the gradient below which a clip, and not the rate, makes steps small."""
 
 CAUSES = {
+    "one_rate": "weights that are the same under another seed train at the rate of weights that are drawn anew",
     "rate_too_low": "no step moves the weights by more than 2e-6 of their size, and higher rates learn the batch",
     "rate_too_high": "the loss of one batch rises or stands still under large steps, and lower rates alone learn it",
 }
@@ -79,6 +82,7 @@ def update_ratio(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.evidence.cures import higher, lower, undecayed
     from pytest_trainloop.evidence.learning import learning, require_a_curve, single_loss
 
+    yield from _one_rate(evidence)
     single_loss(evidence.run())
     batch = evidence.one_batch()
     if batch.curve.halved or batch.going:
@@ -105,6 +109,34 @@ def update_ratio(evidence: Evidence) -> Iterator[Finding]:
         helped = higher(batch, found, seconds)
         if helped is not None:
             yield _too_low(batch, found, helped)
+
+
+def _one_rate(evidence: Evidence) -> Iterator[Finding]:
+    """Advice where a trunk that was loaded and a head that was drawn train at one rate (O19)."""
+    record, origins = evidence.run(), evidence.origins()
+    steps = {step.optimizer: step for step in reversed(record.consuming_steps())}
+    rates: dict[str, dict[float, list[str]]] = {"loaded": {}, "drawn": {}}
+    for optimizer in record.optimizers:
+        groups = steps[optimizer.index].rates if optimizer.index in steps else ()
+        for index, group in zip(optimizer.parameters, optimizer.groups, strict=True):
+            name = record.name(index)
+            if name in origins and group < len(groups):
+                rates[origins[name]].setdefault(groups[group], []).append(name)
+    both = rates["loaded"].keys() | rates["drawn"].keys()
+    if len(both) != 1 or not rates["loaded"] or not rates["drawn"]:
+        return
+    rate = next(iter(both))
+    loaded, drawn = rates["loaded"][rate], rates["drawn"][rate]
+    if len(loaded) > len(drawn):
+        yield Finding(
+            cause="one_rate",
+            level="advice",
+            summary=f"{len(loaded)} weight matrices that were loaded train at the rate of {some(drawn)}, drawn anew",
+            measured=f"one rate for all, {rate:.1e} at the first step",
+            shown_by="built under another seed, the first are the same bit for bit and the others are not",
+            culprits=tuple(drawn),
+            repair="two parameter groups: a rate about ten times as high for what is new",
+        )
 
 
 def _measured(batch: OneBatch, found: Learning) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.errors import CannotDecide, UsageError
-from pytest_trainloop.evidence.build import Make, build, require_fresh
+from pytest_trainloop.evidence.build import Make, Origin, build, origins, require_fresh
 from pytest_trainloop.evidence.preserve import preserved
 from pytest_trainloop.evidence.run import ENOUGH_ROUNDS, READ_AHEAD_BUDGETS, RunPlan, run, stepless
 from pytest_trainloop.loop import TrainLoop
@@ -71,6 +71,7 @@ class Evidence:
         self._declared: dict[str, Any] = {}
         self._initial: dict[tuple[float, str, int], list[InitialLoss]] = {}
         self._offers: frozenset[str] | None = None
+        self._origins: dict[str, Origin] = {}
         self.own_steps = 0
         self.options: Mapping[str, Any] = {}
         self.behind: Callable[[str], Sequence[Finding]] = lambda _check: ()
@@ -306,6 +307,10 @@ class Evidence:
         self._counted(replace(plan, enough=lambda r: r.rounds >= 1))
         return found.seen, unit.largest
 
+    def origins(self) -> Mapping[str, Origin]:
+        """Of each weight matrix that trains, whether it was loaded or drawn."""
+        return self._origins if self.offers else {}
+
     def loaded(self) -> bool:
         """Whether the weights that train are the same under another seed: loaded, and not drawn."""
         from pytest_trainloop.evidence.build import same_under_other_seeds
@@ -336,8 +341,9 @@ class Evidence:
     def _first_look(self) -> frozenset[str]:
         with preserved():
             first = build(self.make, self._fixed, self._seed)
-            second = build(self.make, self._fixed, self._seed)
+            second = build(self.make, self._fixed, self._seed + 1)
             require_fresh(first, second)
+            self._origins = origins(first, second)
         self._declared = {name: getattr(first, name) for name in ("stochastic", "interacts", "init_loss")}
         given = {name for name in TrainLoop.field_names() if getattr(first, name) is not None}
         if given & {"fit", "step"}:

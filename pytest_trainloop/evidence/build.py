@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -35,6 +35,28 @@ def build(make: Make, knobs: Mapping[str, Any], seed: int) -> TrainLoop:
         raise UsageError(f"{_name(make)} returned {_what(loop)}; it must return a TrainLoop")
     _require_loop(loop)
     return loop
+
+
+Origin = Literal["loaded", "drawn"]
+
+
+def origins(first: TrainLoop, second: TrainLoop) -> dict[str, Origin]:
+    """Of each weight matrix that trains, whether two loops built under two seeds have the same (it was loaded) or not.
+
+    Constant ones (zeros, ones) are left out: they are neither.
+    """
+    named = [
+        {f"{prefix}.{name}" if prefix else name: p for name, p in module.named_parameters()}
+        for prefix, module in first.modules.items()
+    ]
+    others = [p for module in second.modules.values() for p in module.parameters()]
+    found: dict[str, Origin] = {}
+    for (name, p), other in zip([item for names in named for item in names.items()], others, strict=False):
+        if p.requires_grad and p.dim() > 1 and not nn.parameter.is_lazy(p) and not nn.parameter.is_lazy(other):
+            with torch.no_grad():
+                if p.numel() > 1 and not bool((p == p.flatten()[0]).all()):
+                    found[name] = "loaded" if torch.equal(p, other) else "drawn"
+    return found
 
 
 def same_under_other_seeds(make: Make, knobs: Mapping[str, Any], seed: int) -> bool:

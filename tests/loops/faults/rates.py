@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
 
@@ -174,4 +175,44 @@ pair(
     mentions=("rate is 0",),
     faulty=warmed_up(lambda step: min(1, step // 1000)),
     fixed=warmed_up(lambda step: min(1, step / 10)),
+)
+
+
+# A trunk from a checkpoint and a fresh head, in one group.
+
+
+def fine_tuned(groups):
+    def make():
+        model = nn.ModuleDict({"trunk": mlp(6, 32, 32, 16), "head": nn.Linear(16, 3)})
+        checkpoint = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for p in model["trunk"].parameters():
+                p.copy_(0.3 * torch.randn(p.shape, generator=checkpoint))
+        optimizer = torch.optim.AdamW(groups(model), lr=1e-3)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.labelled(),
+            fit=lambda batches: train(
+                optimizer, batches, lambda b: F.cross_entropy(model["head"](model["trunk"](b[0])), b[1])
+            ),
+        )
+
+    return make
+
+
+pair(
+    "one_rate_for_trunk_and_head",
+    "O19",
+    "update_ratio",
+    "one_rate",
+    level="advice",
+    culprits=("head.weight",),
+    faulty=fine_tuned(lambda model: model.parameters()),
+    fixed=fine_tuned(
+        lambda model: [
+            {"params": model["trunk"].parameters(), "lr": 1e-4},
+            {"params": model["head"].parameters(), "lr": 3e-3},
+        ]
+    ),
 )
