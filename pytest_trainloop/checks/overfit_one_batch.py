@@ -24,6 +24,7 @@ How it decides
     A loss is judged only where it is one. It must come again with its seed while no weight moves, and change by what
     its gradients say (the integral of gradient times displacement): policy gradients, targets that move and annealed
     weights do not, and are skipped, as are loops with several losses for several optimizers.
+    Options: ``steps`` (300 of the loop's own at most) and ``seconds`` (60 for all runs that are not the loop's own).
 
 Faulty
     >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)   # meant for epochs
@@ -94,7 +95,8 @@ def overfit_one_batch(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.evidence.learning import learning, require_a_curve, single_loss
 
     single_loss(evidence.run())
-    batch = evidence.one_batch()
+    steps = evidence.options.get("steps")
+    batch = evidence.one_batch() if steps is None else evidence.one_batch(int(steps))
     if batch.curve.halved:
         return
     require_a_curve(batch.curve)

@@ -37,6 +37,9 @@ WINDOWS = 4
 batches do the same for every window of 2 to 12."""
 
 
+MOST = 300
+"""Own steps on one fixed batch, at most."""
+
 EPOCH = 3
 """Steps of an epoch in a run that is to have several."""
 
@@ -67,7 +70,7 @@ class Evidence:
         self._refused: dict[tuple[tuple[str, Any], ...], UsageError] = {}
         self._plans: dict[tuple[tuple[str, Any], ...], RunPlan] = {}
         self._repetition: Repetition | None = None
-        self._one_batch: OneBatch | None = None
+        self._one_batch: dict[int, OneBatch] = {}
         self._declared: dict[str, Any] = {}
         self._initial: dict[tuple[float, str, int], list[InitialLoss]] = {}
         self._offers: frozenset[str] | None = None
@@ -274,15 +277,16 @@ class Evidence:
         self._run_under(found.contexts)
         return found
 
-    def one_batch(self) -> OneBatch:
-        """Runs on one fixed batch."""
+    def one_batch(self, steps: int = MOST) -> OneBatch:
+        """Runs on one fixed batch, of so many own steps at most."""
         from pytest_trainloop.evidence.onebatch import OneBatch
 
-        if self._one_batch is None:
+        if steps not in self._one_batch:
             seen = self.run()
             plan, other = self._plans[()], lambda plan: run(self.make, plan)
-            self._one_batch = OneBatch(seen, plan, self._counted, other, lambda *at: self.progress(*at))
-        return self._one_batch
+            made = OneBatch(seen, plan, self._counted, other, lambda *at: self.progress(*at), steps)
+            self._one_batch[steps] = made
+        return self._one_batch[steps]
 
     def initial_losses(self, scale: float = 1.0, of: Which = "all", other_seed: int = 0) -> list[InitialLoss]:
         """The calls of loss functions before the first step: some weights multiplied by this, under another seed."""

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     Going = Callable[[Sequence[float], Sequence[float]], bool]
     """Whether losses and rates are those of a loop that needs no further look."""
 
-SURE, FIRST, MOST = 100, 200, 300
-"""Own steps on one batch after which a loop that goes on well is believed, all others are judged, and at most."""
+SURE, FIRST = 100, 200
+"""Own steps on one batch after which a loop that goes on well is believed, and all others are judged."""
 
 TOO_SMALL = 2e-6
 """Update relative to the weights below which nothing happens: a hundred thousand steps in one direction move them by a
@@ -107,7 +107,8 @@ class Curve:
 class OneBatch:
     """The runs, each made when it is first asked for. ``seen`` is the watched run, ``plan`` how it was made; ``own``
     makes a run whose steps count as the loop's own, ``other`` one with something of ours in it; ``progress`` is told
-    how far they are. ``reached`` tells that some step of ours found a gradient,
+    how far they are. ``most`` is how many own steps
+    there are; ``reached`` tells that some step of ours found a gradient,
     ``differing`` how many tensors of the batch have rows that differ."""
 
     seen: Record
@@ -115,6 +116,7 @@ class OneBatch:
     own: Callable[[RunPlan], Record]
     other: Callable[[RunPlan], Record]
     progress: Progress = lambda step, most, loss: None
+    most: int = 300
     ratios: Ratios = field(default_factory=Ratios)
     rows: int = 0
     differing: int = 0
@@ -125,7 +127,7 @@ class OneBatch:
     @property
     def curve(self) -> Curve:
         """The loop itself, until its loss is halved or its steps are spent."""
-        patience = Patience(self.progress, MOST, FIRST, lambda losses, rates: _going(losses, rates, self.ratios))
+        patience = Patience(self.progress, self.most, FIRST, lambda losses, rates: _going(losses, rates, self.ratios))
         return self._as_it_is("own", self.ratios.contexts, patience, self.own)
 
     def changed(self, name: str, contexts: Contexts) -> Curve:
@@ -220,7 +222,7 @@ class OneBatch:
         window = max(1, round(self.seen.items / max(1, self.seen.rounds)))
         plan = replace(
             plan,
-            count=window * MOST,
+            count=window * max(FIRST, self.most),
             read_ahead=None,
             stream=self._stream,
             before_item=lambda number: seed_all(self.plan.seed + number % PHASES),

@@ -129,6 +129,12 @@ def test_the_loop_is_left_as_soon_as_the_loss_is_halved():
     assert curve.steps < 300
 
 
+def test_other_numbers_of_steps_may_be_asked_for():
+    made = evidence(lr=1e-7)
+    assert made.one_batch(240).curve.steps == 240
+    assert made.one_batch(240) is made.one_batch(240)
+
+
 def test_its_own_steps_are_counted_and_ours_are_not():
     made = evidence(lr=1e-7)
     before = made.own_steps

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from pytest_trainloop import TrainLoop
     from pytest_trainloop.finding import Finding
 
+LONG = dict.fromkeys(("overfit_one_batch", "update_ratio"), "takes long, and follows")
+
 WIRING = {"step_order", "optimizer_holds_every_param", "gradient_reaches_every_param"}
 
 
@@ -79,7 +81,7 @@ def root_fault() -> Callable[..., Finding]:
     """``root_fault(make, "check:cause")``: the fault of that name; every other check that failed is explained by it."""
 
     def judge(make: Callable[..., TrainLoop], name: str) -> Finding:
-        results = check_loop(make, raises=False).results
+        results = check_loop(make, skip=LONG, raises=False).results
         assert [(r.check, r.reason) for r in results if r.outcome in ("error", "unreliable")] == []
         faults = {f"{result.check}:{fault.cause}": fault for result in results for fault in result.faults}
         assert name in faults, (faults, [(r.check, r.outcome, r.reason) for r in results])
