@@ -126,6 +126,11 @@ def require_a_curve(curve: Curve) -> None:
     """Raise ``CannotDecide`` for a run that was too short to tell, or whose rates were still rising."""
     if curve.record.raised is not None:
         raise CannotDecide(f"on one fixed batch fit raised {curve.record.raised.summary} after {curve.steps} steps")
+    if curve.late:
+        raise CannotDecide(
+            f"{curve.steps} steps on one fixed batch took {curve.record.seconds:.0f} s and did not settle it; give a "
+            "smaller model, or more time with --trainloop-budget"
+        )
     if curve.ended or curve.steps < STILL_STEPS:
         raise CannotDecide(
             f"fit ends by itself, and {curve.steps} steps are too few to tell; let it go on as long as there are "

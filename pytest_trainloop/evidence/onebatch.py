@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,7 @@ class Curve:
     """One run on one batch: the loss and the largest rate of each step, the record.
 
     ``done`` is what the loss changed by over the steps that ``expected`` covers: what its gradients say that it
-    should have changed by.
+    should have changed by. ``late`` tells that the time for it was over first.
     """
 
     losses: tuple[float, ...]
@@ -75,6 +76,7 @@ class Curve:
     record: Record
     done: float = math.nan
     expected: float = math.nan
+    late: bool = False
 
     @property
     def ended(self) -> bool:
@@ -219,6 +221,7 @@ class OneBatch:
         return self._made[name]
 
     def _run(self, plan: RunPlan, contexts: Contexts, patience: Steps, run: Callable[[RunPlan], Record]) -> Curve:
+        patience.seconds = plan.seconds / 2  # a run that goes on for longer than these is a refused one
         window = max(1, round(self.seen.items / max(1, self.seen.rounds)))
         plan = replace(
             plan,
@@ -231,7 +234,7 @@ class OneBatch:
             contexts=contexts,
         )
         record = run(plan)
-        return Curve(tuple(Losses(record).read()), _rates(record), record)
+        return Curve(tuple(Losses(record).read()), _rates(record), record, late=patience.late)
 
     def _stream(self, loop: TrainLoop) -> Iterator[Any]:
         """The same batch again and again."""
@@ -242,17 +245,21 @@ class OneBatch:
 
 
 class Steps:
-    """Ends a run after so many steps. Losses are read every fourth: on a GPU each reading waits for it."""
+    """Ends a run after so many steps, or ``seconds``. Losses are read every fourth: on a GPU each reading waits."""
 
     def __init__(self, progress: Progress, most: int) -> None:
         self._progress, self._most = progress, most
         self._losses: Losses | None = None
+        self._began = 0.0
+        self.seconds = math.inf
+        self.late = False
         self._steps = 0
         self._over = False
 
     def prepare(self, watch: Watch) -> None:
         self._watch = watch
         self._losses = Losses(watch.record)
+        self._began = time.perf_counter()
 
     def enough(self, record: Record) -> bool:
         if self._over or record.steps < self._steps + PHASES or self._losses is None:
@@ -265,6 +272,8 @@ class Steps:
             self._progress(len(losses), self._most, losses[-1])
             lost = not any(map(math.isfinite, losses[-PHASES:]))
             self._over = lost or self._seen_enough(losses, _rates(record))
+            self.late = not self._over and time.perf_counter() - self._began > self.seconds
+            self._over = self._over or self.late
         return self._over
 
     def _seen_enough(self, losses: Sequence[float], rates: Sequence[float]) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -93,6 +96,18 @@ def test_a_reference_that_takes_too_long_is_not_made():
     with pytest.raises(CannotDecide, match=r"allow them with overfit_one_batch=\{'seconds': \d+\}"):
         learning(batch, 1e-6)
     assert batch.spent == 0
+
+
+def test_a_loop_whose_steps_take_long_is_left_in_time():
+    def slow(model, optimizer, batches):
+        for batch in batches:
+            time.sleep(0.02)
+            plain(model, optimizer, [batch])
+
+    batch = evidence(slow).one_batch()
+    batch.plan = replace(batch.plan, seconds=2.0)
+    with pytest.raises(CannotDecide, match=r"steps on one fixed batch took \d+ s and did not settle it"):
+        learning(batch, 60.0)
 
 
 def test_several_losses_for_several_optimizers():
