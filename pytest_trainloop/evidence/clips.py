@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.observe.events import GradWrite
+from pytest_trainloop.observe.events import GradWrite, Step
 
 if TYPE_CHECKING:
     from pytest_trainloop.observe.record import Record
@@ -23,15 +23,18 @@ class Clip:
 
 
 def clipped_to(record: Record) -> Clip | None:
-    """What the loop's clips leave, if there are any."""
-    clips = [w for w in record.of(GradWrite) if w.how == "clipped" and w.before and w.after]
-    shares = []
-    for write in clips:
-        before = max((f.peak for f in write.before.values()), default=0.0)
-        after = max((f.peak for f in write.after.values()), default=0.0)
-        if before > 0:
-            shares.append(after / before)
-    if not shares:
+    """What the loop's clips leave, if there are any. All clips before one step count as one: a clip by value takes
+    two operations."""
+    shares: list[float] = []
+    clips: list[GradWrite] = []
+    last: GradWrite | None = None
+    for event in record.events:
+        if isinstance(event, GradWrite) and event.how == "clipped" and event.before and event.after:
+            clips.append(event)
+        elif isinstance(event, Step) and clips:
+            before = max(fact.peak for fact in clips[0].before.values())
+            shares += [max(fact.peak for fact in clips[-1].after.values()) / before] if before > 0 else []
+            last, clips = clips[-1], []
+    if last is None or not shares:
         return None
-    last = clips[-1]
     return Clip(statistics.median(shares), last.limit or 0.0, last.by, str(last.place))

@@ -131,28 +131,29 @@ pair(
 )
 
 
-# The lambda of LambdaLR gives the rate itself, where a factor on it is meant: the peak is the square of the rate.
+# A bound on the gradients that was meant for something else, in a project with a trainer of its own.
 
 
 class Trainer:
     """A project's own trainer: a clip, a step for each batch."""
 
-    def __init__(self, bound):
+    def __init__(self, bound, clip=nn.utils.clip_grad_norm_):
         self.model = mlp(6, 32, 3)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.bound = bound
+        self.clip = clip
 
     def training_step(self, batch):
         self.optimizer.zero_grad()
         loss = F.cross_entropy(self.model(batch[0]), batch[1])
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.bound)
+        self.clip(self.model.parameters(), self.bound)
         self.optimizer.step()
 
 
-def clipped(bound):
+def clipped(bound, clip=nn.utils.clip_grad_norm_):
     def make():
-        trainer = Trainer(bound)
+        trainer = Trainer(bound, clip)
         return TrainLoop(
             model=trainer.model, optimizer=trainer.optimizer, batch=data.labelled(), step=trainer.training_step
         )
@@ -166,9 +167,20 @@ pair(
     "overfit_one_batch",
     "clipped_away",
     culprits=("clip_grad_norm_",),
-    where="nn.utils.clip_grad_norm_(self.model.parameters(), self.bound)",
+    where="self.clip(self.model.parameters(), self.bound)",
     faulty=clipped(1e-4),
     fixed=clipped(1.0),
+)
+
+pair(
+    "clip_of_each_entry_far_below_the_gradient",
+    "O7",
+    "overfit_one_batch",
+    "clipped_away",
+    culprits=("clip_grad_value_",),
+    where="self.clip(self.model.parameters(), self.bound)",
+    faulty=clipped(1e-5, nn.utils.clip_grad_value_),
+    fixed=clipped(1.0, nn.utils.clip_grad_value_),
 )
 
 
