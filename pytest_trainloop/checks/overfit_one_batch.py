@@ -68,14 +68,8 @@ if TYPE_CHECKING:
     from pytest_trainloop.evidence.learning import Learning
     from pytest_trainloop.evidence.onebatch import Curve, OneBatch
 
-SECONDS = 60.0
-"""What a reference may take; more with the option ``seconds``."""
-
 FEW = 5.0
 """Steps at the peak rate to which those of a run must add up, or its schedule is over before anything happened."""
-
-CLIPPED = 0.01
-"""Share of the gradient that a clip must leave."""
 
 CAUSES = {
     "input_unused": "plain Adam goes the same way whatever row stands beside a label, and no further than with one row",
@@ -92,7 +86,7 @@ CAUSES = {
 def overfit_one_batch(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.evidence.clips import clipped_to
     from pytest_trainloop.evidence.inputs import unused
-    from pytest_trainloop.evidence.learning import learning, require_a_curve, single_loss
+    from pytest_trainloop.evidence.learning import SECONDS, learning, require_a_curve, single_loss
 
     single_loss(evidence.run())
     steps = evidence.options.get("steps")
@@ -108,7 +102,7 @@ def overfit_one_batch(evidence: Evidence) -> Iterator[Finding]:
         yield _undone(batch)
         return
     clip = clipped_to(batch.seen)
-    clipped = clip is not None and clip.share <= CLIPPED and batch.curve.stands_still
+    clipped = clip is not None and clip.starves and batch.curve.stands_still
     going = batch.going and not clipped
     if going and batch.quick.halved:
         return
@@ -195,7 +189,7 @@ def _stuck(batch: OneBatch, found: Learning, seconds: float) -> Finding:
     if found.by_hand:
         return _slow(batch, found, "weights or gradients are also written by hand, which may be meant to slow it")
     clip = clipped_to(batch.seen)
-    if clip is not None and clip.share <= CLIPPED and found.stands_still:
+    if clip is not None and clip.starves and found.stands_still:
         helped = higher(batch, found, seconds)
         if helped is not None:
             return _clipped(found, clip, helped)

@@ -61,13 +61,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.evidence.learning import Learning
     from pytest_trainloop.evidence.onebatch import OneBatch
 
-SECONDS = 60.0
-"""What a reference may take; more with the option ``seconds``."""
-
 CONSEQUENCES = ("overfit_one_batch",)
-
-CLIPPED = 0.01
-"""Share of the gradient below which a clip, and not the rate, makes steps small."""
 
 CAUSES = {
     "one_rate": "weights that are the same under another seed train at the rate of weights that are drawn anew",
@@ -80,7 +74,7 @@ CAUSES = {
 def update_ratio(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.evidence.clips import clipped_to
     from pytest_trainloop.evidence.cures import higher, lower, undecayed
-    from pytest_trainloop.evidence.learning import learning, require_a_curve, single_loss
+    from pytest_trainloop.evidence.learning import SECONDS, learning, require_a_curve, single_loss
 
     yield from _one_rate(evidence)
     single_loss(evidence.run())
@@ -105,7 +99,7 @@ def update_ratio(evidence: Evidence) -> Iterator[Finding]:
         helped = lower(batch, found, seconds)
         if helped is not None:
             yield _too_high(batch, found, helped)
-    elif found.too_small and (clip is None or clip.share > CLIPPED):
+    elif found.too_small and not (clip is not None and clip.starves):
         helped = higher(batch, found, seconds)
         if helped is not None:
             yield _too_low(batch, found, helped)

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from pytest_trainloop.observe.record import Record
 
 
+LEAST = 0.01
+"""Share of the gradient that a clip must leave."""
+
+
 @dataclass(frozen=True, slots=True)
 class Clip:
     """``share`` is the median over the watched steps of the largest entry after the clip, over the one before."""
@@ -20,6 +24,11 @@ class Clip:
     limit: float
     by: str
     where: str
+
+    @property
+    def starves(self) -> bool:
+        """Whether it leaves next to nothing."""
+        return self.share <= LEAST
 
 
 def clipped_to(record: Record) -> Clip | None:

@@ -6,7 +6,6 @@ a run that differs in nothing else.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,7 +66,6 @@ def undecayed(batch: OneBatch, found: Learning) -> Curve | None:
 
 
 def _first(batch: OneBatch, found: Learning, factors: Sequence[float], seconds: float) -> Cure | None:
-    top = max((r for r in batch.curve.rates if not math.isnan(r)), default=math.nan)
     for number, factor in enumerate(factors):
         if not _affordable(batch, factor, seconds):
             return None
@@ -78,7 +76,7 @@ def _first(batch: OneBatch, found: Learning, factors: Sequence[float], seconds: 
                 if not _affordable(batch, further, seconds) or not _learns(_times(batch, further), found):
                     break
                 last = further
-            low, high = sorted((factor * top, last * top))
+            low, high = sorted((factor * found.peak, last * found.peak))
             return Cure(factor, curve.steps, (low, high))
         if factor >= IN_VAIN and curve.end == curve.start:
             return None

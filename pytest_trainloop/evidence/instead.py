@@ -8,14 +8,13 @@ weights has no say any more: what is left is its model, its data and its loss.
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pytest_trainloop.evidence.curve import PHASES
-from pytest_trainloop.evidence.hooked import hooked
+from pytest_trainloop.evidence.hooked import hooked, on_arrival, stepped_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -82,18 +81,12 @@ class Instead:
 
     @contextlib.contextmanager
     def _watching(self, watch: Watch) -> Iterator[None]:
-        handles = [
-            tensor.register_hook(functools.partial(self._arrived, watch, tensor))  # type: ignore[no-untyped-call]
-            for tensor in watch.book.tensors
-            if tensor.is_leaf and tensor.requires_grad and not torch.nn.parameter.is_lazy(tensor)
-        ]
-
         def enter(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
             self._depth += 1
             if self._depth == 1:
                 self._answered = None
                 with torch.no_grad(), watch.quietly():
-                    self._before = {id(p): p.detach().clone() for _, p in _held(optimizer)}
+                    self._before = {id(p): p.detach().clone() for _, _, p in stepped_by(optimizer)}
 
         def leave(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
             self._depth -= 1
@@ -101,7 +94,8 @@ class Instead:
                 with torch.no_grad(), watch.quietly():
                     self._in_its_place(optimizer)
 
-        with hooked(*handles, register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)):
+        around = register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)
+        with hooked(*on_arrival(watch, self._arrived), *around):
             yield
 
     def _arrived(self, watch: Watch, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -120,7 +114,7 @@ class Instead:
 
     def _in_its_place(self, optimizer: torch.optim.Optimizer) -> None:
         done = self._done[id(optimizer)] = self._done.get(id(optimizer), 0) + 1
-        for sign, p in _held(optimizer):
+        for _, sign, p in stepped_by(optimizer):
             before = self._before.get(id(p))
             if before is None or before.shape != p.shape:
                 continue
@@ -142,12 +136,3 @@ class Instead:
             moved, mean = (weight - earlier[0]).double().flatten(), ((gradient + earlier[1]) / 2).double().flatten()
             self._sum += float(moved @ mean)
         self._earlier[id(p)] = (weight, gradient)
-
-
-def _held(optimizer: torch.optim.Optimizer) -> Iterator[tuple[float, torch.Tensor]]:
-    """What an optimizer steps, each with the sign that its gradient is to be taken with."""
-    for group in optimizer.param_groups:
-        sign = -1.0 if group.get("maximize") is True else 1.0
-        for p in group["params"]:
-            if isinstance(p, torch.Tensor) and not torch.nn.parameter.is_lazy(p) and p.requires_grad:
-                yield sign, p

@@ -109,16 +109,15 @@ class Curve:
 class OneBatch:
     """The runs, each made when it is first asked for. ``seen`` is the watched run, ``plan`` how it was made; ``own``
     makes a run whose steps count as the loop's own, ``other`` one with something of ours in it; ``progress`` is told
-    how far they are. ``most`` is how many own steps
-    there are; ``reached`` tells that some step of ours found a gradient,
-    ``differing`` how many tensors of the batch have rows that differ."""
+    how far they are. ``most`` is how many own steps there are; ``reached`` tells that some step of ours found a
+    gradient, ``differing`` how many tensors of the batch have rows that differ."""
 
     seen: Record
     plan: RunPlan
     own: Callable[[RunPlan], Record]
     other: Callable[[RunPlan], Record]
-    progress: Progress = lambda step, most, loss: None
-    most: int = 300
+    progress: Progress
+    most: int
     ratios: Ratios = field(default_factory=Ratios)
     rows: int = 0
     differing: int = 0

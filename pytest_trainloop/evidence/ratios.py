@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections import defaultdict
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from pytest_trainloop.evidence.hooked import hooked
+from pytest_trainloop.evidence.hooked import hooked, on_arrival, stepped_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -74,17 +73,11 @@ class Ratios:
 
     @contextlib.contextmanager
     def _watching(self, watch: Watch) -> Iterator[None]:
-        handles = [
-            tensor.register_hook(functools.partial(self._arrived, watch, tensor))  # type: ignore[no-untyped-call]
-            for tensor in watch.book.tensors
-            if tensor.is_leaf and tensor.requires_grad and not torch.nn.parameter.is_lazy(tensor)
-        ]
-
         def enter(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
             self._depth += 1
             if self._depth == 1 and self._is_measured(optimizer):
                 with torch.no_grad(), watch.quietly():
-                    self._before = {id(p): p.detach().clone() for _, _, p in _held(optimizer)}
+                    self._before = {id(p): p.detach().clone() for _, _, p in stepped_by(optimizer)}
                     self._look_whether_undone()
 
         def leave(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -93,7 +86,8 @@ class Ratios:
                 with torch.no_grad(), watch.quietly():
                     self._measure(watch, optimizer)
 
-        with hooked(*handles, register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)):
+        around = register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)
+        with hooked(*on_arrival(watch, self._arrived), *around):
             yield
 
     def _is_measured(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -122,7 +116,7 @@ class Ratios:
         sizes: dict[int, float] = defaultdict(float)
         moves: dict[int, float] = defaultdict(float)
         down = along = size = 0.0
-        for number, sign, p in _held(optimizer) if self._before else ():
+        for number, sign, p in stepped_by(optimizer) if self._before else ():
             before, gradient = self._before.get(id(p)), self._gradients.pop(id(p), None)
             if before is None or before.shape != p.shape:
                 continue
@@ -142,11 +136,3 @@ class Ratios:
         self._before = {}
         if not self._is_measured(optimizer):
             self._gradients.clear()
-
-
-def _held(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, float, torch.Tensor]]:
-    """The group, the sign of the gradient and each weight that an optimizer steps."""
-    for number, group in enumerate(optimizer.param_groups):
-        for p in group["params"]:
-            if isinstance(p, torch.Tensor) and not torch.nn.parameter.is_lazy(p) and p.requires_grad:
-                yield number, -1.0 if group.get("maximize") is True else 1.0, p
