@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.evidence.births import Births
     from pytest_trainloop.evidence.buffers import Resting
     from pytest_trainloop.evidence.chance import InitialLoss, Which
+    from pytest_trainloop.evidence.contracts.watching import Contracts
     from pytest_trainloop.evidence.cut import Cut
     from pytest_trainloop.evidence.dependence import Dependence
     from pytest_trainloop.evidence.evaluations import Evaluation, Verdict
@@ -73,6 +74,7 @@ class Evidence:
         self._one_batch: dict[int, OneBatch] = {}
         self._declared: dict[str, Any] = {}
         self._initial: dict[tuple[float, str, int], list[InitialLoss]] = {}
+        self._contracts: Contracts | None = None
         self._offers: frozenset[str] | None = None
         self._origins: dict[str, Origin] = {}
         self.own_steps = 0
@@ -311,6 +313,18 @@ class Evidence:
         self._counted(replace(plan, enough=lambda r: r.rounds >= 1))
         return found.seen, unit.largest
 
+    def contracts(self) -> Contracts:
+        """The watched run made once more, with every call of a loss function looked at."""
+        from pytest_trainloop.evidence.contracts.watching import Contracts
+
+        if self._contracts is None:
+            self.run()
+            padding = self.declared("padding")
+            found = Contracts(getattr(padding, "pad_id", None))
+            self._counted(replace(self._plans[()], contexts=found.contexts, before_item=found.handed))
+            self._contracts = found
+        return self._contracts
+
     def origins(self) -> Mapping[str, Origin]:
         """Of each weight matrix that trains, whether it was loaded or drawn."""
         return self._origins if self.offers else {}
@@ -348,7 +362,7 @@ class Evidence:
             second = build(self.make, self._fixed, self._seed + 1)
             require_fresh(first, second)
             self._origins = origins(first, second)
-        self._declared = {name: getattr(first, name) for name in ("stochastic", "interacts", "init_loss")}
+        self._declared = {name: getattr(first, name) for name in ("stochastic", "interacts", "init_loss", "padding")}
         given = {name for name in TrainLoop.field_names() if getattr(first, name) is not None}
         if given & {"fit", "step"}:
             given.add("fit")

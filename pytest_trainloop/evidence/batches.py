@@ -29,8 +29,8 @@ class Batches(Sequence[Any]):
     A pass in which no step happens ends after ``read_ahead`` items: such a loop collects its batches first. Unknown
     attributes are asked of the project's own loader, so that ``batches.dataset`` or ``batches.batch_size`` work.
     ``items`` take the place of the loop's own batches; a pass over them is never cut short, and is the only one;
-    ``stream`` takes their place and changes nothing else. ``before`` is called with the number of each batch, as it is
-    handed over.
+    ``stream`` takes their place and changes nothing else. ``before`` is called with the number of each batch and
+    the batch, as it is handed over.
     ``cut_short`` tells that enough was seen before the loop was through, ``held_back`` that a pass ended for want of a
     step.
     """
@@ -46,7 +46,7 @@ class Batches(Sequence[Any]):
         read_ahead: int | None,
         items: Sequence[Any] | None = None,
         stream: Iterator[Any] | None = None,
-        before: Callable[[int], None] = lambda number: None,
+        before: Callable[[int, Any], None] = lambda number, item: None,
         double: bool = False,
     ) -> None:
         self._double = double
@@ -104,7 +104,7 @@ class Batches(Sequence[Any]):
         self._through = True
 
     def _handed(self, item: Any) -> Any:
-        self._before(self.taken)
+        self._before(self.taken, item)
         self.taken += 1
         return item
 

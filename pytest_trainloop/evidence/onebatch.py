@@ -227,7 +227,7 @@ class OneBatch:
             count=window * max(FIRST, self.most),
             read_ahead=None,
             stream=self._stream,
-            before_item=lambda number: seed_all(self.plan.seed + number % PHASES),
+            before_item=lambda number, _item: seed_all(self.plan.seed + number % PHASES),
             prepare=patience.prepare,
             enough=patience.enough,
             contexts=contexts,

@@ -46,8 +46,9 @@ _SCALARS_ONLY = "grad can be implicitly created only for scalar outputs"
 class RunPlan:
     """How one run goes: ``enough`` ends it; ``prepare`` sees the fresh loop and its watch before ``fit``;
     ``contexts`` are entered around ``fit``; ``items`` makes the batches in place of the loop's own, ``stream`` those
-    of a run that is else like any; ``before_item`` is called with the number of each batch; ``fit_seed`` is another
-    seed for ``fit`` than for the building; ``fit`` is what is run in place of the project's own loop."""
+    of a run that is else like any; ``before_item`` is called with the number of each batch and the batch;
+    ``fit_seed`` is another seed for ``fit`` than for the building; ``fit`` is what is run in place of the project's
+    own loop."""
 
     knobs: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
@@ -60,7 +61,7 @@ class RunPlan:
     double: bool = False
     items: Callable[[TrainLoop], Sequence[Any]] | None = None
     stream: Callable[[TrainLoop], Iterator[Any]] | None = None
-    before_item: Callable[[int], None] = lambda number: None
+    before_item: Callable[[int, Any], None] = lambda number, item: None
     fit_seed: int | None = None
     fit: Callable[[TrainLoop], Callable[[Any], Any]] = lambda loop: fit_of(loop)
 

@@ -1,0 +1,1 @@
+"""What reaches loss functions, and what they are promised."""

@@ -1,0 +1,229 @@
+"""What is known of the positions of a batch: token ids, and which positions are padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_trainloop import batch as nests
+from pytest_trainloop.evidence.contracts.call import Breach, Call
+from pytest_trainloop.evidence.contracts.walks import layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.evidence.contracts.lineage import Node
+
+FEWEST = 24
+"""Positions that must be compared before a shift is named."""
+
+MOST = 64
+"""Tensors of a batch that are looked at."""
+
+
+@dataclass(slots=True)
+class Tokens:
+    """``batch`` holds the tensors of the batch at hand, ``embedded`` what embeddings looked up since the last step:
+    ids, the id of their padding, and what came out."""
+
+    pad_id: int | None = None
+    batch: list[torch.Tensor] = field(default_factory=list)
+    embedded: list[tuple[torch.Tensor, int | None, torch.Tensor]] = field(default_factory=list)
+
+    def handed(self, item: Any) -> None:
+        self.batch = [t.detach() for _, t in zip(range(MOST), nests.tensors(item), strict=False) if not t.is_nested]
+
+    def padded(self, shape: tuple[int, int]) -> torch.Tensor | None:
+        """Which of (rows, positions) are padding, if the batch shows it: by an id that is declared or that an embedding
+        leaves out, by a mask or lengths beyond which one and the same value stands."""
+        ids = [(i, p) for i, p, _ in self.embedded if tuple(i.shape) == shape]
+        for values, pad in ids:
+            known = self.pad_id if self.pad_id is not None else pad
+            if known is not None and (found := _runs(values == known)) is not None:
+                return found
+        for values, _ in ids:
+            for mask in self._masks(shape):
+                beyond = values[mask]
+                if beyond.numel() and bool((beyond == beyond[0]).all()):
+                    return mask
+        return None
+
+    def _masks(self, shape: tuple[int, int]) -> Iterator[torch.Tensor]:
+        """Tensors of the batch that could say where rows end."""
+        rows, length = shape
+        for tensor in self.batch:
+            wide = tuple(tensor.shape)
+            cut = tensor[:, :length] if len(wide) == 2 and wide[0] == rows and wide[1] in (length, length + 1) else None
+            if cut is not None and bool(((cut == 0) | (cut == 1)).all()):
+                found = _runs(cut == 0)
+                if found is not None:
+                    yield found
+            elif wide == (rows,) and _are_lengths(tensor, length):
+                yield torch.arange(length, device=tensor.device)[None] >= tensor[:, None]
+
+
+def _are_lengths(tensor: torch.Tensor, most: int) -> bool:
+    if tensor.is_floating_point() or tensor.dtype is torch.bool:
+        return False
+    return bool((tensor > 0).all()) and int(tensor.max()) <= most + 1 and int(tensor.min()) < most
+
+
+def _runs(mask: torch.Tensor) -> torch.Tensor | None:
+    """The mask, if it is true only for runs at the ends or the beginnings of rows, and nowhere for a whole batch."""
+    mask = mask.bool()
+    if mask.dim() != 2 or not bool(mask.any()) or bool(mask.all()):
+        return None
+    trailing = mask.long().flip(1).cummin(1).values.flip(1).bool()
+    if bool((trailing == mask).all()):
+        return mask
+    leading = mask.long().cummin(1).values.bool()
+    return mask if bool((leading == mask).all()) else None
+
+
+def positions(node: Node | None, call: Call) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]] | None:
+    """The row and the position in the batch of each entry of the targets, and the shape of the last layer's rows."""
+    target = call.tensor("target")
+    found = layout(node)
+    if found is None or target is None or len(found.layer.shape) != 3 or found.axis != 2:
+        return None
+    given = found.index
+    classes = 1 if given.dim() == target.dim() + 1 else None
+    if classes is None:
+        return None
+    one = given.select(classes, 0)
+    if one.shape != target.shape:
+        return None
+    rows, length, features = found.layer.shape
+    flat = one.to(target.device) // features
+    return flat // length, flat % length, (rows, length)
+
+
+def padding(call: Call) -> Iterator[Breach]:
+    """Padded positions that count in a loss over classes."""
+    tokens, target = call.tokens, call.tensor("target")
+    at = positions(call.node("input"), call)
+    if tokens is None or target is None or at is None or target.is_floating_point():
+        return
+    row, position, shape = at
+    padded = tokens.padded(shape)
+    if padded is None:
+        return
+    padded = padded.to(target.device)
+    following = torch.cat([padded[:, 1:], padded[:, -1:]], 1)
+    inside = (padded & following)[row, position]  # what comes next is no real token either
+    ignored = call.given.get("ignore_index", -100)
+    counted = target != ignored
+    kept = call.counts()
+    if kept is not None and kept.shape == counted.shape:
+        counted = counted & kept
+    wrong = inside & counted
+    if not bool(wrong.any()) or not bool((counted & ~inside).any()):
+        return
+    values = torch.unique(target[wrong])
+    if values.numel() > 1:
+        return  # what stands there differs from place to place: it may be meant
+    yield _padding(call, int(values[0]), ignored, wrong, counted)
+
+
+def _padding(call: Call, label: int, ignored: int, wrong: torch.Tensor, counted: torch.Tensor) -> Breach:
+    share = float(wrong.sum()) / float(counted.sum())
+    mismatch = ignored != -100
+    each = _without(call, wrong, counted)
+    return Breach(
+        cause="ignore_index_mismatch" if mismatch else "padding_counted",
+        summary=f"{share:.0%} of the positions that count in {call.name} are padding"
+        + (f": ignore_index is {ignored}, and padded positions are labelled {label}" if mismatch else ""),
+        measured=f"{int(wrong.sum())} of {int(counted.sum())} positions{each}",
+        shown_by=f"all of them hold the padding in the model's input, and {label} as label",
+        culprit=f"ignore_index={ignored}",
+        where=str(call.place),
+        repair=f"label padded positions {ignored}"
+        if not mismatch
+        else f"pass ignore_index={label}, or label padded positions {ignored}",
+    )
+
+
+def _without(call: Call, wrong: torch.Tensor, counted: torch.Tensor) -> str:
+    """The loss with and without the padding, where it can be had from the call."""
+    given, target = call.tensor("input"), call.tensor("target")
+    if given is None or target is None or call.name != "cross_entropy":
+        return ""
+    each = torch.nn.functional.cross_entropy(given.double(), target, ignore_index=-100 if int(target.min()) < 0 else -1,
+                                             reduction="none")  # fmt: skip
+    with_it, without = each[counted].mean(), each[counted & ~wrong].mean()
+    return f"; loss {float(with_it):.4g} with them, {float(without):.4g} without"
+
+
+def shift(call: Call) -> Iterator[Breach]:
+    """Labels of a causal model that are the inputs of two positions on, or of the same position."""
+    tokens, target = call.tokens, call.tensor("target")
+    at = positions(call.node("input"), call)
+    if tokens is None or target is None or at is None or target.is_floating_point():
+        return
+    row, position, shape = at
+    kept = target != call.given.get("ignore_index", -100)
+    known = call.counts()
+    if known is not None and known.shape == kept.shape:
+        kept = kept & known
+    for ids, _, out in tokens.embedded:
+        if tuple(ids.shape) != shape or torch.unique(ids).numel() < 4:
+            continue
+        found = [s for s in (-1, 0, 1, 2, 3) if _agrees(ids, target, row, position, kept, s)]
+        if len(found) == 1 and found[0] != 1:
+            yield from _shifted(call, found[0], out, shape, position)
+            return
+
+
+def _agrees(
+    ids: torch.Tensor, target: torch.Tensor, row: torch.Tensor, position: torch.Tensor, kept: torch.Tensor, by: int
+) -> bool:
+    """Whether the labels are the ids so many positions on, wherever both are there."""
+    there = kept & (position + by >= 0) & (position + by < ids.shape[1])
+    if int(there.sum()) < FEWEST:
+        return False
+    same = ids[row[there], position[there] + by] == target[there]
+    return bool(same.all())
+
+
+def _shifted(
+    call: Call, by: int, out: torch.Tensor, shape: tuple[int, int], position: torch.Tensor
+) -> Iterator[Breach]:
+    what = {
+        2: ("shifted_twice", "labels are shifted twice: the output at a position is compared with the token two on"),
+        3: ("shifted_twice", "labels are shifted too often: the output at a position is compared with the token 3 on"),
+        0: ("not_shifted", "labels are not shifted: a causal model is asked for the token that it is given"),
+        -1: ("not_shifted", "labels are shifted the wrong way: the model is asked for the token before"),
+    }
+    if not _causal(call, out, shape, position):
+        return
+    cause, summary = what[by]
+    yield Breach(
+        cause=cause,
+        summary=f"{summary} ({call.name})",
+        measured=f"every label is the id {by} position{'s' if abs(by) != 1 else ''} on, and no id one on",
+        shown_by="the labels against the ids that the embedding looked up; no output depends on later inputs",
+        culprit="labels",
+        where=str(call.place),
+        repair="compare the output at t with the token at t + 1, shifting once: in the data, or in the loss",
+        always=True,
+    )
+
+
+def _causal(call: Call, out: torch.Tensor, shape: tuple[int, int], position: torch.Tensor) -> bool:
+    """Whether no output depends on what comes later: by the gradient of outputs in the middle, exactly zero."""
+    given = call.given.get("input")
+    if not isinstance(given, torch.Tensor) or not out.requires_grad or out.shape[:2] != shape:
+        return False
+    middle = shape[1] // 2
+    chosen = (position == middle).reshape(position.shape)
+    if given.dim() < 2 or not bool(chosen.any()):
+        return False
+    with torch.enable_grad():
+        scores = given.movedim(1, -1)[chosen]
+        total = (scores.double() * torch.linspace(0.5, 1.5, scores.shape[-1], dtype=torch.float64)).sum()
+        (slope,) = torch.autograd.grad(total, out, retain_graph=True, allow_unused=True)
+    if slope is None:
+        return False
+    return bool((slope[:, middle + 1 :] == 0).all()) and bool((slope[:, : middle + 1] != 0).any())

@@ -1,0 +1,209 @@
+"""Ways back through what a tensor was computed by."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pytest_trainloop.evidence.contracts.lineage import CONVOLUTIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.evidence.contracts.lineage import Node
+
+FARTHEST = 200
+"""Nodes that a way back is followed for."""
+
+_TIMES = frozenset({"mul", "rmul", "multiply", "__mul__", "__rmul__"})
+_OVER = frozenset({"div", "truediv", "true_divide", "divide", "__truediv__", "__div__"})
+_PLUS = frozenset({"add", "radd", "sub", "subtract", "__add__", "__radd__", "__sub__"})
+_CLAMPS = frozenset({"clamp", "clip", "clamp_min", "clamp_max"})
+_INVERSE = frozenset({"reciprocal", "rdiv", "__rdiv__", "__rtruediv__", "rtruediv", *_OVER})
+_HIDES = frozenset({"masked_fill", "where", "setitem", "nan_to_num"})
+_SAME_SHAPE = _TIMES | _OVER | _PLUS | _CLAMPS | _HIDES | {"neg", "__neg__", "dropout"}
+ACTIVATIONS = frozenset(
+    """softmax log_softmax sigmoid log_sigmoid tanh relu relu6 gelu silu softplus elu selu celu mish hardsigmoid
+    leaky_relu exp log softmin""".split()
+)
+LAYERS = CONVOLUTIONS | {"linear", "matmul", "mm", "bmm", "addmm", "einsum"}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What stands behind a tensor: the first node that does more than move, scale or drop entries. ``scale`` is the
+    product of the constants on the way (NaN where one is not known), ``dropped`` the dropout last passed,
+    ``multiplied`` tells that a constant above 1 was multiplied with."""
+
+    node: Node
+    scale: float = 1.0
+    shifted: bool = False
+    dropped: Node | None = None
+    clamped: bool = False
+    multiplied: bool = False
+
+
+def behind(node: Node | None) -> Found | None:
+    """Follow moves, casts, dropout, clamps, and constants that scale or shift."""
+    if node is None:
+        return None
+    found = Found(node)
+    for _ in range(FARTHEST):
+        node = found.node
+        parent = next((p for p in node.parents if p.floating), None)
+        if parent is None:
+            return found
+        if node.moves:
+            found = _at(found, parent)
+        elif node.op == "dropout":
+            dropped = node if node.numbers and node.numbers[0] > 0 else found.dropped
+            found = Found(parent, found.scale, found.shifted, dropped, found.clamped, found.multiplied)
+        elif node.op in _CLAMPS:
+            found = Found(parent, found.scale, found.shifted, found.dropped, True, found.multiplied)
+        elif node.op in _TIMES | _OVER | _PLUS and (constant := _constant(node)) is not None:
+            found = _scaled(found, node, *constant)
+        else:
+            return found
+    return found
+
+
+def _at(found: Found, parent: Node) -> Found:
+    return Found(parent, found.scale, found.shifted, found.dropped, found.clamped, found.multiplied)
+
+
+def _constant(node: Node) -> tuple[Node, float] | None:
+    """The tensor and the number of an operation between the two; one number in a tensor counts as one."""
+    big = [p for p in node.parents if p.floating and (math.prod(p.shape) > 1 or not _single(p))]
+    small = [p for p in node.parents if p not in big]
+    if len(big) != 1 or len(small) > 1:
+        return None
+    if small:
+        given = small[0].numbers and not small[0].op and not small[0].parameter
+        known = small[0].numbers[0] if given else math.nan
+        return big[0], known
+    return (big[0], node.numbers[0]) if node.numbers else (big[0], math.nan)
+
+
+def _single(node: Node) -> bool:
+    return math.prod(node.shape) == 1
+
+
+def _scaled(found: Found, node: Node, parent: Node, number: float) -> Found:
+    if node.op in _PLUS:
+        return Found(parent, found.scale, True, found.dropped, found.clamped, found.multiplied)
+    factor = number if node.op in _TIMES else 1 / number if number else math.nan
+    times = found.multiplied or (node.op in _TIMES and number > 1)
+    return Found(parent, found.scale * factor, found.shifted, found.dropped, found.clamped, times)
+
+
+def is_sigmoid(node: Node) -> bool:
+    """A sigmoid, called by name or written out as 1 / (1 + exp(-x))."""
+    if node.op == "sigmoid":
+        return True
+    if node.op not in _INVERSE or not _only_parent(node):
+        return False
+    total = node.parents[0]
+    if total.op not in _PLUS or not _only_parent(total) or (1.0 not in total.numbers):
+        return False
+    power = total.parents[0]
+    return power.op == "exp" and bool(power.parents) and power.parents[0].op in ("neg", "__neg__", "mul", "rmul")
+
+
+def _only_parent(node: Node) -> bool:
+    return len(node.parents) == 1
+
+
+def inner(node: Node) -> Node | None:
+    """What a squashing function was applied to."""
+    return next((p for p in node.parents if p.floating), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the entries of a tensor come from in what a layer gave: the index of each, flat, in the layer's output.
+    ``picked`` tells of an index on the way, ``moved`` of a transposition."""
+
+    layer: Node
+    index: torch.Tensor
+    picked: bool
+    moved: bool
+
+    @property
+    def axis(self) -> int:
+        """The axis of the layer's features."""
+        return 1 if self.layer.op in CONVOLUTIONS else len(self.layer.shape) - 1
+
+    def feature(self) -> torch.Tensor:
+        inside = math.prod(self.layer.shape[self.axis + 1 :])
+        return (self.index // inside) % self.layer.shape[self.axis]
+
+    def leading(self) -> list[torch.Tensor]:
+        """The coordinates on all other axes."""
+        rest = [d for d in range(len(self.layer.shape)) if d != self.axis]
+        return [(self.index // math.prod(self.layer.shape[d + 1 :])) % self.layer.shape[d] for d in rest]
+
+
+_TURNS = frozenset({"transpose", "t", "T", "mT", "permute", "swapaxes", "swapdims", "movedim", "moveaxis"})
+
+
+def layout(node: Node | None) -> Layout | None:
+    """How the entries lie in the output of the layer that made them; None where no one layer did."""
+    moves: list[Node] = []
+    for _ in range(FARTHEST):
+        if node is None:
+            return None
+        if node.op in LAYERS:
+            break
+        if node.replay is not None:
+            moves.append(node)
+        following = _same_shaped(node)
+        if following is None:
+            return None
+        node = following
+    if node is None or node.op not in LAYERS or len(node.shape) < 2:
+        return None
+    if node.op in CONVOLUTIONS and not any(len(p.shape) == len(node.shape) for p in node.parents):
+        return None
+    index = torch.arange(math.prod(node.shape)).reshape(node.shape)
+    for move in reversed(moves):
+        if move.replay is None or index.shape != move.parents[0].shape:
+            return None
+        index = move.replay(index)
+    return Layout(node, index, any(m.picks for m in moves), any(m.op in _TURNS for m in moves))
+
+
+def _same_shaped(node: Node) -> Node | None:
+    """The parent that the entries of this node come from, one by one."""
+    if node.moves:
+        return node.parents[0] if node.parents else None
+    if node.op in _SAME_SHAPE or node.op in ACTIVATIONS:
+        same = [p for p in node.parents if p.floating and p.shape == node.shape]
+        with_history = [p for p in same if p.history and not p.parameter] or same
+        return with_history[0] if len(with_history) == 1 else None
+    return None
+
+
+def across_rows(node: Node) -> bool:
+    """Whether a softmax over what a layer with weights gave runs over its rows, each feature by itself."""
+    axis, at = node.dim, layout(node.parents[0]) if node.parents else None
+    if axis is None or at is None or at.layer.op != "linear" or at.picked or at.index.shape != node.shape:
+        return False
+    if at.layer.shape[at.axis] < 2 or not any(p.parameter for p in at.layer.parents) or node.shape[axis] < 2:
+        return False
+    feature = at.feature()
+    return bool((feature == feature.narrow(axis, 0, 1)).all())
+
+
+def ancestors(node: Node, most: int = 400) -> Iterator[Node]:
+    """The node and what it was made of, nearest first."""
+    seen: set[int] = set()
+    todo = [node]
+    while todo and len(seen) < most:
+        at = todo.pop(0)
+        if id(at) not in seen:
+            seen.add(id(at))
+            yield at
+            todo.extend(at.parents)

@@ -1,0 +1,252 @@
+"""The calls of loss functions in a run, each judged once its part in what is backpropagated is known."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from pytest_trainloop import batch as nests
+from pytest_trainloop.evidence.contracts import (
+    binary,
+    classes,
+    divergence,
+    handmade,
+    likelihoods,
+    refused,
+    scores,
+    shapes,
+    tokens,
+)
+from pytest_trainloop.evidence.contracts.call import Breach, Call, bound
+from pytest_trainloop.evidence.contracts.lineage import Lineage, name_of, watched
+from pytest_trainloop.observe.functions import LOSSES
+from pytest_trainloop.observe.source import here
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from pytest_trainloop.observe.events import Site
+    from pytest_trainloop.observe.watch import Watch
+
+Reader = "Callable[[Call], Iterator[Breach]]"
+
+MOST = 256
+"""Calls of one place that are judged."""
+
+_DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "poisson_nll_loss", "gaussian_nll_loss")
+_SIGNED = ("cosine_embedding_loss", "margin_ranking_loss", "hinge_embedding_loss", "soft_margin_loss")
+_BY_HAND = frozenset({"log_softmax", "logsumexp", "log_sigmoid", "log", "gather", "sub", "rsub", "mul", "__sub__"})
+
+_READERS: dict[str, tuple[Callable[[Call], Iterator[Breach]], ...]] = {
+    "cross_entropy": (
+        scores.classes,
+        classes.axis_of_classes,
+        classes.indices,
+        classes.distributions,
+        tokens.padding,
+        tokens.shift,
+    ),
+    "nll_loss": (
+        classes.log_probabilities,
+        classes.axis_of_classes,
+        classes.indices,
+        tokens.padding,
+        tokens.shift,
+    ),
+    "binary_cross_entropy": (binary.probabilities, scores.twice, binary.targets, shapes.weights),
+    "binary_cross_entropy_with_logits": (scores.binary, binary.targets, shapes.weights),
+    "multilabel_soft_margin_loss": (scores.binary, binary.targets, shapes.weights),
+    "multilabel_margin_loss": (binary.hot_lists,),
+    "kl_div": (divergence.divergence, shapes.broadcast),
+    "gaussian_nll_loss": (likelihoods.variance, shapes.broadcast),
+    "poisson_nll_loss": (likelihoods.rate, shapes.broadcast),
+    "ctc_loss": (likelihoods.alignment,),
+    **dict.fromkeys(_DISTANCES[:4], (shapes.broadcast,)),
+    **dict.fromkeys(_SIGNED, (binary.signs, shapes.broadcast)),
+    "log_softmax": (scores.classes,),
+    "logsumexp": (scores.classes,),
+    "log_sigmoid": (scores.binary,),
+    "log": (scores.twice,),
+    "gather": (handmade.gathered,),
+    "difference": (handmade.differences,),
+}
+
+
+@dataclass(slots=True)
+class Place:
+    """What was seen at one call site: how many calls were judged, and the first of each breach with their number."""
+
+    name: str
+    calls: int = 0
+    breaches: dict[tuple[str, str], list[Breach]] = field(default_factory=lambda: defaultdict(list))
+
+
+class Contracts(TorchFunctionMode):
+    """To be used by ``contexts`` of a run; ``handed`` is told of every batch. ``places`` is what was seen, ``unread``
+    what could not be judged, ``seen`` names the loss functions that were called."""
+
+    def __init__(self, pad_id: int | None = None) -> None:
+        super().__init__()
+        self._watch: Watch | None = None
+        self._lineage = Lineage()
+        self._steps = -1
+        self._tokens = tokens.Tokens(pad_id)
+        self._rows = 0
+        self.places: dict[tuple[str, Site], Place] = {}
+        self.unread: list[str] = []
+        self.seen: dict[str, None] = {}
+
+    def handed(self, _number: int, item: Any) -> None:
+        self._rows = nests.rows(item)
+        self._tokens.handed(item)
+
+    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        return (self._watching(watch), self)
+
+    @contextlib.contextmanager
+    def _watching(self, watch: Watch) -> Iterator[None]:
+        self._watch = watch
+        try:
+            yield
+        finally:
+            self._watch = None
+            self._forget()
+
+    def breaches(self) -> Iterator[tuple[Breach, int, int]]:
+        """What was broken, in how many of how many calls of its place."""
+        for place in self.places.values():
+            for found in place.breaches.values():
+                if not found[0].always or len(found) == place.calls:
+                    yield found[0], len(found), place.calls
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        watch, name = self._watch, name_of(func)
+        if watch is None or watch.quiet or watch.stepping or watch.backward is not None or not watched(name):
+            return func(*args, **kwargs)
+        if watch.record.steps != self._steps:
+            self._steps = watch.record.steps
+            self._forget()
+        with watch.quietly():
+            parents = self._lineage.before(name, args, kwargs)
+            call = self._call(watch, func, name, args, kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except Exception as error:
+            if call is not None:
+                with watch.quietly():
+                    self._judge(call, functools.partial(refused.refused, error=error))
+            raise
+        with watch.quietly():
+            self._lineage.note(watch, func, name, args, kwargs, parents, out)
+            if name == "embedding" and isinstance(out, torch.Tensor):
+                self._looked_up(args, kwargs, out)
+            elif call is not None and isinstance(out, torch.Tensor):
+                call.out = out
+                self._await(watch, call)
+        return out
+
+    def _forget(self) -> None:
+        self._lineage.forget()
+        self._tokens.embedded.clear()
+
+    def _looked_up(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> None:
+        given = bound(F.embedding, args, kwargs)
+        ids, pad = given.get("input"), given.get("padding_idx")
+        if isinstance(ids, torch.Tensor) and ids.dim() == 2:
+            self._tokens.embedded.append((ids.detach(), None if pad is None or pad < 0 else pad, out))
+
+    def _call(
+        self, watch: Watch, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Call | None:
+        """The call, if it is one to be judged."""
+        if name in LOSSES or name == "embedding":
+            if getattr(F, name, None) is not func:
+                return None
+            given = bound(func, args, kwargs)
+        elif name in _BY_HAND:
+            name, given = _by_hand(name, args, kwargs)
+        else:
+            return None
+        if not given:
+            return None
+        place, site = here(3)
+        made = Call(
+            name=name, given=given, lineage=self._lineage, place=place, site=site, out=torch.empty(0),
+            module=watch.module_path(), tokens=self._tokens, rows=self._rows,
+        )  # fmt: skip
+        made.nodes = {key: self._lineage.of(value) for key, value in given.items() if isinstance(value, torch.Tensor)}
+        return made
+
+    def _await(self, watch: Watch, call: Call) -> None:
+        """Judge the call once gradients have come in at what it gave and at what it was given."""
+        if call.name in LOSSES:
+            self.seen[call.name] = None
+        if not call.out.requires_grad or call.name not in _READERS:
+            return
+        given = [v for v in call.given.values() if isinstance(v, torch.Tensor) and v.requires_grad]
+
+        def judged(gradient: torch.Tensor | None) -> None:
+            if call.weights is not None and self._watch is not None:
+                with watch.quietly(), torch.no_grad():
+                    call.arrived = gradient
+                    self._judge(call)
+                call.weights = None
+
+        def came(gradient: torch.Tensor | None) -> None:
+            call.weights = gradient
+            if not given:
+                judged(None)
+
+        call.out.register_hook(came)  # type: ignore[no-untyped-call]
+        if given:
+            given[0].register_hook(judged)  # type: ignore[no-untyped-call]
+
+    def _judge(self, call: Call, reader: Callable[[Call], Iterator[Breach]] | None = None) -> None:
+        place = self.places.setdefault((call.name, call.site), Place(call.name))
+        if place.calls >= MOST or _lost(call):
+            return
+        call.number = place.calls
+        place.calls += 1
+        for read in (reader,) if reader is not None else _READERS[call.name]:
+            try:
+                for breach in read(call):
+                    place.breaches[breach.cause, breach.culprit].append(breach)
+            except Exception as error:
+                self.unread.append(f"{call.name} at {call.place}: {type(error).__name__}: {error}")
+
+
+def _lost(call: Call) -> bool:
+    """Whether what the model gave is NaN: of such values nothing can be said."""
+    tensors = (v for v in call.given.values() if isinstance(v, torch.Tensor) and v.requires_grad)
+    return any(v.is_floating_point() and bool(v.isnan().any()) for v in tensors)
+
+
+def _by_hand(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Operations that losses are written with, as calls of their own."""
+    given = args[0] if args else kwargs.get("input")
+    if not isinstance(given, torch.Tensor):
+        return name, {}
+    if name in ("sub", "rsub", "mul", "__sub__"):
+        other = args[1] if len(args) > 1 else kwargs.get("other")
+        growing = isinstance(other, torch.Tensor) and shapes.both_grow((tuple(given.shape), tuple(other.shape)))
+        return ("difference", {"input": given, "target": other}) if growing else (name, {})
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if isinstance(dim, int):
+        dim = dim % max(given.dim(), 1)
+    elif name in ("log_softmax", "logsumexp"):
+        dim = given.dim() - 1
+    return name, {"input": given, "dim": dim}
