@@ -16,11 +16,14 @@ How it decides
     is no distribution: all rows of all calls must. Entries that get no gradient (masked after ``reduction="none"``, a
     weight of 0) are not judged, nor are losses that are computed and not backpropagated. Scores without a
     normalisation in nll_loss pass where the gradient that arrives at them sums to nothing over the classes: a
-    log-sum-exp stands beside it. Positions are padding where the batch proves it: by the declared pad id, by an
-    embedding's padding_idx, by a mask or lengths beyond which one value stands. Labels are compared with the ids that
-    the embedding looked up; of a model whose outputs depend on later inputs no shift is expected.
-    What may be meant is advice: log-probabilities into cross_entropy, kl_div by the mean of elements, a head far wider
-    than the labels, rare positives without a weight.
+    log-sum-exp stands beside it. A loss is maximised by mistake where its negative is all that is backpropagated, no
+    other loss is, and drawn weights are trained by it (loaded ones may unlearn).
+    Positions are padding where the batch proves it: by the declared pad id, by an embedding's padding_idx, by a mask
+    or lengths beyond which one value stands. Labels are compared with the ids that the embedding looked up, and with
+    the last input that an output depends on; of a model that sees later inputs no shift is expected.
+    What may be meant is advice: log-probabilities into cross_entropy, kl_div by the mean of elements or with its
+    gradient through the target, a head far wider than the labels, rare positives without a weight, a loss that is
+    computed and left out, or subtracted from another.
 
 Faulty
     >>> for x, y in batches:
@@ -44,6 +47,7 @@ References
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks import check
@@ -64,6 +68,7 @@ CAUSES = {
     "activation_on_logits": "the scores come from a function without values on one side of zero, or of a narrow range",
     "dropout_on_logits": "dropout lies between the last layer and the loss",
     "temperature_inverted": "cosines times a number below one half, or distillation with scores times one above",
+    "single_class": "the last layer has one output, whose softmax is 1",
     "wrong_axis": "the softmax runs over another axis than the one that the loss takes for the classes",
     "class_axis": "the entries along the class axis come from several positions of the last layer",
     "logits_as_log_probabilities": "the exponentials of the input sum to more than 1, or it is what a layer gives",
@@ -82,16 +87,21 @@ CAUSES = {
     "arguments_swapped": "the first argument holds probabilities and the second logarithms",
     "mean_over_elements": "kl_div divides by all entries: its documentation advises batchmean",
     "broadcast": "both sides of a difference grow when they are compared",
-    "weight_broadcast": "a weight makes the loss larger than its input",
+    "weight_shape": "a weight makes the loss larger than its input, or has not one entry for each class",
     "log_variance": "what a layer gives, or negative values, are given for a variance",
     "rate_scale": "a rate where its logarithm is taken, or negative values where a rate is",
     "blank_in_targets": "the blank stands among the labels of a CTC loss",
+    "lengths_refused": "torch refuses the lengths given to a CTC loss",
     "alignment_impossible": "a target of a CTC loss has more labels than its input has frames",
     "padding_counted": "positions that are padding in the input, all of one label, count in the loss",
     "ignore_index_mismatch": "the same, and another label than theirs is ignored",
+    "real_class_ignored": "a label of real positions is the ignored one",
     "shifted_twice": "the labels of a causal model are the inputs two positions on",
     "not_shifted": "the labels of a causal model are the inputs of the same position, or of the one before",
     "ids_out_of_range": "ids beyond the rows of an embedding",
+    "sign_flipped": "a negative multiple of the loss, and nothing else, is backpropagated and trains its scores",
+    "part_detached": "the value of a loss is added to what is backpropagated, without its history",
+    "part_left_out": "no gradient ever came in at a loss with a history, while others were backpropagated",
     "head_too_wide": "no label of the run lies in the lower eighth of the head",
     "imbalanced": "fewer than 5 % of the labels are positive, without a weight",
 }
@@ -105,7 +115,8 @@ def loss_contract(evidence: Evidence) -> Iterator[Finding]:
         key = breach.cause, breach.culprit, breach.where
         if key not in told:
             told.add(key)
-            yield _finding(breach, times, calls)
+            meant = breach.cause == "sign_flipped" and breach.level == "fault" and evidence.loaded()
+            yield _finding(replace(breach, level="advice") if meant else breach, times, calls)
     if not told and contracts.unread:
         raise CannotDecide(f"a call of a loss function could not be read: {contracts.unread[0]}")
 

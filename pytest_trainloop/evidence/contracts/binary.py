@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.evidence.contracts.call import Breach, Call, as_list
+from pytest_trainloop.evidence.contracts.classes import over_the_wrong_axis
 from pytest_trainloop.evidence.contracts.values import bounds
-from pytest_trainloop.evidence.contracts.walks import LAYERS, behind, is_sigmoid
+from pytest_trainloop.evidence.contracts.walks import LAYERS, Found, behind, inner, is_sigmoid
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,17 +26,35 @@ def probabilities(call: Call) -> Iterator[Breach]:
     found, given = behind(call.node("input")), call.tensor("input")
     if found is None or given is None:
         return
-    if found.clamped and found.node.op in LAYERS and not found.node.unit and not found.shifted and found.scale == 1:
+    if raw(found):
         yield _raw(call)
+    elif found.node.op == "softmax" and found.node.dim == 0 and call.rows == found.node.shape[0] > 1:
+        yield over_the_wrong_axis(call, found.node)
     yield from _saturated(call)
+
+
+def logarithm(call: Call) -> Iterator[Breach]:
+    """A binary cross entropy written out: the logarithm of raw scores, clamped into (0, 1)."""
+    found = behind(call.node("input"))
+    if found is not None and found.high <= 1 and raw(found):
+        yield _raw(call)
+
+
+def raw(found: Found) -> bool:
+    """Whether it is the output of a layer, cut off below 0 and above 1, that is taken for a probability."""
+    source, cut = found.node, found.low >= 0 and found.high <= 1
+    if source.op in ("relu", "relu6") and not found.shifted and found.scale == 1 and found.high <= 1:
+        under = behind(inner(source))
+        cut, source = True, under.node if under is not None and not under.shifted else source
+    return cut and source.op in LAYERS and not source.unit and not found.shifted and found.scale == 1
 
 
 def _raw(call: Call) -> Breach:
     given = call.tensor("input")
     return Breach(
         cause="logits_as_probabilities",
-        summary="raw scores given where probabilities are expected: binary_cross_entropy takes the output of the last "
-        "layer, clamped",
+        summary=f"raw scores given where probabilities are expected: {call.name} takes the output of the last layer, "
+        "cut off at 0 and 1",
         measured=f"input in {bounds(given)}" if given is not None else "",
         shown_by="no sigmoid lies between the last layer and the loss",
         culprit=call.name,

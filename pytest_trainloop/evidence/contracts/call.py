@@ -39,7 +39,7 @@ class Call:
     """A call of a loss function: its arguments by name and where each comes from.
 
     ``weights`` is the gradient of what is backpropagated with respect to what the call gave, ``arrived`` the gradient
-    that came in at its input from all that used it.
+    that came in at its input from all that used it; ``root`` is the value of what is backpropagated.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Call:
     number: int = 0
     weights: torch.Tensor | None = None
     arrived: torch.Tensor | None = None
+    root: float | None = None
 
     def tensor(self, name: str) -> torch.Tensor | None:
         value = self.given.get(name)

@@ -17,7 +17,7 @@ from pytest_trainloop.evidence.contracts.values import (
     slack,
     sums_to_one,
 )
-from pytest_trainloop.evidence.contracts.walks import Layout, across_rows, ancestors, behind, layout
+from pytest_trainloop.evidence.contracts.walks import Layout, across_rows, ancestors, behind, inner, layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,9 +42,14 @@ def log_probabilities(call: Call) -> Iterator[Breach]:
     elif source is not None and named == "log_softmax":
         if not logs_of_one(given, axis) and (axis_of_sums(given, axis) is not None or across_rows(source.node)):
             yield over_the_wrong_axis(call, source.node)
-    elif over > 0 and not _normalised_elsewhere(call, axis):
+    elif over > 0 and bool((given > 0).any()) and not _of_logarithms(node) and not _normalised_elsewhere(call, axis):
         repair = "use cross_entropy, or log_softmax along the class axis before nll_loss"
         yield _not_logs(call, "logits_as_log_probabilities", "raw scores", repair)
+
+
+def _of_logarithms(node: Node | None) -> bool:
+    """Whether a logarithm stands a few operations before: of densities, which may be above 1, or of other odds."""
+    return node is not None and any("log" in n.op for n in ancestors(node, 12))
 
 
 def _normalised_elsewhere(call: Call, axis: int) -> bool:
@@ -239,7 +244,12 @@ def distributions(call: Call) -> Iterator[Breach]:
     if given is None or target is None or not target.is_floating_point() or target.shape != given.shape:
         return
     axis = class_axis(call)
-    if target.dim() == 0 or target.shape[axis] < 2 or sums_to_one(target, axis) or not target.numel():
+    if target.dim() == 0 or target.shape[axis] < 2 or not target.numel():
+        return
+    twice = behind(call.node("target"))
+    if twice is not None and softened_twice(twice.node):
+        yield twice_softened(call)
+    if sums_to_one(target, axis):
         return
     wide = target.double()
     sums = wide.sum(axis)
@@ -252,12 +262,31 @@ def distributions(call: Call) -> Iterator[Breach]:
             yield _no_distribution(call, sums, "log-probabilities are given as targets")
         elif not whole:
             yield _no_distribution(call, sums, "targets hold negative values, as scores do")
-    elif not whole and _along_others(target, axis):
+    elif _along_others(target, axis):
         yield _no_distribution(call, sums, "they sum to 1 along another axis")
     elif not whole and bool((sums - sums.flatten()[0]).abs().max() <= slack(target, target.shape[axis])):
         yield _no_distribution(call, sums, "every row sums to the same number")
     elif bool((sums > 1 + slack(target, target.shape[axis])).any()):
         yield _no_distribution(call, sums, "rows weigh as much as their targets sum to", level="advice")
+
+
+def softened_twice(node: Node) -> bool:
+    """Whether it is a softmax of a softmax over the same axis."""
+    under = behind(inner(node)) if node.op == "softmax" else None
+    return under is not None and under.node.op == "softmax" and under.node.dim == node.dim and under.scale <= 1
+
+
+def twice_softened(call: Call) -> Breach:
+    return Breach(
+        cause="target_not_distribution",
+        level="advice",
+        summary=f"the targets of {call.name} are a softmax of a softmax: nearly the same for every class",
+        measured="",
+        shown_by="what the target was computed by",
+        culprit="target",
+        where=str(call.place),
+        repair="give the softmax of the teacher's scores, once",
+    )
 
 
 def _along_others(target: torch.Tensor, axis: int) -> bool:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from pytest_trainloop.evidence.contracts.call import Breach, Call
+from pytest_trainloop.evidence.contracts.classes import over_the_wrong_axis, softened_twice, twice_softened
 from pytest_trainloop.evidence.contracts.values import bounds, logs_of_one, sums_to_one
 from pytest_trainloop.evidence.contracts.walks import LAYERS, Found, across_rows, behind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch
+    from pytest_trainloop.evidence.contracts.lineage import Node
 
 _LOGS = frozenset({"log_softmax", "log", "logsigmoid"})
 
@@ -29,7 +32,7 @@ def divergence(call: Call) -> Iterator[Breach]:
     yield from _input(call, given, axes)
     yield from _target(call, target, logs=logs)
     yield from _advice(call, given)
-    yield from _hot(call)
+    yield from hot(call, call.node("input"), call.node("target"))
 
 
 def _axes(given: torch.Tensor) -> list[int]:
@@ -71,6 +74,10 @@ def _axis(call: Call, given: torch.Tensor, found: Found) -> Iterator[Breach]:
     """Both sides must be distributions over the same axis, and over classes, not over examples."""
     target, place = call.tensor("target"), call.place
     if target is None or target.shape != given.shape:
+        return
+    if not any(logs_of_one(given, d) for d in range(given.dim())):
+        if sums_to_one(target, -1) and across_rows(found.node):
+            yield over_the_wrong_axis(call, found.node)
         return
     mine = [d for d in range(given.dim()) if logs_of_one(given, d)]
     theirs = [d for d in range(target.dim()) if sums_to_one(target, d) or logs_of_one(target, d)]
@@ -125,6 +132,20 @@ def _swapped(call: Call) -> Breach:
 
 
 def _advice(call: Call, given: torch.Tensor) -> Iterator[Breach]:
+    side, source = call.given.get("target"), behind(call.node("target"))
+    if source is not None and softened_twice(source.node):
+        yield twice_softened(call)
+    if isinstance(side, torch.Tensor) and side.requires_grad and not call.given["input"].requires_grad:
+        yield Breach(
+            cause="arguments_swapped",
+            level="advice",
+            summary="kl_div gets its gradient through the target only: this is the reverse divergence",
+            measured="the input has no history, the target has",
+            shown_by="which of the two arguments requires grad",
+            culprit=call.name,
+            where=str(call.place),
+            repair="nothing, if the reverse is meant; else kl_div(log_softmax(student), softmax(teacher))",
+        )
     if call.reduction == "mean" and given.dim() > 1:
         yield Breach(
             cause="mean_over_elements",
@@ -138,16 +159,17 @@ def _advice(call: Call, given: torch.Tensor) -> Iterator[Breach]:
         )
 
 
-def _hot(call: Call) -> Iterator[Breach]:
+def hot(call: Call, *nodes: Node | None) -> Iterator[Breach]:
     """Distillation whose two sides are multiplied by a temperature above 1, which makes them sharper, not softer."""
-    sides = [behind(call.node("input")), behind(call.node("target"))]
+    sides = [behind(node) for node in nodes]
     inner = [behind(s.node.parents[0]) for s in sides if s is not None and s.node.op in ("softmax", "log_softmax")]
     scaled = [i for i in inner if i is not None and i.multiplied and i.scale > SHARPER and i.node.op in LAYERS]
+    side = "a product" if call.name == "product" else call.name
     if len(scaled) == 2 and scaled[0].scale == scaled[1].scale and not any(i.node.unit for i in scaled):
         yield _breach(
             call,
             "temperature_inverted",
-            f"both sides of kl_div are softmaxes of scores multiplied by {scaled[0].scale:g}: the temperature is "
+            f"both sides of {side} are softmaxes of scores multiplied by {scaled[0].scale:g}: the temperature is "
             "applied the wrong way round, and makes them sharper",
             "the constants between the last layers and the softmaxes",
             f"divide the scores by the temperature: scores / {scaled[0].scale:g}",

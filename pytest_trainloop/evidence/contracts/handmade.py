@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from pytest_trainloop.evidence.contracts.call import Breach, Call
 from pytest_trainloop.evidence.contracts.classes import over_the_wrong_axis
-from pytest_trainloop.evidence.contracts.walks import across_rows, behind, layout
+from pytest_trainloop.evidence.contracts.divergence import hot
+from pytest_trainloop.evidence.contracts.values import sums_to_one
+from pytest_trainloop.evidence.contracts.walks import LAYERS, across_rows, ancestors, behind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch
+    from pytest_trainloop.evidence.contracts.lineage import Node
+
 
 _BETWEEN = frozenset({"unsqueeze", "__getitem__", "view", "reshape", "unflatten"})
 
@@ -21,15 +26,42 @@ def gathered(call: Call) -> Iterator[Breach]:
     found = behind(call.node("input"))
     if found is None:
         return
-    source = found.node
-    if source.op == "log" and source.parents:
-        under = behind(source.parents[0])
-        source = under.node if under is not None else source
+    source = _softmax_behind(call.node("input")) or found.node
     along = call.given.get("dim")
     if source.op not in ("softmax", "log_softmax") or source.dim is None or source.dim == along:
         return
     if source.shape == tuple(call.given["input"].shape) and across_rows(source):
         yield over_the_wrong_axis(call, source)
+
+
+def products(call: Call) -> Iterator[Breach]:
+    """The logarithm of a softmax times probabilities: a cross entropy written out."""
+    sides = [(call.node("input"), call.tensor("target")), (call.node("target"), call.tensor("input"))]
+    for node, other in sides:
+        source = _softmax_behind(node)
+        if source is None or node is None or other is None or not other.is_floating_point() or source.dim is None:
+            continue
+        sums = [d for d in range(other.dim()) if sums_to_one(other, d)]
+        if sums and source.dim not in sums and source.shape == tuple(other.shape) and not _similarities(source):
+            yield over_the_wrong_axis(call, source)
+    yield from hot(call, call.node("input"), call.node("target"))
+
+
+def _similarities(node: Node) -> bool:
+    """Whether rows and columns are alike: similarities, which are normalised both ways."""
+    return len(node.shape) == 2 and node.shape[0] == node.shape[1] and not across_rows(node)
+
+
+def _softmax_behind(node: Node | None) -> Node | None:
+    """A log-softmax, or a softmax whose logarithm was taken, that the node was moved or scaled from."""
+    found = behind(node)
+    if found is None:
+        return None
+    source = found.node
+    if source.op == "log" and source.parents:
+        under = behind(source.parents[0])
+        return under.node if under is not None and under.node.op == "softmax" else None
+    return source if source.op == "log_softmax" else None
 
 
 def differences(call: Call) -> Iterator[Breach]:
@@ -39,32 +71,43 @@ def differences(call: Call) -> Iterator[Breach]:
     column = next((s for s in sides if s[0].dim() == 2 and s[0].shape[1] == 1 and s[0].requires_grad), None)
     if column is None or column[2] is None or column[1].requires_grad or column[1].shape != column[0].shape[:1]:
         return
-    at = layout(column[2])
-    if column[2].op in _BETWEEN or at is None or at.layer.shape[at.axis] != 1 or call.weights is None:
+    if column[2].op in _BETWEEN or not _of_one_output(column[2]) or call.weights is None:
         return
-    if _alike(call.weights.double(), call.out.detach().double()):
+    if _each_for_itself(call.weights.double(), call.out.detach().double()):
         rows = column[0].shape[0]
         yield Breach(
             cause="broadcast",
             summary=f"{tuple(left.shape)} and {tuple(right.shape)} are broadcast to ({rows}, {rows}): the loss "
             "compares every row with every other",
-            measured=f"{rows * rows} differences where {rows} are meant",
-            shown_by="one side is the output of a layer of one feature, the other data, and all pairs weigh the same",
+            measured=f"{rows * rows} pairs where {rows} are meant",
+            shown_by="one side is the output of a layer of one feature, the other data, and every pair counts",
             culprit=call.name,
             where=str(call.place),
             repair="squeeze(-1) the output, or unsqueeze(-1) the target, so that both have one shape",
         )
 
 
-def _alike(weights: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether the gradient at each entry is one and the same multiple of it (a mean of squares), or of one size (a mean
-    of absolute values, or of products), or nothing (cut off by a hinge)."""
+def _of_one_output(node: Node) -> bool:
+    """Whether a column comes from a layer of one output: by itself, or by way of a loss for each row."""
+    return any(n.op in LAYERS and n.shape == node.shape for n in ancestors(node, 40))
+
+
+def _each_for_itself(weights: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether the gradient at each pair is its difference, or its sign, times a factor of its row and one of its
+    column: a sum of squares or of absolute values, weighted or not. A kernel over pairs is nothing of the kind."""
     if weights.shape != values.shape:
         return False
     sizes = weights.abs()
     one_size = (sizes - sizes.max()).abs() <= 1e-4 * sizes.max()
     if bool((one_size | (sizes == 0)).all()) and bool(sizes.max() > 0):
         return True
-    kept = values.abs() > 1e-3 * values.abs().max()
-    ratio = weights[kept] / values[kept]
-    return bool(ratio.numel()) and bool((ratio - ratio[0]).abs().max() <= 1e-3 * ratio[0].abs())
+    return any(_outer(sizes / by) for by in (values.abs().clamp(min=1e-30), torch.ones_like(values)))
+
+
+def _outer(factors: torch.Tensor) -> bool:
+    """Whether a matrix is a column times a row."""
+    if factors.dim() != 2 or not bool((factors > 0).all()) or not bool(torch.isfinite(factors).all()):
+        return False
+    logs = factors.log()
+    rest = logs - logs.mean(0, keepdim=True) - logs.mean(1, keepdim=True) + logs.mean()
+    return bool(rest.abs().max() <= 1e-3)

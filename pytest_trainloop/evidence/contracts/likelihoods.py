@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.evidence.contracts.call import Breach, Call, as_list
+from pytest_trainloop.evidence.contracts.call import Breach, Call, Level, as_list
 from pytest_trainloop.evidence.contracts.classes import over_the_wrong_axis
 from pytest_trainloop.evidence.contracts.values import axis_of_sums, bounds, exceeds_one, logs_of_one, sums_to_one
 from pytest_trainloop.evidence.contracts.walks import LAYERS, behind
@@ -109,16 +109,29 @@ def _lengths(call: Call, given: torch.Tensor) -> Iterator[Breach]:
             f"number the labels without {blank}, or give another blank=",
         )
     short = [(n, i) for n, i in enumerate(inputs[: len(rows)]) if i < _needed(rows[n])]
+    dropped = bool(call.given.get("zero_infinity")) and len(short) < len(rows)
     if short:
         n, have = short[0]
         yield _breach(
             call,
             "alignment_impossible",
             f"{len(short)} of {len(rows)} targets of ctc_loss are longer than their inputs: no alignment exists, and "
-            + ("they are dropped" if call.given.get("zero_infinity") else "the loss is infinite"),
+            + ("they are left out" if call.given.get("zero_infinity") else "the loss is infinite"),
             f"{_needed(rows[n])} frames needed for {len(rows[n])} labels, {have} given, of {given.shape[0]}",
             "labels and repeats within target_lengths, against input_lengths",
             "check the lengths (frames after downsampling, labels without padding), or use fewer downsampling steps",
+            level="advice" if dropped else "fault",
+        )
+    classes = given.shape[-1]
+    beyond = [row for row in rows if any(label >= classes or label < 0 for label in row)]
+    if beyond:
+        yield _breach(
+            call,
+            "target_out_of_range",
+            f"ctc_loss is given labels up to {max(map(max, beyond))} and has classes 0 to {classes - 1}",
+            f"target {as_list(torch.tensor(beyond[0], dtype=torch.float64))} within its length",
+            "the labels within target_lengths",
+            "widen the head, or remap the labels",
         )
 
 
@@ -148,9 +161,12 @@ def _ints(value: Any) -> list[int]:
     return [int(v) for v in value] if isinstance(value, (list, tuple)) else []
 
 
-def _breach(call: Call, cause: str, summary: str, measured: str, shown_by: str, repair: str) -> Breach:
+def _breach(
+    call: Call, cause: str, summary: str, measured: str, shown_by: str, repair: str, *, level: Level = "fault"
+) -> Breach:
     return Breach(
         cause=cause,
+        level=level,
         summary=summary,
         measured=measured,
         shown_by=shown_by,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pytest_trainloop.observe.functions import LOSSES
 from pytest_trainloop.observe.source import here
 
 if TYPE_CHECKING:
@@ -43,13 +44,15 @@ SQUASHES = frozenset(
     hardtanh leaky_relu dropout log exp softmin""".split()
 )
 _CONTRACTS = frozenset({"matmul", "mm", "bmm", "einsum", "linear", "baddbmm"})
+CLAMPS = frozenset({"clamp", "clip", "clamp_min", "clamp_max"})
 CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
 
 
 @dataclass(slots=True, eq=False)
 class Node:
     """One tensor: the ``op`` that made it ("" for one that came from outside), the nodes it was made of, its shape, and
-    the plain numbers among the arguments. ``replay`` makes the same move with another tensor of the parent's shape,
+    the plain numbers among the arguments (the bounds of a clamp; NaN for none). ``value`` is that of a single number.
+    ``replay`` makes the same move with another tensor of the parent's shape,
     where the operation only moves entries; ``picks`` tells that it does so by an index. ``unit`` tells of a product
     whose both factors have rows of length 1."""
 
@@ -67,7 +70,7 @@ class Node:
     parameter: bool = False
     floating: bool = True
     unit: bool = False
-    first: bool = True
+    value: float = math.nan
 
     @property
     def moves(self) -> bool:
@@ -88,11 +91,10 @@ class Lineage:
         known = self._known.get(id(tensor))
         if known is not None and known[0]() is tensor:
             return known[1]
-        single = tensor.numel() == 1 and not tensor.is_complex()
         return Node(
             "",
             shape=tuple(tensor.shape),
-            numbers=(float(tensor.detach()),) if single else (),
+            value=_value(tensor),
             history=tensor.requires_grad,
             parameter=isinstance(tensor, nn.Parameter),
             floating=tensor.is_floating_point(),
@@ -140,17 +142,25 @@ class Lineage:
             history=result.requires_grad,
             floating=result.is_floating_point(),
             cast=name in _CASTS,
-            first=bool(args) and isinstance(args[0], torch.Tensor),
+            value=_value(result),
         )
         if name in _RESHAPES or name in _PICKS:
             node.replay = _replay(func, args, kwargs, number)
             node.picks = name in _PICKS and not _plain_index(name, args)
+        elif name in LOSSES:
+            node.place = here(4)[0]
         elif name in SQUASHES:
             node.place, node.module, node.dim = here(4)[0], watch.module_path(), _dim(args, kwargs, result)
             if name == "dropout":
                 node.numbers = (_dropped(args, kwargs),)
-        elif name in _CONTRACTS:
-            node.unit = _unit_rows(name, args)
+        elif name in CLAMPS:
+            node.numbers = _bounds(name, args, kwargs)
+        elif name in _CONTRACTS or name in CONVOLUTIONS:
+            node.module = watch.module_path()
+            node.unit = name in _CONTRACTS and _unit_rows(name, args)
+        elif name == "normalize":
+            given = kwargs.get("dim", args[2] if len(args) > 2 else 1)
+            node.dim = given % result.dim() if isinstance(given, int) and result.dim() else None
         return node
 
 
@@ -168,6 +178,18 @@ def _flat(value: Any) -> Iterator[torch.Tensor]:
             yield part
         elif isinstance(part, (list, tuple)):
             yield from _flat(part)
+
+
+def _value(tensor: torch.Tensor) -> float:
+    return float(tensor.detach()) if tensor.numel() == 1 and not tensor.is_complex() else math.nan
+
+
+def _bounds(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, float]:
+    """Below and above; NaN where there is none, or none that is a number."""
+    names = {"clamp_min": ("min",), "clamp_max": ("max",)}.get(name, ("min", "max"))
+    given = dict(zip(names, args[1:], strict=False)) | kwargs
+    low, high = (given.get(side) for side in ("min", "max"))
+    return tuple(float(v) if isinstance(v, (int, float)) else math.nan for v in (low, high))  # type: ignore[return-value]
 
 
 def _replay(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> Replay | None:

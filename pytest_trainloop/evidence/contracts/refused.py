@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.evidence.contracts import shapes
+from pytest_trainloop.evidence.contracts import binary, shapes
 from pytest_trainloop.evidence.contracts.call import Breach, Call, as_list
 from pytest_trainloop.evidence.contracts.values import bounds
 
@@ -23,28 +23,57 @@ def refused(call: Call, error: Exception) -> Iterator[Breach]:
     if call.name == "embedding":
         yield from _ids(call, error)
         return
-    given, target = call.tensor("input"), call.tensor("target")
-    if call.name == "gaussian_nll_loss" and "negative" in str(error):
-        yield _breach(call, error, "log_variance", "gaussian_nll_loss takes a variance, and is given negative values",
-                      "give exp(log_variance), or softplus of the output", culprit="var")  # fmt: skip
-    if given is None or target is None:
+    if call.name == "ctc_loss":
+        yield _breach(call, error, "lengths_refused", "the lengths given to ctc_loss do not fit its input and targets",
+                      "input_lengths count frames of the log-probabilities (after downsampling), target_lengths labels",
+                      culprit="lengths")  # fmt: skip
         return
+    given, target = call.tensor("input"), call.tensor("target")
+    known = [] if given is None or target is None else list(_known(call, error, given, target))
+    yield from known or _shapes(call, error)
+
+
+def _known(call: Call, error: Exception, given: torch.Tensor, target: torch.Tensor) -> Iterator[Breach]:
     wider = next(shapes.weights(call), None)
     if wider is not None:
         yield replace(wider, shown_by=f"torch raised: {error}")
+    elif call.name == "gaussian_nll_loss" and "negative" in str(error):
+        yield _breach(call, error, "log_variance", "gaussian_nll_loss takes a variance, and is given negative values",
+                      "give exp(log_variance), or softplus of the output", culprit="var")  # fmt: skip
+    elif "weight tensor should be defined" in str(error):
+        yield _weights(call, error, given)
     elif call.name in _CLASSES:
         yield from _classes(call, error, given, target)
-    elif call.name == "binary_cross_entropy" and _outside(given) and given.shape == target.shape:
-        yield _breach(call, error, "logits_as_probabilities",
-                      f"raw scores given where probabilities are expected: binary_cross_entropy takes {bounds(given)}",
-                      "use binary_cross_entropy_with_logits on the scores as they are")  # fmt: skip
     elif given.shape != target.shape and (call.name in _BINARY or given.dim() != target.dim()):
         yield _breach(call, error, "target_shape",
                       f"{call.name} is given targets of shape {tuple(target.shape)} for an input of "
                       f"{tuple(given.shape)}: the shapes must be equal",
                       "squeeze(-1) the output, or unsqueeze(-1) the target", culprit="target")  # fmt: skip
+    elif call.name == "binary_cross_entropy" and _outside(given):
+        yield _breach(call, error, "logits_as_probabilities",
+                      f"raw scores given where probabilities are expected: binary_cross_entropy takes {bounds(given)}",
+                      "use binary_cross_entropy_with_logits on the scores as they are")  # fmt: skip
+    elif call.name == "binary_cross_entropy" and _outside(target):
+        yield from binary.targets(call)
     elif not target.is_floating_point() or target.dtype != given.dtype:
         yield wrong_dtype(call, error)
+
+
+def _weights(call: Call, error: Exception, given: torch.Tensor) -> Breach:
+    weight = call.tensor("weight")
+    count = given.shape[1] if given.dim() > 1 else given.shape[0]
+    have = "" if weight is None else f" of shape {tuple(weight.shape)}"
+    return _breach(call, error, "weight_shape", f"{call.name} has {count} classes and is given a weight{have}",
+                   f"give one weight for each class, of shape ({count},)", culprit="weight")  # fmt: skip
+
+
+def _shapes(call: Call, error: Exception) -> Iterator[Breach]:
+    """Shapes that differ where nothing else explains that torch refuses the call."""
+    given = {name: tuple(v.shape) for name, v in call.given.items() if isinstance(v, torch.Tensor) and v.dim()}
+    if len(set(given.values())) > 1:
+        listed = ", ".join(f"{name} {shape}" for name, shape in given.items())
+        yield _breach(call, error, "target_shape", f"{call.name} is given tensors that do not fit: {listed}",
+                      "bring all of them to one shape", culprit="target")  # fmt: skip
 
 
 def wrong_dtype(call: Call, error: Exception | None) -> Breach:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.evidence.contracts.call import Breach, Call
 from pytest_trainloop.evidence.contracts.values import bounds, logs_of_one, sums_to_one
-from pytest_trainloop.evidence.contracts.walks import LAYERS, Found, behind, inner, is_sigmoid
+from pytest_trainloop.evidence.contracts.walks import LAYERS, Found, ancestors, behind, inner, is_sigmoid, layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,8 +39,12 @@ def classes(call: Call) -> Iterator[Breach]:
     axis = class_axis(call)
     count = given.shape[axis] if given.dim() else 1
     if count < 2:
+        yield from _one_class(call)
         return
     source = found.node
+    if found.learned:
+        yield from _temperature(call, found)
+        return
     repair = _REPAIR.get(call.name, _REPAIR["cross_entropy"])
     if source.op == "softmax" and abs(found.scale) <= WIDEST:
         yield _probabilities(call, source, f"softmax{_at(source)}", count, repair)
@@ -50,6 +54,8 @@ def classes(call: Call) -> Iterator[Breach]:
         yield _activation(call, source, f"no score leaves [-{found.scale:g}, {found.scale:g}]", repair)
     elif source.op in _HALF_OPEN and found.scale > 0 and not found.shifted:
         yield _activation(call, source, "no class can be given a score below 0", repair)
+    elif found.low >= 0 and source.op in LAYERS and not found.shifted:
+        yield _clamped(call, repair)
     elif found.dropped is not None and source.op in LAYERS:
         yield _dropout(call, found.dropped)
     elif source.op in ("log_softmax", "log_sigmoid") and call.name == "cross_entropy":
@@ -60,10 +66,29 @@ def classes(call: Call) -> Iterator[Breach]:
     yield from _temperature(call, found)
 
 
+def softplus(call: Call) -> Iterator[Breach]:
+    """A binary cross entropy in its stable form, softplus(s) - y s, of what is a probability already."""
+    found = behind(call.node("input"))
+    if found is not None and is_sigmoid(found.node) and not found.shifted and not found.learned:
+        yield _squashed_twice(call, found.node, "give softplus the scores as they are")
+
+
+def written_out(call: Call) -> Iterator[Breach]:
+    """The same with log1p(exp(-|s|)) for the softplus."""
+    node = call.node("input")
+    for op in (("exp",), ("neg", "__neg__"), ("abs",)):
+        if node is None or node.op not in op:
+            return
+        node = inner(node)
+    found = behind(node)
+    if found is not None and is_sigmoid(found.node) and not found.shifted and not found.learned:
+        yield _squashed_twice(call, found.node, "write it with the scores as they are")
+
+
 def binary(call: Call) -> Iterator[Breach]:
     """Scores of yes or no: binary_cross_entropy_with_logits, multilabel_soft_margin_loss, logsigmoid."""
     found = behind(call.node("input"))
-    if found is None:
+    if found is None or found.learned:
         return
     source = found.node
     repair = f"give {call.name} the scores as they are: it takes the sigmoid itself"
@@ -72,6 +97,8 @@ def binary(call: Call) -> Iterator[Breach]:
             yield _squashed_twice(call, source, repair)
     elif source.op in _HALF_OPEN and found.scale > 0 and not found.shifted:
         yield _activation(call, source, "no score can be below 0, and no probability below a half", repair)
+    elif found.low >= 0 and source.op in LAYERS and not found.shifted:
+        yield _clamped(call, repair)
     elif source.op == "tanh" and 2 * abs(found.scale) <= WIDEST and not found.shifted:
         yield _activation(call, source, f"no score leaves [-{found.scale:g}, {found.scale:g}]", repair)
     elif found.dropped is not None and source.op in LAYERS:
@@ -171,6 +198,38 @@ def _activation(call: Call, source: Node, why: str, repair: str) -> Breach:
     )
 
 
+def _clamped(call: Call, repair: str) -> Breach:
+    given = call.tensor("input")
+    return Breach(
+        cause="activation_on_logits",
+        summary=f"the scores given to {call.name} are clamped at 0 from below: no class can be given a lower one",
+        measured=f"input in {bounds(given)}" if given is not None else "",
+        shown_by="a clamp lies between the last layer and the loss",
+        culprit="clamp",
+        where=str(call.place),
+        repair=f"leave the clamp out; {repair}",
+    )
+
+
+def _one_class(call: Call) -> Iterator[Breach]:
+    """A head of one output under a softmax, which is 1 whatever it gives."""
+    found = layout(call.node("input"))
+    if call.name != "cross_entropy" or found is None or found.layer.shape[found.axis] != 1 or found.moved:
+        return
+    if call.rows < 2:
+        return
+    given = call.tensor("input")
+    yield Breach(
+        cause="single_class",
+        summary="cross_entropy over one class: its softmax is 1 and its loss 0, whatever the model gives",
+        measured=f"input of shape {tuple(given.shape)}" if given is not None else "",
+        shown_by="the last layer has one output, and the class axis has size 1",
+        culprit=call.name,
+        where=str(call.place),
+        repair="give the head one output for each class, or use binary_cross_entropy_with_logits",
+    )
+
+
 def _dropout(call: Call, source: Node) -> Breach:
     return Breach(
         cause="dropout_on_logits",
@@ -199,6 +258,35 @@ def _harmless(call: Call, source: Node) -> Breach:
     )
 
 
+def hand_written(call: Call) -> Iterator[Breach]:
+    """-log(exp(cosine * t) / sum): the exponentials are a few operations before the logarithm."""
+    node = call.node("input")
+    exps = [n for n in ancestors(node, 12) if n.op == "exp" and n.parents] if node is not None else []
+    inside = [f for f in (behind(n.parents[0]) for n in exps) if f is not None and not f.learned]
+    if inside:
+        yield from _temperature(call, inside[0])
+
+
+def over_the_batch(call: Call) -> Iterator[Breach]:
+    """Cosines of vectors that were normalised over the rows, not each for itself."""
+    found = behind(call.node("input"))
+    if found is None or found.node.op not in _COSINES or found.node.unit:
+        return
+    sides = [f.node for f in map(behind, found.node.parents) if f is not None]
+    wrong = [n for n in sides if n.op == "normalize" and n.dim == 0 and len(n.shape) == 2 and n.shape[0] == call.rows]
+    if wrong and len(wrong) == len(sides) and found.node.shape == (call.rows, call.rows) != wrong[0].shape:
+        yield Breach(
+            cause="wrong_axis",
+            summary=f"the similarities given to {call.name} are of vectors normalised over the rows (dim=0), not "
+            "each to length 1",
+            measured=f"normalize over axis 0 of {wrong[0].shape}",
+            shown_by="both factors of the product come from normalize(dim=0), and rows are compared",
+            culprit="normalize",
+            where=str(call.place),
+            repair="normalize(x, dim=-1)",
+        )
+
+
 def _temperature(call: Call, found: Found) -> Iterator[Breach]:
     """Cosines times a number far below 1 (RULINGS R6: blind by nature to overfitting)."""
     cosine = found.node.op == "cosine_similarity" or (found.node.op in _COSINES and found.node.unit)
@@ -206,6 +294,7 @@ def _temperature(call: Call, found: Found) -> Iterator[Breach]:
         return
     yield Breach(
         cause="temperature_inverted",
+        level="advice" if found.learned else "fault",
         summary=f"cosines are multiplied by {found.scale:g} before {call.name}: the temperature is applied the wrong "
         "way round",
         measured=f"all scores lie within {2 * abs(found.scale):.3g} of each other",

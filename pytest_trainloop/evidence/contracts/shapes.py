@@ -56,7 +56,7 @@ def weights(call: Call) -> Iterator[Breach]:
             continue
         if math.prod(out) > given.numel():
             yield Breach(
-                cause="weight_broadcast",
+                cause="weight_shape",
                 summary=f"{name} of shape {tuple(weight.shape)} is broadcast against {tuple(given.shape)} to {out}: "
                 "each weighs every row",
                 measured=f"{math.prod(out)} terms where {given.numel()} are meant",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import torch
 
 from pytest_trainloop import batch as nests
 from pytest_trainloop.evidence.contracts.call import Breach, Call
-from pytest_trainloop.evidence.contracts.walks import layout
+from pytest_trainloop.evidence.contracts.walks import Layout, layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,10 +44,11 @@ class Tokens:
             known = self.pad_id if self.pad_id is not None else pad
             if known is not None and (found := _runs(values == known)) is not None:
                 return found
-        for values, _ in ids:
+        rows = [i for i, _ in ids] or [t for t in self.batch if tuple(t.shape[:2]) == shape and t.dim() > 2]
+        for values in rows:
             for mask in self._masks(shape):
                 beyond = values[mask]
-                if beyond.numel() and bool((beyond == beyond[0]).all()):
+                if beyond.numel() and bool((beyond == beyond[:1]).all()):
                     return mask
         return None
 
@@ -108,40 +110,108 @@ def padding(call: Call) -> Iterator[Breach]:
         return
     row, position, shape = at
     padded = tokens.padded(shape)
+    ignored = call.given.get("ignore_index", -100)
     if padded is None:
         return
-    padded = padded.to(target.device)
-    following = torch.cat([padded[:, 1:], padded[:, -1:]], 1)
-    inside = (padded & following)[row, position]  # what comes next is no real token either
-    ignored = call.given.get("ignore_index", -100)
-    counted = target != ignored
+    inside = _between_padding(padded).to(target.device)[row, position]
+    yield from _counted(call, inside, target != ignored, ignored)
+    real = ~padded.to(target.device)[row, position] & (target == ignored)
+    if ignored >= 0 and bool(real.any()):
+        yield _real(call, ignored, real, bool((target[inside] == ignored).any()))
+
+
+def _between_padding(padded: torch.Tensor) -> torch.Tensor:
+    """Padding that is followed by no real token: what comes first on the left is asked for by the last of it."""
+    return padded & torch.cat([padded[:, 1:], padded[:, -1:]], 1)
+
+
+def padded_entries(call: Call) -> Iterator[Breach]:
+    """Padded positions that count in a loss that compares entries: (rows, positions) or (rows, positions, features)."""
+    given, target, tokens = call.tensor("input"), call.tensor("target"), call.tokens
+    if given is None or target is None or tokens is None or given.shape != target.shape or given.dim() not in (2, 3):
+        return
+    padded = tokens.padded((given.shape[0], given.shape[1]))
+    at = layout(call.node("input"))
+    if padded is None or (at is not None and not _in_order(at)):
+        return
+    inside = _between_padding(padded).to(target.device)
+    if given.dim() == 3:
+        inside = inside[..., None].expand(given.shape)
+    kept = torch.ones_like(inside)
+    weight = call.tensor("weight")
+    if weight is not None and weight.shape == given.shape:
+        kept = weight != 0
+    yield from _counted(call, inside, kept, -100)
+
+
+def _in_order(at: Layout) -> bool:
+    """Whether rows and positions lie as in the layer's output."""
+    rows, places = at.leading()[:2] if len(at.layer.shape) == 3 else (at.index, at.index)
+    return rows is places or (bool((rows.diff(dim=0) >= 0).all()) and bool((places.diff(dim=1) >= 0).all()))
+
+
+def _counted(call: Call, inside: torch.Tensor, counted: torch.Tensor, ignored: int) -> Iterator[Breach]:
+    target = call.tensor("target")
     kept = call.counts()
     if kept is not None and kept.shape == counted.shape:
         counted = counted & kept
     wrong = inside & counted
-    if not bool(wrong.any()) or not bool((counted & ~inside).any()):
+    if target is None or not bool((counted & ~inside).any()):
         return
-    values = torch.unique(target[wrong])
-    if values.numel() > 1:
-        return  # what stands there differs from place to place: it may be meant
-    yield _padding(call, int(values[0]), ignored, wrong, counted)
+    if bool(wrong.any()):
+        values = torch.unique(target[wrong])
+        if values.numel() == 1:  # what differs from place to place may be meant
+            yield _padding(call, float(values[0]), ignored, wrong, counted)
+    elif kept is not None and call.weights is not None:
+        each = call.weights.detach()[counted].double()
+        if bool(((each * counted.numel() - 1).abs() <= 1e-4).all()):
+            yield _mean_of_all(call, counted)
 
 
-def _padding(call: Call, label: int, ignored: int, wrong: torch.Tensor, counted: torch.Tensor) -> Breach:
+def _mean_of_all(call: Call, counted: torch.Tensor) -> Breach:
+    return Breach(
+        cause="padding_counted",
+        level="advice",
+        summary=f"the losses of {int(counted.sum())} real positions are divided by all {counted.numel()} positions",
+        measured=f"{1 - float(counted.double().mean()):.0%} of the positions in the mean are padding, with loss 0",
+        shown_by="the gradient of what is backpropagated at each of them is 1 over the number of all",
+        culprit=call.name,
+        where=str(call.place),
+        repair="divide by the number of real positions: (loss * mask).sum() / mask.sum()",
+    )
+
+
+def _real(call: Call, ignored: int, real: torch.Tensor, shared: bool) -> Breach:
+    return Breach(
+        cause="real_class_ignored",
+        level="advice",
+        summary=f"{int(real.sum())} positions that are no padding have the label {ignored}, which {call.name} ignores"
+        + (": padding and a real class share it" if shared else ""),
+        measured=f"{float(real.double().mean()):.0%} of the positions",
+        shown_by="the padding of the input against the labels",
+        culprit=f"ignore_index={ignored}",
+        where=str(call.place),
+        repair="nothing, if that class is not to be learned; else label padding -100",
+    )
+
+
+def _padding(call: Call, label: float, ignored: int, wrong: torch.Tensor, counted: torch.Tensor) -> Breach:
     share = float(wrong.sum()) / float(counted.sum())
-    mismatch = ignored != -100
+    mismatch, classes = ignored != -100, "ignore_index" in call.given
     each = _without(call, wrong, counted)
     return Breach(
         cause="ignore_index_mismatch" if mismatch else "padding_counted",
         summary=f"{share:.0%} of the positions that count in {call.name} are padding"
-        + (f": ignore_index is {ignored}, and padded positions are labelled {label}" if mismatch else ""),
+        + (f": ignore_index is {ignored}, and padded positions are labelled {label:g}" if mismatch else ""),
         measured=f"{int(wrong.sum())} of {int(counted.sum())} positions{each}",
-        shown_by=f"all of them hold the padding in the model's input, and {label} as label",
-        culprit=f"ignore_index={ignored}",
+        shown_by=f"all of them hold the padding in the model's input, and {label:g} as label",
+        culprit=f"ignore_index={ignored}" if classes else call.name,
         where=str(call.place),
-        repair=f"label padded positions {ignored}"
+        repair="take padded positions out before the mean"
+        if not classes
+        else f"label padded positions {ignored}"
         if not mismatch
-        else f"pass ignore_index={label}, or label padded positions {ignored}",
+        else f"pass ignore_index={label:g}, or label padded positions {ignored}",
     )
 
 
@@ -171,7 +241,7 @@ def shift(call: Call) -> Iterator[Breach]:
         if tuple(ids.shape) != shape or torch.unique(ids).numel() < 4:
             continue
         found = [s for s in (-1, 0, 1, 2, 3) if _agrees(ids, target, row, position, kept, s)]
-        if len(found) == 1 and found[0] != 1:
+        if len(found) == 1:
             yield from _shifted(call, found[0], out, shape, position)
             return
 
@@ -190,19 +260,20 @@ def _agrees(
 def _shifted(
     call: Call, by: int, out: torch.Tensor, shape: tuple[int, int], position: torch.Tensor
 ) -> Iterator[Breach]:
-    what = {
-        2: ("shifted_twice", "labels are shifted twice: the output at a position is compared with the token two on"),
-        3: ("shifted_twice", "labels are shifted too often: the output at a position is compared with the token 3 on"),
-        0: ("not_shifted", "labels are not shifted: a causal model is asked for the token that it is given"),
-        -1: ("not_shifted", "labels are shifted the wrong way: the model is asked for the token before"),
-    }
-    if not _causal(call, out, shape, position):
+    last = _last_input(call, out, shape, position)
+    if last is None or by - last == 1 or _in_one_move(call.node("target")):
         return
-    cause, summary = what[by]
+    ahead = by - last
+    cause = "shifted_twice" if ahead > 1 else "not_shifted"
+    summary = {
+        0: "labels are not shifted: a causal model is asked for the token that it is given",
+        -1: "labels are shifted the wrong way: a causal model is asked for the token before",
+        2: "labels are shifted twice: the output of a causal model is compared with the token two on",
+    }.get(ahead, f"labels are shifted by {ahead}: the output of a causal model is compared with the token there")
     yield Breach(
         cause=cause,
         summary=f"{summary} ({call.name})",
-        measured=f"every label is the id {by} position{'s' if abs(by) != 1 else ''} on, and no id one on",
+        measured=f"every label is the id {ahead} position{'s' if abs(ahead) != 1 else ''} on, and none the next",
         shown_by="the labels against the ids that the embedding looked up; no output depends on later inputs",
         culprit="labels",
         where=str(call.place),
@@ -211,19 +282,35 @@ def _shifted(
     )
 
 
-def _causal(call: Call, out: torch.Tensor, shape: tuple[int, int], position: torch.Tensor) -> bool:
-    """Whether no output depends on what comes later: by the gradient of outputs in the middle, exactly zero."""
+def _in_one_move(node: Node | None) -> bool:
+    """Whether the labels were moved on by two or more at once, which is meant."""
+    for _ in range(12):
+        if node is None or not node.moves or not node.parents:
+            return False
+        parent = node.parents[0]
+        if node.op == "__getitem__" and node.replay is not None and len(parent.shape) == 2:
+            first = node.replay(torch.arange(math.prod(parent.shape)).reshape(parent.shape)).flatten()[:1]
+            if first.numel() and int(first) % parent.shape[1] >= 2:
+                return True
+        node = parent
+    return False
+
+
+def _last_input(call: Call, out: torch.Tensor, shape: tuple[int, int], position: torch.Tensor) -> int | None:
+    """The last position, counted from an output's own, whose input that output depends on: by the gradient of outputs
+    in the middle, exactly zero beyond. None for a model that sees later inputs."""
     given = call.given.get("input")
     if not isinstance(given, torch.Tensor) or not out.requires_grad or out.shape[:2] != shape:
-        return False
+        return None
     middle = shape[1] // 2
-    chosen = (position == middle).reshape(position.shape)
+    chosen = position == middle
     if given.dim() < 2 or not bool(chosen.any()):
-        return False
+        return None
     with torch.enable_grad():
         scores = given.movedim(1, -1)[chosen]
         total = (scores.double() * torch.linspace(0.5, 1.5, scores.shape[-1], dtype=torch.float64)).sum()
         (slope,) = torch.autograd.grad(total, out, retain_graph=True, allow_unused=True)
     if slope is None:
-        return False
-    return bool((slope[:, middle + 1 :] == 0).all()) and bool((slope[:, : middle + 1] != 0).any())
+        return None
+    felt = (slope != 0).flatten(2).any(2).any(0).nonzero().flatten()
+    return int(felt.max()) - middle if felt.numel() and int(felt.max()) <= middle else None

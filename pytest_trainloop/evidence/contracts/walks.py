@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.evidence.contracts.lineage import CONVOLUTIONS
+from pytest_trainloop.evidence.contracts.lineage import CLAMPS, CONVOLUTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,10 +21,9 @@ FARTHEST = 200
 _TIMES = frozenset({"mul", "rmul", "multiply", "__mul__", "__rmul__"})
 _OVER = frozenset({"div", "truediv", "true_divide", "divide", "__truediv__", "__div__"})
 _PLUS = frozenset({"add", "radd", "sub", "subtract", "__add__", "__radd__", "__sub__"})
-_CLAMPS = frozenset({"clamp", "clip", "clamp_min", "clamp_max"})
 _INVERSE = frozenset({"reciprocal", "rdiv", "__rdiv__", "__rtruediv__", "rtruediv", *_OVER})
 _HIDES = frozenset({"masked_fill", "where", "setitem", "nan_to_num"})
-_SAME_SHAPE = _TIMES | _OVER | _PLUS | _CLAMPS | _HIDES | {"neg", "__neg__", "dropout"}
+_SAME_SHAPE = _TIMES | _OVER | _PLUS | CLAMPS | _HIDES | {"neg", "__neg__", "dropout"}
 ACTIVATIONS = frozenset(
     """softmax log_softmax sigmoid log_sigmoid tanh relu relu6 gelu silu softplus elu selu celu mish hardsigmoid
     leaky_relu exp log softmin""".split()
@@ -35,15 +34,22 @@ LAYERS = CONVOLUTIONS | {"linear", "matmul", "mm", "bmm", "addmm", "einsum"}
 @dataclass(frozen=True, slots=True)
 class Found:
     """What stands behind a tensor: the first node that does more than move, scale or drop entries. ``scale`` is the
-    product of the constants on the way (NaN where one is not known), ``dropped`` the dropout last passed,
-    ``multiplied`` tells that a constant above 1 was multiplied with."""
+    product of the numbers on the way (NaN where one is not known), ``learned`` tells that one of them trains,
+    ``dropped`` is the dropout last passed, ``low`` and ``high`` are the bounds of the clamps, ``multiplied`` tells that
+    a number above 1 was multiplied with."""
 
     node: Node
     scale: float = 1.0
     shifted: bool = False
     dropped: Node | None = None
-    clamped: bool = False
+    low: float = -math.inf
+    high: float = math.inf
     multiplied: bool = False
+    learned: bool = False
+
+    @property
+    def clamped(self) -> bool:
+        return math.isfinite(self.low) or math.isfinite(self.high)
 
 
 def behind(node: Node | None) -> Found | None:
@@ -56,13 +62,16 @@ def behind(node: Node | None) -> Found | None:
         parent = next((p for p in node.parents if p.floating), None)
         if parent is None:
             return found
-        if node.moves:
-            found = _at(found, parent)
+        if node.moves or (node.op in _HIDES and parent.shape == node.shape and parent.history):
+            found = replace(found, node=parent)
         elif node.op == "dropout":
             dropped = node if node.numbers and node.numbers[0] > 0 else found.dropped
-            found = Found(parent, found.scale, found.shifted, dropped, found.clamped, found.multiplied)
-        elif node.op in _CLAMPS:
-            found = Found(parent, found.scale, found.shifted, found.dropped, True, found.multiplied)
+            found = replace(found, node=parent, dropped=dropped)
+        elif node.op in CLAMPS:
+            low, high = (
+                b if not math.isnan(b) else e for b, e in zip(node.numbers, (-math.inf, math.inf), strict=True)
+            )
+            found = replace(found, node=parent, low=max(low, found.low), high=min(high, found.high))
         elif node.op in _TIMES | _OVER | _PLUS and (constant := _constant(node)) is not None:
             found = _scaled(found, node, *constant)
         else:
@@ -70,33 +79,23 @@ def behind(node: Node | None) -> Found | None:
     return found
 
 
-def _at(found: Found, parent: Node) -> Found:
-    return Found(parent, found.scale, found.shifted, found.dropped, found.clamped, found.multiplied)
-
-
-def _constant(node: Node) -> tuple[Node, float] | None:
-    """The tensor and the number of an operation between the two; one number in a tensor counts as one."""
-    big = [p for p in node.parents if p.floating and (math.prod(p.shape) > 1 or not _single(p))]
+def _constant(node: Node) -> tuple[Node, float, bool] | None:
+    """The tensor and the number of an operation between the two, and whether the number trains."""
+    big = [p for p in node.parents if p.floating and math.isnan(p.value)]
     small = [p for p in node.parents if p not in big]
     if len(big) != 1 or len(small) > 1:
         return None
     if small:
-        given = small[0].numbers and not small[0].op and not small[0].parameter
-        known = small[0].numbers[0] if given else math.nan
-        return big[0], known
-    return (big[0], node.numbers[0]) if node.numbers else (big[0], math.nan)
+        return big[0], small[0].value, small[0].history
+    return big[0], node.numbers[0] if node.numbers else math.nan, False
 
 
-def _single(node: Node) -> bool:
-    return math.prod(node.shape) == 1
-
-
-def _scaled(found: Found, node: Node, parent: Node, number: float) -> Found:
+def _scaled(found: Found, node: Node, parent: Node, number: float, learned: bool) -> Found:
     if node.op in _PLUS:
-        return Found(parent, found.scale, True, found.dropped, found.clamped, found.multiplied)
+        return replace(found, node=parent, shifted=True)
     factor = number if node.op in _TIMES else 1 / number if number else math.nan
     times = found.multiplied or (node.op in _TIMES and number > 1)
-    return Found(parent, found.scale * factor, found.shifted, found.dropped, found.clamped, times)
+    return replace(found, node=parent, scale=found.scale * factor, multiplied=times, learned=found.learned or learned)
 
 
 def is_sigmoid(node: Node) -> bool:

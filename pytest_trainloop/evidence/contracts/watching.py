@@ -19,6 +19,7 @@ from pytest_trainloop.evidence.contracts import (
     divergence,
     handmade,
     likelihoods,
+    parts,
     refused,
     scores,
     shapes,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from pytest_trainloop.observe.events import Site
+    from pytest_trainloop.observe.record import Record
     from pytest_trainloop.observe.watch import Watch
 
 Reader = "Callable[[Call], Iterator[Breach]]"
@@ -40,13 +42,15 @@ Reader = "Callable[[Call], Iterator[Breach]]"
 MOST = 256
 """Calls of one place that are judged."""
 
-_DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "poisson_nll_loss", "gaussian_nll_loss")
+_DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 _SIGNED = ("cosine_embedding_loss", "margin_ranking_loss", "hinge_embedding_loss", "soft_margin_loss")
-_BY_HAND = frozenset({"log_softmax", "logsumexp", "log_sigmoid", "log", "gather", "sub", "rsub", "mul", "__sub__"})
+_BY_HAND = frozenset("log_softmax logsumexp log_sigmoid log log1p softplus gather sub rsub __sub__ mul".split())
 
 _READERS: dict[str, tuple[Callable[[Call], Iterator[Breach]], ...]] = {
+    **dict.fromkeys(LOSSES, ()),
     "cross_entropy": (
         scores.classes,
+        scores.over_the_batch,
         classes.axis_of_classes,
         classes.indices,
         classes.distributions,
@@ -61,30 +65,37 @@ _READERS: dict[str, tuple[Callable[[Call], Iterator[Breach]], ...]] = {
         tokens.shift,
     ),
     "binary_cross_entropy": (binary.probabilities, scores.twice, binary.targets, shapes.weights),
-    "binary_cross_entropy_with_logits": (scores.binary, binary.targets, shapes.weights),
+    "binary_cross_entropy_with_logits": (scores.binary, binary.targets, shapes.weights, tokens.padded_entries),
     "multilabel_soft_margin_loss": (scores.binary, binary.targets, shapes.weights),
     "multilabel_margin_loss": (binary.hot_lists,),
     "kl_div": (divergence.divergence, shapes.broadcast),
     "gaussian_nll_loss": (likelihoods.variance, shapes.broadcast),
     "poisson_nll_loss": (likelihoods.rate, shapes.broadcast),
     "ctc_loss": (likelihoods.alignment,),
-    **dict.fromkeys(_DISTANCES[:4], (shapes.broadcast,)),
+    **dict.fromkeys(_DISTANCES, (shapes.broadcast, tokens.padded_entries)),
     **dict.fromkeys(_SIGNED, (binary.signs, shapes.broadcast)),
-    "log_softmax": (scores.classes,),
-    "logsumexp": (scores.classes,),
+    "log_softmax": (scores.classes, scores.over_the_batch),
+    "logsumexp": (scores.classes, scores.over_the_batch),
     "log_sigmoid": (scores.binary,),
-    "log": (scores.twice,),
-    "gather": (handmade.gathered,),
+    "log": (scores.twice, scores.hand_written, binary.logarithm),
+    "softplus": (scores.softplus,),
+    "log1p": (scores.written_out,),
+    "product": (handmade.products,),
+    "gather": (handmade.gathered, parts.turned_pick),
     "difference": (handmade.differences,),
 }
 
 
 @dataclass(slots=True)
 class Place:
-    """What was seen at one call site: how many calls were judged, and the first of each breach with their number."""
+    """What was seen at one call site: how many calls with a history were made and how many of them were judged, the
+    layers with weights that gave their scores, and what they broke."""
 
     name: str
+    made: int = 0
     calls: int = 0
+    layers: set[str] = field(default_factory=set)
+    where: str = ""
     breaches: dict[tuple[str, str], list[Breach]] = field(default_factory=lambda: defaultdict(list))
 
 
@@ -100,6 +111,10 @@ class Contracts(TorchFunctionMode):
         self._tokens = tokens.Tokens(pad_id)
         self._rows = 0
         self.places: dict[tuple[str, Site], Place] = {}
+        self._root: float | None = None
+        self._added: dict[str, int] = {}
+        self._backwards = 0
+        self._record: Record | None = None
         self.unread: list[str] = []
         self.seen: dict[str, None] = {}
 
@@ -112,7 +127,7 @@ class Contracts(TorchFunctionMode):
 
     @contextlib.contextmanager
     def _watching(self, watch: Watch) -> Iterator[None]:
-        self._watch = watch
+        self._watch, self._record = watch, watch.record
         try:
             yield
         finally:
@@ -123,8 +138,28 @@ class Contracts(TorchFunctionMode):
         """What was broken, in how many of how many calls of its place."""
         for place in self.places.values():
             for found in place.breaches.values():
-                if not found[0].always or len(found) == place.calls:
+                everywhere = not found[0].always or len(found) == place.calls
+                if everywhere and (found[0].cause != "sign_flipped" or self._is_turned(place, found[0])):
                     yield found[0], len(found), place.calls
+        yield from self._apart()
+
+    def _is_turned(self, place: Place, breach: Breach) -> bool:
+        """Whether a loss is maximised by mistake, as far as the rest of the run tells: nothing else of a loss goes into
+        what is backpropagated, and the layers that gave the scores are trained."""
+        if breach.level == "advice":
+            return True
+        others = [p for p in self.places.values() if p is not place and p.name in LOSSES and p.calls]
+        return self._record is not None and not others and not parts.is_meant(self._record, place.layers)
+
+    def _apart(self) -> Iterator[tuple[Breach, int, int]]:
+        """Losses that were computed with a history and go into nothing, or with their value only."""
+        for where, times in self._added.items():
+            if times == self._backwards:
+                yield parts.detached(where), times, self._backwards
+        used = any(p.calls for p in self.places.values() if p.name in LOSSES)
+        for place in self.places.values():
+            if place.name in LOSSES and used and place.made > 2 and not place.calls and not place.breaches:
+                yield parts.left_out(place.name, place.where), place.made, place.made
 
     def __torch_function__(
         self,
@@ -141,6 +176,8 @@ class Contracts(TorchFunctionMode):
             self._steps = watch.record.steps
             self._forget()
         with watch.quietly():
+            if name == "backward":
+                self._backpropagated(args, kwargs)
             parents = self._lineage.before(name, args, kwargs)
             call = self._call(watch, func, name, args, kwargs)
         try:
@@ -162,6 +199,15 @@ class Contracts(TorchFunctionMode):
     def _forget(self) -> None:
         self._lineage.forget()
         self._tokens.embedded.clear()
+
+    def _backpropagated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        roots = list(nests.tensors((args[:1], kwargs.get("tensors", ()))))
+        single = [r for r in roots if r.numel() == 1]
+        self._root = sum(float(r.detach()) for r in single) if len(single) == len(roots) else None
+        self._backwards += 1
+        for node in {id(n): n for r in single for n in parts.without_gradient(self._lineage.of(r))}.values():
+            where = f"{node.op}|{node.place}"
+            self._added[where] = self._added.get(where, 0) + 1
 
     def _looked_up(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> None:
         given = bound(F.embedding, args, kwargs)
@@ -197,17 +243,21 @@ class Contracts(TorchFunctionMode):
             self.seen[call.name] = None
         if not call.out.requires_grad or call.name not in _READERS:
             return
+        place = self._place(call)
+        place.made, place.where = place.made + 1, str(call.place)
         given = [v for v in call.given.values() if isinstance(v, torch.Tensor) and v.requires_grad]
 
+        waiting = [True]  # a backward pass of ours, or a second one of the loop's, comes here again
+
         def judged(gradient: torch.Tensor | None) -> None:
-            if call.weights is not None and self._watch is not None:
+            if waiting and call.weights is not None and self._watch is not None:
+                waiting.clear()
                 with watch.quietly(), torch.no_grad():
-                    call.arrived = gradient
+                    call.arrived, call.root = gradient, self._root
                     self._judge(call)
-                call.weights = None
 
         def came(gradient: torch.Tensor | None) -> None:
-            call.weights = gradient
+            call.weights = gradient if waiting else call.weights
             if not given:
                 judged(None)
 
@@ -215,13 +265,19 @@ class Contracts(TorchFunctionMode):
         if given:
             given[0].register_hook(judged)  # type: ignore[no-untyped-call]
 
+    def _place(self, call: Call) -> Place:
+        return self.places.setdefault((call.name, call.site), Place(call.name))
+
     def _judge(self, call: Call, reader: Callable[[Call], Iterator[Breach]] | None = None) -> None:
-        place = self.places.setdefault((call.name, call.site), Place(call.name))
+        place = self._place(call)
         if place.calls >= MOST or _lost(call):
             return
+        layer = parts.layer_of(call)
+        place.layers.update(() if layer is None else (layer,))
         call.number = place.calls
         place.calls += 1
-        for read in (reader,) if reader is not None else _READERS[call.name]:
+        own = _READERS[call.name] if call.name not in LOSSES else (*_READERS[call.name], parts.turned)
+        for read in (reader,) if reader is not None else own:
             try:
                 for breach in read(call):
                     place.breaches[breach.cause, breach.culprit].append(breach)
@@ -242,8 +298,12 @@ def _by_hand(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
         return name, {}
     if name in ("sub", "rsub", "mul", "__sub__"):
         other = args[1] if len(args) > 1 else kwargs.get("other")
-        growing = isinstance(other, torch.Tensor) and shapes.both_grow((tuple(given.shape), tuple(other.shape)))
-        return ("difference", {"input": given, "target": other}) if growing else (name, {})
+        if not isinstance(other, torch.Tensor):
+            return name, {}
+        sides = {"input": given, "target": other}
+        if name == "mul" and given.shape == other.shape and given.dim() > 1:
+            return "product", sides
+        return ("difference", sides) if shapes.both_grow((tuple(given.shape), tuple(other.shape))) else (name, {})
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     if isinstance(dim, int):
         dim = dim % max(given.dim(), 1)

@@ -146,7 +146,7 @@ pair(
     "weight_of_rows_against_a_column",
     "O13",
     "loss_contract",
-    "weight_broadcast",
+    "weight_shape",
     raises="broadcast",
     culprits=("weight",),
     mentions=("each weighs every row",),
