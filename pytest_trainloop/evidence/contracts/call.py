@@ -36,7 +36,8 @@ class Breach:
 
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """A call of a loss function: its arguments by name and where each comes from.
+    """A call of a loss function: its arguments by name and where each comes from; ``layer`` is the path of the layer
+    with weights that gave its input.
 
     ``weights`` is the gradient of what is backpropagated with respect to what the call gave, ``arrived`` the gradient
     that came in at its input from all that used it; ``root`` is the value of what is backpropagated.
@@ -49,6 +50,7 @@ class Call:
     site: Site
     out: torch.Tensor
     module: str = ""
+    layer: str | None = None
     nodes: dict[str, Node] = field(default_factory=dict)
     tokens: Tokens | None = None
     rows: int = 0

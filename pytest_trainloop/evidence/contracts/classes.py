@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from pytest_trainloop.evidence.contracts.call import Breach, Call, as_list
 from pytest_trainloop.evidence.contracts.lineage import CONVOLUTIONS
 from pytest_trainloop.evidence.contracts.scores import class_axis
@@ -17,10 +15,12 @@ from pytest_trainloop.evidence.contracts.values import (
     slack,
     sums_to_one,
 )
-from pytest_trainloop.evidence.contracts.walks import Layout, across_rows, ancestors, behind, inner, layout
+from pytest_trainloop.evidence.contracts.walks import Layout, across_rows, ancestors, behind, constant, inner, layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import torch
 
     from pytest_trainloop.evidence.contracts.lineage import Node
 
@@ -35,14 +35,18 @@ def log_probabilities(call: Call) -> Iterator[Breach]:
         return
     node = call.node("input")
     source = behind(node)
-    over = exceeds_one(given, axis)
     named = "" if source is None else source.node.op
     if sums_to_one(given, axis):
         yield _not_logs(call, "probabilities_as_log_probabilities", "probabilities", "give log_softmax of the scores")
     elif source is not None and named == "log_softmax":
         if not logs_of_one(given, axis) and (axis_of_sums(given, axis) is not None or across_rows(source.node)):
             yield over_the_wrong_axis(call, source.node)
-    elif over > 0 and bool((given > 0).any()) and not _of_logarithms(node) and not _normalised_elsewhere(call, axis):
+    elif (
+        exceeds_one(given, axis)
+        and bool((given > 0).any())
+        and not _of_logarithms(node)
+        and not _normalised_elsewhere(call, axis)
+    ):
         repair = "use cross_entropy, or log_softmax along the class axis before nll_loss"
         yield _not_logs(call, "logits_as_log_probabilities", "raw scores", repair)
 
@@ -101,20 +105,18 @@ def axis_of_classes(call: Call) -> Iterator[Breach]:
     if given is None or given.dim() < 2 or given.shape[1] < 2:
         return
     found = layout(call.node("input"))
-    if found is None or found.picked or found.index.shape != given.shape:
+    if found is None or found.picked or found.feature.shape != given.shape or call.number > 1:
         return
-    features = found.layer.shape[found.axis]
-    if features < 2 or not _by_weights(found.layer):
+    if found.features < 2 or not _by_weights(found.layer) or constant(found.position, 1):
         return
-    feature, leading = found.feature(), found.leading()
-    moving = [at for at in leading if not _constant(at, 1)]
-    if not moving or _full_grid(feature, leading):
+    if _full_grid(found.feature, found.position):
         return
-    if not _constant(feature, 1):
+    moving = [at for at in found.coordinates(found.position) if not constant(at, 1)]
+    if not constant(found.feature, 1):
         yield _mixed(call, found, "of several positions and several classes mixed")
     elif len(moving) > 1 or not _unbroken(moving[0], 1):
         yield _mixed(call, found, "of every other position")
-    elif _square(call, found, given, features):
+    elif _square(call, found, given):
         yield _transposed(call, given)
 
 
@@ -128,23 +130,16 @@ def _made_of_parameters(node: Node) -> bool:
     return node.history and bool(leaves) and all(n.parameter or not n.shape for n in leaves)
 
 
-def _constant(values: torch.Tensor, axis: int) -> bool:
-    return bool((values == values.narrow(axis, 0, 1)).all())
-
-
 def _unbroken(values: torch.Tensor, axis: int) -> bool:
     """Whether they run on one by one, from the same start everywhere."""
     start = values.narrow(axis, 0, 1)
     return bool((values.diff(dim=axis) == 1).all()) and bool((start == start.flatten()[0]).all())
 
 
-def _full_grid(feature: torch.Tensor, leading: list[torch.Tensor]) -> bool:
+def _full_grid(feature: torch.Tensor, position: torch.Tensor) -> bool:
     """Whether the classes are all pairs of some positions and several features, everywhere: actions of several nodes,
     flattened."""
-    place = torch.zeros_like(feature)
-    for at in leading:
-        place = place * (int(at.max()) + 1) + at
-    kinds, places = _distinct(feature), _distinct(place)
+    kinds, places = _distinct(feature), _distinct(position)
     return bool((kinds > 1).all()) and bool((kinds * places == feature.shape[1]).all())
 
 
@@ -153,12 +148,12 @@ def _distinct(values: torch.Tensor) -> torch.Tensor:
     return (values.sort(dim=1).values.diff(dim=1) != 0).sum(1) + 1
 
 
-def _square(call: Call, found: Layout, given: torch.Tensor, features: int) -> bool:
+def _square(call: Call, found: Layout, given: torch.Tensor) -> bool:
     """(N, T, C) as it comes from the layer, with as many positions as classes, where (N, C, T) is expected."""
     target = call.tensor("target")
     return (
         given.dim() == 3
-        and given.shape[1] == given.shape[2] == features
+        and given.shape[1] == given.shape[2] == found.features
         and not found.moved
         and found.layer.op not in CONVOLUTIONS
         and target is not None

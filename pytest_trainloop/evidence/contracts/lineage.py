@@ -144,7 +144,9 @@ class Lineage:
             cast=name in _CASTS,
             value=_value(result),
         )
-        if name in _RESHAPES or name in _PICKS:
+        if name == "contiguous":
+            node.replay = _as_it_is
+        elif name in _RESHAPES or name in _PICKS:
             node.replay = _replay(func, args, kwargs, number)
             node.picks = name in _PICKS and not _plain_index(name, args)
         elif name in LOSSES:
@@ -178,6 +180,10 @@ def _flat(value: Any) -> Iterator[torch.Tensor]:
             yield part
         elif isinstance(part, (list, tuple)):
             yield from _flat(part)
+
+
+def _as_it_is(other: torch.Tensor) -> torch.Tensor:
+    return other
 
 
 def _value(tensor: torch.Tensor) -> float:

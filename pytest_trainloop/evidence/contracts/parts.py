@@ -65,13 +65,24 @@ def _turned(call: Call, level: str) -> Breach:
     )
 
 
-def is_meant(record: Record, layers: set[str]) -> bool:
-    """Whether a loss may be maximised with good reason: the optimizer does it back, or holds none of the layers that
+def is_meant(record: Record, layer: str | None) -> bool:
+    """Whether a loss may be maximised with good reason: the optimizer does it back, or does not hold the layer that
     gave the scores (an attack on the inputs)."""
-    if any(o.maximizes for o in record.optimizers):
-        return True
-    held = {record.parameters[i].name for i in record.held}
-    return not any(name.startswith(f"{layer}.") or (not layer and "." not in name) for name in held for layer in layers)
+    return any(o.maximizes for o in record.optimizers) or not _held_below(record, layer)
+
+
+def never_trained(record: Record, layer: str | None) -> bool:
+    """Whether an optimizer holds the layer that gave the scores, and no gradient ever came in at it."""
+    held = _held_below(record, layer)
+    return bool(held) and all(not any(record.arrivals(i)) for i in held)
+
+
+def _held_below(record: Record, layer: str | None) -> list[int]:
+    return [i for i in record.held if layer is not None and _is_of(record.parameters[i].name, layer)]
+
+
+def _is_of(name: str, layer: str) -> bool:
+    return name.startswith(f"{layer}.") if layer else "." not in name
 
 
 def layer_of(call: Call) -> str | None:
@@ -101,27 +112,29 @@ def _by_number(node: Node) -> bool:
     return len([p for p in node.parents if p.op]) == 1
 
 
-def detached(where: str) -> Breach:
-    name, _, place = where.partition("|")
+def detached(name: str, where: str) -> Breach:
     return Breach(
         cause="part_detached",
         summary=f"the value of {name} is added to what is backpropagated, and its gradient is not",
         measured="in every backward pass",
         shown_by="the sum is made of it without its history, beside a loss that has one",
         culprit=name,
-        where=place,
+        where=where,
         repair="add the loss itself, without detach() and outside of no_grad()",
     )
 
 
-def left_out(name: str, where: str) -> Breach:
+def left_out(name: str, where: str, untrained: str | None) -> Breach:
+    """``untrained`` is the layer that is trained by nothing else."""
     return Breach(
         cause="part_left_out",
-        level="advice",
-        summary=f"{name} is computed with a history and goes into nothing that is backpropagated",
+        level="advice" if untrained is None else "fault",
+        summary=f"{name} is computed with a history and goes into nothing that is backpropagated"
+        + (f": {untrained} is trained by nothing else" if untrained else ""),
         measured="in no step of the run",
-        shown_by="no gradient came in at its value, and others did",
-        culprit=name,
+        shown_by="no gradient came in at its value, and others did"
+        + ("; an optimizer holds the layer, and no gradient ever reached it" if untrained else ""),
+        culprit=untrained or name,
         where=where,
-        repair="add it to the loss; where it is only logged, compute it under torch.no_grad()",
+        repair="add it to the loss" + ("" if untrained else "; where it is only logged, compute it under no_grad()"),
     )

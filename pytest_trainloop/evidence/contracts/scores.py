@@ -214,7 +214,7 @@ def _clamped(call: Call, repair: str) -> Breach:
 def _one_class(call: Call) -> Iterator[Breach]:
     """A head of one output under a softmax, which is 1 whatever it gives."""
     found = layout(call.node("input"))
-    if call.name != "cross_entropy" or found is None or found.layer.shape[found.axis] != 1 or found.moved:
+    if call.name != "cross_entropy" or found is None or found.features != 1 or found.moved:
         return
     if call.rows < 2:
         return

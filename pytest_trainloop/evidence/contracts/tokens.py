@@ -88,18 +88,12 @@ def positions(node: Node | None, call: Call) -> tuple[torch.Tensor, torch.Tensor
     """The row and the position in the batch of each entry of the targets, and the shape of the last layer's rows."""
     target = call.tensor("target")
     found = layout(node)
-    if found is None or target is None or len(found.layer.shape) != 3 or found.axis != 2:
+    if found is None or target is None or len(found.leading) != 2 or len(found.layer.shape) != 3:
         return None
-    given = found.index
-    classes = 1 if given.dim() == target.dim() + 1 else None
-    if classes is None:
+    if found.position.dim() != target.dim() + 1 or found.position.select(1, 0).shape != target.shape:
         return None
-    one = given.select(classes, 0)
-    if one.shape != target.shape:
-        return None
-    rows, length, features = found.layer.shape
-    flat = one.to(target.device) // features
-    return flat // length, flat % length, (rows, length)
+    row, position = found.coordinates(found.position.select(1, 0).to(target.device))
+    return row, position, (found.leading[0], found.leading[1])
 
 
 def padding(call: Call) -> Iterator[Breach]:
@@ -146,8 +140,10 @@ def padded_entries(call: Call) -> Iterator[Breach]:
 
 def _in_order(at: Layout) -> bool:
     """Whether rows and positions lie as in the layer's output."""
-    rows, places = at.leading()[:2] if len(at.layer.shape) == 3 else (at.index, at.index)
-    return rows is places or (bool((rows.diff(dim=0) >= 0).all()) and bool((places.diff(dim=1) >= 0).all()))
+    if len(at.leading) != 2:
+        return True
+    rows, places = at.coordinates(at.position)
+    return bool((rows.diff(dim=0) >= 0).all()) and bool((places.diff(dim=1) >= 0).all())
 
 
 def _counted(call: Call, inside: torch.Tensor, counted: torch.Tensor, ignored: int) -> Iterator[Breach]:

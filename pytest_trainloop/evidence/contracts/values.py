@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def slack(tensor: torch.Tensor, terms: int) -> float:
@@ -11,37 +17,56 @@ def slack(tensor: torch.Tensor, terms: int) -> float:
     return 8 * torch.finfo(tensor.dtype).eps + terms * torch.finfo(torch.float32).eps
 
 
+FIRST = 64
+"""Rows that are looked at before all are: most often the first say no."""
+
+
 def sums_to_one(tensor: torch.Tensor, axis: int) -> bool:
     """Whether the entries along an axis are probabilities that sum to 1, everywhere."""
-    if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.dim() == 0 or tensor.shape[axis] < 2:
-        return False
-    wide = tensor.detach().double()
-    if not bool(wide.min() >= 0):
-        return False
-    return bool(((wide.sum(axis) - 1).abs() <= slack(tensor, tensor.shape[axis])).all())
+    return _everywhere(tensor, axis, _probabilities)
 
 
 def logs_of_one(tensor: torch.Tensor, axis: int) -> bool:
     """Whether they are logarithms of such."""
+    return _everywhere(tensor, axis, _logarithms)
+
+
+def _everywhere(tensor: torch.Tensor, axis: int, holds: Callable[[torch.Tensor, float], bool]) -> bool:
     if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.dim() == 0 or tensor.shape[axis] < 2:
         return False
-    wide = tensor.detach().double()
-    off = wide.logsumexp(axis).abs()
-    rounding = slack(tensor, tensor.shape[axis]) + torch.finfo(tensor.dtype).eps * float(
-        wide.nan_to_num(neginf=0.0).abs().max()
-    )
-    return bool((off <= rounding).all())
+    rows = _rows(tensor, axis)
+    allowed = slack(tensor, tensor.shape[axis])
+    return holds(rows[:FIRST].double(), allowed) and holds(rows.double(), allowed)
 
 
-def exceeds_one(tensor: torch.Tensor, axis: int) -> float:
-    """The share of rows along an axis whose exponentials sum to more than 1: none, if these are logarithms of
-    probabilities or of some of them."""
-    wide = tensor.detach().double()
-    rounding = slack(tensor, tensor.shape[axis]) + torch.finfo(tensor.dtype).eps * float(
-        wide.nan_to_num(neginf=0.0, posinf=0.0).abs().max() if wide.numel() else 0.0
+def _rows(tensor: torch.Tensor, axis: int) -> torch.Tensor:
+    moved = tensor.detach().movedim(axis, -1)
+    return moved.reshape(-1, moved.shape[-1])
+
+
+def _probabilities(rows: torch.Tensor, allowed: float) -> bool:
+    return bool(rows.min() >= 0) and bool(((rows.sum(1) - 1).abs() <= allowed).all())
+
+
+def _logarithms(rows: torch.Tensor, allowed: float) -> bool:
+    return bool((rows.logsumexp(1).abs() <= _of_logs(allowed, rows)).all())
+
+
+def _of_logs(allowed: float, rows: torch.Tensor) -> float:
+    """Logarithms rounded by eps, relative to their size, move the logarithm of the sum of p by eps times the sum of
+    p |log p|, which is at most log C."""
+    return allowed * (1 + math.log(rows.shape[1]))
+
+
+def exceeds_one(tensor: torch.Tensor, axis: int) -> bool:
+    """Whether the exponentials of some row along an axis sum to more than 1: those of no row do, if these are
+    logarithms of probabilities or of some of them."""
+    rows, allowed = _rows(tensor, axis), slack(tensor, tensor.shape[axis])
+    return any(
+        bool((part.logsumexp(1) > _of_logs(allowed, part)).any())
+        for part in (rows[:FIRST].double(), rows.double())
+        if part.numel()
     )
-    over = wide.logsumexp(axis) > rounding
-    return float(over.double().mean()) if over.numel() else 0.0
 
 
 def axis_of_sums(tensor: torch.Tensor, but: int) -> int | None:

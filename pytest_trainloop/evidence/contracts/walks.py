@@ -122,27 +122,33 @@ def inner(node: Node) -> Node | None:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the entries of a tensor come from in what a layer gave: the index of each, flat, in the layer's output.
-    ``picked`` tells of an index on the way, ``moved`` of a transposition."""
+    """Where the entries of a tensor come from in what a layer gave: of each the feature, and the position on all other
+    axes of the layer's output, flat. ``picked`` tells of an index on the way, ``moved`` of a transposition."""
 
     layer: Node
-    index: torch.Tensor
+    position: torch.Tensor
+    feature: torch.Tensor
     picked: bool
     moved: bool
 
     @property
-    def axis(self) -> int:
-        """The axis of the layer's features."""
-        return 1 if self.layer.op in CONVOLUTIONS else len(self.layer.shape) - 1
+    def features(self) -> int:
+        return self.layer.shape[_axis(self.layer)]
 
-    def feature(self) -> torch.Tensor:
-        inside = math.prod(self.layer.shape[self.axis + 1 :])
-        return (self.index // inside) % self.layer.shape[self.axis]
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """The sizes of all axes but that of the features."""
+        axis = _axis(self.layer)
+        return self.layer.shape[:axis] + self.layer.shape[axis + 1 :]
 
-    def leading(self) -> list[torch.Tensor]:
-        """The coordinates on all other axes."""
-        rest = [d for d in range(len(self.layer.shape)) if d != self.axis]
-        return [(self.index // math.prod(self.layer.shape[d + 1 :])) % self.layer.shape[d] for d in rest]
+    def coordinates(self, position: torch.Tensor) -> list[torch.Tensor]:
+        """Flat positions as one coordinate for each leading axis."""
+        sizes = self.leading
+        return [(position // math.prod(sizes[d + 1 :])) % size for d, size in enumerate(sizes)]
+
+
+def _axis(layer: Node) -> int:
+    return 1 if layer.op in CONVOLUTIONS else len(layer.shape) - 1
 
 
 _TURNS = frozenset({"transpose", "t", "T", "mT", "permute", "swapaxes", "swapdims", "movedim", "moveaxis"})
@@ -166,12 +172,23 @@ def layout(node: Node | None) -> Layout | None:
         return None
     if node.op in CONVOLUTIONS and not any(len(p.shape) == len(node.shape) for p in node.parents):
         return None
-    index = torch.arange(math.prod(node.shape)).reshape(node.shape)
+    axis, size = _axis(node), math.prod(node.shape)
+    count = node.shape[axis]
+    rest = node.shape[:axis] + node.shape[axis + 1 :]
+    beside = [1] * len(node.shape)
+    beside[axis] = count
+    position = torch.arange(size // max(count, 1)).reshape(rest).unsqueeze(axis).expand(node.shape)
+    feature = torch.arange(count).reshape(beside).expand(node.shape)
     for move in reversed(moves):
-        if move.replay is None or index.shape != move.parents[0].shape:
+        if move.replay is None or position.shape != move.parents[0].shape:
             return None
-        index = move.replay(index)
-    return Layout(node, index, any(m.picks for m in moves), any(m.op in _TURNS for m in moves))
+        position, feature = move.replay(position), move.replay(feature)
+    return Layout(node, position, feature, any(m.picks for m in moves), any(m.op in _TURNS for m in moves))
+
+
+def constant(values: torch.Tensor, axis: int) -> bool:
+    """Whether the entries are the same all along an axis."""
+    return values.stride(axis) == 0 or bool((values == values.narrow(axis, 0, 1)).all())
 
 
 def _same_shaped(node: Node) -> Node | None:
@@ -188,12 +205,11 @@ def _same_shaped(node: Node) -> Node | None:
 def across_rows(node: Node) -> bool:
     """Whether a softmax over what a layer with weights gave runs over its rows, each feature by itself."""
     axis, at = node.dim, layout(node.parents[0]) if node.parents else None
-    if axis is None or at is None or at.layer.op != "linear" or at.picked or at.index.shape != node.shape:
+    if axis is None or at is None or at.layer.op != "linear" or at.picked or at.feature.shape != node.shape:
         return False
-    if at.layer.shape[at.axis] < 2 or not any(p.parameter for p in at.layer.parents) or node.shape[axis] < 2:
+    if at.features < 2 or not any(p.parameter for p in at.layer.parents) or node.shape[axis] < 2:
         return False
-    feature = at.feature()
-    return bool((feature == feature.narrow(axis, 0, 1)).all())
+    return constant(at.feature, axis)
 
 
 def ancestors(node: Node, most: int = 400) -> Iterator[Node]:

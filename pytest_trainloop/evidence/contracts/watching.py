@@ -46,7 +46,7 @@ _DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 _SIGNED = ("cosine_embedding_loss", "margin_ranking_loss", "hinge_embedding_loss", "soft_margin_loss")
 _BY_HAND = frozenset("log_softmax logsumexp log_sigmoid log log1p softplus gather sub rsub __sub__ mul".split())
 
-_READERS: dict[str, tuple[Callable[[Call], Iterator[Breach]], ...]] = {
+_OWN: dict[str, tuple[Callable[[Call], Iterator[Breach]], ...]] = {
     **dict.fromkeys(LOSSES, ()),
     "cross_entropy": (
         scores.classes,
@@ -84,19 +84,24 @@ _READERS: dict[str, tuple[Callable[[Call], Iterator[Breach]], ...]] = {
     "gather": (handmade.gathered, parts.turned_pick),
     "difference": (handmade.differences,),
 }
+_READERS = {name: (*own, parts.turned) if name in LOSSES else own for name, own in _OWN.items()}
 
 
 @dataclass(slots=True)
 class Place:
-    """What was seen at one call site: how many calls with a history were made and how many of them were judged, the
-    layers with weights that gave their scores, and what they broke."""
+    """What was seen at one call site: how many calls with a history were made of scores of one layer, how many of
+    them were judged, and what they broke."""
 
     name: str
     made: int = 0
     calls: int = 0
-    layers: set[str] = field(default_factory=set)
+    layer: str | None = None
     where: str = ""
     breaches: dict[tuple[str, str], list[Breach]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.name, self.where
 
 
 class Contracts(TorchFunctionMode):
@@ -110,9 +115,9 @@ class Contracts(TorchFunctionMode):
         self._steps = -1
         self._tokens = tokens.Tokens(pad_id)
         self._rows = 0
-        self.places: dict[tuple[str, Site], Place] = {}
+        self.places: dict[tuple[str, Site, str | None], Place] = {}
         self._root: float | None = None
-        self._added: dict[str, int] = {}
+        self._added: dict[tuple[str, str], int] = {}
         self._backwards = 0
         self._record: Record | None = None
         self.unread: list[str] = []
@@ -149,17 +154,18 @@ class Contracts(TorchFunctionMode):
         if breach.level == "advice":
             return True
         others = [p for p in self.places.values() if p is not place and p.name in LOSSES and p.calls]
-        return self._record is not None and not others and not parts.is_meant(self._record, place.layers)
+        return self._record is not None and not others and not parts.is_meant(self._record, place.layer)
 
     def _apart(self) -> Iterator[tuple[Breach, int, int]]:
         """Losses that were computed with a history and go into nothing, or with their value only."""
-        for where, times in self._added.items():
-            if times == self._backwards:
-                yield parts.detached(where), times, self._backwards
+        added = [where for where, times in self._added.items() if times == self._backwards]
+        for where in added:
+            yield parts.detached(*where), self._backwards, self._backwards
         used = any(p.calls for p in self.places.values() if p.name in LOSSES)
         for place in self.places.values():
-            if place.name in LOSSES and used and place.made > 2 and not place.calls and not place.breaches:
-                yield parts.left_out(place.name, place.where), place.made, place.made
+            if place.name in LOSSES and used and place.made > 2 and not place.calls and place.key not in added:
+                never = self._record is not None and parts.never_trained(self._record, place.layer)
+                yield parts.left_out(place.name, place.where, place.layer if never else None), place.made, place.made
 
     def __torch_function__(
         self,
@@ -206,7 +212,7 @@ class Contracts(TorchFunctionMode):
         self._root = sum(float(r.detach()) for r in single) if len(single) == len(roots) else None
         self._backwards += 1
         for node in {id(n): n for r in single for n in parts.without_gradient(self._lineage.of(r))}.values():
-            where = f"{node.op}|{node.place}"
+            where = node.op, str(node.place)
             self._added[where] = self._added.get(where, 0) + 1
 
     def _looked_up(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> None:
@@ -243,6 +249,7 @@ class Contracts(TorchFunctionMode):
             self.seen[call.name] = None
         if not call.out.requires_grad or call.name not in _READERS:
             return
+        call.layer = parts.layer_of(call)
         place = self._place(call)
         place.made, place.where = place.made + 1, str(call.place)
         given = [v for v in call.given.values() if isinstance(v, torch.Tensor) and v.requires_grad]
@@ -266,18 +273,15 @@ class Contracts(TorchFunctionMode):
             given[0].register_hook(judged)  # type: ignore[no-untyped-call]
 
     def _place(self, call: Call) -> Place:
-        return self.places.setdefault((call.name, call.site), Place(call.name))
+        return self.places.setdefault((call.name, call.site, call.layer), Place(call.name, layer=call.layer))
 
     def _judge(self, call: Call, reader: Callable[[Call], Iterator[Breach]] | None = None) -> None:
         place = self._place(call)
         if place.calls >= MOST or _lost(call):
             return
-        layer = parts.layer_of(call)
-        place.layers.update(() if layer is None else (layer,))
         call.number = place.calls
         place.calls += 1
-        own = _READERS[call.name] if call.name not in LOSSES else (*_READERS[call.name], parts.turned)
-        for read in (reader,) if reader is not None else own:
+        for read in _READERS[call.name] if reader is None else (reader,):
             try:
                 for breach in read(call):
                     place.breaches[breach.cause, breach.culprit].append(breach)
