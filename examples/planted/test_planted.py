@@ -13,6 +13,7 @@ from digits_cnn.data import loaders
 from digits_cnn.model import SmallCNN
 from digits_cnn.trainer import Trainer, TrainerConfig
 from planted import (
+    activation_after_the_head,
     adapters_frozen,
     adapters_match_nothing,
     average_written_back,
@@ -20,6 +21,7 @@ from planted import (
     base_left_trainable,
     blocks_in_a_list,
     checkpoint_over_frozen_embeddings,
+    classes_reshaped,
     clip_after_step,
     clip_before_unscale,
     constant_pixels_standardised,
@@ -39,6 +41,7 @@ from planted import (
     head_drawn_wide,
     head_left_out,
     head_swapped_after_optimizer,
+    labels_shifted_twice,
     last_window_left_over,
     loss_not_divided,
     mean_of_token_means,
@@ -52,6 +55,7 @@ from planted import (
     result_dropped,
     schedule_by_micro_batch,
     scheduler_before_optimizer,
+    softmax_in_the_head,
     softmax_over_one_channel,
     step_before_backward,
     step_forgotten,
@@ -462,3 +466,27 @@ def test_average_written_back():
 def test_head_drawn_wide():
     """The first loss is far above chance."""
     return digits_loop(model_class=head_drawn_wide.SmallCNN)
+
+
+@pytest.mark.trainloop
+def test_softmax_in_the_head():
+    """The model gives probabilities where the loss takes scores."""
+    return digits_loop(model_class=softmax_in_the_head.SmallCNN)
+
+
+@pytest.mark.trainloop
+def test_activation_after_the_head():
+    """The scores pass a ReLU."""
+    return digits_loop(model_class=activation_after_the_head.SmallCNN)
+
+
+@pytest.mark.trainloop
+def test_classes_reshaped():
+    """The class axis runs over several positions."""
+    return gpt_loop(fit=classes_reshaped.train)
+
+
+@pytest.mark.trainloop
+def test_labels_shifted_twice():
+    """The model learns the token after the next."""
+    return gpt_loop(fit=labels_shifted_twice.train)

@@ -60,7 +60,18 @@ if TYPE_CHECKING:
     from pytest_trainloop.evidence import Evidence
     from pytest_trainloop.evidence.contracts.call import Breach
 
-CONSEQUENCES = ("loss_at_init", "finite", "gradient_reaches_every_param", "overfit_one_batch", "update_ratio")
+LEARNING = ("loss_at_init", "overfit_one_batch", "update_ratio")
+
+NOT_FINITE = frozenset(
+    """all_ignored alignment_impossible arguments_swapped log_target_mismatch log_variance logits_as_log_probabilities
+    logits_as_probabilities rate_scale target_outside_unit""".split()
+)
+"""Causes by which a loss may become NaN or infinite."""
+
+NO_GRADIENT = frozenset(
+    {"activation_on_logits", "part_left_out", "probabilities_as_logits", "saturated", "single_class"}
+)
+"""Causes by which gradients may be nothing."""
 
 CAUSES = {
     "probabilities_as_logits": "the scores come from a softmax or a sigmoid, or sum to 1 in every row of every call",
@@ -132,5 +143,10 @@ def _finding(breach: Breach, times: int, calls: int) -> Finding:
         culprits=(breach.culprit,) if breach.culprit else (),
         where=breach.where,
         repair=breach.repair,
-        explains=CONSEQUENCES if breach.level == "fault" else (),
+        explains=_explained(breach.cause) if breach.level == "fault" else (),
     )
+
+
+def _explained(cause: str) -> tuple[str, ...]:
+    gradients = ("gradient_reaches_every_param", "every_param_moves") if cause in NO_GRADIENT else ()
+    return (*LEARNING, *(("finite",) if cause in NOT_FINITE else ()), *gradients)

@@ -255,7 +255,7 @@ class Births(TorchFunctionMode):
         for root in _floats((args, kwargs)):
             if id(root) in self._known and self.root is None:
                 self.root = self._known[id(root)][1]
-            elif root.grad_fn is None and root.requires_grad:
+            elif root.requires_grad and (root.grad_fn is None or (root.numel() == 1 and float(root.detach()) == 0.0)):
                 dropped = [b for t, b in self._known.values() if self._may_be_loss(t) and t.requires_grad]
                 if dropped:
                     self.masked.append(Masked("a new tensor", here(3)[0], dropped[-1], watch.record.steps))

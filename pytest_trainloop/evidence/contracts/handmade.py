@@ -9,7 +9,7 @@ import torch
 from pytest_trainloop.evidence.contracts.call import Breach, Call
 from pytest_trainloop.evidence.contracts.classes import over_the_wrong_axis
 from pytest_trainloop.evidence.contracts.divergence import hot
-from pytest_trainloop.evidence.contracts.values import sums_to_one
+from pytest_trainloop.evidence.contracts.values import logs_of_one, sums_to_one
 from pytest_trainloop.evidence.contracts.walks import LAYERS, across_rows, ancestors, behind
 
 if TYPE_CHECKING:
@@ -36,20 +36,46 @@ def gathered(call: Call) -> Iterator[Breach]:
 
 def products(call: Call) -> Iterator[Breach]:
     """The logarithm of a softmax times probabilities: a cross entropy written out."""
-    sides = [(call.node("input"), call.tensor("target")), (call.node("target"), call.tensor("input"))]
-    for node, other in sides:
-        source = _softmax_behind(node)
-        if source is None or node is None or other is None or not other.is_floating_point() or source.dim is None:
+    sides = [(call.node("input"), call.tensor("input"), call.tensor("target")),
+             (call.node("target"), call.tensor("target"), call.tensor("input"))]  # fmt: skip
+    for node, logs, other in sides:
+        if node is None or logs is None or other is None or not _is_logarithm(node):
             continue
-        sums = [d for d in range(other.dim()) if sums_to_one(other, d)]
-        if sums and source.dim not in sums and source.shape == tuple(other.shape) and not _similarities(source):
-            yield over_the_wrong_axis(call, source)
-    yield from hot(call, call.node("input"), call.node("target"))
+        shares = other.double() if not other.is_floating_point() else other
+        theirs = [d for d in range(shares.dim()) if sums_to_one(shares, d)]
+        mine = [d for d in range(logs.dim()) if logs_of_one(logs, d)] if theirs else []
+        if mine and not set(mine) & set(theirs):
+            yield _crossed(call, mine, theirs)
+    left, right = call.node("input"), call.node("target")
+    for one in _terms(left):
+        for other_one in _terms(right):
+            yield from hot(call, one, other_one)
 
 
-def _similarities(node: Node) -> bool:
-    """Whether rows and columns are alike: similarities, which are normalised both ways."""
-    return len(node.shape) == 2 and node.shape[0] == node.shape[1] and not across_rows(node)
+def _is_logarithm(node: Node) -> bool:
+    found = behind(node)
+    return found is not None and found.node.op in ("log", "log_softmax", "sub", "__sub__")
+
+
+def _terms(node: Node | None) -> list[Node | None]:
+    """A node, or both sides of the difference that it is."""
+    found = behind(node)
+    if found is not None and found.node.op in ("sub", "__sub__") and len(found.node.parents) == 2:
+        return list(found.node.parents)
+    return [node]
+
+
+def _crossed(call: Call, mine: list[int], theirs: list[int]) -> Breach:
+    return Breach(
+        cause="wrong_axis",
+        summary=f"logarithms that are normalised over axis {mine[0]} are multiplied by probabilities that are "
+        f"normalised over axis {theirs[0]}",
+        measured=f"shape {tuple(call.given['input'].shape)}",
+        shown_by="the sums along each axis",
+        culprit="log_softmax",
+        where=str(call.place),
+        repair="take the softmax over the axis of the classes: dim=1 for (N, C)",
+    )
 
 
 def _softmax_behind(node: Node | None) -> Node | None:

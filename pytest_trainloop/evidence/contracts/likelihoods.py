@@ -10,7 +10,7 @@ import torch
 from pytest_trainloop.evidence.contracts.call import Breach, Call, Level, as_list
 from pytest_trainloop.evidence.contracts.classes import over_the_wrong_axis
 from pytest_trainloop.evidence.contracts.values import axis_of_sums, bounds, exceeds_one, logs_of_one, sums_to_one
-from pytest_trainloop.evidence.contracts.walks import LAYERS, behind
+from pytest_trainloop.evidence.contracts.walks import LAYERS, behind, constant, layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,7 +79,26 @@ def alignment(call: Call) -> Iterator[Breach]:
             yield over_the_wrong_axis(call, found.node)
     elif exceeds_one(given, -1):
         yield _input(call, given, "logits_as_log_probabilities", "raw scores")
+    yield from _axes(call)
     yield from _lengths(call, given)
+
+
+def _axes(call: Call) -> Iterator[Breach]:
+    """Steps of one row must come from one row of the last layer's output, or from one step of all rows."""
+    found = layout(call.node("log_probs"))
+    if found is None or found.position.dim() != 3 or found.picked or len(found.leading) != 2:
+        return
+    moving = [at for at in found.coordinates(found.position.select(2, 0)) if not constant(at, 0)]
+    if len(moving) > 1:
+        yield _breach(
+            call,
+            "class_axis",
+            f"the steps that ctc_loss reads as one row come from several rows: {found.layer.shape} was reshaped to "
+            f"{tuple(call.given['log_probs'].shape)}, not transposed",
+            f"axis 0 of {tuple(call.given['log_probs'].shape)} runs over entries of several rows",
+            "the same moves made with the entries' numbers",
+            "transpose(0, 1) brings (N, T, C) to (T, N, C)",
+        )
 
 
 def _input(call: Call, given: torch.Tensor, cause: str, what: str) -> Breach:
