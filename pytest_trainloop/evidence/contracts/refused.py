@@ -70,7 +70,8 @@ def _weights(call: Call, error: Exception, given: torch.Tensor) -> Breach:
 def _shapes(call: Call, error: Exception) -> Iterator[Breach]:
     """Shapes that differ where nothing else explains that torch refuses the call."""
     given = {name: tuple(v.shape) for name, v in call.given.items() if isinstance(v, torch.Tensor) and v.dim()}
-    if len(set(given.values())) > 1:
+    about_shapes = any(word in str(error).lower() for word in ("size", "shape", "dim"))
+    if about_shapes and len(set(given.values())) > 1:
         listed = ", ".join(f"{name} {shape}" for name, shape in given.items())
         yield _breach(call, error, "target_shape", f"{call.name} is given tensors that do not fit: {listed}",
                       "bring all of them to one shape", culprit="target")  # fmt: skip
