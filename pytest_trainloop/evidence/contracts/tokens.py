@@ -294,7 +294,8 @@ def _in_one_move(node: Node | None) -> bool:
 
 def _last_input(call: Call, out: torch.Tensor, shape: tuple[int, int], position: torch.Tensor) -> int | None:
     """The last position, counted from an output's own, whose input that output depends on: by the gradient of outputs
-    in the middle, exactly zero beyond. None for a model that sees later inputs."""
+    in the middle, exactly zero beyond. None for a model that sees later inputs, or
+    no earlier ones."""
     given = call.given.get("input")
     if not isinstance(given, torch.Tensor) or not out.requires_grad or out.shape[:2] != shape:
         return None
@@ -309,4 +310,5 @@ def _last_input(call: Call, out: torch.Tensor, shape: tuple[int, int], position:
     if slope is None:
         return None
     felt = (slope != 0).flatten(2).any(2).any(0).nonzero().flatten()
-    return int(felt.max()) - middle if felt.numel() and int(felt.max()) <= middle else None
+    causal = felt.numel() > 1 and int(felt.min()) < middle >= int(felt.max())
+    return int(felt.max()) - middle if causal else None
