@@ -60,6 +60,7 @@ class Caller:
         self.seed = seed
         self._wide = wide
         self._dtype = dtype
+        self._deep = isinstance(contract.criterion, nn.Module) and not _holds_plain_values(contract.criterion)
         self._keyword = _takes_reduction(contract.criterion)
 
     @property
@@ -135,12 +136,32 @@ class Caller:
         criterion = self.contract.criterion
         if not isinstance(criterion, nn.Module):
             return criterion
-        criterion = copy.deepcopy(criterion)
+        criterion = copy.deepcopy(criterion) if self._deep else _copied(criterion)
         if self._dtype is not None:
             criterion = criterion.to(self._dtype)
         if reduction and self._keyword is None:
             criterion.reduction = reduction  # type: ignore[assignment]
         return criterion
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    copied = module.__class__.__new__(module.__class__)
+    copied.__dict__.update(vars(module))
+    return copied
+
+
+def _holds_plain_values(module: nn.Module) -> bool:
+    """Whether nothing of a module could be changed in place, so that copied attributes are enough."""
+    ours, own = vars(nn.Module()), vars(module)
+    return all(
+        isinstance(value, (bool, int, float, str, type(None)))
+        or (name in ours and not any(map(_is_held, value.values() if isinstance(value, dict) else value or ())))
+        for name, value in own.items()
+    )
+
+
+def _is_held(value: Any) -> bool:
+    return value is not None
 
 
 def _reseed(seed: int) -> None:

@@ -1,8 +1,8 @@
 """The search for the smallest call that breaks a property: Hypothesis over cases, in two passes.
 
 The first pass looks at all examples and notes which causes are seen; only then is the smallest case searched for each,
-so that shrinking one fault never ends at another. The number of examples is that of the user's Hypothesis profile; the
-search is repeatable, unless ``--hypothesis-seed=random`` asks for another.
+so that shrinking one fault never ends at another. The number of examples is that of the user's Hypothesis profile, where one
+is loaded; the search is repeatable, unless ``--hypothesis-seed=random`` asks for another.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from pytest_trainloop.losscases import Case
 
     Look = Callable[[Case], Any]
+
+
+EXAMPLES = 40
+"""Calls that each property is tried on under Hypothesis' own profile: three of each special case and more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +94,12 @@ def _smallest(
 
 
 def _find(cases: SearchStrategy[Case], condition: Callable[[Case], bool], number: int | None) -> Case | None:
+    default = hypothesis.settings.default or hypothesis.settings()
+    wished = default.max_examples
+    own = wished == hypothesis.settings.get_profile("default").max_examples
     settings = hypothesis.settings(
-        hypothesis.settings.default,
+        default,
+        max_examples=EXAMPLES if own else wished,
         deadline=None,
         database=None,
         derandomize=False,

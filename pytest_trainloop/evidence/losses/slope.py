@@ -24,7 +24,7 @@ SURE = 1e-3
 """What two slopes that are one may differ by, of their size. Truncation and rounding are 4e-11 of it for a smooth loss;
 the two step sizes must agree within a tenth of it, so a kink between them, or a curvature that large, is not judged."""
 
-DIRECTIONS = 3
+DIRECTIONS = 2
 
 
 @dataclass(frozen=True, slots=True)
