@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.evidence.losses.calls import size_of
 from pytest_trainloop.evidence.losses.search import Seen
 from pytest_trainloop.losscases import Inputs, inputs_of
 
 if TYPE_CHECKING:
     from pytest_trainloop.evidence.losses import Loss
+    from pytest_trainloop.evidence.losses.calls import Answer
     from pytest_trainloop.losscases import Case
 
 EPS = torch.finfo(torch.float64).eps
@@ -24,6 +26,9 @@ SURE = 1e-3
 """What two slopes that are one may differ by, of their size. Truncation and rounding are 4e-11 of it for a smooth loss;
 the two step sizes must agree within a tenth of it, so a kink between them, or a curvature that large, is not judged."""
 
+ROUNDINGS = 100
+"""Roundings on the way to a value of a few rows; each moves a difference by eps / step of the value's size."""
+
 DIRECTIONS = 2
 
 
@@ -33,10 +38,15 @@ class _Slopes:
 
     told: float
     seen: float
+    floor: float
 
     @property
     def differ(self) -> bool:
-        return abs(self.told - self.seen) > SURE * max(abs(self.told), abs(self.seen))
+        return abs(self.told - self.seen) > SURE * max(abs(self.told), abs(self.seen)) + self.floor
+
+    @property
+    def flat(self) -> bool:
+        return abs(self.seen) <= self.floor
 
 
 def look(loss: Loss, case: Case) -> Seen | None:
@@ -47,21 +57,21 @@ def look(loss: Loss, case: Case) -> Seen | None:
         raise CannotDecide("the value is not finite")
     if loss.wide(inputs, grad=False, seed=1).total != answer.total:
         raise CannotDecide("the criterion draws random numbers")
-    slopes = [s for number in range(DIRECTIONS) for s in _along(loss, inputs, answer.grads, case.seed + number)]
+    slopes = [s for number in range(DIRECTIONS) for s in _along(loss, inputs, answer, case.seed + number)]
     if not slopes:
         raise CannotDecide("the value has a kink, or jumps, next to every point that was drawn")
-    if all(not s.differ for s in slopes):
+    if not any(s.differ for s in slopes):
         return _scaled(loss, inputs, answer.grads)
     if all(g is None or not bool(g.any()) for g in answer.grads):
         return _cut(slopes)
-    if all(s.seen == 0.0 for s in slopes):
+    if all(s.flat for s in slopes):
         return None  # a straight-through estimator: the value is flat, and the gradient is meant
     return _wrong(loss, inputs, slopes)
 
 
-def _along(loss: Loss, inputs: Inputs, grads: tuple[torch.Tensor | None, ...], seed: int) -> list[_Slopes]:
+def _along(loss: Loss, inputs: Inputs, answer: Answer, seed: int) -> list[_Slopes]:
     """The two slopes along one direction in the first output that the gradient reaches, where the value is smooth."""
-    reached = [i for i, g in enumerate(grads) if g is not None and bool(g.any())] or [0]
+    reached = [i for i, g in enumerate(answer.grads) if g is not None and bool(g.any())] or [0]
     which = reached[seed % len(reached)]
     output = inputs.outputs[which]
     generator = torch.Generator().manual_seed(seed)
@@ -70,11 +80,12 @@ def _along(loss: Loss, inputs: Inputs, grads: tuple[torch.Tensor | None, ...], s
     far, near = (_difference(loss, inputs, which, direction, h) for h in (STEP, STEP / 2))
     if not (math.isfinite(far) and math.isfinite(near)):
         return []
-    if abs(far - near) > SURE / 10 * max(abs(far), abs(near)):
+    floor = ROUNDINGS * EPS / STEP * size_of(answer, inputs)
+    if abs(far - near) > SURE / 10 * max(abs(far), abs(near)) + floor:
         return []
-    grad = grads[which]
+    grad = answer.grads[which]
     told = 0.0 if grad is None else float((grad * direction).sum())
-    return [_Slopes(told, (4.0 * near - far) / 3.0)]
+    return [_Slopes(told, (4.0 * near - far) / 3.0, floor)]
 
 
 def _inside(loss: Loss, output: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
@@ -130,7 +141,7 @@ def _wrong(loss: Loss, inputs: Inputs, slopes: list[_Slopes]) -> Seen | None:
     scaled = _scaled(loss, inputs, loss.wide(inputs).grads)
     if scaled is not None:
         return scaled
-    ratios = [s.told / s.seen for s in slopes if s.seen]
+    ratios = [s.told / s.seen for s in slopes if not s.flat]
     custom = loss.wide.custom_functions(inputs)
     if not custom:
         return Seen(

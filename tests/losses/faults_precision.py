@@ -1,0 +1,58 @@
+"""Losses that half precision breaks."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ._pair import pair
+
+CHECK = "precisions_agree"
+
+
+def eps_that_half_has_not(logits, target):
+    p = (logits * 8).sigmoid()
+    return -(target * (p + 1e-8).log() + (1 - target) * (1 - p + 1e-8).log()).mean()
+
+
+def with_logits(logits, target):
+    return F.binary_cross_entropy_with_logits(logits * 8, target)
+
+
+pair(CHECK, "not_finite", eps_that_half_has_not, with_logits, expects="logits", target="binary", shape=(2,))
+
+
+def variance_by_moments(output, target):
+    away = output - target + 300.0
+    return (away.square().mean(1) - away.mean(1).square()).mean()
+
+
+def variance(output, target):
+    return (output - target).var(1, unbiased=False).mean()
+
+
+pair(CHECK, "not_finite", variance_by_moments, variance, expects="values", target="value", shape=(4,))
+
+
+def tail_by_difference(logits, target):
+    q = 1 - (logits * 3).sigmoid()
+    q = torch.where(target > 0.5, q, 1 - q)
+    return (1 - (1 - q + 1e-4).log() / 10).log().mean()
+
+
+def clamped_tail(logits, target):
+    p = (logits * 3).sigmoid()
+    wrong = torch.where(target > 0.5, 1 - p, p)
+    return -(1 - wrong).clamp(min=0.05).log().mean()
+
+
+def far_tail(logits, target):
+    p = (logits * 4).sigmoid()
+    return -(1 - torch.where(target > 0.5, 1 - p, p) + 1e-6).log().mean()
+
+
+def far_tail_by_logits(logits, target):
+    return F.binary_cross_entropy_with_logits(logits * 4, target)
+
+
+pair(CHECK, "loses_digits", far_tail, far_tail_by_logits, expects="logits", target="binary", shape=(2,))
