@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 CAUSES = {
     "graph_cut": "the value changes with the output, and autograd gives nothing or zeros",
-    "wrong_backward": "a backward pass of its own takes part, and the gradient points elsewhere than the slope of the value",
+    "wrong_backward": "a backward pass of its own takes part, and its gradient is not the slope of the value",
     "grad_output_ignored": "the gradient of twice the loss is the gradient of the loss, bit for bit",
     "scaled_backward": "a backward pass of its own gives a fixed multiple of the slope, along every direction",
     "part_detached": "the gradient is not that of the whole value, and only operations of torch take part",

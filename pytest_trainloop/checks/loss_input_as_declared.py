@@ -49,13 +49,13 @@ if TYPE_CHECKING:
     from pytest_trainloop.finding import Finding
 
 CAUSES = {
-    "probabilities_as_logits": "sure answers cost exactly what cross-entropy gives for a one-hot vector in place of logits",
+    "probabilities_as_logits": "sure answers cost exactly what cross-entropy gives for 0 and 1 in place of logits",
     "linear_in_logits": "the value falls in proportion to a number added to all logits, so it has no lower bound",
     "wrong_axis": "a number added along another axis changes nothing, and one added along the classes does",
     "not_invariant": "a number added to all logits of a row changes the value, and classes are not judged one by one",
     "normalised_again": "log-probabilities go through another log_softmax, which leaves them as they are",
     "target_as_logarithm": "the value is exactly the divergence with log_target=True from a target of probabilities",
-    "probabilities_as_logarithms": "the value is exactly the divergence with probabilities in place of their logarithms",
+    "probabilities_as_logarithms": "the value is exactly the divergence of probabilities in place of their logs",
     "linear_in_probabilities": "the value is exactly minus the probability of the target, without a logarithm",
 }
 

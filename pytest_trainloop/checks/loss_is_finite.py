@@ -42,6 +42,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks import check
+from pytest_trainloop.errors import CannotDecide
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,11 +82,25 @@ _REPAIRS = {
 @check(causes=CAUSES, family="loss", rank=10, subject="loss")
 def loss_is_finite(evidence: LossEvidence) -> Iterator[Finding]:
     from pytest_trainloop.evidence.losses import finite
+    from pytest_trainloop.losscases import traits
     from pytest_trainloop.strategies import cases
 
-    found = {f.seen.cause: f for f in evidence.find(cases(evidence.contract), finite.look)}
-    for f in [found["ordinary"]] if "ordinary" in found else found.values():
+    contract = evidence.contract
+    found: dict[str, Found] = {}
+    for trait in traits(contract):
+        try:
+            found |= {f.seen.cause: f for f in evidence.find(cases(contract, only=(trait,)), finite.look, share=0.25)}
+        except CannotDecide:  # the criterion refuses such a call, as it may
+            continue
+        if "ordinary" in found:
+            break
+    for f in [f for trait, f in found.items() if not _BEHIND.get(trait, set()) & set(found)]:
         yield evidence.finding(f, _REPAIRS[f.seen.cause], level="advice" if _may_be_meant(evidence, f) else "fault")
+
+
+_BEHIND = {"one_row": {"one_class"}, "zero": {"tied"}, "large": {"saturated"}}
+"""Traits that bring another with them: a single row is of one class, vectors of zeros are equal, large logits give
+probabilities of exactly 0 and 1."""
 
 
 def _may_be_meant(evidence: LossEvidence, found: Found) -> bool:

@@ -56,8 +56,8 @@ CAUSES = {
     "none_is_reduced": "one number comes back for several rows under reduction none",
     "not_reduced": "several numbers come back where the contract says mean or sum",
     "sum_is_not_the_sum": "the entries under none add up to something other than the sum",
-    "mean_is_a_sum": "twice the rows give twice the value under mean, and two halves add up to the whole",
-    "sum_is_a_mean": "twice the rows give the same value under sum, and the whole is the mean of two halves",
+    "mean_is_a_sum": "twice the rows give twice the value under mean, and its parts add up to the whole",
+    "sum_is_a_mean": "twice the rows give the same value under sum, and the whole is the mean of its parts",
     "mean_is_no_mean": "sum / mean differs between two outputs under the same targets",
 }
 

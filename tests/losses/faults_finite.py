@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ._pair import pair
+from .odd import same_shape
 
 CHECK = "loss_is_finite"
 
@@ -18,12 +19,12 @@ pair(CHECK, "ordinary", logarithm_of_logits, F.cross_entropy, expects="logits", 
 
 
 def normalised_by_batch(output, target):
+    same_shape(output, target)
     return ((output - target) ** 2).mean() / target.std()
 
 
 def normalised_by_batch_of_two(output, target):
-    if output.shape != target.shape:
-        raise ValueError("shapes differ")
+    same_shape(output, target)
     spread = target.std() if len(target) > 1 else target.new_tensor(1.0)
     return ((output - target) ** 2).mean() / spread.clamp(min=1e-6)
 
@@ -174,13 +175,13 @@ pair(
 
 
 def masked_by_product(output, target):
+    same_shape(output, target)
     keep = target != -1
     return ((output - target.masked_fill(~keep, float("nan"))).abs().nan_to_num(float("nan")) * keep).sum() / keep.sum()
 
 
 def masked_by_choice(output, target):
-    if output.shape != target.shape:
-        raise ValueError("shapes differ")
+    same_shape(output, target)
     keep = target != -1
     return torch.where(keep, (output - target).abs(), 0.0).sum() / keep.sum().clamp(min=1)
 
@@ -217,21 +218,19 @@ pair(
 )
 
 
-def sum_by_logarithm_of_count(logits, target, reduction="sum"):
+def sum_by_mean_of_kept(logits, target):
     keep = target != -100
-    each = F.cross_entropy(logits, target, reduction="none")
-    return each if reduction == "none" else each[keep].mean() * keep.sum()
+    return F.cross_entropy(logits, target, reduction="none")[keep].mean() * keep.sum()
 
 
-def sum_of_kept(logits, target, reduction="sum"):
-    each = F.cross_entropy(logits, target, reduction="none")
-    return each if reduction == "none" else each.sum()
+def sum_of_kept(logits, target):
+    return F.cross_entropy(logits, target, reduction="sum")
 
 
 pair(
     CHECK,
     "all_ignored",
-    sum_by_logarithm_of_count,
+    sum_by_mean_of_kept,
     sum_of_kept,
     expects="logits",
     num_classes=3,

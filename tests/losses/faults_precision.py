@@ -34,21 +34,9 @@ def variance(output, target):
 pair(CHECK, "not_finite", variance_by_moments, variance, expects="values", target="value", shape=(4,))
 
 
-def tail_by_difference(logits, target):
-    q = 1 - (logits * 3).sigmoid()
-    q = torch.where(target > 0.5, q, 1 - q)
-    return (1 - (1 - q + 1e-4).log() / 10).log().mean()
-
-
-def clamped_tail(logits, target):
-    p = (logits * 3).sigmoid()
-    wrong = torch.where(target > 0.5, 1 - p, p)
-    return -(1 - wrong).clamp(min=0.05).log().mean()
-
-
 def far_tail(logits, target):
     p = (logits * 4).sigmoid()
-    return -(1 - torch.where(target > 0.5, 1 - p, p) + 1e-6).log().mean()
+    return -(1 - torch.where(target > 0.5, 1 - p, p)).clamp(min=1e-7).log().mean()
 
 
 def far_tail_by_logits(logits, target):

@@ -99,7 +99,9 @@ class LossEvidence:
         """Whether the criterion has a ``reduction`` to ask for another."""
         return Caller(self.contract, self._seed).switches
 
-    def find(self, cases: SearchStrategy[Case], look: Callable[[Loss, Case], Any]) -> list[Found]:
+    def find(
+        self, cases: SearchStrategy[Case], look: Callable[[Loss, Case], Any], *, share: float = 1.0
+    ) -> list[Found]:
         """The smallest case for each cause that ``look`` names; raises ``CannotDecide`` where it could not judge one.
 
         ``look`` returns what it saw, or None where the property holds, and raises ``CannotDecide`` for a case that says
@@ -109,7 +111,7 @@ class LossEvidence:
         with _quiet():
             loss = Loss(contract, Caller(contract, self._seed), Caller(self._in_double(), self._seed, wide=True))
             judge: Look = functools.partial(look, loss)
-            return search(cases, judge, self._seed, self._hypothesis_seed)
+            return search(cases, judge, self._seed, self._hypothesis_seed, share)
 
     def finding(self, found: Found, repair: str, **more: Any) -> Finding:
         """What was found, as a finding with its smallest case."""

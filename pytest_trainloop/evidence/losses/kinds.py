@@ -28,7 +28,7 @@ def look(loss: Loss, case: Case) -> Seen | None:
     """What the criterion takes its output for, where that is not what the contract says."""
     contract = loss.contract
     inputs = inputs_of(contract, case)
-    if inputs.target is None or inputs.target.numel() != inputs.target[..., :].numel():
+    if inputs.target is None:
         return None
     squashed = _probabilities_as_logits(loss, inputs)
     if squashed is not None:
@@ -66,36 +66,39 @@ def _probabilities_as_logits(loss: Loss, inputs: Inputs) -> Seen | None:
         return None
     if contract.target == "distribution":  # one class a row, so that the exact values are those of indices
         target = _one_hot(loss, target, wrong=False)
-    classes = contract.num_classes or 2
-    binary = contract.target == "binary"
-    costs = (math.log1p(math.exp(-1.0)), math.log1p(math.e)) if binary else (
-        math.log(math.e + classes - 1) - 1.0,
-        math.log(math.e + classes - 1),
-    )  # fmt: skip
-    if binary and tuple(contract.labels) != (0, 1):
+    if contract.expects == "log_probabilities" or (contract.target == "binary" and tuple(contract.labels) != (0, 1)):
         return None
     seen: list[float] = []
-    for wrong, cost in zip((False, True), costs, strict=True):
+    for wrong in (False, True):
         answer = _one_hot(loss, target, wrong=wrong)
         given = answer if contract.expects == "probabilities" else CONFIDENT * (2.0 * answer - 1.0)
-        if contract.expects == "log_probabilities":
-            return None
+        cost = _cost_of_one_hot(loss, answer, target)
         value = loss.wide(Inputs((given,), target), grad=False).total
-        entries = target.numel() if contract.target != "distribution" else target.numel() // classes
-        if not any(same(value, k * cost, k * cost) for k in (1, entries)):
+        if not any(same(value, c, cost.sum().item()) for c in (cost.mean().item(), cost.sum().item())):
             return None
         seen.append(value)
+    binary = contract.target == "binary"
     first = "sigmoid" if binary else "softmax"
     twice = contract.expects == "logits"
     return Seen(
         cause="probabilities_as_logits",
         summary=f"probabilities are taken for logits: a sure and right answer still costs {seen[0]:.4g}",
-        measured=f"{seen[0]:.6g} for probability 1 on the right class, {seen[1]:.6g} for probability 0",
+        measured=f"{seen[0]:.6g} for sure and right answers, {seen[1]:.6g} for sure and wrong ones",
         shown_by=(
             f"these are cross-entropy's values for the one-hot vector as logits, to {_digits()} digits"
             + (f": the logits go through a {first}, or another squashing, first" if twice else "")
         ),
     )
+
+
+def _cost_of_one_hot(loss: Loss, answer: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """What cross-entropy gives each target where a one-hot answer stands in place of logits."""
+    functional, axis = torch.nn.functional, class_axis(loss.contract)
+    if loss.contract.target == "binary":
+        return functional.binary_cross_entropy_with_logits(answer, target, reduction="none")
+    rows = answer.movedim(axis, -1).reshape(-1, answer.shape[axis])
+    index = target if loss.contract.target == "index" else target.argmax(axis)
+    return functional.cross_entropy(rows, index.reshape(-1), reduction="none")
 
 
 def _shifts(inputs: Inputs, axis: int) -> torch.Tensor:

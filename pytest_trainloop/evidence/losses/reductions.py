@@ -134,30 +134,30 @@ def _declared(loss: Loss, inputs: Inputs, start: Answer) -> Seen | None:
             cause="mean_is_a_sum",
             summary=f"the loss is a sum over rows, and {'the mean is declared' if declared else 'a mean is usual'}",
             measured=f"{start.total:.6g} for {rows} rows",
-            shown_by="twice the rows give twice the value, and two halves add up to the whole",
+            shown_by="twice the rows give twice the value, and its parts add up to the whole",
         )
     if kind == "sum" and _is_mean(loss, inputs, start):
         return Seen(
             cause="sum_is_a_mean",
             summary="the loss is a mean over rows, and the sum is declared",
             measured=f"{start.total:.6g} for {rows} rows",
-            shown_by="twice the rows give the same value, and the whole is the mean of two halves",
+            shown_by="twice the rows give the same value, and the whole is the mean of its parts",
         )
     return None
 
 
 def _parts(loss: Loss, inputs: Inputs, reduction: str | None) -> tuple[float, float, float]:
-    """The value of the rows twice over, and of the two halves of an even number of them."""
+    """The value of the rows twice over, and of their first half and the rest."""
     half = inputs.outputs[0].shape[0] // 2
     doubled = loss.wide(_rows(inputs, lambda t: torch.cat([t, t])), reduction=reduction, grad=False)
     first = loss.wide(_rows(inputs, lambda t: t[:half]), reduction=reduction, grad=False)
-    second = loss.wide(_rows(inputs, lambda t: t[half : 2 * half]), reduction=reduction, grad=False)
+    second = loss.wide(_rows(inputs, lambda t: t[half:]), reduction=reduction, grad=False)
     return doubled.total, first.total, second.total
 
 
 def _is_sum(loss: Loss, inputs: Inputs, start: Answer, reduction: str | None) -> bool:
     rows, size = inputs.outputs[0].shape[0], size_of(start, inputs)
-    if rows < 2 or rows % 2 or same(start.total, 0.0, size):
+    if rows < 2 or same(start.total, 0.0, size):
         return False
     doubled, first, second = _parts(loss, inputs, reduction)
     return same(doubled, 2 * start.total, 2 * size) and same(first + second, start.total, size)
@@ -165,7 +165,9 @@ def _is_sum(loss: Loss, inputs: Inputs, start: Answer, reduction: str | None) ->
 
 def _is_mean(loss: Loss, inputs: Inputs, start: Answer) -> bool:
     rows, size = inputs.outputs[0].shape[0], size_of(start, inputs)
-    if rows < 2 or rows % 2 or same(start.total, 0.0, size):
+    if rows < 2 or same(start.total, 0.0, size):
         return False
     doubled, first, second = _parts(loss, inputs, None)
-    return same(doubled, start.total, size) and same((first + second) / 2, start.total, size)
+    return same(doubled, start.total, size) and same(
+        first * (rows // 2) + second * (rows - rows // 2), start.total * rows, size * rows
+    )

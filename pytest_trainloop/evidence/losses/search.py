@@ -1,12 +1,13 @@
 """The search for the smallest call that breaks a property: Hypothesis over cases, in two passes.
 
 The first pass looks at all examples and notes which causes are seen; only then is the smallest case searched for each,
-so that shrinking one fault never ends at another. The number of examples is that of the user's Hypothesis profile, where one
-is loaded; the search is repeatable, unless ``--hypothesis-seed=random`` asks for another.
+so that shrinking one fault never ends at another. The number of examples is that of the user's Hypothesis profile,
+where one is loaded; the search is repeatable, unless ``--hypothesis-seed=random`` asks for another.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from random import Random
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 EXAMPLES = 40
-"""Calls that each property is tried on under Hypothesis' own profile: three of each special case and more."""
+"""Calls that each property is tried on under Hypothesis' own profile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,9 @@ class Found:
     of: int
 
 
-def search(cases: SearchStrategy[Case], look: Look, seed: int, hypothesis_seed: str) -> list[Found]:
-    """Each cause with its smallest case; raises ``CannotDecide`` with the commonest reason where no case was judged."""
+def search(cases: SearchStrategy[Case], look: Look, seed: int, hypothesis_seed: str, share: float = 1.0) -> list[Found]:
+    """Each cause with its smallest case, among a share of the examples; raises ``CannotDecide`` with the commonest
+    reason where no case was judged."""
     causes: Counter[str] = Counter()
     undecided: Counter[str] = Counter()
     judged = 0
@@ -71,14 +73,14 @@ def search(cases: SearchStrategy[Case], look: Look, seed: int, hypothesis_seed: 
         return False
 
     number = None if hypothesis_seed == "random" else _number(hypothesis_seed, seed)
-    _find(cases, note, number)
+    _find(cases, note, number, share)
     if not judged and undecided:
         raise CannotDecide(undecided.most_common(1)[0][0])
-    return [_smallest(cases, look, cause, times, judged, number) for cause, times in causes.most_common()]
+    return [_smallest(cases, look, cause, times, judged, number, share) for cause, times in causes.most_common()]
 
 
 def _smallest(
-    cases: SearchStrategy[Case], look: Look, cause: str, times: int, judged: int, number: int | None
+    cases: SearchStrategy[Case], look: Look, cause: str, times: int, judged: int, number: int | None, share: float
 ) -> Found:
     def shows(case: Case) -> bool:
         try:
@@ -87,19 +89,21 @@ def _smallest(
             return False
         return seen is not None and seen.cause == cause
 
-    case = _find(cases, shows, number)
+    case = _find(cases, shows, number, share)
     if case is None:
         raise CannotDecide(f"{cause} was seen and not found again: the criterion does not repeat itself under one seed")
     return Found(case, look(case), times, judged)
 
 
-def _find(cases: SearchStrategy[Case], condition: Callable[[Case], bool], number: int | None) -> Case | None:
+def _find(
+    cases: SearchStrategy[Case], condition: Callable[[Case], bool], number: int | None, share: float
+) -> Case | None:
     default = hypothesis.settings.default or hypothesis.settings()
     wished = default.max_examples
     own = wished == hypothesis.settings.get_profile("default").max_examples
     settings = hypothesis.settings(
         default,
-        max_examples=EXAMPLES if own else wished,
+        max_examples=math.ceil(share * (EXAMPLES if own else wished)),
         deadline=None,
         database=None,
         derandomize=False,
