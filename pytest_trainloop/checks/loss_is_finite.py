@@ -13,9 +13,10 @@ How it decides
     A value or a gradient that is not finite is a fault where the true one can be represented: the same call in
     float64, with outputs halved until it is finite there, does not pass float32's largest number before that. What
     grows past it (an exponential of 200) is right to be infinite. Each case has one special thing, so the case that
-    fails names it; where ordinary values fail, nothing is special about them. All targets ignored under a mean is 0
-    / 0, which torch documents as NaN: advice. So is a single row of embeddings, which has nothing to be compared
-    with: ``min_rows=2`` says that it never comes.
+    fails names it; where ordinary values fail, nothing is special about them. What torch's own losses do, nobody
+    here can repair (``nn.SoftMarginLoss`` overflows from 89 on): advice. All targets ignored under a mean is 0 / 0,
+    which torch documents as NaN: advice. So is a single row of embeddings, which has nothing to be compared with:
+    ``min_rows=2`` says that it never comes.
 
 Faulty
     >>> def cosine_loss(a, b):
@@ -95,7 +96,8 @@ def loss_is_finite(evidence: LossEvidence) -> Iterator[Finding]:
         if "ordinary" in found:
             break
     for f in [f for trait, f in found.items() if not _BEHIND.get(trait, set()) & set(found)]:
-        yield evidence.finding(f, _REPAIRS[f.seen.cause], level="advice" if _may_be_meant(evidence, f) else "fault")
+        advice = evidence.of_torch or _may_be_meant(evidence, f)
+        yield evidence.finding(f, _REPAIRS[f.seen.cause], level="advice" if advice else "fault")
 
 
 _BEHIND = {"one_row": {"one_class"}, "zero": {"tied"}, "large": {"saturated"}}

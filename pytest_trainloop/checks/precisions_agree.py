@@ -13,9 +13,10 @@ How it decides
     rounds its result by u times its size, at most u M for M the largest of all results; n of them lie on the way:
     eight for each kernel (the longest of torch's fused losses) and one for each entry that a sum adds up. What
     rounding of every input by u changes in the value, P, says how much of a rounding is passed on. The bound is n
-    (u M + P), the forward error of a loss that is stable, whatever the order of its operations. A value that is not
-    finite is a fault where the value and gradient in float64 can be represented in the precision. A precision for
-    which torch has no such operation, or in which the criterion raises, is left out.
+    (u M + P), the forward error of a loss that is stable, whatever the order of its operations. A result that is
+    not finite is a fault where it and every number on the way to it can be represented in the precision, as float64
+    shows them; where one on the way is too large, every way to compute it may meet such a number: advice. A
+    precision for which torch has no such operation, or in which the criterion raises, is left out.
 
 Faulty
     >>> def loss(output, target):
@@ -50,12 +51,14 @@ if TYPE_CHECKING:
     from pytest_trainloop.finding import Finding
 
 CAUSES = {
-    "not_finite": "value and gradient in float64 can be represented, and in the lower precision they are not finite",
+    "not_finite": "all numbers on the way can be represented in the lower precision, and the result is not finite",
+    "out_of_range": "the result can be represented and is not finite: a number on the way to it is too large",
     "loses_digits": "the difference to float64 is more than all roundings on the way explain",
 }
 
 _REPAIRS = {
     "not_finite": "compute the loss in float32 (output.float()), or use log_softmax and logsigmoid",
+    "out_of_range": "compute the loss in float32 (output.float()), as autocast does for torch's own losses",
     "loses_digits": "compute the loss in float32 (output.float()), or rewrite what cancels: log1p, expm1, log_softmax",
 }
 
@@ -68,4 +71,5 @@ def precisions_agree(evidence: LossEvidence) -> Iterator[Finding]:
     found = evidence.find(cases(evidence.contract, only=("ordinary",)), halves.look)
     worst = [f for f in found if f.seen.cause == "not_finite"]
     for f in worst or found:
-        yield evidence.finding(f, _REPAIRS[f.seen.cause])
+        advice = evidence.of_torch or f.seen.cause == "out_of_range"
+        yield evidence.finding(f, _REPAIRS[f.seen.cause], level="advice" if advice else "fault")

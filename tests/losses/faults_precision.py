@@ -44,3 +44,29 @@ def far_tail_by_logits(logits, target):
 
 
 pair(CHECK, "loses_digits", far_tail, far_tail_by_logits, expects="logits", target="binary", shape=(2,))
+
+
+def cosine_scores(a, b, stable):
+    scores = F.normalize(a) @ F.normalize(b).T * 64
+    if stable:
+        return F.cross_entropy(scores, torch.arange(len(a)))
+    return -(scores.exp().diagonal() / scores.exp().sum(1)).log().mean()
+
+
+def contrast_by_exponentials(a, b):
+    return cosine_scores(a, b, stable=False)
+
+
+def contrast(a, b):
+    return cosine_scores(a, b, stable=True)
+
+
+pair(
+    CHECK,
+    "out_of_range",
+    contrast_by_exponentials,
+    contrast,
+    level="advice",
+    expects="embeddings",
+    target="pair",
+)

@@ -84,8 +84,13 @@ class Caller:
         seed: int = 0,
         scale: float = 1.0,
         inside: contextlib.AbstractContextManager[Any] | None = None,
+        behind: contextlib.AbstractContextManager[Any] | None = None,
     ) -> Answer:
-        """The answer to one call; raises ``Refused`` where the criterion raised."""
+        """The answer to one call; raises ``Refused`` where the criterion raised.
+
+        ``inside`` is entered around the criterion, ``behind`` around its backward pass; ``scale`` multiplies what is
+        differentiated.
+        """
         outputs = tuple(o.detach().clone().requires_grad_(grad) for o in inputs.outputs)
         target = None if inputs.target is None else inputs.target.clone()
         with contextlib.ExitStack() as stack:
@@ -96,7 +101,8 @@ class Caller:
             with inside or contextlib.nullcontext():
                 value = self._value(outputs, target, reduction, seed)
             total = value.sum() if value.dim() else value
-            grads = _gradients(total * scale, outputs) if grad else ()
+            with behind or contextlib.nullcontext():
+                grads = _gradients(total * scale, outputs) if grad else ()
         return Answer(value.detach(), float(total.detach().to(torch.float64)), grads, bool(caught))
 
     def custom_functions(self, inputs: Inputs) -> list[str]:

@@ -78,17 +78,13 @@ def _in(loss: Loss, inputs: Inputs, dtype: torch.dtype) -> Seen | None:
     name = str(dtype).removeprefix("torch.")
     answer = Caller(loss.contract, loss.own.seed, dtype=dtype)(inputs)
     double = inputs.to(torch.float64)
-    sizes = Magnitudes()
-    reference = loss.wide(double, inside=sizes)
+    sizes, backward = Magnitudes(), Magnitudes()
+    reference = loss.wide(double, inside=sizes, behind=backward)
     if not reference.finite or _largest(reference) > torch.finfo(dtype).max:
         return None
     if not answer.finite:
-        return Seen(
-            cause="not_finite",
-            summary=f"{'the gradient' if math.isfinite(answer.total) else 'the value'} is not finite in {name}",
-            measured=f"{answer.total:.4g} in {name}, {reference.total:.6g} in float64 for the same numbers",
-            shown_by=f"the value and its gradient can be represented in {name}",
-        )
+        in_value = not math.isfinite(answer.total)
+        return _not_finite(answer, reference, dtype, sizes.largest if in_value else backward.largest)
     error = abs(answer.total - reference.total)
     unit = torch.finfo(dtype).eps / 2
     if error <= sizes.roundings * unit * sizes.largest:
@@ -105,6 +101,19 @@ def _in(loss: Loss, inputs: Inputs, dtype: torch.dtype) -> Seen | None:
             f"{sizes.roundings} roundings of numbers up to {sizes.largest:.3g}, and {moved:.3g} for outputs "
             f"that differ in the last digit"
         ),
+    )
+
+
+def _not_finite(answer: Answer, reference: Answer, dtype: torch.dtype, largest: float) -> Seen:
+    """A number on the way that is too large for the precision may be beyond every way to compute this loss."""
+    name, most = str(dtype).removeprefix("torch."), torch.finfo(dtype).max
+    place = "the gradient" if math.isfinite(answer.total) else "the value"
+    return Seen(
+        cause="not_finite" if largest <= most else "out_of_range",
+        summary=f"{place} is not finite in {name}",
+        measured=f"{answer.total:.4g} in {name}, {reference.total:.6g} in float64 for the same numbers",
+        shown_by=f"the result can be represented in {name} (up to {most:.3g}); "
+        f"the largest number on the way to it is {largest:.3g} in float64",
     )
 
 
