@@ -105,11 +105,12 @@ def _in(loss: Loss, inputs: Inputs, dtype: torch.dtype) -> Seen | None:
 
 
 def _not_finite(answer: Answer, reference: Answer, dtype: torch.dtype, largest: float) -> Seen:
-    """A number on the way that is too large for the precision may be beyond every way to compute this loss."""
+    """A number on the way that is too large for the precision, or rounds to one that is, may be beyond every way to
+    compute this loss."""
     name, most = str(dtype).removeprefix("torch."), torch.finfo(dtype).max
     place = "the gradient" if math.isfinite(answer.total) else "the value"
     return Seen(
-        cause="not_finite" if largest <= most else "out_of_range",
+        cause="not_finite" if largest <= most / 2 else "out_of_range",
         summary=f"{place} is not finite in {name}",
         measured=f"{answer.total:.4g} in {name}, {reference.total:.6g} in float64 for the same numbers",
         shown_by=f"the result can be represented in {name} (up to {most:.3g}); "
