@@ -84,11 +84,10 @@ def test_the_strategies_serve_a_projects_own_tests():
 
 
 def test_what_a_function_returns_must_be_a_contract():
+    def make():
+        return torch.zeros(())
+
     with pytest.raises(UsageError, match="make returned a tensor of float32; it must return a LossContract"):
-
-        def make():
-            return torch.zeros(())
-
         check_loss(make)
 
 

@@ -104,7 +104,7 @@ class LossEvidence:
         """Whether the criterion is torch's own: what it does is documented there, and nobody here can repair it."""
         criterion = _inner(self.contract.criterion)
         home = getattr(criterion, "__module__", "") if inspect.isroutine(criterion) else type(criterion).__module__
-        return str(home or "torch").partition(".")[0] == "torch"
+        return str(home).partition(".")[0] == "torch"
 
     def find(
         self, cases: SearchStrategy[Case], look: Callable[[Loss, Case], Any], *, share: float = 1.0
