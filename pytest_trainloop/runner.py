@@ -309,11 +309,11 @@ class Observation:
 
         Raises ``CheckFailed`` with the failure texts unless ``raises=False``.
         """
-        from pytest_trainloop.checks import registered
+        from pytest_trainloop.checks import of
         from pytest_trainloop.evidence.watched import WatchedOnce
         from pytest_trainloop.knobs import nearest
 
-        checks = registered()
+        checks = of("loop")
         for name in names:
             if name not in checks:
                 raise UsageError(f"there is no check named {name!r}; {nearest(name, checks)}")

@@ -18,15 +18,13 @@ How it decides
 
 Faulty
     >>> def loss(output, target, reduction="mean"):
-    ...     each = (output - target).abs()
+    ...     each = F.l1_loss(output, target, reduction="none")
     ...     return each.sum() if reduction == "none" else each.mean() if reduction == "mean" else each.sum() / 2
     >>> contract = LossContract(criterion=loss, expects="values", target="value")
 
 Fixed
     >>> def loss(output, target, reduction="mean"):
-    ...     if output.shape != target.shape:
-    ...         raise ValueError(f"{output.shape} against {target.shape}")
-    ...     each = (output - target).abs()
+    ...     each = F.l1_loss(output, target, reduction="none")
     ...     return each if reduction == "none" else each.mean() if reduction == "mean" else each.sum()
     >>> contract = LossContract(criterion=loss, expects="values", target="value")
 

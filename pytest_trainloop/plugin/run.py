@@ -35,8 +35,7 @@ class _Loops:
             from pytest_trainloop import runner
 
             settings = chosen.settings(item.config)
-            judges: dict[str, Any] = {"judges": duty.judges} if duty.judges != "loop" else {}
-            self.subjects[loop] = runner.Subject(loop, make, settings=settings, knobs=duty.knobs, **judges)
+            self.subjects[loop] = runner.Subject(loop, make, settings=settings, knobs=duty.knobs, judges=duty.judges)
         self.subjects[loop].bind(make)
         return self.subjects[loop]
 

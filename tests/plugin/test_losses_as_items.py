@@ -7,6 +7,8 @@ import json
 import hypothesis
 import pytest
 
+from pytest_trainloop import LossContract, check_loss
+
 LOSS = """
     import pytest, torch
     import torch.nn.functional as F
@@ -91,6 +93,16 @@ def outside(monkeypatch):
     for name in ("CI", "BUILD_NUMBER", "PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "120")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded():
+    """What torch and hypothesis import when first used must not be imported first inside a session in this process."""
+
+    def faulty(logits, target):
+        return (logits.abs() * target[:, None]).sum().sqrt()
+
+    check_loss(LossContract(criterion=faulty, expects="logits", num_classes=3, ignore_index=0), raises=False)
 
 
 @pytest.fixture
