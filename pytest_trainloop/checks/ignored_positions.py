@@ -25,8 +25,9 @@ Fixed
     >>> contract = LossContract(criterion=loss, expects="logits", num_classes=3, ignore_index=-100)
 
 Known limits
-    A sum over targets that is divided by a number of its own (all tokens of an accumulated step) looks like one
-    that counts them: skip it with that reason.
+    A criterion that shifts targets against outputs inside (a causal language model's) is skipped: give what it
+    calls after the shift. A sum over targets that is divided by a number of its own (all tokens of an accumulated
+    step) looks like one that counts them: skip it with that reason.
 
 References
     https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html

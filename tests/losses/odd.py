@@ -350,3 +350,50 @@ def straight_through(logits, target):
     soft = logits.softmax(-1)
     hard = F.one_hot(soft.argmax(-1), 4).to(soft)
     return F.mse_loss(hard + soft - soft.detach(), F.one_hot(target, 4).to(soft))
+
+
+@odd(expects="logits", num_classes=5, shape=(4,), class_dim=-1, ignore_index=-100)
+def causal_language_model(logits, labels):
+    shifted = logits[:, :-1].reshape(-1, logits.size(-1)), labels[:, 1:].reshape(-1)
+    return F.cross_entropy(*shifted, ignore_index=-100, reduction="sum") / (shifted[1] != -100).sum().clamp(min=1)
+
+
+@odd(expects="logits", target="binary")
+def pairwise_ranking(scores, labels):
+    same_shape(scores, labels)
+    high, low = scores[labels > 0.5], scores[labels < 0.5]
+    return F.softplus(low[None] - high[:, None]).sum() / max(1, len(high) * len(low))
+
+
+@odd(expects="logits", num_classes=4, output_range=(-1.0, 1.0))
+def arc_margin(cosines, target, scale=30.0, margin=0.3):
+    hot = F.one_hot(target, 4).bool()
+    angle = cosines.clamp(-1 + 1e-6, 1 - 1e-6).acos()
+    return F.cross_entropy(scale * torch.where(hot, (angle + margin).cos(), cosines), target)
+
+
+@odd(expects="logits", num_classes=4)
+def ordinal(logits, target):
+    return (logits.softmax(1) @ torch.arange(4.0).to(logits) - target).square().mean() + F.cross_entropy(logits, target)
+
+
+@odd(expects="logits", num_classes=3)
+def soft_capped(logits, target):
+    return F.cross_entropy(30 * torch.tanh(logits / 30), target)
+
+
+@odd(expects="probabilities", num_classes=3)
+def brier(p, target):
+    return (p - F.one_hot(target, 3)).square().sum(1).mean()
+
+
+@odd(expects="embeddings", target="value", target_range=(-1.0, 1.0))
+def cosine_regression(a, b, similarity):
+    return F.mse_loss(F.cosine_similarity(a, b), similarity)
+
+
+@odd(expects="logits", num_classes=5)
+def sampled_negatives(logits, target):
+    negative = torch.randint(0, 5, target.shape)
+    right, wrong = logits.gather(1, target[:, None]), logits.gather(1, negative[:, None])
+    return F.softplus(wrong - right).mean()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.evidence.losses.alignment import require_aligned
 from pytest_trainloop.evidence.losses.calls import same
 from pytest_trainloop.evidence.losses.search import Seen
 from pytest_trainloop.losscases import Inputs, class_axis, inputs_of, views_of
@@ -31,6 +32,7 @@ AWAY = (1.0, 10.0, 100.0)
 
 def look(loss: Loss, case: Case) -> Seen | None:
     """Where a wrong answer is cheaper than the right one, or the target does not matter."""
+    require_aligned(loss, case)
     inputs = inputs_of(loss.contract, case)
     unused = _unused(loss, inputs)
     if unused is not None:

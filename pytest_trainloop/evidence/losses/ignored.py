@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.evidence.losses.alignment import require_aligned
 from pytest_trainloop.evidence.losses.calls import Answer, Refused, same, size_of
 from pytest_trainloop.evidence.losses.search import Seen
 from pytest_trainloop.losscases import Inputs, channels, class_axis, inputs_of
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 def look(loss: Loss, case: Case) -> Seen | None:
     """What ignored positions change."""
+    require_aligned(loss, case)
     inputs = inputs_of(loss.contract, case)
     try:
         start = loss.wide(inputs)
