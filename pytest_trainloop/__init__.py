@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.errors import CheckFailed, TrainLoopError, UsageError
     from pytest_trainloop.finding import Finding, Result
     from pytest_trainloop.loop import LossContract, Padding, TrainLoop
-    from pytest_trainloop.runner import check_loop, observe
+    from pytest_trainloop.runner import check_loop, check_loss, observe
 
     __version__: str
 
@@ -30,6 +30,7 @@ __all__ = [
     "__version__",
     "check",
     "check_loop",
+    "check_loss",
     "observe",
 ]
 
@@ -44,6 +45,7 @@ _HOMES = {
     "UsageError": "errors",
     "check": "checks",
     "check_loop": "runner",
+    "check_loss": "runner",
     "observe": "runner",
 }
 

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import textwrap
+from typing import TYPE_CHECKING
 
 from pytest_trainloop import checks
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.knobs import nearest
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 _WIDTH = 100
 
 
 def table() -> str:
-    """Every check with its family and what it holds, in causal order."""
-    rows: list[tuple[str, str, str]] = [
-        ("check", "family", "holds that"),
-        *((c.name, c.family, c.headline) for c in checks.registered().values()),
-    ]
+    """Every check with its family and what it holds, in causal order: those of loops, then those of losses."""
+    return f"{_rows('check', checks.of('loop'))}\n{_rows('check of a loss', checks.of('loss'))}".rstrip("\n") + "\n"
+
+
+def _rows(title: str, known: Mapping[str, checks.Check]) -> str:
+    if not known:
+        return ""
+    rows = [(title, "family", "holds that"), *((c.name, c.family, c.headline) for c in known.values())]
     widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
     return "".join(f"{name.ljust(widths[0])}  {family.ljust(widths[1])}  {text}\n" for name, family, text in rows)
 

@@ -59,7 +59,7 @@ class _Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One loop's choice: ``checks`` to run or to report as skipped, the reasons in ``skip``, ``options`` by check.
+    """The choice for one loop or loss: ``checks`` to run or to report as skipped, reasons in ``skip``, ``options``.
 
     ``suppress`` and ``expect`` are what skip says of causes, and xfail.
     """
@@ -111,10 +111,14 @@ class Plan:
         return result.with_outcome("failed", f"xfail(strict): {'; '.join(missing)}") if missing else result
 
 
-def choose(known: Known, *places: Wishes, strict: bool = False) -> Plan:
-    """The plan that the given places agree on; where two give a reason for one name, the first place counts."""
+def choose(known: Known, *places: Wishes, strict: bool = False, among: Collection[str] | None = None) -> Plan:
+    """The plan that the given places agree on; where two give a reason for one name, the first place counts.
+
+    A name may be that of any known check; only those ``among`` which the subject's checks are get into the plan.
+    """
     for wishes in places:
-        _validate(wishes, known)
+        validate(wishes, known)
+    own = known if among is None else {check: causes for check, causes in known.items() if check in among}
     skip = [_Rule(entry, reason) for wishes in places for entry, reason in wishes.skip.items()]
     options: dict[str, Mapping[str, Any]] = {}
     for wishes in reversed(places):
@@ -122,7 +126,7 @@ def choose(known: Known, *places: Wishes, strict: bool = False) -> Plan:
             options[check] = {**options.get(check, {}), **given}
     whole = [rule for rule in skip if not rule.cause]
     return Plan(
-        checks=tuple(check for check in known if all(_wanted(check, wishes) for wishes in places)),
+        checks=tuple(check for check in own if all(_wanted(check, wishes) for wishes in places)),
         skip={check: rule.reason for check in known for rule in reversed(whole) if rule.covers(check)},
         options=options,
         strict=strict,
@@ -157,7 +161,8 @@ def _expected_to_fail(result: Result, rule: _Rule) -> Result:
     )
 
 
-def _validate(wishes: Wishes, known: Known) -> None:
+def validate(wishes: Wishes, known: Known) -> None:
+    """Raise ``UsageError`` for the first wish that cannot be met by these checks."""
     where = wishes.where
     if wishes.only is not None:
         _validate_only(where, wishes.only, known)

@@ -1,4 +1,5 @@
-"""Choose checks, gate them by what a loop offers, run one. ``check_loop`` does the battery without pytest."""
+"""Choose checks, gate them by what a loop offers, run one. ``check_loop`` and ``check_loss`` do it without
+pytest."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ from pytest_trainloop.finding import Finding, Result, UserError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from pytest_trainloop.checks import Check
+    from pytest_trainloop.checks import Check, Judged
     from pytest_trainloop.evidence import Evidence
+    from pytest_trainloop.evidence.losses import LossEvidence
     from pytest_trainloop.evidence.onebatch import Progress
+    from pytest_trainloop.loop import LossContract
     from pytest_trainloop.observe.watch import Watch
     from pytest_trainloop.plan import Plan
     from pytest_trainloop.report import Report
@@ -28,29 +31,38 @@ _FIELDS_FOR = {"fit": "fit (or step)", "run": "fit, step or loss"}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """How loops are judged: ``seed`` for every build and run, ``seconds`` that one run of ``fit`` may take,
-    ``device`` for a device knob."""
+    ``device`` for a device knob. ``hypothesis_seed`` is Hypothesis' own option, for the search behind a loss's
+    checks."""
 
     seed: int = 0
     seconds: float = 120.0
     device: str = "auto"
+    hypothesis_seed: str = ""
 
 
 class Subject:
-    """One loop under judgement: the evidence made for it so far, shared by all its checks.
+    """One loop, or one loss function, under judgement: the evidence made for it so far, shared by all its checks.
 
-    ``make`` builds a fresh loop when called with the user's keywords; ``knobs`` maps the plugin's knob names to those
+    ``make`` builds a fresh one when called with the user's keywords; ``knobs`` maps the plugin's knob names to those
     keywords. Only records are kept between checks: ``bind`` gives it the make of the item at hand. ``progress`` is
     told how far a long run is.
     """
 
     def __init__(
-        self, name: str, make: Callable[..., Any], *, settings: Settings, knobs: Mapping[str, str] | None = None
+        self,
+        name: str,
+        make: Callable[..., Any],
+        *,
+        settings: Settings,
+        knobs: Mapping[str, str] | None = None,
+        judges: Judged = "loop",
     ) -> None:
         self.name = name
+        self._judges = judges
         self._make = make
         self._settings = settings
         self._knobs = dict(knobs or {})
-        self._evidence: Evidence | None = None
+        self._evidence: Evidence | LossEvidence | None = None
         self._broken: tuple[UserError, str] | None = None
         self._verdicts: dict[tuple[str, str], Verdict] = {}
         self.progress: Progress = lambda step, most, loss: None
@@ -89,11 +101,12 @@ class Subject:
         except UserCodeError as broken:
             return self._error(check, broken.error, reporter)
         if absent:
+            subject = "LossContract" if check.subject == "loss" else "TrainLoop"
             field = _FIELDS_FOR.get(absent[0], absent[0])
-            return Result(check=check.name, outcome="skipped", reason=f"TrainLoop.{field} is not given")
+            return Result(check=check.name, outcome="skipped", reason=f"{subject}.{field} is not given")
         return self._decided(check, evidence, options, reporter)
 
-    def _decided(self, check: Check, evidence: Evidence, options: dict[str, Any], reporter: str) -> Result:
+    def _decided(self, check: Check, evidence: Any, options: dict[str, Any], reporter: str) -> Result:
         verdict = self._verdict(check, evidence, options)
         if isinstance(verdict, UserCodeError):
             return self._error(check, verdict.error, reporter)
@@ -108,7 +121,7 @@ class Subject:
             return Result(check=check.name, outcome="skipped", reason=str(verdict))
         return Result(check=check.name, outcome="passed", findings=findings)
 
-    def _verdict(self, check: Check, evidence: Evidence, options: dict[str, Any]) -> Verdict:
+    def _verdict(self, check: Check, evidence: Any, options: dict[str, Any]) -> Verdict:
         """What the check says of the evidence with these options: asked once, also where another check needs to
         know."""
         key = (check.name, repr(sorted(options.items())))
@@ -124,27 +137,27 @@ class Subject:
 
     def _behind(self, consequence: str) -> list[Finding]:
         """Faults of earlier families that explain a failure of this check, whatever was selected (RULINGS R9)."""
-        from pytest_trainloop.checks import FAMILIES, registered
+        from pytest_trainloop.checks import FAMILIES, of
 
-        evidence, known = self._made(), registered()
+        evidence, known = self._made(), of("loop")
         before = FAMILIES.index(known[consequence].family)
         causal = [c for c in known.values() if FAMILIES.index(c.family) < before and c.needs <= evidence.offers]
         verdicts = [self._verdict(check, evidence, {}) for check in causal]
         found = [f for v in verdicts if isinstance(v, tuple) for f in v if f.level == "fault"]
         return [f for f in found if consequence in f.explains]
 
-    def _raised_in_fit(self, check: Check, evidence: Evidence) -> UserError | None:
+    def _raised_in_fit(self, check: Check, evidence: Any) -> UserError | None:
         """An exception that ended fit and that no check could put down to a cause."""
-        raised = evidence.run().raised if "run" in evidence.offers else None
+        raised = evidence.run().raised if check.subject == "loop" and "run" in evidence.offers else None
         if raised is None or self._explained_elsewhere(check, evidence):
             return None
         return UserError(stage="fit", summary=raised.summary, traceback=raised.traceback)
 
-    def _explained_elsewhere(self, asked: Check, evidence: Evidence) -> bool:
+    def _explained_elsewhere(self, asked: Check, evidence: Any) -> bool:
         """Whether another check finds the fault that made fit raise: then this one has nothing to report."""
-        from pytest_trainloop.checks import registered
+        from pytest_trainloop.checks import of
 
-        known = registered().values()
+        known = of("loop").values()
         others = [c for c in known if c.family != "learning" and c.name != asked.name and c.needs <= evidence.offers]
         verdicts = (self._verdict(other, evidence, {}) for other in others)
         return any(isinstance(v, tuple) and any(f.level == "fault" for f in v) for v in verdicts)
@@ -159,18 +172,25 @@ class Subject:
         self._broken = (error, reporter)
         return Result(check=check.name, outcome="error", reason=f"{error.stage} raised {error.summary}", error=error)
 
-    def _made(self) -> Evidence:
+    def _made(self) -> Any:
         if self._evidence is None:
-            from pytest_trainloop.evidence import Evidence
-
-            settings = self._settings
-            device = None if settings.device == "auto" else settings.device
-            self._evidence = Evidence(
-                self._make, knobs=self._knobs, seed=settings.seed, seconds=settings.seconds, device=device
-            )
-            self._evidence.behind = self._behind
-            self._evidence.progress = lambda *at: self.progress(*at)
+            self._evidence = self._of_loss() if self._judges == "loss" else self._of_loop()
         return self._evidence
+
+    def _of_loop(self) -> Evidence:
+        from pytest_trainloop.evidence import Evidence
+
+        settings = self._settings
+        device = None if settings.device == "auto" else settings.device
+        evidence = Evidence(self._make, knobs=self._knobs, seed=settings.seed, seconds=settings.seconds, device=device)
+        evidence.behind = self._behind
+        evidence.progress = lambda *at: self.progress(*at)
+        return evidence
+
+    def _of_loss(self) -> LossEvidence:
+        from pytest_trainloop.evidence.losses import LossEvidence
+
+        return LossEvidence(self._make, seed=self._settings.seed, hypothesis_seed=self._settings.hypothesis_seed)
 
 
 def _checked(check: Check, finding: Finding) -> Finding:
@@ -201,23 +221,56 @@ def check_loop(
 
     >>> report = check_loop(make_loop, skip={"step_order": "accumulates by hand"})
     """
-    from pytest_trainloop.checks import registered
+    from pytest_trainloop.checks import of
     from pytest_trainloop.knobs import read_knobs
 
-    checks = registered()
-    plan = _plan(checks, only, skip, xfail, options, strict)
+    plan = _plan("check_loop", of("loop"), only, skip, xfail, options, strict)
     name = getattr(make, "__name__", "loop")
     subject = Subject(name, make, settings=Settings(seed=seed, seconds=seconds), knobs=read_knobs(make, knobs))
+    return _reported(name, _battery(subject, plan), raises)
+
+
+def check_loss(
+    make: Callable[[], LossContract] | LossContract,
+    *,
+    only: Sequence[str] | None = None,
+    skip: Mapping[str, str] | None = None,
+    xfail: Mapping[str, str] | None = None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    seed: int = 0,
+    hypothesis_seed: str = "",
+    strict: bool = False,
+    raises: bool = True,
+) -> Report:
+    """Every property of a loss function, without pytest, in a notebook or a script.
+
+    ``make`` is a ``LossContract``, or the function that a test would be. Returns the report and raises as
+    :func:`check_loop` does.
+
+    >>> report = check_loss(LossContract(criterion=FocalLoss(), expects="logits", num_classes=10))
+    """
+    from pytest_trainloop.checks import of
+
+    plan = _plan("check_loss", of("loss"), only, skip, xfail, options, strict)
+    given = make if callable(make) else lambda: make
+    name = getattr(make, "__name__", "loss")
+    settings = Settings(seed=seed, hypothesis_seed=hypothesis_seed)
+    subject = Subject(name, given, settings=settings, judges="loss")
+    return _reported(name, _battery(subject, plan), raises)
+
+
+def _battery(subject: Subject, plan: Plan) -> list[Result]:
     results = []
     for check in plan.checks:
         if check in plan.skip:
             results.append(Result(check=check, outcome="skipped", reason=plan.skip[check]))
         else:
             results.append(plan.judge(subject.run_check(check, options=plan.options.get(check, {}))))
-    return _reported(name, results, raises)
+    return results
 
 
 def _plan(
+    where: str,
     checks: Mapping[str, Check],
     only: Sequence[str] | None,
     skip: Mapping[str, str] | None,
@@ -229,9 +282,7 @@ def _plan(
 
     known = {name: tuple(check.causes) for name, check in checks.items()}
     given: dict[str, Any] = {"only": only, "skip": skip, "xfail": xfail}
-    wishes = marker_wishes(
-        "check_loop", (), {k: v for k, v in given.items() if v is not None} | dict(options or {}), known
-    )
+    wishes = marker_wishes(where, (), {k: v for k, v in given.items() if v is not None} | dict(options or {}), known)
     return choose(known, wishes, strict=strict)
 
 
@@ -258,11 +309,11 @@ class Observation:
 
         Raises ``CheckFailed`` with the failure texts unless ``raises=False``.
         """
-        from pytest_trainloop.checks import registered
+        from pytest_trainloop.checks import of
         from pytest_trainloop.evidence.watched import WatchedOnce
         from pytest_trainloop.knobs import nearest
 
-        checks = registered()
+        checks = of("loop")
         for name in names:
             if name not in checks:
                 raise UsageError(f"there is no check named {name!r}; {nearest(name, checks)}")

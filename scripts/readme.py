@@ -12,6 +12,10 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pytest_trainloop.checks import Judged
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -37,13 +41,13 @@ def failures(names: list[str]) -> dict[str, str]:
     return found
 
 
-def checks_table() -> str:
-    """The table of checks, from the check files."""
-    from pytest_trainloop.checks import registered
+def checks_table(subject: Judged) -> str:
+    """The table of the checks of loops or of losses, from the check files."""
+    from pytest_trainloop.checks import of
 
     rows = [
         f"| `{c.name}` | {c.family} | {c.headline}. | {', '.join(f'`{cause}`' for cause in c.causes)} |"
-        for c in registered().values()
+        for c in of(subject).values()
     ]
     return "\n".join(["| check | family | holds that | causes it tells apart |", "|---|---|---|---|", *rows])
 
@@ -63,7 +67,9 @@ def rendered(text: str) -> str:
     def part(match: re.Match[str]) -> str:
         name = match["name"]
         if name == "checks":
-            body = checks_table()
+            body = checks_table("loop")
+        elif name == "losses":
+            body = checks_table("loss")
         elif name == "costs":
             body = costs()
         else:

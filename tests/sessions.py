@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pytest_trainloop import TrainLoop, check_loop
-from pytest_trainloop.checks import registered
+from pytest_trainloop.checks import of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -55,7 +55,7 @@ TAIL = """
             print(os.getpid(), file=file)
 """
 
-OTHERS = len(registered()) - 1
+OTHERS = len(of("loop")) - 1
 """Checks that say where the loop was refused first."""
 
 FIRST = "test_a.py::test_it[[]optimizer_holds_every_param[]]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import json
 import pkgutil
@@ -15,11 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import TrainLoop, checks
+from pytest_trainloop import LossContract, TrainLoop, checks
 from pytest_trainloop.checks import FAMILIES, Check
 from pytest_trainloop.finding import Finding, Result
-from pytest_trainloop.runner import check_loop
+from pytest_trainloop.runner import check_loop, check_loss
 from tests.loops.faults import PAIRS, Pair
+from tests.losses import PAIRS as LOSS_PAIRS
+from tests.losses import LossPair
 
 HEADINGS = ["What it does", "Why is this bad?", "How it decides", "Faulty", "Fixed", "Known limits", "References"]
 CHECKS = {name: check for name, check in checks.registered().items() if check.family != "project"}
@@ -37,13 +40,15 @@ def section(check: Check, heading: str) -> str:
     return "\n".join(lines[start:end])
 
 
-def pair_of(check: str, cause: str) -> Pair | None:
-    found = [p for p in PAIRS.values() if (p.check, p.cause) == (check, cause)]
+def pair_of(check: str, cause: str) -> Pair | LossPair | None:
+    found = [p for p in (*PAIRS.values(), *LOSS_PAIRS.values()) if (p.check, p.cause) == (check, cause)]
     return min(found, key=lambda p: p.name, default=None)
 
 
 @cache
-def results_of(pair: Pair) -> tuple[Result, ...]:
+def results_of(pair: Pair | LossPair) -> tuple[Result, ...]:
+    if isinstance(pair, LossPair):
+        return check_loss(pair.faulty, only=[pair.check], raises=False).results
     return check_loop(pair.faulty, raises=False).results
 
 
@@ -66,7 +71,8 @@ def test_the_page_has_all_headings_in_order_and_text_under_each(check):
 @every_check
 def test_its_data_is_well_formed(check):
     assert check.family in FAMILIES
-    assert check.needs <= {*TrainLoop.field_names(), "run"}
+    fields = {f.name for f in dataclasses.fields(LossContract)} if check.subject == "loss" else TrainLoop.field_names()
+    assert check.needs <= {*fields, "run"}
     assert all(re.fullmatch(r"[a-z][a-z0-9_]*", cause) for cause in check.causes)
     assert all(len(proof.split()) > 3 for proof in check.causes.values())
 
@@ -128,6 +134,13 @@ def loop_of(example: str):
     return make if "accumulate" in example else lambda: make()
 
 
+def contract_of(example: str) -> LossContract:
+    """The contract that the lines of an example build."""
+    names = {"torch": torch, "nn": nn, "F": F, "LossContract": LossContract}
+    exec(compile(example, "<example>", "exec"), names)
+    return names["contract"]
+
+
 @every_check
 def test_the_faulty_example_fails_it_and_the_fixed_one_passes_everything(check):
     code = {
@@ -135,11 +148,12 @@ def test_the_faulty_example_fails_it_and_the_fixed_one_passes_everything(check):
         for heading in ("Faulty", "Fixed")
     }
     assert all(code.values())
-    faulty = check_loop(loop_of(code["Faulty"]), raises=False)
+    battery, subject_of = (check_loss, contract_of) if check.subject == "loss" else (check_loop, loop_of)
+    faulty = battery(subject_of(code["Faulty"]), raises=False)
     failed = [r for r in faulty.results if r.outcome == "failed"]
     explained = {c for r in failed if r.check == check.name for f in r.faults for c in f.explains}
     assert [r.check for r in failed if r.check not in explained] == [check.name]
-    fixed = check_loop(loop_of(code["Fixed"]), raises=False)
+    fixed = battery(subject_of(code["Fixed"]), raises=False)
     assert {r.outcome for r in fixed.results} <= {"passed", "skipped"}
 
 
@@ -149,7 +163,8 @@ def test_every_cause_has_a_pair_that_shows_it(check, cause):
 
 
 def test_every_pair_is_of_a_declared_cause():
-    assert [p.name for p in PAIRS.values() if (p.check, p.cause) not in CAUSES] == []
+    pairs = (*PAIRS.values(), *LOSS_PAIRS.values())
+    assert [p.name for p in pairs if (p.check, p.cause) not in CAUSES] == []
 
 
 @every_cause

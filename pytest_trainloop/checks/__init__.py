@@ -9,17 +9,19 @@ import importlib
 import inspect
 import pkgutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from pytest_trainloop.evidence import Evidence
     from pytest_trainloop.finding import Finding
 
-    Property = Callable[[Evidence], Iterable[Finding]]
+    Property = Callable[[Any], Iterable[Finding]]
 
 Family = Literal["wiring", "loss", "numerics", "batch", "learning", "state", "scale", "guard", "project"]
+
+Judged = Literal["loop", "loss"]
+"""What a check judges: a ``TrainLoop``, or a ``LossContract``."""
 
 FAMILIES: tuple[Family, ...] = (
     "wiring",
@@ -39,7 +41,7 @@ FAMILIES: tuple[Family, ...] = (
 class Check:
     """One registered check.
 
-    ``needs`` are fields of ``TrainLoop`` without which it is skipped ("fit" is met by ``fit`` or ``step``);
+    ``needs`` are fields of its subject without which it is skipped ("fit" is met by ``fit`` or ``step``);
     ``causes`` maps each slug that it
     can name to the observation that proves it; ``page`` is its rule page, the docstring of its module.
     """
@@ -52,6 +54,7 @@ class Check:
     causes: Mapping[str, str]
     page: str
     module: str
+    subject: Judged = "loop"
 
     @property
     def headline(self) -> str:
@@ -68,13 +71,14 @@ def check(
     needs: Iterable[str] = (),
     family: Family = "project",
     rank: int = 100,
+    subject: Judged = "loop",
 ) -> Callable[[Property], Property]:
     """Register a function from evidence to findings as a check of the function's name.
 
     ``causes`` maps each cause that the check may name to the observation that proves it; a finding of any other cause
     is an error.
-    ``rank`` orders the checks of one family. Raises ``ValueError`` for a name that another module has registered, and
-    for no causes.
+    ``rank`` orders the checks of one family; ``subject`` is "loss" for a property of a loss function. Raises
+    ``ValueError`` for a name that another module has registered, and for no causes.
 
     >>> @check(needs={"fit"}, causes={"too_few_steps": "fewer than two optimizer steps in the record"})
     ... def steps_at_all(evidence): ...
@@ -97,6 +101,7 @@ def check(
             causes=dict(causes),
             page=inspect.cleandoc((module.__doc__ if module and family != "project" else function.__doc__) or name),
             module=function.__module__,
+            subject=subject,
         )
         return function
 
@@ -107,4 +112,13 @@ def registered() -> dict[str, Check]:
     """Every check by name, in causal order: ours, and those that the project has registered so far."""
     for found in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{found.name}")
-    return dict(sorted(_registered.items(), key=lambda kv: (FAMILIES.index(kv[1].family), kv[1].rank, kv[0])))
+    return dict(sorted(_registered.items(), key=lambda kv: (*_place(kv[1]), kv[0])))
+
+
+def of(subject: Judged) -> dict[str, Check]:
+    """The checks that judge one kind of subject, in causal order."""
+    return {name: check for name, check in registered().items() if check.subject == subject}
+
+
+def _place(check: Check) -> tuple[bool, int, int]:
+    return check.subject == "loss", FAMILIES.index(check.family), check.rank

@@ -40,6 +40,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 def pytest_configure(config: pytest.Config) -> None:
     for marker in (
         "trainloop(only=, skip=, xfail=, knobs=, CHECK={}): the function returns a TrainLoop, which --trainloop checks",
+        "trainloop_loss(only=, skip=, xfail=, CHECK={}): the function returns a LossContract, likewise",
         "trainloop_check(name): set by pytest-trainloop on each of its tests",
         "trainloop_cuda: set by pytest-trainloop on its tests that run on CUDA",
     ):
@@ -62,7 +63,7 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, object, object]:
-    if metafunc.definition.get_closest_marker("trainloop") is None:
+    if not _is_ours(metafunc.definition):
         return (yield)
     from pytest_trainloop.plugin import collect
 
@@ -74,13 +75,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, object, 
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    if not item.config.getoption("trainloop") and item.get_closest_marker("trainloop"):
+    if not item.config.getoption("trainloop") and _is_ours(item):
         item.add_marker(pytest.mark.skip(reason="needs --trainloop"))
+
+
+def _is_ours(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("trainloop", "trainloop_loss"))
 
 
 @pytest.fixture
 def trainloop(request: pytest.FixtureRequest) -> ByHand:
-    """Checks of training loops by hand: check(name, make), check_loop(make), observe()."""
+    """Checks by hand: check(name, make), check_loop(make), check_loss(make), observe()."""
     from pytest_trainloop.plugin import byhand
 
     return byhand.start(request)

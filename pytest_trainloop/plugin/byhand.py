@@ -57,7 +57,9 @@ class ByHand:
             raise UsageError(f"trainloop.check got {name!r}, which is no check; {nearest(name, known)}")
         try:
             settings = _settings(self._item)
-            subject = runner.Subject(self._item.nodeid, make, settings=settings, knobs=read_knobs(make, knobs))
+            judges = known[name].subject
+            own = read_knobs(make, knobs) if judges == "loop" else {}
+            subject = runner.Subject(self._item.nodeid, make, settings=settings, knobs=own, judges=judges)
             result = subject.run_check(name, options=options, reporter=self._item.nodeid)
         except UsageError as error:
             raise UsageError(str(error)) from None  # the sentence is enough: nobody reads our frames
@@ -73,9 +75,19 @@ class ByHand:
         """All checks on ``make``, with the keywords of :func:`pytest_trainloop.check_loop`."""
         __tracebackhide__ = True
         settings = _settings(self._item)
-        given = {"seed": settings.seed, "seconds": settings.seconds, "strict": chosen.strict(self._item.config)}
+        return self._all(runner.check_loop, make, {"seconds": settings.seconds}, choice)
+
+    def check_loss(self, make: Any, **choice: Any) -> Report:
+        """Every property of a loss function, with the keywords of :func:`pytest_trainloop.check_loss`."""
+        __tracebackhide__ = True
+        settings = _settings(self._item)
+        return self._all(runner.check_loss, make, {"hypothesis_seed": settings.hypothesis_seed}, choice)
+
+    def _all(self, battery: Callable[..., Report], make: Any, own: dict[str, Any], choice: dict[str, Any]) -> Report:
+        __tracebackhide__ = True
+        given = {"seed": _settings(self._item).seed, "strict": chosen.strict(self._item.config), **own}
         try:
-            report = runner.check_loop(make, **{**given, **choice})
+            report = battery(make, **{**given, **choice})
         except CheckFailed as error:
             self._note(error.results)
             raise CheckFailed(str(error), error.results) from None

@@ -23,7 +23,8 @@ def settings(config: pytest.Config) -> Settings:
     device = config.getoption("trainloop_device") or config.getini("trainloop_device") or "auto"
     if device not in ("auto", "cpu", "cuda"):
         raise pytest.UsageError(f"ini key trainloop_device is {device!r}; auto, cpu or cuda is needed")
-    return Settings(seed=int(seed), seconds=float(seconds), device=device)
+    given = str(config.getoption("--hypothesis-seed", None) or "")
+    return Settings(seed=int(seed), seconds=float(seconds), device=device, hypothesis_seed=given)
 
 
 def strict(config: pytest.Config) -> bool:

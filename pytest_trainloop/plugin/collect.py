@@ -10,11 +10,16 @@ import pytest
 
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.knobs import read_knobs
-from pytest_trainloop.plan import Plan, Wishes, choose, marker_wishes
+from pytest_trainloop.plan import Plan, Wishes, choose, marker_wishes, validate
 from pytest_trainloop.plugin import chosen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from pytest_trainloop.checks import Judged
+
+RETURNED = {"trainloop": "a TrainLoop", "trainloop_loss": "a LossContract"}
+"""Our markers on functions, and what such a function returns."""
 
 HIDDEN = "trainloop_check"
 """The argument that multiplies a function by its checks, and the marker that says which one an item is."""
@@ -26,6 +31,7 @@ class Duty:
 
     plan: Plan
     knobs: dict[str, str]
+    judges: Judged = "loop"
 
 
 _DUTIES = pytest.StashKey[dict[str, Duty]]()
@@ -43,29 +49,33 @@ def duty_of(item: pytest.Item) -> tuple[str, Duty] | None:
 def refuse_test_case(collector: pytest.Collector, case: type) -> None:
     """A TestCase's methods get no fixtures and their return values are dropped: they would pass unchecked."""
     methods = {name: value for base in reversed(case.__mro__) for name, value in vars(base).items()}
-    method = next((name for name, value in methods.items() if inspect.isfunction(value) and _marked(value)), None)
-    around = collector.get_closest_marker("trainloop") and any(name.startswith("test") for name in methods)
-    if method is not None or around or any(_marked(base) for base in case.__mro__):
-        place = f"{case.__name__}.{method}" if method else case.__name__
-        raise pytest.Collector.CollectError(
-            f"{collector.nodeid}: the trainloop marker is on {place} of a unittest.TestCase; "
-            "it needs a function, or a method of a plain class"
-        )
+    for marker in RETURNED:
+        method = next((n for n, value in methods.items() if inspect.isfunction(value) and _marked(value, marker)), None)
+        around = collector.get_closest_marker(marker) and any(name.startswith("test") for name in methods)
+        if method is not None or around or any(_marked(base, marker) for base in case.__mro__):
+            place = f"{case.__name__}.{method}" if method else case.__name__
+            raise pytest.Collector.CollectError(
+                f"{collector.nodeid}: the {marker} marker is on {place} of a unittest.TestCase; "
+                "it needs a function, or a method of a plain class"
+            )
 
 
 def refuse_misuse(metafunc: pytest.Metafunc) -> None:
     """Stop at what would pass unchecked, and at parametrize on a knob."""
-    where, function = metafunc.definition.nodeid, metafunc.function
-    for node, mark in metafunc.definition.iter_markers_with_node("trainloop"):
-        if mark.name == "trainloop" and node is not metafunc.definition:
-            raise pytest.Collector.CollectError(
-                f"{node.nodeid or 'the session'}: the trainloop marker is on a {type(node).__name__.lower()}; "
-                "put it on each function that returns a TrainLoop"
-            )
+    where, function, marker = metafunc.definition.nodeid, metafunc.function, _marker(metafunc)
+    for name, returned in RETURNED.items():
+        for node, _ in metafunc.definition.iter_markers_with_node(name):
+            if node is not metafunc.definition:
+                raise pytest.Collector.CollectError(
+                    f"{node.nodeid or 'the session'}: the {name} marker is on a {type(node).__name__.lower()}; "
+                    f"put it on each function that returns {returned}"
+                )
+    if all(metafunc.definition.get_closest_marker(name) for name in RETURNED):
+        raise pytest.Collector.CollectError(f"{where} is marked {' and '.join(RETURNED)}; one of them is needed")
     kind = _unfit(function)
     if kind:
         raise pytest.Collector.CollectError(
-            f"{where} is marked trainloop and is {kind}; a plain function is needed that returns a TrainLoop"
+            f"{where} is marked {marker} and is {kind}; a plain function is needed that returns {RETURNED[marker]}"
         )
     try:
         knobs = _knobs(metafunc)
@@ -88,7 +98,7 @@ def one_item_per_check(metafunc: pytest.Metafunc) -> None:
     except UsageError as error:
         raise pytest.Collector.CollectError(str(error)) from None
     duties = metafunc.config.stash.setdefault(_DUTIES, {})
-    duties[metafunc.definition.nodeid] = Duty(plan=plan, knobs=knobs)
+    duties[metafunc.definition.nodeid] = Duty(plan=plan, knobs=knobs, judges=_judges(metafunc))
     cuda = chosen.settings(metafunc.config).device == "cuda"
     metafunc.fixturenames.append(HIDDEN)
     metafunc.parametrize(HIDDEN, [_parameter(check, plan, cuda=cuda) for check in plan.checks] or [_no_check_left()])
@@ -98,15 +108,23 @@ def _plan(metafunc: pytest.Metafunc) -> Plan:
     from pytest_trainloop import checks
 
     known = {name: tuple(check.causes) for name, check in checks.registered().items()}
-    return choose(
-        known,
-        *(
-            marker_wishes(f"{metafunc.definition.nodeid}: the trainloop marker", mark.args, mark.kwargs, known)
-            for mark in metafunc.definition.iter_markers("trainloop")
-        ),
-        *chosen.wishes(metafunc.config),
-        strict=chosen.strict(metafunc.config),
-    )
+    own = {name: known[name] for name in checks.of(_judges(metafunc))}
+    marker = _marker(metafunc)
+    marked = [
+        marker_wishes(f"{metafunc.definition.nodeid}: the {marker} marker", mark.args, mark.kwargs, own)
+        for mark in metafunc.definition.iter_markers(marker)
+    ]
+    for wishes in marked:
+        validate(wishes, own)
+    return choose(known, *marked, *chosen.wishes(metafunc.config), strict=chosen.strict(metafunc.config), among=own)
+
+
+def _marker(metafunc: pytest.Metafunc) -> str:
+    return next((name for name in RETURNED if metafunc.definition.get_closest_marker(name)), "trainloop")
+
+
+def _judges(metafunc: pytest.Metafunc) -> Judged:
+    return "loss" if _marker(metafunc) == "trainloop_loss" else "loop"
 
 
 def _parameter(check: str, plan: Plan, *, cuda: bool) -> Any:
@@ -124,6 +142,8 @@ def _no_check_left() -> Any:
 
 
 def _knobs(metafunc: pytest.Metafunc) -> dict[str, str]:
+    if _judges(metafunc) == "loss":
+        return _no_knobs(metafunc)
     mapping: dict[str, str] = {}
     for mark in metafunc.definition.iter_markers("trainloop"):
         given = mark.kwargs.get("knobs")
@@ -132,6 +152,12 @@ def _knobs(metafunc: pytest.Metafunc) -> dict[str, str]:
         mapping.update(given or {})
     ini: Wishes = chosen.wishes(metafunc.config)[0]
     return read_knobs(metafunc.function, mapping, project=ini.knobs)
+
+
+def _no_knobs(metafunc: pytest.Metafunc) -> dict[str, str]:
+    if any("knobs" in mark.kwargs for mark in metafunc.definition.iter_markers("trainloop_loss")):
+        raise UsageError("the trainloop_loss marker has no keyword 'knobs': a loss function has none that are varied")
+    return {}
 
 
 def _parametrized(metafunc: pytest.Metafunc) -> Iterator[str]:
@@ -150,7 +176,7 @@ def _unfit(function: Any) -> str:
     return ""
 
 
-def _marked(thing: Any) -> bool:
+def _marked(thing: Any, marker: str) -> bool:
     marks = vars(thing).get("pytestmark", [])
     marks = marks if isinstance(marks, list) else [marks]
-    return any(getattr(mark, "name", None) == "trainloop" for mark in marks)
+    return any(getattr(mark, "name", None) == marker for mark in marks)

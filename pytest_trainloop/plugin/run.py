@@ -12,7 +12,7 @@ import pytest
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.finding import Result
 from pytest_trainloop.plugin import chosen, outcome, progress
-from pytest_trainloop.plugin.collect import Duty, duty_of
+from pytest_trainloop.plugin.collect import RETURNED, Duty, duty_of
 from pytest_trainloop.plugin.ids import loop_of
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ class _Loops:
         if loop not in self.subjects:
             from pytest_trainloop import runner
 
-            self.subjects[loop] = runner.Subject(loop, make, settings=chosen.settings(item.config), knobs=duty.knobs)
+            settings = chosen.settings(item.config)
+            self.subjects[loop] = runner.Subject(loop, make, settings=settings, knobs=duty.knobs, judges=duty.judges)
         self.subjects[loop].bind(make)
         return self.subjects[loop]
 
@@ -78,9 +79,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     __tracebackhide__ = True
     found = duty_of(pyfuncitem)
     if found is None:
-        if pyfuncitem.get_closest_marker("trainloop"):
+        late = next((name for name in RETURNED if pyfuncitem.get_closest_marker(name)), None)
+        if late:
             pytest.fail(
-                f"{pyfuncitem.nodeid} got its trainloop marker after collection; put it on the function itself",
+                f"{pyfuncitem.nodeid} got its {late} marker after collection; put it on the function itself",
                 pytrace=False,
             )
         return None

@@ -39,7 +39,7 @@ def checked_nothing(report: Report) -> str:
     if len(undecided) < len(report.entries):
         return ""
     if not undecided:
-        return "no selected test carries @pytest.mark.trainloop"
+        return "no selected test carries @pytest.mark.trainloop or trainloop_loss"
     reasons = Counter(r.reason for r in undecided).most_common()
     return f"all checks were skipped: {'; '.join(f'{count} x {reason}' for reason, count in reasons)}"
 

@@ -50,7 +50,13 @@ CHECKS = {
 
 class Subject:
     def __init__(
-        self, name: str, make: Callable[..., Any], *, settings: runner.Settings, knobs: Mapping[str, str] | None = None
+        self,
+        name: str,
+        make: Callable[..., Any],
+        *,
+        settings: runner.Settings,
+        knobs: Mapping[str, str] | None = None,
+        judges: str = "loop",
     ) -> None:
         self.name, self.make, self.log = name, make, os.environ["FAKE_LOG"]
         _log("subject", name, knobs, settings.seed, settings.seconds, settings.device)

@@ -78,7 +78,7 @@ def test_nothing_checked_without_a_marked_test(pytester, run):
     result = run("--trainloop", "--color=yes")
     result.assert_outcomes(passed=1)
     line = next(line for line in result.outlines if "NOTHING" in line)
-    assert "trainloop: NOTHING WAS CHECKED: no selected test carries @pytest.mark.trainloop" in line
+    assert "trainloop: NOTHING WAS CHECKED: no selected test carries @pytest.mark.trainloop or trainloop_loss" in line
     assert "\x1b[1m" in line
 
 

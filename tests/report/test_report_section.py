@@ -75,7 +75,7 @@ def test_ok_means_no_failure_and_no_error():
 
 
 def test_checked_nothing():
-    assert checked_nothing(Report(())) == "no selected test carries @pytest.mark.trainloop"
+    assert checked_nothing(Report(())) == "no selected test carries @pytest.mark.trainloop or trainloop_loss"
     skipped = [result(name, outcome="skipped", reason="no fit") for name in "ab"]
     assert checked_nothing(Report.of("loop", skipped)) == "all checks were skipped: 2 x no fit"
     assert checked_nothing(Report.of("loop", [*skipped, result("c")])) == ""

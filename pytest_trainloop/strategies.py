@@ -1,0 +1,89 @@
+"""Hypothesis strategies for property tests of your own.
+
+>>> from hypothesis import given
+>>> from pytest_trainloop import LossContract, strategies
+>>> focal = LossContract(criterion=FocalLoss(), expects="logits", num_classes=3)
+>>> @given(strategies.calls(focal))
+... def test_focal_is_never_negative(call):
+...     assert focal.criterion(*call) >= 0
+
+Structure is drawn (rows, what is special, what is ignored), and a seed from which the values come: failures shrink to
+few rows with nothing special about them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from hypothesis import strategies as st
+
+from pytest_trainloop.losscases import Case, Trait, inputs_of, target_shape, traits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_trainloop.loop import LossContract
+
+MOST_ROWS = 6
+SEEDS = 2**16
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    contract: LossContract,
+    *,
+    only: Sequence[Trait] | None = None,
+    least_rows: int = 1,
+    most_rows: int = MOST_ROWS,
+) -> Case:
+    """Calls of a loss as data: what :func:`outputs` and :func:`targets` make tensors of.
+
+    ``only`` names the special things that may be drawn; each case has one at most.
+    """
+    known = traits(contract)
+    trait = draw(st.sampled_from([t for t in known if only is None or t in only]))
+    least = max(least_rows, contract.min_rows, _fewest(contract, trait))
+    rows = 1 if trait == "one_row" else draw(st.integers(least, max(least, most_rows)))
+    entries = torch.Size(target_shape(contract, rows)).numel()
+    ignored: tuple[int, ...] = ()
+    if trait == "all_ignored":
+        ignored = tuple(range(entries))
+    elif trait == "some_ignored":
+        most = max(1, entries - 1)
+        ignored = tuple(sorted(draw(st.sets(st.integers(0, entries - 1), min_size=1, max_size=most))))
+    return Case(rows, trait, ignored, draw(st.integers(0, SEEDS - 1)))
+
+
+def calls(
+    contract: LossContract, *, only: Sequence[Trait] | None = None, dtype: torch.dtype = torch.float32
+) -> st.SearchStrategy[tuple[torch.Tensor, ...]]:
+    """The arguments of one call of the contract's criterion: its outputs, then its target."""
+
+    def tensors(case: Case) -> tuple[torch.Tensor, ...]:
+        inputs = inputs_of(contract, case).to(dtype)
+        return inputs.outputs if inputs.target is None else (*inputs.outputs, inputs.target)
+
+    return cases(contract, only=only).map(tensors)
+
+
+def outputs(
+    contract: LossContract, *, only: Sequence[Trait] | None = None, dtype: torch.dtype = torch.float32
+) -> st.SearchStrategy[torch.Tensor]:
+    """Outputs of a model as the contract's ``expects`` describes them: ordinary, tied, large, zero, saturated."""
+    return calls(contract, only=only, dtype=dtype).map(lambda call: call[0])
+
+
+def targets(
+    contract: LossContract, *, only: Sequence[Trait] | None = None, dtype: torch.dtype = torch.float32
+) -> st.SearchStrategy[torch.Tensor]:
+    """Targets as the contract describes them: mixed, of one class only, without a partner, partly or all ignored."""
+    return calls(contract, only=only, dtype=dtype).map(lambda call: call[-1])
+
+
+def _fewest(contract: LossContract, trait: Trait) -> int:
+    """The rows below which a case would be special in another way, too."""
+    if contract.expects == "embeddings" and contract.target == "index":
+        return 5 if trait == "no_partner" else 4
+    return 1 if trait == "one_row" else 2

@@ -1,0 +1,50 @@
+"""A pair: one loss twice, once with a fault and once repaired."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from pytest_trainloop import LossContract
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(frozen=True, slots=True)
+class LossPair:
+    """``faulty`` must fail ``check`` with ``cause``; ``fixed`` must pass every property and not name it."""
+
+    name: str
+    check: str
+    cause: str
+    faulty: LossContract
+    fixed: LossContract
+    level: Literal["fault", "advice"]
+
+
+PAIRS: dict[str, LossPair] = {}
+
+
+def pair(
+    check: str,
+    cause: str,
+    faulty: Callable[..., Any],
+    fixed: Callable[..., Any],
+    *,
+    level: Literal["fault", "advice"] = "fault",
+    fixed_contract: dict[str, Any] | None = None,
+    **contract: Any,
+) -> None:
+    """Register one pair; the contract is that of both, but for what ``fixed_contract`` changes."""
+    name = f"{cause}-{getattr(faulty, '__name__', type(faulty).__name__)}"
+    if name in PAIRS:
+        raise ValueError(f"two pairs are named {name!r}")
+    PAIRS[name] = LossPair(
+        name,
+        check,
+        cause,
+        LossContract(criterion=faulty, **contract),
+        LossContract(criterion=fixed, **{**contract, **(fixed_contract or {})}),
+        level,
+    )
