@@ -9,10 +9,10 @@ Why is this bad?
     falls. It is the commonest silent fault of losses written by hand.
 
 How it decides
-    A loss that takes the column silently is at fault where its value is exactly that of every output with every
-    target, and not that of each with its own (a loss that flattens first is right). An exception or a warning is
-    enough: most of torch's own losses warn, and the others are advice. What else is not checked gives no wrong loss
-    by itself: advice.
+    A loss that takes the column silently is named where its value is exactly that of every output with every target,
+    and not that of each with its own (a loss that flattens first is right). An exception or a warning is enough: most
+    of torch's own losses warn. What is not checked gives no wrong loss by itself, as long as every caller gives the
+    right shapes: all of it is advice (``loss_contract`` fails the loop that broadcasts).
 
 Faulty
     >>> def huber(output, target):
@@ -69,5 +69,4 @@ def bad_target_raises(evidence: LossEvidence) -> Iterator[Finding]:
     from pytest_trainloop.strategies import cases
 
     for f in evidence.find(cases(evidence.contract, only=("ordinary",)), refusals.look):
-        level = "fault" if f.seen.cause == "broadcasts" and not evidence.of_torch else "advice"
-        yield evidence.finding(f, _REPAIRS[f.seen.cause], level=level)
+        yield evidence.finding(f, _REPAIRS[f.seen.cause], level="advice")

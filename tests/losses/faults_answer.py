@@ -105,8 +105,8 @@ def binary_checked(logits, target):
 
 
 TARGETS = "bad_target_raises"
-pair(TARGETS, "broadcasts", huber, huber_checked, expects="values", target="value")
-pair(TARGETS, "broadcasts", binary_by_hand, binary_checked, expects="logits", target="binary")
+pair(TARGETS, "broadcasts", huber, huber_checked, level="advice", expects="values", target="value")
+pair(TARGETS, "broadcasts", binary_by_hand, binary_checked, level="advice", expects="logits", target="binary")
 
 
 def gathers_what_there_is(logits, target):
