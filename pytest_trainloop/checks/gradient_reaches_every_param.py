@@ -243,7 +243,7 @@ def _graph_cut(record: Record, cut_off: Sequence[Parameter], change: float, cut:
         repair="run the training forward pass outside torch.no_grad() / inference_mode()"
         if off
         else f"keep the tensor and its history on the loss path; use {op} for logging only",
-        explains=CONSEQUENCES,
+        explains=("loss_contract", *CONSEQUENCES),
     )
 
 

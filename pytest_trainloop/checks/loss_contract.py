@@ -68,9 +68,7 @@ NOT_FINITE = frozenset(
 )
 """Causes by which a loss may become NaN or infinite."""
 
-NO_GRADIENT = frozenset(
-    {"activation_on_logits", "part_left_out", "probabilities_as_logits", "saturated", "single_class"}
-)
+NO_GRADIENT = frozenset({"activation_on_logits", "probabilities_as_logits", "saturated", "single_class"})
 """Causes by which gradients may be nothing."""
 
 CAUSES = {

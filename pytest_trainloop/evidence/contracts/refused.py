@@ -150,6 +150,11 @@ def _ids(call: Call, error: Exception) -> Iterator[Breach]:
                       culprit=call.module or "embedding")  # fmt: skip
 
 
+def _given(call: Call) -> str:
+    tensors = {name: v for name, v in call.given.items() if isinstance(v, torch.Tensor)}
+    return ", ".join(f"{n} {tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}" for n, v in tensors.items())
+
+
 def _breach(
     call: Call, error: Exception | None, cause: str, summary: str, repair: str, *, culprit: str = "", measured: str = ""
 ) -> Breach:
@@ -157,7 +162,7 @@ def _breach(
     return Breach(
         cause=cause,
         summary=summary,
-        measured=measured,
+        measured=measured or _given(call),
         shown_by=f"torch raised: {message[:160]}" if message else "the dtypes of the call",
         culprit=culprit or call.name,
         where=str(call.place),

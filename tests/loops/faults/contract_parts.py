@@ -104,16 +104,6 @@ pair(
     faulty=tasks(lambda kind, values: kind - 0.1 * values),
     fixed=tasks(lambda kind, values: kind + 0.1 * values),
 )
-pair(
-    "part_of_the_loss_detached",
-    "I3c",
-    "loss_contract",
-    "part_detached",
-    culprits=("mse_loss",),
-    where="return total_of(F.cross_entropy(kind, labels), F.mse_loss(values, features))",
-    faulty=tasks(lambda kind, values: kind + 0.5 * values.detach()),
-    fixed=tasks(lambda kind, values: kind + 0.5 * values),
-)
 
 
 def reconstruction(total_of):
@@ -128,6 +118,16 @@ def reconstruction(total_of):
     return make
 
 
+pair(
+    "part_of_the_loss_detached",
+    "I3c",
+    "loss_contract",
+    "part_detached",
+    culprits=("l1_loss",),
+    where="return total_of(F.mse_loss(output, features), F.l1_loss(output, features))",
+    faulty=reconstruction(lambda squares, sizes: squares + 0.5 * sizes.detach()),
+    fixed=reconstruction(lambda squares, sizes: squares + 0.5 * sizes),
+)
 pair(
     "part_of_the_loss_left_out",
     "I3c",

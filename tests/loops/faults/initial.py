@@ -155,24 +155,37 @@ pair(
 )
 
 
-# The labels of a language model are not shifted: with tied weights each token is the best guess for itself.
+# The tokens that a masked language model is to fill in are left in its input: each is the best guess for itself.
 
 
-def tied(shift):
+class Filler(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Embedding(17, 32)
+        self.rnn = nn.GRU(32, 16, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(32, 17, bias=False)
+        nn.init.normal_(self.token.weight, std=0.5)
+        self.head.weight = self.token.weight
+
+    def forward(self, ids):
+        x = self.token(ids)
+        return self.head(x + self.rnn(x)[0])
+
+
+def filled(mask):
     def make():
-        model = GPT(vocab=16, width=32)
-        nn.init.normal_(model.token.weight, std=0.5)
-        model.head.weight = model.token.weight
+        model = Filler()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
         def loss_of(ids):
-            inputs, targets = (ids[:, :-1], ids[:, 1:]) if shift else (ids[:, :-1], ids[:, :-1])
-            return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            hidden = (torch.arange(ids.numel()) % 2 == 0).reshape(ids.shape)
+            inputs = ids.masked_fill(hidden, 16) if mask else ids
+            return F.cross_entropy(model(inputs)[hidden], ids[hidden])
 
         return TrainLoop(
             model=model,
             optimizer=optimizer,
-            batch=torch.cat([data.tokens(rows=8)[0], data.tokens(rows=8)[1][:, -1:]], dim=1),
+            batch=data.tokens(rows=12, length=11)[0],
             fit=lambda batches: train(optimizer, batches, loss_of),
         )
 
@@ -180,12 +193,12 @@ def tied(shift):
 
 
 pair(
-    "labels_not_shifted",
+    "tokens_to_fill_in_not_masked",
     "O1",
     "loss_at_init",
     "below_chance",
     level="advice",
     culprits=("cross_entropy",),
-    faulty=tied(shift=False),
-    fixed=tied(shift=True),
+    faulty=filled(mask=False),
+    fixed=filled(mask=True),
 )

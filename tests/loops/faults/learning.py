@@ -20,36 +20,6 @@ def train(optimizer, batches, loss_of):
         optimizer.step()
 
 
-# A regression whose loss is written by hand: (N, 1) minus (N,) is (N, N), and the best answer is the mean.
-
-
-def regression(loss_of):
-    def make():
-        model = mlp(6, 32, 1)
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-        x, y = data.table()
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batch={"x": x, "y": y.squeeze(1) + 0.5},
-            fit=lambda batches: train(optimizer, batches, lambda b: loss_of(model(b["x"]), b["y"])),
-        )
-
-    return make
-
-
-pair(
-    "hand_written_mse_that_broadcasts",
-    "O1",
-    "overfit_one_batch",
-    "input_unused",
-    culprits=("model",),
-    mentions=("plain Adam", "rows"),
-    faulty=regression(lambda out, y: ((out - y) ** 2).mean()),
-    fixed=regression(lambda out, y: ((out.squeeze(1) - y) ** 2).mean()),
-)
-
-
 # A mask that is set where tokens are, where it should be set where padding is: attention sees nothing but padding.
 
 
