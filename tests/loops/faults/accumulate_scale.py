@@ -73,7 +73,7 @@ def train_pictures(model, optimizer, scheduler, batches, accumulate, scale):
 
 def pictures(scale_of):
     def make(accumulate=1):
-        model = nn.Sequential(ConvNet(), nn.Dropout(0.1))
+        model = nn.Sequential(nn.Dropout(0.1), ConvNet())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200)
         images, labels = data.images(rows=12)

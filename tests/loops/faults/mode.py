@@ -96,7 +96,7 @@ class Trainer:
 
 def convolutional(mode):
     def make():
-        trainer = Trainer(nn.Sequential(ConvNet(), nn.Dropout(0.1)), mode)
+        trainer = Trainer(nn.Sequential(nn.Dropout(0.1), ConvNet()), mode)
         images, labels = data.images()
         return TrainLoop(
             model=trainer.model,
@@ -243,7 +243,7 @@ def train_and_score(model, optimizer, batches, held_out, evaluating):
 
 def scored(evaluating):
     def make():
-        model = nn.Sequential(ConvNet(), nn.Dropout(0.1))
+        model = nn.Sequential(nn.Dropout(0.1), ConvNet())
         optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
         return TrainLoop(
             model=model,
