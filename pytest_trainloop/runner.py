@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.checks import Check, Judged
     from pytest_trainloop.evidence import Evidence
+    from pytest_trainloop.evidence.contracts.watching import Contracts
     from pytest_trainloop.evidence.losses import LossEvidence
     from pytest_trainloop.evidence.onebatch import Progress
     from pytest_trainloop.loop import LossContract
@@ -301,8 +302,9 @@ def _reported(name: str, results: Sequence[Result], raises: bool) -> Report:
 class Observation:
     """What ``observe`` watched; ``record`` is complete when its block is left."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Watch, contracts: Contracts) -> None:
         self._watch = watch
+        self._contracts = contracts
 
     def check(self, *names: str, raises: bool = True) -> Report:
         """Judge what was watched by all checks that need only a watched run, or by the named ones.
@@ -317,7 +319,7 @@ class Observation:
         for name in names:
             if name not in checks:
                 raise UsageError(f"there is no check named {name!r}; {nearest(name, checks)}")
-        evidence = WatchedOnce(self._watch.record)
+        evidence = WatchedOnce(self._watch.record, self._contracts)
         results = [_once(check, evidence) for check in checks.values() if not names or check.name in names]
         return _reported("observed", results, raises)
 
@@ -346,11 +348,14 @@ def observe(model: Any = None, optimizer: Any = None) -> Iterator[Observation]:
     ...     main(["--config", "tiny.yaml"])
     >>> record.check()
     """
+    from pytest_trainloop.evidence.contracts.watching import Contracts
     from pytest_trainloop.observe.watch import Watch
 
     modules = {} if model is None else model if isinstance(model, dict) else {"": model}
     optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    watch = Watch(modules, optimizers)
-    observation = Observation(watch)
-    with watch:
+    watch, contracts = Watch(modules, optimizers), Contracts()
+    observation = Observation(watch, contracts)
+    with watch, contextlib.ExitStack() as around:
+        for context in contracts.contexts(watch):
+            around.enter_context(context)
         yield observation

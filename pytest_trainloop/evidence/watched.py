@@ -10,6 +10,7 @@ from pytest_trainloop.wording import some, them
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pytest_trainloop.evidence.contracts.watching import Contracts
     from pytest_trainloop.evidence.cut import Cut
     from pytest_trainloop.evidence.dependence import Dependence
     from pytest_trainloop.evidence.trace import Kind
@@ -22,8 +23,14 @@ class WatchedOnce:
     offers = frozenset({"fit", "run"})
     options: Mapping[str, Any] = {}
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, contracts: Contracts | None = None) -> None:
         self._record = record
+        self._contracts = contracts
+
+    def contracts(self) -> Contracts:
+        if self._contracts is None:
+            raise CannotDecide("the calls of loss functions were not looked at in this run")
+        return self._contracts
 
     def has_knob(self, name: str) -> bool:
         return False
@@ -33,6 +40,10 @@ class WatchedOnce:
 
     def run(self, **knobs: Any) -> Record:
         return self._record
+
+    def loaded(self) -> bool:
+        """Whether weights were loaded cannot be told from one run: what that would excuse is excused."""
+        return True
 
     def dependence(self, names: Sequence[str]) -> dict[str, Dependence]:
         raise CannotDecide(

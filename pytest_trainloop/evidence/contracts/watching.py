@@ -176,7 +176,14 @@ class Contracts(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         watch, name = self._watch, name_of(func)
-        if watch is None or watch.quiet or watch.stepping or watch.backward is not None or not watched(name):
+        if (
+            watch is None
+            or not watch.full
+            or watch.quiet
+            or watch.stepping
+            or watch.backward is not None
+            or not watched(name)
+        ):
             return func(*args, **kwargs)
         if watch.record.steps != self._steps:
             self._steps = watch.record.steps
