@@ -6,7 +6,7 @@ from pytest_trainloop.runner import check_loop
 from tests.loops.faults import PAIRS
 from tests.loops.odd import ODD
 
-SEEDS = range(5)
+SEEDS = range(3)
 
 LONG = dict.fromkeys(("overfit_one_batch", "update_ratio"), "takes long; two seeds, and scripts/seeds.py for more")
 

@@ -173,6 +173,7 @@ def _quiet() -> Iterator[None]:
         warnings.simplefilter("ignore")
         torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)
+        torch.set_num_threads(1)  # a handful of numbers a call: more threads only wait for each other
         yield
 
 
