@@ -118,6 +118,8 @@ def traits(contract: LossContract) -> list[Trait]:
         found.append("zero")
     if contract.expects == "values" and contract.target == "value" and contract.num_outputs is None:
         found.append("right")
+    if contract.target == "pair" and contract.expects in ("embeddings", "values") and views_of(contract) == 2:
+        found.append("right")
     if contract.expects == "probabilities":
         found.append("saturated")
     if contract.ignore_index is not None:
@@ -132,6 +134,8 @@ def inputs_of(contract: LossContract, case: Case) -> Inputs:
     outputs = tuple(_output(contract, case, generator) for _ in range(views_of(contract)))
     if case.trait == "right" and target is not None:
         outputs = (target.clone(),) * len(outputs)
+    elif case.trait == "right":
+        outputs = (outputs[0],) * len(outputs)
     if target is not None and contract.ignore_index is not None and case.ignored:
         target.view(-1)[torch.tensor(case.ignored)] = contract.ignore_index
     return Inputs(outputs, target)

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.finding import Finding
 
 CAUSES = {
-    "graph_cut": "the value changes with the output, and autograd gives nothing or zeros",
+    "graph_cut": "the value changes with the output, or has no history, and autograd gives nothing or zeros",
     "wrong_backward": "a backward pass of its own takes part, and its gradient is not the slope of the value",
     "grad_output_ignored": "the gradient of twice the loss is the gradient of the loss, bit for bit",
     "scaled_backward": "a backward pass of its own gives a fixed multiple of the slope, along every direction",

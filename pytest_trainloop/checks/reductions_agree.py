@@ -79,6 +79,8 @@ def reductions_agree(evidence: LossEvidence) -> Iterator[Finding]:
     contract = evidence.contract
     least = max(4 if contract.expects == "embeddings" else 2, 2 * contract.min_rows)
     for f in evidence.find(cases(contract, only=("ordinary",), least_rows=least), reductions.look):
-        unsaid = f.seen.cause == "mean_is_a_sum" and contract.reduction is None and not evidence.switches
+        unsaid = (
+            f.seen.cause in ("mean_is_a_sum", "not_reduced") and contract.reduction is None and not evidence.switches
+        )
         advice = unsaid or f.seen.cause == "mean_is_no_mean"
         yield evidence.finding(f, _REPAIRS[f.seen.cause], level="advice" if advice else "fault")

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 CAUSES = {
     "reversed": "every wrong answer of the same confidence costs less than the right one",
     "other_class": "one wrong answer costs less than the right one, and another does not",
-    "target_unused": "the value is the same for all targets that were given with one output",
+    "target_unused": "in every example the value is the same for all targets that were given with one output",
     "rows_not_matched": "the value is exactly the mean over all pairs of an output and a target",
 }
 
@@ -68,4 +68,6 @@ def right_answer_costs_least(evidence: LossEvidence) -> Iterator[Finding]:
     from pytest_trainloop.strategies import cases
 
     for f in evidence.find(cases(evidence.contract, only=("ordinary",)), answers.look):
+        if f.seen.cause == "target_unused" and f.times < f.of:
+            continue  # flat there: a loss may be cut off far from the target
         yield evidence.finding(f, _REPAIRS[f.seen.cause])

@@ -133,3 +133,25 @@ def one_hot_checked(logits, target):
 pair(TARGETS, "rows_unchecked", gathers_what_there_is, F.cross_entropy, level="advice", **CLASSES)
 pair(TARGETS, "range_unchecked", wraps_round, F.cross_entropy, level="advice", **CLASSES)
 pair(TARGETS, "dtype_unchecked", one_hot_by_comparison, one_hot_checked, level="advice", **CLASSES)
+
+
+def every_pair(output, target):
+    return ((output[:, None] - target[None]) ** 2).mean()
+
+
+def each_with_its_own(output, target):
+    return F.mse_loss(output, target)
+
+
+pair(CHECK, "rows_not_matched", every_pair, each_with_its_own, expects="values", target="value")
+
+
+def first_view_with_itself(a, b):
+    return (1 - F.cosine_similarity(a, a.roll(1, 0))).mean()
+
+
+def first_view_with_second(a, b):
+    return (1 - F.cosine_similarity(a, b)).mean()
+
+
+pair(CHECK, "target_unused", first_view_with_itself, first_view_with_second, expects="embeddings", target="pair")

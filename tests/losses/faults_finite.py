@@ -237,3 +237,14 @@ pair(
     ignore_index=-100,
     reduction="sum",
 )
+
+
+def angle(a, b):
+    return torch.acos(F.cosine_similarity(a, b)).mean()
+
+
+def angle_inside(a, b):
+    return torch.acos(F.cosine_similarity(a, b).clamp(-0.999999, 0.999999)).mean()
+
+
+pair(CHECK, "right", angle, angle_inside, expects="embeddings", target="pair")

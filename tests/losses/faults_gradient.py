@@ -79,3 +79,10 @@ def penalty_kept(output, target):
 
 
 pair(CHECK, "part_detached", penalty_detached, penalty_kept, level="advice", **VALUES)
+
+
+def error_rate(logits, target):
+    return (logits.argmax(1) != target).to(logits.dtype).mean()
+
+
+pair(CHECK, "graph_cut", error_rate, F.cross_entropy, expects="logits", num_classes=4)

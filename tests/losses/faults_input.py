@@ -174,3 +174,41 @@ pair(
     expects="probabilities",
     num_classes=3,
 )
+
+
+def divergence_of_squashed(logits, target):
+    return F.kl_div(logits.softmax(1), target, reduction="batchmean")
+
+
+def divergence_of_its_logarithms(logits, target):
+    return F.kl_div(logits.log_softmax(1), target, reduction="batchmean")
+
+
+pair(
+    CHECK,
+    "probabilities_as_logarithms",
+    divergence_of_squashed,
+    divergence_of_its_logarithms,
+    expects="logits",
+    target="distribution",
+    num_classes=4,
+)
+
+
+def distilled_scores(student, teacher):
+    return F.kl_div(student, teacher.softmax(1).detach(), reduction="batchmean")
+
+
+def distilled_logarithms(student, teacher):
+    return F.kl_div(student.log_softmax(1), teacher.softmax(1).detach(), reduction="batchmean")
+
+
+pair(
+    CHECK,
+    "probabilities_as_logarithms",
+    distilled_scores,
+    distilled_logarithms,
+    expects="logits",
+    target="pair",
+    num_classes=4,
+)

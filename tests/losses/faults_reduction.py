@@ -90,3 +90,19 @@ def running_mean(logits, target):
 CLASSES = {"expects": "logits", "num_classes": 3}
 pair(CHECK, "order_matters", last_row_weighs_more, F.cross_entropy, **CLASSES)
 pair(CHECK, "order_matters", running_mean, F.cross_entropy, **CLASSES)
+
+
+def by_row_unsaid(output, target):
+    return by_row(output, target)
+
+
+def keyword_not_read(output, target, reduction="mean"):
+    return ((output - target) ** 2).mean()
+
+
+def keyword_read(output, target, reduction="mean"):
+    return F.mse_loss(output, target, reduction=reduction)
+
+
+pair(CHECK, "not_reduced", by_row_unsaid, always_one_number, level="advice", **VALUES)
+pair(CHECK, "reduction_ignored", keyword_not_read, keyword_read, **VALUES)

@@ -397,3 +397,34 @@ def sampled_negatives(logits, target):
     negative = torch.randint(0, 5, target.shape)
     right, wrong = logits.gather(1, target[:, None]), logits.gather(1, negative[:, None])
     return F.softplus(wrong - right).mean()
+
+
+@odd(expects="logits", num_classes=5, shape=(6,), class_dim=-1, ignore_index=-100)
+def shifted_inside(logits, target):
+    return F.cross_entropy(logits[:, :-1].reshape(-1, 5), target[:, 1:].reshape(-1), ignore_index=-100)
+
+
+@odd(expects="logits", target="pair", num_classes=5)
+def distillation_of_a_live_teacher(student, teacher):
+    return F.kl_div(F.log_softmax(student / 4, 1), F.softmax(teacher / 4, 1), reduction="batchmean") * 16
+
+
+@odd(expects="values", target="value")
+def symmetric_percentage(output, target):
+    same_shape(output, target)
+    return (2 * (output - target).abs() / (output.abs() + target.abs()).clamp(min=1e-3)).mean()
+
+
+@odd(expects="values", target="value")
+def cut_off_far_away(output, target):
+    same_shape(output, target)
+    return (output - target).abs().clamp(max=1.0).mean()
+
+
+@odd(expects="embeddings", target="pair", min_rows=2)
+def queue_of_its_own_seed(query, key):
+    generator = torch.Generator().manual_seed(0)
+    queue = F.normalize(torch.randn(16, 8, generator=generator), dim=1).to(query)
+    query, key = F.normalize(query, dim=1), F.normalize(key, dim=1)
+    scores = torch.cat([(query * key).sum(1, keepdim=True), query @ queue.T], 1) / 0.2
+    return F.cross_entropy(scores, torch.zeros(len(query), dtype=torch.long))

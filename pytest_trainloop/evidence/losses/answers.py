@@ -15,13 +15,12 @@ from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.evidence.losses.alignment import require_aligned
 from pytest_trainloop.evidence.losses.calls import same
 from pytest_trainloop.evidence.losses.search import Seen
-from pytest_trainloop.losscases import Inputs, class_axis, inputs_of, views_of
+from pytest_trainloop.losscases import Case, Inputs, class_axis, inputs_of, views_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.evidence.losses import Loss
-    from pytest_trainloop.losscases import Case
 
 SURE = 0.9
 """The probability that an answer gives its class."""
@@ -69,21 +68,33 @@ def _cost(loss: Loss, inputs: Inputs) -> float:
 def _unused(loss: Loss, inputs: Inputs) -> Seen | None:
     """Whether the value is the same whatever the targets are."""
     target = inputs.target
-    if target is None or loss.contract.expects == "embeddings":
+    if target is None:
+        others = [Inputs((inputs.outputs[0], *other), None) for other in _other_views(loss, inputs)]
+    elif loss.contract.expects == "embeddings":
         return None
-    others = list(_other_targets(loss, target))
+    else:
+        others = [Inputs(inputs.outputs, other) for other in _other_targets(loss, target)]
     start = _cost(loss, inputs)
     size = 1.0 + abs(start)
     if not math.isfinite(start):
         raise CannotDecide("the value is not finite")
-    if not all(same(_cost(loss, Inputs(inputs.outputs, other)), start, size) for other in others):
+    if not others or not all(same(_cost(loss, other), start, size) for other in others):
         return None
     return Seen(
         cause="target_unused",
         summary="the value does not depend on the target",
         measured=f"{start:.6g} for {len(others) + 1} different targets of one output",
-        shown_by="nothing but the targets was changed",
+        shown_by="nothing but the targets was changed"
+        if target is not None
+        else "nothing but the outputs after the first was changed",
     )
+
+
+def _other_views(loss: Loss, inputs: Inputs) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Other second halves of a pair: those of two other cases."""
+    for seed in (101, 102):
+        case = Case(inputs.outputs[0].shape[0], seed=seed)
+        yield inputs_of(loss.contract, case).outputs[1:]
 
 
 def _other_targets(loss: Loss, target: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -191,6 +202,10 @@ def _values(loss: Loss, inputs: Inputs) -> Seen | None:
         raise CannotDecide("what a right answer is, is not known of values with a label")
     if contract.num_outputs is not None:
         return _crossed(loss, inputs)
+    if contract.target == "value" and not contract.shape and len(meant) > 1:
+        crossed = _crossed(loss, inputs)
+        if crossed is not None:
+            return crossed
     if contract.output_range != (-math.inf, math.inf):
         raise CannotDecide("LossContract.output_range holds the outputs, so they cannot be moved far from the target")
     rest = inputs.outputs[1:]
@@ -209,7 +224,7 @@ def _values(loss: Loss, inputs: Inputs) -> Seen | None:
 def _crossed(loss: Loss, inputs: Inputs) -> Seen | None:
     """Whether every output of (rows, 1) meets every target of (rows,)."""
     output, target = inputs.outputs[0], inputs.target
-    if loss.contract.num_outputs != 1 or target is None or len(output) < 2 or loss.contract.shape:
+    if (loss.contract.num_outputs or 1) != 1 or target is None or len(output) < 2 or loss.contract.shape:
         raise CannotDecide("what a right answer is, is not known of several outputs for one target")
     pairs = [_cost(loss, Inputs((output[i : i + 1],), target[j : j + 1])) for i in range(len(output)) for j in range(len(target))]  # fmt: skip # noqa: E501
     together, own = _cost(loss, inputs), sum(pairs[:: len(output) + 1]) / len(output)
@@ -219,7 +234,7 @@ def _crossed(loss: Loss, inputs: Inputs) -> Seen | None:
         return None
     return Seen(
         cause="rows_not_matched",
-        summary=f"every output meets every target: ({len(output)}, 1) against ({len(output)},) broadcasts",
+        summary=f"every output meets every target: {tuple(output.shape)} against {tuple(target.shape)} broadcasts",
         measured=f"{together:.6g}, the mean over all {len(pairs)} pairs; each with its own target gives {own:.6g}",
         shown_by="the value is exactly the mean of the losses of all pairs of an output and a target",
     )

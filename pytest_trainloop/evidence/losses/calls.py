@@ -215,7 +215,9 @@ def size_of(answer: Answer, inputs: Inputs) -> float:
     probabilities and exponentials on the way.
     """
     moved = sum(
-        float((g.abs() * o.abs()).sum()) for g, o in zip(answer.grads, inputs.outputs, strict=True) if g is not None
+        float((g.abs() * o.abs()).nan_to_num(0.0, 0.0, 0.0).sum())
+        for g, o in zip(answer.grads, inputs.outputs, strict=True)
+        if g is not None
     )
     return abs(answer.total) + moved + float(answer.value.numel())
 

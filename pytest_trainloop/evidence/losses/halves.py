@@ -28,6 +28,9 @@ KERNEL = 8
 three products, two sums) makes eight in a row; a function of the math library is right to within two."""
 
 
+_DRAWS = ("rand", "normal_", "uniform_", "bernoulli", "exponential_", "multinomial", "dropout")
+
+
 class Magnitudes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """How many roundings lie on the way to the result, at most, and the largest number on it.
 
@@ -37,6 +40,7 @@ class Magnitudes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.drew = False
         self.roundings = 0
         self.largest = 1.0
 
@@ -44,6 +48,7 @@ class Magnitudes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        self.drew = self.drew or any(word in str(func) for word in _DRAWS)
         made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel()]
         given = [t.numel() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         for tensor in made[:1]:
@@ -80,6 +85,8 @@ def _in(loss: Loss, inputs: Inputs, dtype: torch.dtype) -> Seen | None:
     double = inputs.to(torch.float64)
     sizes, backward = Magnitudes(), Magnitudes()
     reference = loss.wide(double, inside=sizes, behind=backward)
+    if sizes.drew:
+        raise CannotDecide("the criterion draws numbers, under a seed of its own, which are others in each precision")
     if not reference.finite or _largest(reference) > torch.finfo(dtype).max:
         return None
     if not answer.finite:

@@ -29,7 +29,7 @@ def look(loss: Loss, case: Case) -> Seen | None:
     contract = loss.contract
     inputs = inputs_of(contract, case)
     if inputs.target is None:
-        return None
+        return _of_teacher(loss, inputs)
     squashed = _probabilities_as_logits(loss, inputs)
     if squashed is not None:
         return squashed
@@ -40,12 +40,29 @@ def look(loss: Loss, case: Case) -> Seen | None:
         return _target_as_logarithm(loss, inputs, start) or _normalised_again(loss, inputs, start)
     if contract.expects == "probabilities":
         return _probabilities_as_logarithms(loss, inputs, start)
-    return _shifted(loss, inputs, start)
+    chances = replace(inputs, outputs=(inputs.outputs[0].softmax(class_axis(contract)), *inputs.outputs[1:]))
+    return _probabilities_as_logarithms(loss, chances, start) or _shifted(loss, inputs, start)
+
+
+def _of_teacher(loss: Loss, inputs: Inputs) -> Seen | None:
+    """The divergence of two outputs: of logits, and a first of them that is no logarithm."""
+    if loss.contract.expects != "logits" or len(inputs.outputs) != 2:
+        return None
+    axis = class_axis(loss.contract)
+    student, teacher = inputs.outputs
+    start = loss.wide(inputs, grad=False)
+    for output in (student.softmax(axis), student):
+        wrong = float((teacher.softmax(axis) * (teacher.log_softmax(axis) - output)).sum())
+        if _is_reduced(start.total, wrong, output, loss):
+            return _no_logarithm(start)
+    return None
 
 
 def applies(loss_expects: str, target: str) -> bool:
     """Whether anything is known of such a contract."""
-    return loss_expects in ("logits", "log_probabilities", "probabilities") and target != "pair"
+    return loss_expects in ("logits", "log_probabilities", "probabilities") and (
+        target != "pair" or loss_expects == "logits"
+    )
 
 
 def _one_hot(loss: Loss, target: torch.Tensor, *, wrong: bool) -> torch.Tensor:
@@ -207,14 +224,7 @@ def _probabilities_as_logarithms(loss: Loss, inputs: Inputs, start: Answer) -> S
         return None
     if loss.contract.target == "distribution":
         wrong = float((target * (target.log() - output)).sum())
-        if not _is_reduced(start.total, wrong, output, loss):
-            return None
-        return Seen(
-            cause="probabilities_as_logarithms",
-            summary="probabilities are taken for their logarithms: the divergence is negative",
-            measured=f"the value is {start.total:.6g}",
-            shown_by=f"the sum of t (log t - p) over the classes, to {_digits()} digits",
-        )
+        return _no_logarithm(start) if _is_reduced(start.total, wrong, output, loss) else None
     picked = -float(output.movedim(class_axis(loss.contract), -1).gather(-1, target[..., None]).sum())
     if not _is_reduced(start.total, picked, output, loss):
         return None
@@ -223,6 +233,15 @@ def _probabilities_as_logarithms(loss: Loss, inputs: Inputs, start: Answer) -> S
         summary="the loss is minus the probability of the right class, not its logarithm",
         measured=f"the value is {start.total:.6g}",
         shown_by=f"minus the probabilities of the targets, to {_digits()} digits",
+    )
+
+
+def _no_logarithm(start: Answer) -> Seen:
+    return Seen(
+        cause="probabilities_as_logarithms",
+        summary="what is no logarithm is taken for one: the divergence can be negative",
+        measured=f"the value is {start.total:.6g}",
+        shown_by=f"the sum of t (log t - p) over the classes, to {_digits()} digits",
     )
 
 

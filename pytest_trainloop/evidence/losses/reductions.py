@@ -61,14 +61,21 @@ def _switched(loss: Loss, case: Case, inputs: Inputs) -> Seen | None:
         raise CannotDecide("the criterion raises for reduction='sum' or 'mean'")
     size = size_of(total, inputs)
     told = f"mean {mean.total:.6g}, sum {total.total:.6g}"
-    if same(mean.total, total.total, size) and _is_sum(loss, inputs, mean, "mean"):
-        ignored = none is not None and not none.value.dim()
-        return Seen(
-            cause="reduction_ignored" if ignored else "mean_is_a_sum",
-            summary="reduction= changes nothing" if ignored else "reduction='mean' gives the sum",
-            measured=f"{told}, for {case.rows} rows",
-            shown_by="twice the rows give twice the value",
-        )
+    if same(mean.total, total.total, size) and not same(mean.total, 0.0, size) and case.rows > 1:
+        if none is not None and not none.value.dim():
+            return Seen(
+                cause="reduction_ignored",
+                summary="reduction= changes nothing",
+                measured=f"{told}, none {none.total:.6g}, for {case.rows} rows",
+                shown_by="the same call three times in float64",
+            )
+        if _is_sum(loss, inputs, mean, "mean"):
+            return Seen(
+                cause="mean_is_a_sum",
+                summary="reduction='mean' gives the sum",
+                measured=f"{told}, for {case.rows} rows",
+                shown_by="twice the rows give twice the value",
+            )
     if none is not None and not none.value.dim():
         return Seen(
             cause="none_is_reduced",
@@ -119,10 +126,11 @@ def _declared(loss: Loss, inputs: Inputs, start: Answer) -> Seen | None:
             measured=f"a scalar for {rows} rows",
             shown_by="one number for each row is what 'none' says",
         )
-    if declared in ("mean", "sum") and start.value.numel() > 1:
+    if declared != "none" and start.value.numel() > 1:
+        said = f"LossContract.reduction is {declared!r}" if declared else "a mean is usual"
         return Seen(
             cause="not_reduced",
-            summary=f"the criterion gives {start.value.numel()} numbers, and LossContract.reduction is {declared!r}",
+            summary=f"the criterion gives {start.value.numel()} numbers, and {said}",
             measured=f"a tensor of {tuple(start.value.shape)} for {rows} rows",
             shown_by="a loss that is reduced is one number",
         )

@@ -57,6 +57,8 @@ def look(loss: Loss, case: Case) -> Seen | None:
         raise CannotDecide("the value is not finite")
     if loss.wide(inputs, grad=False, seed=1).total != answer.total:
         raise CannotDecide("the criterion draws random numbers")
+    if all(g is None for g in answer.grads):
+        return _no_history(answer)
     slopes = [s for number in range(DIRECTIONS) for s in _along(loss, inputs, answer, case.seed + number)]
     if not slopes:
         raise CannotDecide("the value has a kink, or jumps, next to every point that was drawn")
@@ -106,6 +108,15 @@ def _difference(loss: Loss, inputs: Inputs, which: int, direction: torch.Tensor,
         outputs[which] = outputs[which] + sign * h * direction
         totals.append(loss.wide(Inputs(tuple(outputs), inputs.target), grad=False).total)
     return (totals[0] - totals[1]) / (2.0 * h)
+
+
+def _no_history(answer: Answer) -> Seen:
+    return Seen(
+        cause="graph_cut",
+        summary="the value has no history of the output: backward() raises, or gives it nothing",
+        measured=f"the value is {answer.total:.6g}, and autograd gives no gradient",
+        shown_by="no path leads from the value back to an output",
+    )
 
 
 def _cut(slopes: list[_Slopes]) -> Seen:
