@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.evidence.contracts.lineage import Node
 
-_LOGS = frozenset({"log_softmax", "log", "logsigmoid"})
-
 
 def divergence(call: Call) -> Iterator[Breach]:
     given, target = call.tensor("input"), call.tensor("target")

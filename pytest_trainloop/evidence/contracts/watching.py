@@ -13,20 +13,10 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop import batch as nests
-from pytest_trainloop.evidence.contracts import (
-    binary,
-    classes,
-    divergence,
-    handmade,
-    likelihoods,
-    parts,
-    refused,
-    scores,
-    shapes,
-    tokens,
-)
+from pytest_trainloop.evidence.contracts import parts, refused, shapes, tokens
 from pytest_trainloop.evidence.contracts.call import Breach, Call, bound
 from pytest_trainloop.evidence.contracts.lineage import Lineage, name_of, watched
+from pytest_trainloop.evidence.contracts.readers import BY_HAND, READERS
 from pytest_trainloop.observe.functions import LOSSES
 from pytest_trainloop.observe.source import here
 
@@ -37,54 +27,8 @@ if TYPE_CHECKING:
     from pytest_trainloop.observe.record import Record
     from pytest_trainloop.observe.watch import Watch
 
-Reader = "Callable[[Call], Iterator[Breach]]"
-
 MOST = 256
 """Calls of one place that are judged."""
-
-_DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
-_SIGNED = ("cosine_embedding_loss", "margin_ranking_loss", "hinge_embedding_loss", "soft_margin_loss")
-_BY_HAND = frozenset("log_softmax logsumexp log_sigmoid log log1p softplus gather sub rsub __sub__ mul".split())
-
-_OWN: dict[str, tuple[Callable[[Call], Iterator[Breach]], ...]] = {
-    **dict.fromkeys(LOSSES, ()),
-    "cross_entropy": (
-        scores.classes,
-        scores.over_the_batch,
-        classes.axis_of_classes,
-        classes.indices,
-        classes.distributions,
-        tokens.padding,
-        tokens.shift,
-    ),
-    "nll_loss": (
-        classes.log_probabilities,
-        classes.axis_of_classes,
-        classes.indices,
-        tokens.padding,
-        tokens.shift,
-    ),
-    "binary_cross_entropy": (binary.probabilities, scores.twice, binary.targets, shapes.weights),
-    "binary_cross_entropy_with_logits": (scores.binary, binary.targets, shapes.weights, tokens.padded_entries),
-    "multilabel_soft_margin_loss": (scores.binary, binary.targets, shapes.weights),
-    "multilabel_margin_loss": (binary.hot_lists,),
-    "kl_div": (divergence.divergence, shapes.broadcast),
-    "gaussian_nll_loss": (likelihoods.variance, shapes.broadcast),
-    "poisson_nll_loss": (likelihoods.rate, shapes.broadcast),
-    "ctc_loss": (likelihoods.alignment,),
-    **dict.fromkeys(_DISTANCES, (shapes.broadcast, tokens.padded_entries)),
-    **dict.fromkeys(_SIGNED, (binary.signs, shapes.broadcast)),
-    "log_softmax": (scores.classes, scores.over_the_batch),
-    "logsumexp": (scores.classes, scores.over_the_batch),
-    "log_sigmoid": (scores.binary,),
-    "log": (scores.twice, scores.hand_written, binary.logarithm),
-    "softplus": (scores.softplus,),
-    "log1p": (scores.written_out,),
-    "product": (handmade.products,),
-    "gather": (handmade.gathered, parts.turned_pick),
-    "difference": (handmade.differences,),
-}
-_READERS = {name: (*own, parts.turned) if name in LOSSES else own for name, own in _OWN.items()}
 
 
 @dataclass(slots=True)
@@ -236,7 +180,7 @@ class Contracts(TorchFunctionMode):
             if getattr(F, name, None) is not func:
                 return None
             given = bound(func, args, kwargs)
-        elif name in _BY_HAND:
+        elif name in BY_HAND:
             name, given = _by_hand(name, args, kwargs)
         else:
             return None
@@ -254,7 +198,7 @@ class Contracts(TorchFunctionMode):
         """Judge the call once gradients have come in at what it gave and at what it was given."""
         if call.name in LOSSES:
             self.seen[call.name] = None
-        if not call.out.requires_grad or call.name not in _READERS:
+        if not call.out.requires_grad or call.name not in READERS:
             return
         call.layer = parts.layer_of(call)
         place = self._place(call)
@@ -288,7 +232,7 @@ class Contracts(TorchFunctionMode):
             return
         call.number = place.calls
         place.calls += 1
-        for read in _READERS[call.name] if reader is None else (reader,):
+        for read in READERS[call.name] if reader is None else (reader,):
             try:
                 for breach in read(call):
                     place.breaches[breach.cause, breach.culprit].append(breach)
