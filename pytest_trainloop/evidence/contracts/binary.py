@@ -46,7 +46,8 @@ def raw(found: Found) -> bool:
     if source.op in ("relu", "relu6") and not found.shifted and found.scale == 1 and found.high <= 1:
         under = behind(inner(source))
         cut, source = True, under.node if under is not None and not under.shifted else source
-    return cut and source.op in LAYERS and not source.unit and not found.shifted and found.scale == 1
+    of_weights = source.op in LAYERS and any(p.parameter for p in source.parents)
+    return cut and of_weights and not source.unit and not found.shifted and found.scale == 1
 
 
 def _raw(call: Call) -> Breach:

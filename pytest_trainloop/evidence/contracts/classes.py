@@ -15,7 +15,16 @@ from pytest_trainloop.evidence.contracts.values import (
     slack,
     sums_to_one,
 )
-from pytest_trainloop.evidence.contracts.walks import Layout, across_rows, ancestors, behind, constant, inner, layout
+from pytest_trainloop.evidence.contracts.walks import (
+    Layout,
+    across_rows,
+    ancestors,
+    behind,
+    by_weights,
+    constant,
+    inner,
+    layout,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -107,7 +116,7 @@ def axis_of_classes(call: Call) -> Iterator[Breach]:
     found = layout(call.node("input"))
     if found is None or found.picked or found.feature.shape != given.shape:
         return
-    if found.features < 2 or not _by_weights(found.layer) or constant(found.position, 1):
+    if found.features < 2 or not by_weights(found.layer) or constant(found.position, 1):
         return
     if _full_grid(found.feature, found.position):
         return
@@ -118,16 +127,6 @@ def axis_of_classes(call: Call) -> Iterator[Breach]:
         yield _mixed(call, found, "of every other position")
     elif _square(call, found, given):
         yield _transposed(call, given)
-
-
-def _by_weights(layer: Node) -> bool:
-    """Whether the layer multiplies with weights: a product of two results has no axis of features."""
-    return layer.op in CONVOLUTIONS or any(p.parameter or _made_of_parameters(p) for p in layer.parents)
-
-
-def _made_of_parameters(node: Node) -> bool:
-    leaves = [n for n in ancestors(node) if not n.parents]
-    return node.history and bool(leaves) and all(n.parameter or not n.shape for n in leaves)
 
 
 def _unbroken(values: torch.Tensor, axis: int) -> bool:

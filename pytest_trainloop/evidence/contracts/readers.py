@@ -56,7 +56,7 @@ _OWN: dict[str, tuple[Callable[[Call], Iterator[Breach]], ...]] = {
     **dict.fromkeys(_DISTANCES, (shapes.broadcast, tokens.padded_entries)),
     **dict.fromkeys(_SIGNED, (binary.signs, shapes.broadcast)),
     "log_softmax": (scores.classes, scores.over_the_batch),
-    "logsumexp": (scores.classes, scores.over_the_batch),
+    "logsumexp": (scores.normaliser, scores.over_the_batch),
     "log_sigmoid": (scores.binary,),
     "log": (scores.twice, scores.hand_written, binary.logarithm),
     "softplus": (scores.softplus,),

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.evidence.contracts.call import Breach, Call
 from pytest_trainloop.evidence.contracts.values import bounds, logs_of_one, sums_to_one
-from pytest_trainloop.evidence.contracts.walks import LAYERS, Found, ancestors, behind, inner, is_sigmoid, layout
+from pytest_trainloop.evidence.contracts.walks import (
+    LAYERS,
+    Found,
+    ancestors,
+    behind,
+    by_weights,
+    inner,
+    is_sigmoid,
+    layout,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,7 +65,7 @@ def classes(call: Call) -> Iterator[Breach]:
         yield _activation(call, source, "no class can be given a score below 0", repair)
     elif found.low >= 0 and source.op in LAYERS and not found.shifted:
         yield _clamped(call, repair)
-    elif found.dropped is not None and source.op in LAYERS:
+    elif found.dropped is not None and source.op in LAYERS and by_weights(source):
         yield _dropout(call, found.dropped)
     elif source.op in ("log_softmax", "log_sigmoid") and call.name == "cross_entropy":
         if source.op == "log_softmax" and found.scale == 1 and not found.shifted and logs_of_one(given, axis):
@@ -64,6 +73,17 @@ def classes(call: Call) -> Iterator[Breach]:
     elif found.scale == 1 and sums_to_one(given, axis):
         yield _by_value(call, count, repair)
     yield from _temperature(call, found)
+
+
+def normaliser(call: Call) -> Iterator[Breach]:
+    """A log-sum-exp beside the score of the right class: a cross entropy written out. The gradient that arrives at its
+    input sums to nothing over the classes; that of a soft maximum taken for itself does not."""
+    arrived, axis = call.arrived, call.given.get("dim")
+    if arrived is None or not isinstance(axis, int):
+        return
+    sums, sizes = arrived.double().sum(axis).abs(), arrived.double().abs().sum(axis)
+    if bool((sums <= 1e-3 * sizes).all()) and bool((sizes > 0).any()):
+        yield from classes(call)
 
 
 def softplus(call: Call) -> Iterator[Breach]:
@@ -101,7 +121,7 @@ def binary(call: Call) -> Iterator[Breach]:
         yield _clamped(call, repair)
     elif source.op == "tanh" and 2 * abs(found.scale) <= WIDEST and not found.shifted:
         yield _activation(call, source, f"no score leaves [-{found.scale:g}, {found.scale:g}]", repair)
-    elif found.dropped is not None and source.op in LAYERS:
+    elif found.dropped is not None and source.op in LAYERS and by_weights(source):
         yield _dropout(call, found.dropped)
 
 

@@ -12,13 +12,27 @@ from pytest_trainloop.evidence.contracts.call import Breach, Call
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from pytest_trainloop.evidence.contracts.lineage import Node
+
 
 def broadcast(call: Call) -> Iterator[Breach]:
     """Sides that both grow when they are compared: (N, 1) against (N,) gives (N, N)."""
     named = [name for name in ("input", "target", "var") if isinstance(call.given.get(name), torch.Tensor)]
     shapes = [tuple(call.given[name].shape) for name in named]
-    if len(shapes) >= 2 and (grown := both_grow(shapes[:2])) is not None:
+    meant = len(named) >= 2 and all(_widened(call.node(name)) for name in named[:2])
+    if len(shapes) >= 2 and not meant and (grown := both_grow(shapes[:2])) is not None:
         yield _grown(call, call.name, shapes[0], shapes[1], grown)
+
+
+def _widened(node: Node | None) -> bool:
+    """Whether an axis was put in on the way: both sides of all pairs are."""
+    for _ in range(12):
+        if node is None or not node.moves or not node.parents:
+            return False
+        if node.op in ("unsqueeze", "__getitem__", "view", "reshape") and len(node.shape) > len(node.parents[0].shape):
+            return True
+        node = node.parents[0]
+    return False
 
 
 def both_grow(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:

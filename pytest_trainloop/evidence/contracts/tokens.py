@@ -59,9 +59,7 @@ class Tokens:
             wide = tuple(tensor.shape)
             cut = tensor[:, :length] if len(wide) == 2 and wide[0] == rows and wide[1] in (length, length + 1) else None
             if cut is not None and bool(((cut == 0) | (cut == 1)).all()):
-                found = _runs(cut == 0)
-                if found is not None:
-                    yield found
+                yield from (found for end in (0, 1) if (found := _runs(cut == end)) is not None)
             elif wide == (rows,) and _are_lengths(tensor, length):
                 yield torch.arange(length, device=tensor.device)[None] >= tensor[:, None]
 

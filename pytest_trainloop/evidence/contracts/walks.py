@@ -222,3 +222,13 @@ def ancestors(node: Node, most: int = 400) -> Iterator[Node]:
             seen.add(id(at))
             yield at
             todo.extend(at.parents)
+
+
+def by_weights(layer: Node) -> bool:
+    """Whether the layer multiplies with weights: a product of two results has no axis of features."""
+    return layer.op in CONVOLUTIONS or any(p.parameter or _made_of_parameters(p) for p in layer.parents)
+
+
+def _made_of_parameters(node: Node) -> bool:
+    leaves = [n for n in ancestors(node) if not n.parents]
+    return node.history and bool(leaves) and all(n.parameter or not n.shape for n in leaves)

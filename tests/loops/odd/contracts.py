@@ -382,3 +382,50 @@ def similarities_as_one_distribution() -> TrainLoop:
         return F.kl_div((q + 1e-9).log(), p, reduction="sum")
 
     return loop(mlp(8, 24, 2), points, loss_of)
+
+
+class Pooled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.features, self.head = nn.Conv2d(1, 8, 3, padding=1), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(torch.logsumexp(5 * F.relu(self.features(x)).flatten(2), dim=-1) / 5)
+
+
+@odd(notes="a soft maximum over places, logsumexp of ReLUs, pools features: it normalises nothing")
+def soft_maximum_over_places() -> TrainLoop:
+    return loop(Pooled(), images, lambda m, b: F.cross_entropy(m(b[0]), b[1]))
+
+
+class Copying(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.rnn = nn.Embedding(16, 16), nn.GRU(16, 16, batch_first=True)
+        self.query = nn.Linear(16, 16)
+
+    def forward(self, ids):
+        hidden = self.rnn(self.embed(ids))[0]
+        weights = (hidden @ self.query(hidden[:, -1]).unsqueeze(-1)).squeeze(-1).softmax(1)
+        return torch.bmm(weights.unsqueeze(1), F.one_hot(ids, 16).to(weights.dtype)).squeeze(1)
+
+
+@odd(notes="probabilities mixed by a product (a copy mechanism), clamped into (0, 1) before their logarithm")
+def copied_tokens() -> TrainLoop:
+    def loss_of(model, ids):
+        chances = model(ids).clamp(1e-6, 1.0)
+        return -chances.log().gather(1, ids[:, 2:3]).mean()
+
+    return loop(Copying(), lambda: tokens(length=8), loss_of)
+
+
+@odd(notes="huber_loss of all pairs of quantiles and samples: an axis put in on both sides")
+def huber_of_all_pairs() -> TrainLoop:
+    levels = (torch.arange(5) + 0.5) / 5
+
+    def loss_of(model, batch):
+        quantiles, samples = model(batch[0]).unsqueeze(2), (batch[1] + 0.1 * torch.linspace(-1, 1, 5)).unsqueeze(1)
+        each = F.huber_loss(quantiles, samples, reduction="none")
+        return ((levels[:, None] - (samples < quantiles.detach()).to(each.dtype)).abs() * each).mean()
+
+    return loop(mlp(8, 24, 5), curves, loss_of)
