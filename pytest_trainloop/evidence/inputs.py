@@ -3,7 +3,8 @@
 Two observations must meet. With every row the first, plain Adam comes to the same loss as with the rows as they are.
 And with each row in its neighbour's place, while the labels stay in theirs, it takes the very same way there: which
 row belongs to which label does not matter. A batch of noise fails the second (other pairs are other numbers, however
-little can be learned of them), a loss without labels the first.
+little can be learned of them), a loss without labels the first. Labels must count: where the first row's stand in
+all rows, plain Adam must come elsewhere (a loss that pulls all rows to one place has none).
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ def unused(batch: OneBatch, found: Learning) -> float | None:
         return None
     alike, made = batch.rows_alike(found.rate)
     way = max(found.start - found.reference, LITTLE * found.start)
-    return alike.end if made and abs(alike.end - found.reference) <= SAME * way else None
+    if not made or abs(alike.end - found.reference) > SAME * way:
+        return None
+    labels_count = abs(batch.one_row(found.rate).end - alike.end) > SAME * way
+    return alike.end if labels_count else None
 
 
 def _same_way(a: Curve, b: Curve) -> bool:

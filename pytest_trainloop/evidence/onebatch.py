@@ -161,6 +161,11 @@ class OneBatch:
         steps = Steps(self.progress, REFERENCE_STEPS)
         return self._instead(("alike", rate), Adam(rate), steps, rows.contexts), rows.made
 
+    def one_row(self, rate: float) -> Curve:
+        """The same where all rows of the batch are the first, whatever else stands in them than the model's input."""
+        plan = replace(self.plan, stream=self._stream_of_one_row)
+        return self._instead(("one row", rate), Adam(rate), Steps(self.progress, REFERENCE_STEPS), plan=plan)
+
     def rows_rolled(self, rate: float) -> tuple[Curve, Curve, bool]:
         """The first steps of plain Adam, and the same where every row stands in its neighbour's place, both in float64;
         and whether that could be made."""
@@ -226,7 +231,7 @@ class OneBatch:
             plan,
             count=window * max(FIRST, self.most),
             read_ahead=None,
-            stream=self._stream,
+            stream=plan.stream or self._stream,
             before_item=lambda number, _item: seed_all(self.plan.seed + number % PHASES),
             prepare=patience.prepare,
             enough=patience.enough,
@@ -241,6 +246,13 @@ class OneBatch:
         self.rows = nests.rows(batch)
         self.differing = sum(_rows_differ(t, self.rows) for t in nests.tensors(batch))
         return itertools.repeat(batch)
+
+    def _stream_of_one_row(self, loop: TrainLoop) -> Iterator[Any]:
+        batch = next(self._stream(loop))
+        try:
+            return itertools.repeat(nests.take(batch, [0] * self.rows))
+        except TypeError:
+            return itertools.repeat(batch)
 
 
 class Steps:

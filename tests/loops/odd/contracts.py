@@ -429,3 +429,14 @@ def huber_of_all_pairs() -> TrainLoop:
         return ((levels[:, None] - (samples < quantiles.detach()).to(each.dtype)).abs() * each).mean()
 
     return loop(mlp(8, 24, 5), curves, loss_of)
+
+
+@odd(notes="one-class learning with a floor: the labels of the data set are not used, all rows are pulled to one place")
+def pulled_to_one_place() -> TrainLoop:
+    centre = torch.linspace(-1, 1, 4)
+
+    def loss_of(model, batch):
+        out = model(batch[0])
+        return F.mse_loss(out, centre.expand(8, 4)) + F.l1_loss(out, torch.zeros_like(out))
+
+    return loop(mlp(8, 24, 4), points, loss_of)
