@@ -279,7 +279,7 @@ def _unused(evidence: Evidence, apart: Sequence[Parameter]) -> Iterator[Finding]
                     ),
                     culprits=tuple(chosen),
                     repair="use the result (x = self.norm(x)), add its loss, or take the module out of the optimizer",
-                    explains=CONSEQUENCES,
+                    explains=("loss_contract", *CONSEQUENCES),
                 )
     never = tuple(p.name for p in apart if p not in thrown_away)
     if never:
