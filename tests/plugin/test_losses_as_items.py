@@ -111,7 +111,7 @@ def run(pytester):
 
 
 def write(pytester, marker="", more=""):
-    pytester.makepyfile(test_losses=LOSS.format(marker=marker) + more)
+    pytester.makepyfile(test_criteria=LOSS.format(marker=marker) + more)
 
 
 def test_each_property_is_an_item_and_no_check_of_loops_is(pytester, run):
@@ -119,14 +119,14 @@ def test_each_property_is_an_item_and_no_check_of_loops_is(pytester, run):
     lines = [line for line in run("--trainloop", "--collect-only", "-q").outlines if "::" in line]
     names = "loss_is_finite loss_input_as_declared loss_gradient ignored_positions reductions_agree precisions_agree"
     expected = [*names.split(), "right_answer_costs_least", "bad_target_raises"]
-    assert lines == [f"test_losses.py::test_mean[{name}]" for name in expected]
+    assert lines == [f"test_criteria.py::test_mean[{name}]" for name in expected]
 
 
 def test_without_the_flag_it_is_skipped(pytester, run):
     write(pytester)
     result = run("-rs")
     result.assert_outcomes(skipped=1)
-    result.stdout.fnmatch_lines(["SKIPPED * test_losses.py:*: needs --trainloop"])
+    result.stdout.fnmatch_lines(["SKIPPED * test_criteria.py:*: needs --trainloop"])
 
 
 def test_a_fault_fails_with_its_smallest_call_and_reaches_the_reports(pytester, run):
@@ -137,16 +137,16 @@ def test_a_fault_fails_with_its_smallest_call_and_reaches_the_reports(pytester, 
         [
             "mean_of_all: ignored targets count in the mean: it divides by 2 where 1 targets are left",
             "cause      counted_in_mean: *",
-            "where      *test_losses.py:*def mean_of_all(logits, target):",
+            "where      *test_criteria.py:*def mean_of_all(logits, target):",
             "smallest   2 rows, 3 classes, target *-100*, some targets ignored, values of seed 0",
             "more       pytest --trainloop-explain ignored_positions",
             "*= trainloop =*",
-            "test_losses.py::test_mean  2 run, 1 failed*",
+            "test_criteria.py::test_mean  2 run, 1 failed*",
             "  ignored_positions: mean_of_all: *[[]counted_in_mean[]]",
         ]
     )
     loop = json.loads((pytester.path / "out.json").read_text(encoding="utf-8"))["loops"][0]
-    assert loop["nodeid"] == "test_losses.py::test_mean"
+    assert loop["nodeid"] == "test_criteria.py::test_mean"
     assert [c["outcome"] for c in loop["checks"]] == ["failed", "passed"]
 
 
@@ -204,7 +204,7 @@ def test_what_is_no_contract_is_an_error_once(pytester, run):
 @pytest.mark.parametrize("name", REFUSED)
 def test_misuse_is_refused_at_collection(pytester, run, name):
     code, sentence = REFUSED[name]
-    pytester.makepyfile(test_losses=code)
+    pytester.makepyfile(test_criteria=code)
     result = run("--trainloop")
     assert result.ret != 0
     result.stdout.fnmatch_lines([sentence])
@@ -265,4 +265,4 @@ def test_under_xdist_the_properties_of_a_loss_stay_on_one_worker(pytester):
     write(pytester, '(only=["bad_target_raises", "right_answer_costs_least", "ignored_positions"])')
     result = pytester.runpytest_subprocess("-p", "no:randomly", "--trainloop", "-n2", "-v")
     result.assert_outcomes(passed=2, failed=1)
-    result.stdout.fnmatch_lines(["test_losses.py::test_mean  3 run, 1 failed*"])
+    result.stdout.fnmatch_lines(["test_criteria.py::test_mean  3 run, 1 failed*"])
