@@ -321,7 +321,9 @@ class Evidence:
             self.run()
             padding = self.declared("padding")
             found = Contracts(getattr(padding, "pad_id", None))
-            self._counted(replace(self._plans[()], contexts=found.contexts, before_item=found.handed))
+            record = self._counted(replace(self._plans[()], contexts=found.contexts, before_item=found.handed))
+            if record.raised is not None and self.run().raised is None:
+                found.unread.append(f"fit raised {record.raised.summary} only while they were looked at")
             self._contracts = found
         return self._contracts
 

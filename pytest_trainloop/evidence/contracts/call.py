@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pytest_trainloop.evidence.contracts.lineage import Lineage, Node
+    from pytest_trainloop.evidence.contracts.lineage import Node
     from pytest_trainloop.evidence.contracts.tokens import Tokens
     from pytest_trainloop.observe.events import Place, Site
 
@@ -45,7 +45,6 @@ class Call:
 
     name: str
     given: Mapping[str, Any]
-    lineage: Lineage
     place: Place
     site: Site
     out: torch.Tensor
@@ -54,7 +53,6 @@ class Call:
     nodes: dict[str, Node] = field(default_factory=dict)
     tokens: Tokens | None = None
     rows: int = 0
-    step: int = 0
     number: int = 0
     weights: torch.Tensor | None = None
     arrived: torch.Tensor | None = None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pytest_trainloop.observe.facts import readable
 from pytest_trainloop.observe.functions import LOSSES
 from pytest_trainloop.observe.source import here
 
@@ -39,11 +40,13 @@ _CASTS = frozenset(
 _IN_PLACE = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__setitem__"})
 _UNSEEN = frozenset({"backward", "grad", "register_hook", "retain_grad", "item", "tolist", "numpy"})
 
-SQUASHES = frozenset(
+ACTIVATIONS = frozenset(
     """softmax log_softmax sigmoid log_sigmoid tanh relu relu6 gelu silu softplus elu selu celu mish hardsigmoid
-    hardtanh leaky_relu dropout log exp softmin""".split()
+    leaky_relu log exp softmin""".split()
 )
-_CONTRACTS = frozenset({"matmul", "mm", "bmm", "einsum", "linear", "baddbmm"})
+_PLACED = ACTIVATIONS | {"hardtanh", "dropout"}
+PRODUCTS = frozenset({"matmul", "mm", "bmm", "einsum", "linear"})
+_CONTRACTS = PRODUCTS | {"baddbmm"}
 CLAMPS = frozenset({"clamp", "clip", "clamp_min", "clamp_max"})
 CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
 
@@ -151,7 +154,7 @@ class Lineage:
             node.picks = name in _PICKS and not _plain_index(name, args)
         elif name in LOSSES:
             node.place = here(4)[0]
-        elif name in SQUASHES:
+        elif name in _PLACED:
             node.place, node.module, node.dim = here(4)[0], watch.module_path(), _dim(args, kwargs, result)
             if name == "dropout":
                 node.numbers = (_dropped(args, kwargs),)
@@ -187,7 +190,8 @@ def _as_it_is(other: torch.Tensor) -> torch.Tensor:
 
 
 def _value(tensor: torch.Tensor) -> float:
-    return float(tensor.detach()) if tensor.numel() == 1 and not tensor.is_complex() else math.nan
+    plain = tensor.numel() == 1 and not tensor.is_complex() and readable(tensor)
+    return float(tensor.detach()) if plain else math.nan
 
 
 def _bounds(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, float]:
@@ -241,7 +245,7 @@ def _dropped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
 def _unit_rows(name: str, args: tuple[Any, ...]) -> bool:
     """Whether both factors of a product are made of vectors of length 1 along the axis that is summed over."""
     factors = [a for a in args if isinstance(a, torch.Tensor)][:2]
-    if len(factors) < 2 or any(f.dim() < 2 or not f.is_floating_point() for f in factors):
+    if len(factors) < 2 or any(f.dim() < 2 or not f.is_floating_point() or not readable(f) for f in factors):
         return False
     left, right = factors
     over = -1 if name == "linear" else -2

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.evidence.contracts.call import Breach, Call
+from pytest_trainloop.evidence.contracts.lineage import PRODUCTS
 from pytest_trainloop.evidence.contracts.values import bounds, logs_of_one, sums_to_one
 from pytest_trainloop.evidence.contracts.walks import (
     LAYERS,
@@ -31,7 +32,6 @@ COLD = 0.5
 """Factor on cosines below which their whole range is less than 1."""
 
 _HALF_OPEN = frozenset({"relu", "relu6", "gelu", "silu", "softplus"})
-_COSINES = frozenset({"matmul", "mm", "bmm", "einsum", "linear"})
 _REPAIR = {
     "cross_entropy": "give cross_entropy the scores as they are: it takes the log-softmax itself",
     "log_softmax": "take log_softmax of the scores, once",
@@ -290,7 +290,7 @@ def hand_written(call: Call) -> Iterator[Breach]:
 def over_the_batch(call: Call) -> Iterator[Breach]:
     """Cosines of vectors that were normalised over the rows, not each for itself."""
     found = behind(call.node("input"))
-    if found is None or found.node.op not in _COSINES or found.node.unit:
+    if found is None or found.node.op not in PRODUCTS or found.node.unit:
         return
     sides = [f.node for f in map(behind, found.node.parents) if f is not None]
     wrong = [n for n in sides if n.op == "normalize" and n.dim == 0 and len(n.shape) == 2 and n.shape[0] == call.rows]
@@ -309,7 +309,7 @@ def over_the_batch(call: Call) -> Iterator[Breach]:
 
 def _temperature(call: Call, found: Found) -> Iterator[Breach]:
     """Cosines times a number far below 1 (RULINGS R6: blind by nature to overfitting)."""
-    cosine = found.node.op == "cosine_similarity" or (found.node.op in _COSINES and found.node.unit)
+    cosine = found.node.op == "cosine_similarity" or (found.node.op in PRODUCTS and found.node.unit)
     if not cosine or found.shifted or not 0 < abs(found.scale) < COLD:
         return
     yield Breach(

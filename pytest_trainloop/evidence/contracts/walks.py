@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.evidence.contracts.lineage import CLAMPS, CONVOLUTIONS
+from pytest_trainloop.evidence.contracts.lineage import ACTIVATIONS, CLAMPS, CONVOLUTIONS, PRODUCTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,11 +24,7 @@ _PLUS = frozenset({"add", "radd", "sub", "subtract", "__add__", "__radd__", "__s
 _INVERSE = frozenset({"reciprocal", "rdiv", "__rdiv__", "__rtruediv__", "rtruediv", *_OVER})
 _HIDES = frozenset({"masked_fill", "where", "setitem", "nan_to_num"})
 _SAME_SHAPE = _TIMES | _OVER | _PLUS | CLAMPS | _HIDES | {"neg", "__neg__", "dropout"}
-ACTIVATIONS = frozenset(
-    """softmax log_softmax sigmoid log_sigmoid tanh relu relu6 gelu silu softplus elu selu celu mish hardsigmoid
-    leaky_relu exp log softmin""".split()
-)
-LAYERS = CONVOLUTIONS | {"linear", "matmul", "mm", "bmm", "addmm", "einsum"}
+LAYERS = CONVOLUTIONS | PRODUCTS | {"addmm"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +55,7 @@ def behind(node: Node | None) -> Found | None:
     found = Found(node)
     for _ in range(FARTHEST):
         node = found.node
-        parent = next((p for p in node.parents if p.floating), None)
+        parent = inner(node)
         if parent is None:
             return found
         if node.moves or (node.op in _HIDES and parent.shape == node.shape and parent.history):
@@ -116,7 +112,7 @@ def _only_parent(node: Node) -> bool:
 
 
 def inner(node: Node) -> Node | None:
-    """What a squashing function was applied to."""
+    """The first floating tensor that the node was made of."""
     return next((p for p in node.parents if p.floating), None)
 
 
@@ -182,7 +178,10 @@ def layout(node: Node | None) -> Layout | None:
     for move in reversed(moves):
         if move.replay is None or position.shape != move.parents[0].shape:
             return None
-        position, feature = move.replay(position), move.replay(feature)
+        try:
+            position, feature = move.replay(position), move.replay(feature)
+        except (RuntimeError, TypeError):  # a move that numbers cannot make, as to another dtype
+            return None
     return Layout(node, position, feature, any(m.picks for m in moves), any(m.op in _TURNS for m in moves))
 
 

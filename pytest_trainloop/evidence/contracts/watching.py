@@ -188,7 +188,7 @@ class Contracts(TorchFunctionMode):
             return None
         place, site = here(3)
         made = Call(
-            name=name, given=given, lineage=self._lineage, place=place, site=site, out=torch.empty(0),
+            name=name, given=given, place=place, site=site, out=torch.empty(0),
             module=watch.module_path(), tokens=self._tokens, rows=self._rows,
         )  # fmt: skip
         made.nodes = {key: self._lineage.of(value) for key, value in given.items() if isinstance(value, torch.Tensor)}

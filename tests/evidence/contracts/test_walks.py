@@ -146,6 +146,10 @@ def test_where_two_layers_are_added_no_layout_is_given():
     assert layout(node_of(lambda x: LINEAR(x) + other(x), HIDDEN)[0]) is None
 
 
+def test_a_move_that_numbers_cannot_make_gives_no_layout():
+    assert layout(node_of(lambda x: LINEAR(x).view(torch.float32), HIDDEN)[0]) is None
+
+
 def test_large_scores_are_followed_without_a_copy_of_their_size():
     at = layout(node_of(lambda x: LINEAR(x).flatten(0, 1), torch.randn(64, 256, 5))[0])
     assert at.position.untyped_storage().size() == 64 * 256 * 8
