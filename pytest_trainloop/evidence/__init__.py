@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pytest_trainloop.errors import CannotDecide, UsageError
 from pytest_trainloop.evidence.build import Make, Origin, build, origins, require_fresh
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from pytest_trainloop.observe.record import Record
     from pytest_trainloop.observe.watch import Watch
 
+    Further = Callable[[Record, RunPlan, Callable[[RunPlan], Record]], "T"]
+
+T = TypeVar("T")
 
 WINDOWS = 4
 """Windows of an accumulating run; one more batch follows, so that a last partial window shows. Without the knob 13
@@ -326,6 +329,11 @@ class Evidence:
                 found.unread.append(f"fit raised {record.raised.summary} only while they were looked at")
             self._contracts = found
         return self._contracts
+
+    def further(self, kind: Further[T]) -> T:
+        """What makes further runs of its own, from the watched run and how it was made."""
+        seen = self.run()
+        return kind(seen, self._plans[()], self._counted)
 
     def origins(self) -> Mapping[str, Origin]:
         """Of each weight matrix that trains, whether it was loaded or drawn."""
