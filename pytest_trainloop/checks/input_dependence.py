@@ -13,8 +13,8 @@ How it decides
     replaced. Weights are moved a little first: behind a layer that starts at zero nothing depends on anything yet.
     It is a fault where no output of any model depends on anything in the batch, although rows differ, and some tensor
     of it makes no difference to what is backpropagated either. (A model that is asked without the batch, as a picture
-    that is optimised or equations at fixed points, has no such tensor.) One tensor that a model is handed and nothing
-    depends on is advice.
+    that is optimised or equations at fixed points, has no such tensor; one without weight matrices is a baseline.)
+    One tensor that a model is handed and nothing depends on is advice.
 
 Faulty
     >>> def forward(self, x):

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pytest_trainloop.evidence.flow.cures import STATISTICS, VIEWS, as_a_constant, moved_first, scrambles, takes_away
-from pytest_trainloop.evidence.flow.passing import alone, slopes, weighed
-from pytest_trainloop.evidence.flow.rows import axis_of
+from pytest_trainloop.evidence.flow.passing import alone, axis_of, slopes, weighed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -52,11 +52,8 @@ class Causality:
         if not training.ahead:
             _refuse(training)
         evaluation = self._once("evaluation")
-        modes: tuple[Mode, ...] = tuple(
-            mode
-            for mode, found in (("training", training), ("evaluation", evaluation))  # type: ignore[misc]
-            if found.leaks
-        )
+        by_mode: dict[Mode, Future] = {"training": training, "evaluation": evaluation}
+        modes = tuple(mode for mode, found in by_mode.items() if found.leaks)
         if not modes:
             if training.refused:
                 raise CannotDecide(f"no gradient can be taken of the model's outputs alone: {training.refused}")

@@ -84,12 +84,16 @@ def _counts_up(tensor: torch.Tensor) -> bool:
 
 
 def _ends(tensor: torch.Tensor) -> bool:
-    """Whether rows end in one and the same value, from some place on that differs from row to row."""
+    """Whether rows end in a value that stands nowhere else, from places on that differ: in padding."""
     if tensor.dim() != 2 or tensor.is_floating_point() or tensor.shape[1] < 2:
         return False
-    last = tensor[:, -1:]
-    run = (tensor == last).long().flip(1).cummin(1).values.sum(1)
-    return bool((last == last[:1]).all() | (run > 1).any()) and len(set(run.tolist())) > 1
+    for value in torch.unique(tensor[:, -1]).tolist():
+        there = (tensor == value).long()
+        trailing = there.flip(1).cummin(1).values.flip(1)
+        runs = trailing.sum(1)
+        if torch.equal(there, trailing) and int(runs.max()) > 1 and len(set(runs.tolist())) > 1:
+            return True
+    return False
 
 
 def _moved(tensors: Sequence[torch.Tensor]) -> bool:

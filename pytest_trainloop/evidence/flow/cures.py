@@ -6,6 +6,7 @@ An operation is named as the cause where, done right, it alone makes every row i
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
 from pytest_trainloop.evidence.contracts.walks import constant
-from pytest_trainloop.evidence.flow.rows import axis_of
+from pytest_trainloop.evidence.flow.passing import axis_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -26,16 +27,16 @@ Kind = Literal["softmax", "normalised", "views", "statistics", "batch_norm"]
 _SOFTMAX = {"softmax": torch.softmax, "log_softmax": torch.log_softmax}
 VIEWS = frozenset({"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"})
 STATISTICS = frozenset(
-    """mean sum std var norm amax amin max min median logsumexp var_mean std_mean vector_norm nanmean pow_sum square_sum
-    abs_max cov corrcoef""".split()
+    """mean sum std var norm amax amin max min median logsumexp var_mean std_mean vector_norm nanmean
+    cov corrcoef""".split()
 )
-_MADE_OF = frozenset("div __truediv__ true_divide __itruediv__ div_ mul __mul__ sub __sub__".split())
+_SPREADS = frozenset("mean sum std var norm vector_norm var_mean std_mean nanmean".split())
+_SCALES = frozenset("div __truediv__ true_divide div_ mul __mul__ mul_ sub __sub__ sub_ multiply subtract".split())
 SEQUENCES = frozenset(
     "lstm gru rnn_tanh rnn_relu multi_head_attention_forward scaled_dot_product_attention matmul bmm baddbmm".split()
 )
-NEARLY = 1e-3
-"""How near the spread of a standardised column comes to 1: what is added to keep a division from zero (1e-5 in torch's
-norms) takes less than this off a variance above 0.01."""
+Reaches = Callable[[torch.Tensor], bool]
+"""Whether a gradient comes in at a tensor, once statistics over rows are constants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,32 +67,31 @@ def cures(ops: Sequence[Op], mixing: Sequence[Op], rows: int) -> Iterator[Cure]:
         yield Cure("statistics", tuple(statistics), {op.number: as_a_constant for op in statistics})
 
 
-def standardised(ops: Sequence[Op], rows: int) -> Op | None:
-    """The first quotient, product or difference that is standardised over the rows, by its values: each column has
-    mean 0 and variance 1, length 1 or sum 1 over the rows; or all of it together has."""
+def normalising(ops: Sequence[Op], rows: int, reaches: Reaches) -> Op | None:
+    """The first difference, product or quotient of rows and a statistic over them that lies on a row's own way to the
+    outputs: rows are centred or scaled by each other. The statistic must come there without a weight (a layer that
+    looks at it may gate what it likes), and be a mean, a spread or a norm (a largest value may be a range)."""
+    made_by = {id(t): op for op in ops for t in op.gave}
     for op in ops:
-        if op.name not in _MADE_OF:
+        if op.name not in _SCALES or len(op.gave) != 1 or axis_of(op.gave[0], rows) is None:
             continue
-        for out in op.gave:
-            axis = axis_of(out, rows)
-            if axis is not None and out.is_floating_point() and out.numel() > 2 * rows and _is_standard(out, axis):
-                return op
+        own = [t for t in op.given if t.requires_grad and axis_of(t, rows) is not None]
+        others = [t for t in op.given if axis_of(t, rows) is None]
+        if own and any(_is_statistic(t, made_by, rows) for t in others) and reaches(op.gave[0]):
+            return op
     return None
 
 
-def _is_standard(values: torch.Tensor, axis: int) -> bool:
-    columns = values.detach().double().movedim(axis, 0).flatten(1)
-    columns = columns[:, columns.std(0) > 0]
-    return columns.shape[1] > 1 and len(columns) > 2 and (_is_one(columns, 0) or _is_one(columns.reshape(-1, 1), 0))
-
-
-def _is_one(columns: torch.Tensor, axis: int) -> bool:
-    mean, count = columns.mean(axis), columns.shape[axis]
-    squares = columns.square().sum(axis)
-    spread = (columns - mean).square().sum(axis)
-    centred = bool((mean.abs() <= NEARLY * spread.sqrt()).all())
-    standard = centred and any(bool(((spread / n - 1).abs() <= NEARLY).all()) for n in (count, count - 1))
-    return standard or bool(((squares - 1).abs() <= NEARLY).all())
+def _is_statistic(tensor: torch.Tensor, made_by: Mapping[int, Op], rows: int, left: int = 12) -> bool:
+    """Whether it is a statistic over rows, or made of such by plain operations."""
+    maker = made_by.get(id(tensor))
+    if maker is None or left == 0:
+        return False
+    if maker.name in STATISTICS and takes_away(maker, rows):
+        return maker.name in _SPREADS
+    parents = [t for t in maker.given if id(t) in made_by]
+    plain = not any(isinstance(t, torch.nn.Parameter) for t in maker.given)
+    return plain and bool(parents) and all(_is_statistic(t, made_by, rows, left - 1) for t in parents)
 
 
 def in_sequence(mixing: Sequence[Op], rows: int) -> list[Op]:
@@ -154,11 +154,16 @@ def takes_away(op: Op, rows: int) -> bool:
 
 
 def scrambles(op: Op, rows: int) -> bool:
-    """Whether entries of one row no longer stand together along any axis, by the numbers of their rows."""
+    """Whether entries of one row no longer stand together along any axis (along the axis that is as long as there are
+    rows, where there is one), by the numbers of their rows."""
     if not op.given or not op.gave or (axis := axis_of(op.given[0], rows)) is None:
         return False
     given, out = op.given[0], op.gave[0]
     beside = [1] * given.dim()
     beside[axis] = rows
     numbers = torch.arange(rows).reshape(beside).expand(given.shape).reshape(out.shape)
-    return not any(all(constant(numbers, other) for other in range(out.dim()) if other != d) for d in range(out.dim()))
+    to = axis_of(out, rows)
+    return not any(
+        all(constant(numbers, other) for other in range(out.dim()) if other != d)
+        for d in (range(out.dim()) if to is None else (to,))
+    )

@@ -76,7 +76,7 @@ class Inputs:
     """The runs behind ``input_dependence``."""
 
     def __init__(self, seen: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -> None:
-        self._plan, self._run = plan, run
+        self._seen, self._plan, self._run = seen, plan, run
         self._leaves: list[Leaf] = []
 
     def unread(self) -> Unread | None:
@@ -89,7 +89,8 @@ class Inputs:
         if not differing:
             raise CannotDecide("all rows of the batch are the same: whether they are read cannot be seen")
         everything = frozenset(differing)
-        blind = all(_same(as_it_is.outputs, self._once(everything, row).outputs) for row in (0, -1))
+        reads = any(len(self._seen.parameters[i].shape) > 1 for i in self._seen.held)
+        blind = reads and all(_same(as_it_is.outputs, self._once(everything, row).outputs) for row in (0, -1))
         ignored = tuple(
             leaf for leaf in self._leaves[:MOST] if (leaf.handed or blind) and self._ignored(as_it_is, leaf)
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.evidence.flow.composed import FewRows, few_rows
-from pytest_trainloop.evidence.flow.cures import cures, in_sequence, standardised
+from pytest_trainloop.evidence.flow.cures import cures, in_sequence
 from pytest_trainloop.evidence.flow.passing import Op, Pass
 from pytest_trainloop.evidence.flow.rows import Judged
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from typing import Any
 
-    from pytest_trainloop.evidence.flow.passing import Change
     from pytest_trainloop.evidence.run import RunPlan
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.observe.record import Record
@@ -59,21 +58,18 @@ class Rows:
 
     def _why(self, judged: Judged, ops: list[Op]) -> tuple[Why, tuple[Op, ...]]:
         for cure in cures(ops, judged.mixing, judged.rows):
-            if not self._apart(changes=cure.changes):
+            without, _ = self._judged(look_closer=True, changes=cure.changes)
+            if not without.apart:
                 continue
             if cure.kind != "statistics":
                 return cure.kind, cure.ops
-            found = standardised(ops, judged.rows)
-            return ("normalised", (found,)) if found is not None else ("unknown", cure.ops)
+            scaled = without.scaled_by
+            return ("normalised", (scaled,)) if scaled is not None else ("unknown", cure.ops)
         sequences = in_sequence(judged.mixing, judged.rows)
-        if sequences and self._apart(turned=True):
+        layers = frozenset(op.module for op in sequences)
+        if sequences and self._judged(turned=layers)[0].apart:
             return "turned", tuple(sequences)
         return "unknown", tuple(judged.mixing[:1])
-
-    def _apart(self, *, turned: bool = False, changes: Mapping[int, Change] | None = None) -> bool:
-        """Whether no rows meet with something changed."""
-        judged, _ = self._judged(turned=turned, changes=changes or {})
-        return judged.meets is None and judged.outputs > 0 and not judged.refused and not judged.not_a_number
 
     def _judged(self, *, look_closer: bool = False, **changed: Any) -> tuple[Judged, list[Op]]:
         judged, ops = self._once(look_closer, changed)

@@ -77,19 +77,19 @@ class Entry:
 
 
 @dataclass(eq=False)
-class Pass(TorchFunctionMode):  # type: ignore[misc]
+class Pass(TorchFunctionMode):
     """To be used by ``plan``. ``at_end`` is called with what each outermost call of a model gave, ``at_loss`` with each
     call of a loss function: its name, its arguments and keywords.
 
-    ``evaluating`` puts the model into evaluation mode for the pass; ``turned`` swaps ``batch_first`` of every layer
-    that has it; ``changes`` puts other results in place of operations, by their number. ``opens`` tells whether what
+    ``evaluating`` puts the model into evaluation mode for the pass; ``turned`` swaps ``batch_first`` of the layers
+    at these paths; ``changes`` puts other results in place of operations, by their number. ``opens`` tells whether what
     the model is called with is made a leaf, too: a model may refuse that (``x.numpy()``).
     """
 
     at_end: Callable[[Pass, Any], None] = lambda seen, output: None
     at_loss: Callable[[Pass, str, tuple[Any, ...], dict[str, Any]], None] = lambda seen, name, args, kwargs: None
     evaluating: bool = False
-    turned: bool = False
+    turned: frozenset[str] = frozenset()
     changes: Mapping[int, Change] = field(default_factory=dict)
     opens: bool = True
     entries: list[Entry] = field(default_factory=list)
@@ -171,8 +171,8 @@ class Pass(TorchFunctionMode):  # type: ignore[misc]
                 part.training = False
                 self._undo.append(lambda part=part: setattr(part, "training", True))  # type: ignore[misc]
             first = getattr(part, "batch_first", None)
-            if self.turned and isinstance(first, bool):
-                part.batch_first = not first
+            if isinstance(first, bool) and self._watch is not None and self._watch.book.path_of(part) in self.turned:
+                part.batch_first = not first  # type: ignore[assignment]
                 self._undo.append(lambda part=part, first=first: setattr(part, "batch_first", first))  # type: ignore[misc]
 
     def _close(self) -> None:
@@ -258,6 +258,12 @@ def _plain(value: Any) -> bool:
         and value.dim() > 0
         and value.numel() > 0
     )
+
+
+def axis_of(tensor: torch.Tensor, rows: int) -> int | None:
+    """The one axis that has so many entries; None where there is none, or more than one."""
+    found = [d for d, size in enumerate(tensor.shape) if size == rows]
+    return found[0] if len(found) == 1 else None
 
 
 def flat(values: Iterable[Any]) -> Iterator[torch.Tensor]:

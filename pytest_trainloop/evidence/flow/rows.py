@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop import batch as nests
-from pytest_trainloop.evidence.flow.passing import Op, alone, slopes, weighed
+from pytest_trainloop.evidence.flow.cures import normalising
+from pytest_trainloop.evidence.flow.passing import Op, alone, axis_of, slopes, weighed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class Judged:
     """What passes showed: how many of a model's outputs have rows, whether ``meets`` some pair of different rows (the
-    first, output and input), and which operations let rows meet. ``refused`` is torch's own word where no gradient
-    could be taken."""
+    first, output and input), and which operations let rows meet, where it is to ``look_closer``; where none meet,
+    ``scaled_by`` is what scales rows by a statistic over them. ``refused`` is torch's own word where no gradient could
+    be taken."""
 
     rows: int
     outputs: int = 0
@@ -35,6 +37,12 @@ class Judged:
     refused: str = ""
     not_a_number: bool = False
     look_closer: bool = False
+    scaled_by: Op | None = None
+
+    @property
+    def apart(self) -> bool:
+        """Whether there were outputs to judge, and no rows met."""
+        return self.outputs > 0 and self.meets is None and not self.refused and not self.not_a_number
 
     def look(self, seen: Pass, output: Any) -> None:
         """Judge what one outermost call of a model gave."""
@@ -49,8 +57,10 @@ class Judged:
         try:
             for row in sorted({0, self.rows // 2, self.rows - 1}):
                 self._row(judged, entries, row)
-            if self.meets is not None and self.look_closer:
+            if self.look_closer and self.meets is not None:
                 self.mixing = [op for op in seen.ops if _lets_meet(op, self.rows)]
+            elif self.look_closer:
+                self.scaled_by = normalising(seen.ops, self.rows, lambda t: _arrives([t for t, _ in judged], t))
         except RuntimeError as error:  # a re-entrant checkpoint refuses it, and some custom functions do
             self.refused = str(error).partition("\n")[0]
 
@@ -71,10 +81,10 @@ class Judged:
                 self.meets = (row, others[0])
 
 
-def axis_of(tensor: torch.Tensor, rows: int) -> int | None:
-    """The one axis that has so many entries; None where there is none, or more than one."""
-    found = [d for d, size in enumerate(tensor.shape) if size == rows]
-    return found[0] if len(found) == 1 else None
+def _arrives(outputs: Sequence[torch.Tensor], at: torch.Tensor) -> bool:
+    """Whether a gradient of the outputs comes in at a tensor."""
+    (slope,) = slopes(torch.stack([weighed(t) for t in outputs]).sum(), [at]) if at.requires_grad else (None,)
+    return slope is not None and bool((slope != 0).any())
 
 
 def _lets_meet(op: Op, rows: int) -> bool:
