@@ -1,8 +1,9 @@
-"""In evaluation mode an output of the model depends on its own row of the batch only.
+"""An output of the model depends on its own row of the batch only, and is compared with that row's label.
 
 What it does
     It makes one forward pass over a few rows of the example batch, the model in evaluation mode, and takes the gradient
-    of single output rows with respect to everything that comes in: floating inputs, and what embeddings looked up.
+    of single output rows with respect to everything that comes in: floating inputs, and what embeddings looked up. At
+    the calls of loss functions it follows outputs and targets back to the rows of the batch that they come from.
 
 Why is this bad?
     A softmax over the rows, a recurrent net that walks over them, a ``view`` where a ``transpose`` is meant: shapes fit
@@ -41,6 +42,7 @@ References
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks import check
@@ -60,7 +62,8 @@ CAUSES = {
     "normalised_over_rows": "with the norm of each row alone, or its statistics as constants, none does",
     "view_mixes_rows": "with a transpose in place of the view none does",
     "rows_as_positions": "with batch_first turned round none does",
-    "rows_interact": "interacts=False is declared, and a gradient of one row's output arrives at another row",
+    "rows_interact": "a gradient of one row's output arrives at another row: a fault where interacts=False is declared",
+    "labels_of_other_rows": "outputs that depend on one row are compared with targets of others, in no fixed order",
 }
 
 _REPAIRS = {
@@ -71,7 +74,15 @@ _REPAIRS = {
     "view_mixes_rows": "use transpose or permute to swap axes: view and reshape only cut the numbers up anew",
     "rows_as_positions": "batch_first=True, or give the layer (positions, rows, features)",
     "rows_interact": "let each output depend on its own row, or declare interacts=True",
+    "labels_of_other_rows": "bring outputs and targets into one order: put sorted rows back, transpose both or neither",
 }
+
+_MEANT = frozenset(
+    """matmul __matmul__ mm bmm baddbmm einsum cdist scaled_dot_product_attention multi_head_attention_forward
+    index_add index_add_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ segment_reduce max min amax amin
+    median""".split()
+)
+"""Operations that join rows on purpose where nothing else is known: products of rows, sums over edges, pooling."""
 
 _CAUSE_OF = {
     "softmax": "softmax_over_rows",
@@ -95,6 +106,10 @@ def batch_independence(evidence: Evidence) -> Iterator[Finding]:
     declared = evidence.declared("interacts")
     if declared:
         raise CannotDecide("interacts=True says that rows are to meet")
+    strangers = tuple(_strangers(evidence))
+    if strangers:
+        yield from strangers
+        return
     found = evidence.further(Rows).meeting()
     if found is None or found.why == "batch_norm":
         return
@@ -107,9 +122,34 @@ def batch_independence(evidence: Evidence) -> Iterator[Finding]:
             f"entries of the batch's first axis meet in the model{_through(found)}, and whether these are rows or "
             "positions cannot be told: give axis=0 if they are rows, axis=1 if the second axis holds them"
         )
+    elif found.ops and found.ops[0].name not in _MEANT:
+        yield replace(_finding(found, "rows_interact", "the gradient of single rows"), level="advice", explains=())
     else:
         raise CannotDecide(
             f"rows meet in the model{_through(found)}: declare interacts=True if they are to, interacts=False if not"
+        )
+
+
+def _strangers(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.evidence.flow.partners import Partners
+
+    partners = evidence.further(Partners)
+    apart = partners.strangers()
+    if apart:
+        label, row = apart[0]
+        yield Finding(
+            cause="labels_of_other_rows",
+            summary=f"{partners.loss} compares outputs with the labels of other rows",
+            measured=(
+                f"{len(apart)} of {len(partners.pairs)} outputs that were followed; the label of row {label} meets an "
+                f"output that depends on row {row} alone"
+            ),
+            shown_by="the gradient of each output, and the rows of the batch that targets were taken from",
+            culprits=(partners.loss,),
+            where=partners.where,
+            smallest=f"{partners.rows} rows",
+            repair=_REPAIRS["labels_of_other_rows"],
+            explains=CONSEQUENCES,
         )
 
 
@@ -124,7 +164,7 @@ def _finding(found: Meeting, cause: str, shown: str) -> Finding:
         "normalised_over_rows": "rows are normalised by each other, not each by itself",
         "view_mixes_rows": f"{op.name if op else 'a view'} to another order of axes mixes the rows of the batch",
         "rows_as_positions": f"{op.named if op else 'a layer'} takes the rows of the batch for positions in a sequence",
-        "rows_interact": f"rows meet in the model{_through(found)}",
+        "rows_interact": f"rows meet in the model, through {op.named if op else 'an unknown operation'}",
     }[cause]
     return Finding(
         cause=cause,

@@ -24,7 +24,12 @@ _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 
 
 class Still(TorchFunctionMode):
-    """Switches off what draws and what joins examples, call by call; no module of the user's is changed."""
+    """Switches off what draws and what joins examples, call by call; no module of the user's is changed. The draws that
+    ``keeps`` names are left as they are."""
+
+    def __init__(self, keeps: frozenset[str] = frozenset()) -> None:
+        super().__init__()
+        self._keeps = keeps
 
     def __torch_function__(
         self,
@@ -48,7 +53,8 @@ class Still(TorchFunctionMode):
             args = tuple(0.0 if isinstance(a, float) else a for a in args)
         elif name == "batch_norm":
             args, kwargs = _running(args, kwargs)
-        return shared(name, func(*args, **kwargs), args, kwargs)
+        out = func(*args, **kwargs)
+        return out if name in self._keeps else shared(name, out, args, kwargs)
 
 
 def _of_backward(

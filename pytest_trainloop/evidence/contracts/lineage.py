@@ -103,6 +103,11 @@ class Lineage:
             floating=tensor.is_floating_point(),
         )
 
+    def adopt(self, tensor: torch.Tensor) -> None:
+        """Let what is made of this tensor be followed back to it: its node's ``op`` is "batch"."""
+        node = Node("batch", shape=tuple(tensor.shape), floating=tensor.is_floating_point())
+        self._known[id(tensor)] = (weakref.ref(tensor), node)
+
     def before(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Node, ...]:
         """The nodes of what a call is given, as they are before it (it may write in place)."""
         return () if name in _UNSEEN else tuple(self.of(t) for t in _flat((*args, *kwargs.values())))

@@ -160,7 +160,7 @@ def layout(node: Node | None) -> Layout | None:
             break
         if node.replay is not None:
             moves.append(node)
-        following = _same_shaped(node)
+        following = same_shaped(node)
         if following is None:
             return None
         node = following
@@ -190,7 +190,7 @@ def constant(values: torch.Tensor, axis: int) -> bool:
     return values.stride(axis) == 0 or bool((values == values.narrow(axis, 0, 1)).all())
 
 
-def _same_shaped(node: Node) -> Node | None:
+def same_shaped(node: Node) -> Node | None:
     """The parent that the entries of this node come from, one by one."""
     if node.moves:
         return node.parents[0] if node.parents else None

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from pytest_trainloop.evidence.alike import takes_data
-from pytest_trainloop.evidence.contracts.lineage import Lineage, name_of, watched
+from pytest_trainloop.evidence.contracts.lineage import Lineage, Node, name_of, watched
 from pytest_trainloop.evidence.dependence import moved_a_little
 from pytest_trainloop.evidence.hooked import hooked
 from pytest_trainloop.evidence.still import Still
@@ -70,10 +70,12 @@ class Op:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A place where data comes in: what to differentiate by, and the ids that an embedding looked up."""
+    """A place where data comes in: what to differentiate by, the ids that an embedding looked up, and what all this was
+    made of."""
 
     leaf: torch.Tensor
     ids: torch.Tensor | None = None
+    source: Node | None = None
 
 
 @dataclass(eq=False)
@@ -83,7 +85,8 @@ class Pass(TorchFunctionMode):
 
     ``evaluating`` puts the model into evaluation mode for the pass; ``turned`` swaps ``batch_first`` of the layers
     at these paths; ``changes`` puts other results in place of operations, by their number. ``opens`` tells whether what
-    the model is called with is made a leaf, too: a model may refuse that (``x.numpy()``).
+    the model is called with is made a leaf, too: a model may refuse that (``x.numpy()``). What ``draws`` names is drawn
+    as ever.
     """
 
     at_end: Callable[[Pass, Any], None] = lambda seen, output: None
@@ -92,6 +95,7 @@ class Pass(TorchFunctionMode):
     turned: frozenset[str] = frozenset()
     changes: Mapping[int, Change] = field(default_factory=dict)
     opens: bool = True
+    draws: frozenset[str] = frozenset()
     entries: list[Entry] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     lineage: Lineage = field(default_factory=Lineage)
@@ -104,12 +108,14 @@ class Pass(TorchFunctionMode):
     def __post_init__(self) -> None:
         TorchFunctionMode.__init__(self)
 
-    def plan(self, base: RunPlan) -> RunPlan:
+    def plan(self, base: RunPlan, **changed: Any) -> RunPlan:
         """The run of this pass: until the first step."""
-        return replace(base, prepare=moved_a_little, contexts=self.contexts, enough=lambda record: record.rounds >= 1)
+        return replace(
+            base, prepare=moved_a_little, contexts=self.contexts, enough=lambda record: record.rounds >= 1, **changed
+        )
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-        return (self._watching(watch), self, Still())
+        return (self._watching(watch), self, Still(self.draws))
 
     @contextlib.contextmanager
     def _watching(self, watch: Watch) -> Iterator[None]:
@@ -184,7 +190,7 @@ class Pass(TorchFunctionMode):
         if not _plain(value) or value.requires_grad or isinstance(value, nn.Parameter):
             return value
         leaf = value.detach().clone().requires_grad_()
-        self.entries.append(Entry(leaf))
+        self.entries.append(Entry(leaf, source=self.lineage.of(value)))
         return leaf.clone()
 
     def __torch_function__(
@@ -226,7 +232,7 @@ class Pass(TorchFunctionMode):
     def _looked_up(self, op: Op, out: torch.Tensor) -> torch.Tensor:
         ids = next((t for t in op.given if not t.is_floating_point()), None)
         leaf = out.detach().clone().requires_grad_()
-        self.entries.append(Entry(leaf, ids))
+        self.entries.append(Entry(leaf, ids, None if ids is None else self.lineage.of(ids)))
         return leaf.clone()
 
 

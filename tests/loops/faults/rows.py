@@ -395,3 +395,98 @@ pair(
     faulty=masked(uses=False),
     fixed=masked(uses=True),
 )
+
+
+# Statistics that may be meant, as a discriminator's.
+
+
+class MinibatchSpread(nn.Module):
+    def __init__(self, joins):
+        super().__init__()
+        self.body, self.head, self.joins = nn.Linear(6, 16), nn.Linear(17, 3), joins
+
+    def forward(self, x):
+        hidden = torch.tanh(self.body(x))
+        spread = hidden.std(0).mean().expand(len(x), 1) if self.joins else hidden.std(1, keepdim=True)
+        return self.head(torch.cat([hidden, spread], 1))
+
+
+pair(
+    "a_statistic_of_the_batch_beside_each_row",
+    "R8",
+    "batch_independence",
+    "rows_interact",
+    level="advice",
+    culprits=("std in MinibatchSpread",),
+    faulty=lambda: loop(MinibatchSpread(True), data.labelled(), cross_entropy),
+    fixed=lambda: loop(MinibatchSpread(False), data.labelled(), cross_entropy),
+)
+
+
+# Outputs and labels in another order.
+
+
+class SortedByLength(nn.Module):
+    def __init__(self, restores):
+        super().__init__()
+        self.rnn, self.head, self.restores = nn.GRU(4, 16, batch_first=True), nn.Linear(16, 3), restores
+
+    def forward(self, x, lengths):
+        order = lengths.argsort(descending=True)
+        packed = nn.utils.rnn.pack_padded_sequence(x[order], lengths[order], batch_first=True)
+        _, state = self.rnn(packed)
+        return self.head(state[-1][order.argsort()] if self.restores else state[-1])
+
+
+def by_length(restores):
+    def make():
+        x, labels = sequences()
+        lengths = torch.tensor([4, 10, 6, 9, 3, 10, 8, 5])
+        batch = {"x": x * (torch.arange(10)[None] < lengths[:, None])[..., None], "lengths": lengths, "labels": labels}
+        return loop(SortedByLength(restores), batch, lambda m, b: F.cross_entropy(m(b["x"], b["lengths"]), b["labels"]))
+
+    return make
+
+
+class PerStep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.GRU(4, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(self.rnn(x.transpose(0, 1))[0])
+
+
+def per_step(restores):
+    def make():
+        x, labels = sequences()
+        batch = (x, (labels[:, None] + torch.arange(10)) % 3, torch.ones(8))
+
+        def loss_of(model, batch):
+            x, labels, _ = batch
+            scores = model(x).transpose(0, 1) if restores else model(x)
+            return F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+        return loop(PerStep(), batch, loss_of)
+
+    return make
+
+
+pair(
+    "rows_sorted_by_length_and_not_put_back",
+    "R8",
+    "batch_independence",
+    "labels_of_other_rows",
+    where='F.cross_entropy(m(b["x"], b["lengths"]), b["labels"])',
+    faulty=by_length(restores=False),
+    fixed=by_length(restores=True),
+)
+pair(
+    "time_first_scores_against_row_first_labels",
+    "R8",
+    "batch_independence",
+    "labels_of_other_rows",
+    where="return F.cross_entropy(scores.flatten(0, 1), labels.flatten())",
+    faulty=per_step(restores=False),
+    fixed=per_step(restores=True),
+)
