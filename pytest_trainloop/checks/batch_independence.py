@@ -19,8 +19,12 @@ How it decides
     That rows meet may be meant (graphs, points, prototypes, attention over the batch, statistics of a minibatch).
     So a cause is named only where one thing done otherwise keeps all rows apart: the softmax or the norm along another
     axis, the transpose in place of the view, ``batch_first`` turned round, statistics taken as constants where what is
-    divided by them is standardised over the rows. Whether the first axis are rows is asked of the batch: something must
-    have one entry for each row and none for each position. All else is a skip that says how to declare it.
+    divided or shifted by them is on a row's own way to the outputs (data that is standardised by its batch is advice).
+    Whether the first axis are rows is asked of the batch: something must have one entry for each row and none for each
+    position. All else is advice, or a skip where products of rows meet, that says how to declare it.
+    A target is followed through views, casts and picks to the row that it was taken from, an output by its gradient.
+    Where an output depends on one row only, and that is another, labels and outputs are out of order, unless all are
+    moved on by one constant number of rows (the next row as target, another's as negative).
 
 Faulty
     >>> def forward(self, x):
@@ -115,6 +119,8 @@ def batch_independence(evidence: Evidence) -> Iterator[Finding]:
         return
     if found.why in _CAUSE_OF and found.told:
         yield _finding(found, _CAUSE_OF[found.why], _SHOWN[found.why])
+    elif found.why == "data_normalised" and found.told and declared is None:
+        yield replace(_finding(found, "normalised_over_rows", _SHOWN["normalised"]), level="advice", explains=())
     elif declared is False:
         yield _finding(found, "rows_interact", "interacts=False")
     elif not found.told:

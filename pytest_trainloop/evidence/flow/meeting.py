@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.observe.record import Record
 
-Why = Literal["softmax", "normalised", "views", "turned", "batch_norm", "unknown"]
+Why = Literal["softmax", "normalised", "data_normalised", "views", "turned", "batch_norm", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,9 @@ class Rows:
             if cure.kind != "statistics":
                 return cure.kind, cure.ops
             scaled = without.scaled_by
-            return ("normalised", (scaled,)) if scaled is not None else ("unknown", cure.ops)
+            if scaled is None:
+                return "unknown", cure.ops
+            return "normalised" if without.behind_weights else "data_normalised", (scaled,)
         sequences = in_sequence(judged.mixing, judged.rows)
         layers = frozenset(op.module for op in sequences)
         if sequences and self._judged(turned=layers)[0].apart:

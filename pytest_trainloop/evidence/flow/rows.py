@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop import batch as nests
+from pytest_trainloop.evidence.contracts.walks import ancestors
 from pytest_trainloop.evidence.flow.cures import normalising
 from pytest_trainloop.evidence.flow.passing import Op, alone, axis_of, slopes, weighed
 
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 class Judged:
     """What passes showed: how many of a model's outputs have rows, whether ``meets`` some pair of different rows (the
     first, output and input), and which operations let rows meet, where it is to ``look_closer``; where none meet,
-    ``scaled_by`` is what scales rows by a statistic over them. ``refused`` is torch's own word where no gradient could
+    ``scaled_by`` is what scales rows by a statistic over them (``behind_weights``: rows of activations, not the data's
+    own). ``refused`` is torch's own word where no gradient could
     be taken."""
 
     rows: int
@@ -38,6 +40,7 @@ class Judged:
     not_a_number: bool = False
     look_closer: bool = False
     scaled_by: Op | None = None
+    behind_weights: bool = False
 
     @property
     def apart(self) -> bool:
@@ -61,6 +64,9 @@ class Judged:
                 self.mixing = [op for op in seen.ops if _lets_meet(op, self.rows)]
             elif self.look_closer:
                 self.scaled_by = normalising(seen.ops, self.rows, lambda t: _arrives([t for t, _ in judged], t))
+                if self.scaled_by is not None:
+                    made_of = ancestors(seen.lineage.of(self.scaled_by.gave[0]))
+                    self.behind_weights = any(node.parameter for node in made_of)
         except RuntimeError as error:  # a re-entrant checkpoint refuses it, and some custom functions do
             self.refused = str(error).partition("\n")[0]
 

@@ -58,9 +58,9 @@ def pooled(hide):
 pair(
     "mask_hides_all_but_padding",
     "O1",
-    "overfit_one_batch",
-    "input_unused",
-    culprits=("model",),
+    "input_dependence",
+    "inputs_ignored",
+    culprits=("batch['input_ids']",),
     faulty=pooled(lambda ids: ids != 0),
     fixed=pooled(lambda ids: ids == 0),
 )
@@ -317,10 +317,49 @@ def pixels(scale):
 pair(
     "pixels_divided_as_whole_numbers",
     "O1",
+    "input_dependence",
+    "inputs_ignored",
+    culprits=("batch[0]",),
+    faulty=pixels(lambda x: (x // 255).to(torch.get_default_dtype())),
+    fixed=pixels(lambda x: x.to(torch.get_default_dtype()) / 255),
+)
+
+
+# Features are averaged over the rows, not over the positions.
+
+
+class Averaged(nn.Module):
+    def __init__(self, axis):
+        super().__init__()
+        self.embed, self.head, self.axis = nn.Embedding(16, 32), nn.Linear(32, 3), axis
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        pooled = hidden.mean(self.axis)
+        return self.head(pooled if self.axis == 1 else pooled.mean(0).expand(len(ids), -1))
+
+
+def averaged(axis):
+    def make():
+        model = Averaged(axis)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        batch = (data.tokens(rows=12, vocab=16)[0], torch.arange(12) % 3)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=batch,
+            fit=lambda batches: train(optimizer, batches, lambda b: F.cross_entropy(model(b[0]), b[1])),
+        )
+
+    return make
+
+
+pair(
+    "words_averaged_over_the_rows",
+    "O1",
     "overfit_one_batch",
     "input_unused",
     culprits=("model",),
-    mentions=("first layer are the same",),
-    faulty=pixels(lambda x: (x // 255).to(torch.get_default_dtype())),
-    fixed=pixels(lambda x: x.to(torch.get_default_dtype()) / 255),
+    faulty=averaged(0),
+    fixed=averaged(1),
 )

@@ -149,7 +149,7 @@ class Standardised(nn.Module):
         self.head = nn.Linear(80, 1)
 
     def standardise(self, features):
-        return (features - features.mean()) / (features.std() + 1e-5)
+        return (features - features.mean(1, keepdim=True)) / (features.std(1, keepdim=True) + 1e-5)
 
     def forward(self, x):
         return self.head(self.standardise(self.stem(x.transpose(1, 2))).flatten(1))
