@@ -184,6 +184,8 @@ def _fill(leaf: Leaf, role: Role, found: Padded | None, padding: Padding | None)
     declared = by_role.get(role)
     if declared is not None:
         return float(declared)
+    if role == "labels" and (ignored := constant(cells[cells < 0])) is not None:
+        return ignored
     if role == "features" or (role == "other" and _counts_up(leaf)):
         return 0.0
     return constant(cells) if role == "other" else None

@@ -76,11 +76,12 @@ def paddings(
     """The batch with more or less padding: one change in each.
 
     ``more``: 1 to ``most`` positions added, on the side where padding stands, or on one of ``sides`` (models that count
-    positions from the first one may differ by that); ``other_values``: other ids or numbers at padded positions, where a mask or
-    lengths say what is padding; ``one_left``: one real token left in a row; ``no_padding``: only the positions that are
-    real in every row; ``empty_row``: a row that is all padding (drawn only if named in ``only`` where lengths are
-    given: packing refuses a length of 0). ``only`` names those that may be drawn. ``masks`` are further kinds that the
-    mask may have: "bool", "int", "float", of the same meaning, and "additive" (0, and -inf at padded positions).
+    positions from the first one may differ by that); ``other_values``: other ids or numbers at padded positions, where
+    a mask or lengths say what is padding; ``one_left``: one real token left in a row; ``no_padding``: only the
+    positions that are real in every row; ``empty_row``: a row that is all padding (drawn only if named in ``only``
+    where lengths are given: packing refuses a length of 0). ``only`` names those that may be drawn. ``masks`` are
+    further kinds that the mask may have: "bool", "int", "float", of the same meaning, and "additive" (0, and -inf at
+    padded positions).
 
     Real tokens, types, keys, dtypes and devices stay; every batch is a fresh copy. They shrink to the batch as it is,
     then to little padding in the first row. What is padding is read from a mask or lengths beside the data, or from

@@ -61,17 +61,18 @@ def row_selections(batch: Any, axis: int = 0, *, least: int = 1, most: int | Non
     return _indices(count, least, most).map(made)
 
 
-def _indices(count: int, least: int, most: int) -> SearchStrategy[tuple[int, ...]]:
-    """Some rows, each once, before rows that may stand twice, before all rows in any order."""
-    row = st.integers(0, count - 1)
-    ways: list[SearchStrategy[list[int]]] = []
-    if least <= count:
-        ways.append(st.lists(row, min_size=least, max_size=min(most, count), unique=True))
-    if most > 1:
-        ways.append(st.lists(row, min_size=max(least, 2), max_size=most))
-    if least <= count <= most:
-        ways.append(st.permutations(range(count)))
-    return st.one_of(ways).map(tuple)
+@st.composite
+def _indices(draw: st.DrawFn, count: int, least: int, most: int) -> tuple[int, ...]:
+    """One list is drawn for all ways, so that each shrinks to the ones before it: rows that stand once, all rows, rows
+    that may stand twice. Where rows are wanting, the first ones that are not there follow."""
+    ways = [way for way, there in (("once", least <= count), ("all", least <= count <= most), ("twice", True)) if there]
+    way = draw(st.sampled_from(ways))
+    at_least = count if way == "all" else 1 if least <= count else least
+    drawn = draw(st.lists(st.integers(0, count - 1), min_size=at_least, max_size=most))
+    chosen = drawn if way == "twice" else list(dict.fromkeys(drawn))
+    wanting = (count if way == "all" else least) - len(chosen)
+    missing = [row for row in range(count) if row not in chosen]
+    return (*chosen, *missing[: max(0, wanting)])
 
 
 def _holds_packed(batch: Any) -> bool:
@@ -112,20 +113,19 @@ def _of_lists(batch: Any, lists: Sequence[list[Any]], indices: Sequence[int]) ->
 
 def _taken(batch: Any, indices: Sequence[int], count: int, axis: int) -> Any:
     try:
-        taken = nests.take(batch, indices, axis)
+        return nests.take(batch if axis == 0 else _taken_in_front(batch, indices, count, axis), indices, axis)
     except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:
         raise UsageError(
             f"rows cannot be taken from {nests.describe(batch)} ({type(error).__name__}: {error}); a batch of strided "
             "tensors is needed"
         ) from error
-    return taken if axis == 0 else _taken_in_front(taken, indices, count, axis)
 
 
 def _taken_in_front(batch: Any, indices: Sequence[int], count: int, axis: int) -> Any:
-    """Rows also of those tensors that have them along the first axis only."""
+    """Rows of those tensors that have them along the first axis only."""
     new = {}
     for _, tensor in nests.paths(batch):
         has_axis = tensor.dim() > (axis if axis >= 0 else -axis - 1)
-        if tensor.dim() and len(tensor) == count and not (has_axis and tensor.shape[axis] == len(indices)):
+        if tensor.dim() and len(tensor) == count and not (has_axis and tensor.shape[axis] == count):
             new[id(tensor)] = tensor.detach()[list(indices)].requires_grad_(tensor.requires_grad)
     return nests.replaced(batch, new)

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.strategies.seeds import generator, seeds
-from pytest_trainloop.strategies.tokens import reals
+from pytest_trainloop.strategies.tokens import reals, require_sizes
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -42,8 +42,7 @@ def sequences(
     """
     if features < 1:
         raise UsageError(f"sequences of {features} features: at least 1 is needed")
-    if not 1 <= min_length <= max_length:
-        raise UsageError(f"no row has {min_length} to {max_length} positions: give min_length= from 1 to max_length=")
+    require_sizes(min_length, max_length, max_rows)
 
     def made(real: torch.Tensor, seed: int) -> Sequences:
         values = torch.randn(*real.shape, features, generator=generator(seed), dtype=dtype)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def splits(n: int, parts: int | None = None) -> SearchStrategy[tuple[int, ...]]:
     """Ways to cut ``n`` rows into micro-batches: the sizes, none of them 0, even and uneven.
 
-    They shrink to few parts, and to parts as even as they can be, the larger ones first.
+    They shrink to parts as even as they can be, the larger ones first, and to few of them.
 
     >>> @given(strategies.splits(len(ids), parts=3))
     ... def test_micro_batches_add_up(sizes):
@@ -37,9 +37,9 @@ def _splits(draw: st.DrawFn, n: int, parts: int | None) -> tuple[int, ...]:
     if k == 1 or draw(st.sampled_from(["even", "uneven"])) == "even":
         ends = even
     else:
-        ends = [0]
+        ends = []
         for i, wanted in enumerate(even[:-1]):
-            free = range(ends[-1] + 1, n - (k - 2 - i))
+            free = range((ends or [0])[-1] + 1, n - (k - 2 - i))
             ends.append(draw(st.sampled_from(sorted(free, key=lambda end: abs(end - wanted)))))
-        ends = [*ends[1:], n]
-    return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
+        ends.append(n)
+    return tuple(end - start for start, end in zip([0, *ends[:-1]], ends, strict=True))

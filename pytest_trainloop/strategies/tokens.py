@@ -45,8 +45,7 @@ def token_batches(
     for name, value in (("pad_id", pad_id), ("mask_id", mask_id)):
         if value is not None and not 0 <= value < vocab_size:
             raise UsageError(f"{name}={value} is no id of a vocabulary of {vocab_size}")
-    if not 1 <= min_length <= max_length:
-        raise UsageError(f"no row has {min_length} to {max_length} tokens: give min_length= from 1 to max_length=")
+    require_sizes(min_length, max_length, max_rows)
     return _token_batches(
         torch.tensor(tokens), (min_length, max_length), max_rows, pad_id, pad_side, ignore_index, mask_id
     )
@@ -81,6 +80,13 @@ def _token_batches(
         "labels": labels.masked_fill(~real, ignore_index),
     }
     return {name: tensor.flip(1) for name, tensor in batch.items()} if left else batch
+
+
+def require_sizes(min_length: int, max_length: int, max_rows: int) -> None:
+    if not 1 <= min_length <= max_length:
+        raise UsageError(f"no row has {min_length} to {max_length} positions: give min_length= from 1 to max_length=")
+    if max_rows < 1:
+        raise UsageError(f"max_rows={max_rows}: at least 1 is needed")
 
 
 @st.composite
