@@ -52,7 +52,7 @@ def padded(leaves: Sequence[Leaf], grid: Grid, padding: Padding | None) -> Padde
 
 def is_label(leaf: Leaf, padding: Padding | None) -> bool:
     """Whether whole numbers are labels: by their name, or since some are negative or ignored, as no id is."""
-    if not leaf.whole:
+    if not leaf.whole or "len" in leaf.name:
         return False
     if any(leaf.name == n or (len(n) > 1 and n in leaf.name) for n in _LABELS):
         return True

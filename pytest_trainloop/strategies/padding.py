@@ -63,6 +63,10 @@ class Padded:
         mask = "" if self.mask is None else f", mask as {self.mask}"
         return f"padding: {told}{mask}; lengths {list(self.lengths)}"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What Hypothesis writes into a failure, in place of all fields."""
+        printer.text(repr(self))
+
 
 def paddings(
     batch: Any,

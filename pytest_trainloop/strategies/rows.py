@@ -31,6 +31,10 @@ class Rows:
     def __repr__(self) -> str:
         return f"rows {list(self.indices)}"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What Hypothesis writes into a failure, in place of all fields."""
+        printer.text(repr(self))
+
 
 def row_selections(batch: Any, axis: int = 0, *, least: int = 1, most: int | None = None) -> SearchStrategy[Rows]:
     """Batches made of chosen rows of ``batch``: some of them, in another order, a row twice, a single one, odd numbers.
@@ -63,16 +67,21 @@ def row_selections(batch: Any, axis: int = 0, *, least: int = 1, most: int | Non
 
 @st.composite
 def _indices(draw: st.DrawFn, count: int, least: int, most: int) -> tuple[int, ...]:
-    """One list is drawn for all ways, so that each shrinks to the ones before it: rows that stand once, all rows, rows
-    that may stand twice. Where rows are wanting, the first ones that are not there follow."""
-    ways = [way for way, there in (("once", least <= count), ("all", least <= count <= most), ("twice", True)) if there]
+    """A number of rows, each of them by its own number, and their order.
+
+    That much is drawn for all rows, too, though only their order is open: shrinking may then take them for some rows,
+    and leave out those that it does not need.
+    """
+    ways = [way for way, there in (("some", least <= count), ("all", least <= count <= most), ("twice", True)) if there]
     way = draw(st.sampled_from(ways))
-    at_least = count if way == "all" else 1 if least <= count else least
-    drawn = draw(st.lists(st.integers(0, count - 1), min_size=at_least, max_size=most))
-    chosen = drawn if way == "twice" else list(dict.fromkeys(drawn))
-    wanting = (count if way == "all" else least) - len(chosen)
-    missing = [row for row in range(count) if row not in chosen]
-    return (*chosen, *missing[: max(0, wanting)])
+    bounds = (count, count) if way == "all" else (least, most if way == "twice" else min(most, count))
+    number = draw(st.integers(*bounds))
+    chosen = [draw(st.integers(nth, nth) if way == "all" else st.integers(0, count - 1)) for nth in range(number)]
+    if way != "twice":
+        chosen = list(dict.fromkeys(chosen))
+        missing = [row for row in range(count) if row not in chosen]
+        chosen += missing[: max(0, least - len(chosen))]
+    return tuple(draw(st.permutations(chosen)))
 
 
 def _holds_packed(batch: Any) -> bool:
