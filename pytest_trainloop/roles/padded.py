@@ -106,7 +106,8 @@ def _lengths(leaves: Sequence[Leaf], grid: Grid) -> Iterator[tuple[torch.Tensor,
         if not leaf.whole or leaf.tensor.shape != (grid.rows,):
             continue
         values = leaf.tensor.detach().cpu()
-        if bool((values >= 0).all()) and int(values.max()) <= grid.length:
+        least = 0 if "len" in leaf.name else 1  # classes begin with 0
+        if bool((values >= least).all()) and int(values.max()) <= grid.length:
             full = bool((values == grid.length).all())
             if full and grid.rows == 1 and "len" not in leaf.name:
                 continue

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 
+MOST_CHOSEN = 64
+"""Rows that are chosen at most where nothing else is wished: the more there are, the longer each example takes."""
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Rows:
     """Which rows of a batch were chosen, in order, and the batch that they make."""
@@ -40,8 +44,9 @@ def row_selections(batch: Any, axis: int = 0, *, least: int = 1, most: int | Non
     """Batches made of chosen rows of ``batch``: some of them, in another order, a row twice, a single one, odd numbers.
 
     Rows lie along ``axis``, or along the first one of tensors that have them there only (labels beside time-first
-    features). Each has ``least`` to ``most`` rows: one more than the batch, if not given. They shrink to few rows, in
-    order, none of them twice. Types, keys, dtypes and devices stay; every batch is a fresh copy.
+    features). Each has ``least`` to ``most`` rows; if not given, one more than the batch, and 64 of a large one. They
+    shrink to few rows, in order, and to one that stands twice only where that matters. Types, keys, dtypes and devices
+    stay; every batch is a fresh copy.
 
     >>> @given(strategies.row_selections(batch))
     ... def test_the_loss_of_some_rows_is_finite(rows):
@@ -55,7 +60,7 @@ def row_selections(batch: Any, axis: int = 0, *, least: int = 1, most: int | Non
         raise UsageError(
             f"rows cannot be chosen from {nests.describe(batch)}: no tensor of it has an axis {axis}; pass axis="
         )
-    most = count + 1 if most is None else most
+    most = max(least, min(count + 1, MOST_CHOSEN)) if most is None else most
     if not 1 <= least <= most:
         raise UsageError(f"no selection has {least} to {most} rows: give least= from 1 to most=")
 
