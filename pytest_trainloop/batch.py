@@ -25,25 +25,62 @@ def tensors(nest: Any) -> Iterator[torch.Tensor]:
             yield value
         elif id(value) not in seen and not isinstance(value, _NO_NEST):
             seen.add(id(value))
-            todo.extend(_children(value))
+            todo.extend(children(value))
+
+
+Path = tuple[object, ...]
+"""Where a tensor stands in a nest: keys, places, names of attributes."""
+
+
+def paths(nest: Any) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Every tensor in a nest with its path, in the order in which they stand; one that stands twice is told twice."""
+    yield from _paths(nest, (), set())
+
+
+def _paths(value: Any, path: Path, above: set[int]) -> Iterator[tuple[Path, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif id(value) not in above and not isinstance(value, _NO_NEST):
+        for key, child in named_children(value):
+            yield from _paths(child, (*path, key), above | {id(value)})
+
+
+def shown(path: Path) -> str:
+    """A path as it is written in code: ``encoder.ids[0]``, ``batch[1]``."""
+    text = ""
+    for key in path:
+        text += f"{'' if text else 'batch'}[{key}]" if isinstance(key, int) else f".{key}" if text else str(key)
+    return text or "the batch"
+
+
+def replaced(nest: Any, new: Mapping[int, torch.Tensor]) -> Any:
+    """A fresh copy of a nest with other tensors in the place of some, by ``id``; types and keys stay."""
+    return _copy.deepcopy(nest, dict(new))
 
 
 _NO_NEST = (str, bytes, int, float, complex, type(None), type, torch.nn.Module)
 
 
-def _children(value: Any) -> list[Any]:
+def children(value: Any) -> list[Any]:
+    """What a nest holds one level down."""
+    return [child for _, child in named_children(value)]
+
+
+def named_children(value: Any) -> list[tuple[object, Any]]:
     if isinstance(value, Mapping):
-        return list(value.values())
+        return list(value.items())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(zip(value._fields, value, strict=True))
     if isinstance(value, (list, tuple, set, frozenset)):
-        return list(value)
+        return list(enumerate(value))
     if dataclasses.is_dataclass(value):
-        return [getattr(value, f.name, None) for f in dataclasses.fields(value)]
+        return [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
     if hasattr(value, "data") and isinstance(value.data, Mapping):
-        return list(value.data.values())
-    held = list(vars(value).values()) if hasattr(value, "__dict__") else []
+        return list(value.data.items())
+    held: list[tuple[object, Any]] = list(vars(value).items()) if hasattr(value, "__dict__") else []
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
-        held += [getattr(value, slot, None) for slot in ([slots] if isinstance(slots, str) else slots)]
+        held += [(slot, getattr(value, slot, None)) for slot in ([slots] if isinstance(slots, str) else slots)]
     return held
 
 
@@ -68,7 +105,7 @@ def _sizes(batch: Any, axis: int, skipped: Callable[[list[Any]], bool]) -> Itera
             if not value.is_nested and value.dim() > _least_dims(axis):
                 yield value.shape[axis]
         elif not (isinstance(value, list) and skipped(value)) or _of_columns(value, len(value)):
-            todo.extend(_children(value))
+            todo.extend(children(value))
 
 
 def take(batch: Any, chosen: Sequence[int], axis: int = 0) -> Any:
@@ -120,7 +157,7 @@ def _leaves(batch: Any) -> Iterator[Any]:
         if isinstance(value, torch.Tensor) or array or (listed and not _of_columns(value, count)):
             yield value
         else:
-            todo.extend(_children(value))
+            todo.extend(children(value))
 
 
 def lists_of_rows(batch: Any, count: int) -> list[list[Any]]:
@@ -136,7 +173,7 @@ def lists_of_rows(batch: Any, count: int) -> list[list[Any]]:
         if isinstance(value, list) and value is not batch and len(value) == count and not _of_columns(value, count):
             found.append(value)
         else:
-            todo.extend(_children(value))
+            todo.extend(children(value))
     return found
 
 
@@ -183,10 +220,10 @@ def _has_numbers(batch: Any) -> bool:
         return False
     if isinstance(batch, (int, float)) or hasattr(batch, "__array__"):
         return True
-    children = _children(batch)
-    if not children:  # an object that cannot be looked into may well hold data
+    held = children(batch)
+    if not held:  # an object that cannot be looked into may well hold data
         return not isinstance(batch, (Mapping, list, tuple, set, frozenset))
-    return any(_has_numbers(child) or isinstance(child, str) for child in children)
+    return any(_has_numbers(child) or isinstance(child, str) for child in held)
 
 
 def describe(batch: Any) -> str:

@@ -69,7 +69,7 @@ def test_the_strategies_serve_a_projects_own_tests():
     contract = LossContract(criterion=F.cross_entropy, expects="logits", num_classes=3, ignore_index=-100)
     kinds = set()
 
-    @settings(max_examples=30, database=None)
+    @settings(max_examples=60, derandomize=True, database=None)
     @given(strategies.calls(contract), strategies.outputs(contract), strategies.targets(contract, only=["one_class"]))
     def own(call, output, target):
         logits, labels = call

@@ -19,10 +19,10 @@ NAME = "pytest_trainloop"
 # From the top down. A package counts as one layer: its modules may import each other.
 LAYERS = (
     *("plugin", "explain", "runner", "baseline", "report", "checks", "evidence", "observe", "adapters", "strategies"),
-    *("losscases", "batch", "loop", "contract", "plan", "knobs", "wording", "finding", "weighing", "errors"),
+    *("roles", "losscases", "batch", "loop", "contract", "plan", "knobs", "wording", "finding", "weighing", "errors"),
 )
 HEAVY = ("torch", "hypothesis", "numpy")
-MAY_BE_HEAVY = ("evidence", "observe", "adapters", "strategies", "losscases", "batch", "loop")
+MAY_BE_HEAVY = ("evidence", "observe", "adapters", "strategies", "roles", "losscases", "batch", "loop")
 
 FILES = sorted(ROOT.rglob("*.py"))
 IDS = [str(file.relative_to(ROOT)) for file in FILES]

@@ -20,6 +20,7 @@ How it decides
     gathers. Optimizers are judged apart: one that consumes each micro-batch undivided, beside one that waits for the
     window's end, is to do so. Where the factor is one over k, windows of k whole batches tell a loss that is divided
     twice from one that is divided by a constant. A batch norm is judged with its running statistics.
+    A fault is then looked for over fewer rows, with equal counts first: ``smallest`` is what still shows it.
 
 Faulty
     >>> for i, (x, y) in enumerate(batches, start=1):
@@ -97,7 +98,8 @@ def accumulation_equivalence(evidence: Evidence) -> Iterator[Finding]:
         raise CannotDecide("the gradients are not finite, in one batch and accumulated alike (see finite)")
     wrong = [s for s in splits if not s.equal and s.updates > s.bound]
     if wrong:
-        yield from _explained(evidence, made, wrong, splits)
+        for found in _explained(evidence, made, wrong, splits):
+            yield found if found.cause == "update_differs" else replace(found, smallest=made.smallest(wrong[0]))
         return
     yield from _last_window(evidence)
     moved = [s for s in splits if s.equal and s.updates > CLOSE and s.rates_differ]
@@ -109,16 +111,18 @@ def _explained(
     evidence: Evidence, made: Accumulation, wrong: Sequence[Split], splits: Sequence[Split]
 ) -> Iterator[Finding]:
     """One finding: the first cause that an observation proves."""
+    from pytest_trainloop.evidence.comparable import require_divisor_by_rows, require_windows_of_one_size
+
     first = wrong[0]
     if first.steps > first.steps_expected or first.first_window < first.accumulate:
-        _require_windows_of_one_size(evidence)
+        require_windows_of_one_size(evidence, WINDOW)
         yield _stepped_inside(first)
         return
     if first.windows[0].difference <= first.bound:
         yield _later_window(made, first)
         return
     if len(wrong) == len(splits) > 1 and (factor := _exact_factor(wrong)):
-        _require_divisor_by_rows(made, first, factor)
+        require_divisor_by_rows(made, first, factor)
         yield _scaled(first, None, wrong, factor, len(splits))
         return
     weighing = made.weigh(first)
@@ -156,7 +160,9 @@ def _weighed(made: Accumulation, split: Split, weighing: Weighing, wrong: Sequen
     if pattern == "absent":
         return _lost(split, weighing, len(weighing.absent))
     if pattern in ("scaled", "scaled_means"):
-        _require_divisor_by_rows(made, split, weighing.factor)
+        from pytest_trainloop.evidence.comparable import require_divisor_by_rows
+
+        require_divisor_by_rows(made, split, weighing.factor)
         return _scaled(split, weighing, wrong, weighing.factor, tried)
     if pattern == "means":
         return _mean_of_means(split, weighing)
@@ -279,30 +285,9 @@ def _finding(split: Split, weighing: Weighing | None, cause: str, summary: str, 
         shown_by="; ".join(part for part in (shown, weights) if part),
         culprits=("optimizer.step()",) if cause in _BY_STEP else ("loss.backward()",),
         where=split.step_place if cause in _BY_STEP else split.place,
-        smallest=f"{split.rows} examples as [{', '.join([str(split.rows // split.accumulate)] * split.accumulate)}]",
         repair=_REPAIRS_IN.get((split.library, cause), _REPAIRS[cause]),
         explains=CONSEQUENCES,
     )
-
-
-def _require_windows_of_one_size(evidence: Evidence) -> None:
-    """Windows that grow step by step up to the knob are meant (a warm-up of the batch size)."""
-    from pytest_trainloop.evidence.agreement import window_sizes
-
-    sizes = window_sizes(evidence.run(accumulate=WINDOW))[:-1]  # the last may be what is left of the data
-    if sizes == sorted(sizes) and len(set(sizes)) > 2:
-        shown = ", ".join(map(str, sizes))
-        raise CannotDecide(f"windows grow during training ({shown} backward passes a step): no two runs are comparable")
-
-
-def _require_divisor_by_rows(made: Accumulation, split: Split, factor: float) -> None:
-    """A loss that is divided by a constant (the batch size of the settings, an expected length) is right for
-    micro-batches of that size, and parts of the example batch have another."""
-    if factor < 1 and made.by_a_constant(split):
-        raise CannotDecide(
-            f"the loss is divided by a constant: {split.accumulate} whole batches a window give the gradient of one, "
-            "and parts of it give less, having fewer rows; give split= where micro-batches of a fixed size are due"
-        )
 
 
 def _after(done: int, k: int) -> str:

@@ -95,33 +95,48 @@ class Accumulation:
         plan_of: Callable[[Mapping[str, Any]], RunPlan],
         run_plan: Callable[[RunPlan], Record],
     ) -> None:
-        self._cut = batches
+        self.cut = batches
         self._plan_of = plan_of
         self._run_plan = run_plan
         self._start = SameStart()
         self._double = True
         self._records: dict[object, Record] = {}
 
+    def over(self, rows: Sequence[int], known: Split) -> Accumulation:
+        """The same comparison over other rows, from the same start, in the precision of what is known."""
+        beside = self.cut.beside if self.cut.recount else {}
+        cut = replace(self.cut, valid=replace(self.cut.valid, order=tuple(rows)), beside=beside)
+        other = Accumulation(cut, self._plan_of, self._run_plan)
+        other._start, other._double = self._start, self._double
+        other._records = {("known", known.rows): self._one(known.rows)}
+        return other
+
+    def smallest(self, split: Split) -> str:
+        """The fewest rows that still show what is wrong with a split, in words."""
+        from pytest_trainloop.evidence.composition import smallest
+
+        return smallest(self, split)
+
     def sizes(self) -> list[int]:
         """The numbers of micro-batches that the rows allow, of 2, 3 and 4."""
-        return self._cut.sizes()
+        return self.cut.sizes()
 
     def split(self, k: int, *, rows: int | None = None) -> Split:
         """One comparison; raises ``CannotDecide`` where the loop cannot be run so, or where it divides by a number in
         the batch that cannot be counted anew for a part of it."""
-        count = rows or self._cut.rows(k)
+        count = rows or self.cut.rows(k)
         found = self._split(k, count)
         if (
             found.equal
-            or self._cut.recount
-            or not self._cut.beside
-            or not self._weighs(self._cut.beside, count, found.optimizer)
+            or self.cut.recount
+            or not self.cut.beside
+            or not self._weighs(self.cut.beside, count, found.optimizer)
         ):
             return found
-        self._cut.recount = True
+        self.cut.recount = True
         self._records = {key: record for key, record in self._records.items() if key == ("one", count)}
         found = self._split(k, count)
-        unknown = self._cut.unknown
+        unknown = self.cut.unknown
         if not found.equal and unknown and self._weighs(unknown, count, found.optimizer):
             places = ", ".join(".".join(map(str, path)) for path in unknown)
             raise CannotDecide(
@@ -135,7 +150,7 @@ class Accumulation:
         double = self._made(
             ("doubled", count, tuple(among)),
             1,
-            lambda: [counts.doubled(b, count, among) for b in self._cut.whole(count)],
+            lambda: [counts.doubled(b, count, among) for b in self.cut.whole(count)],
             may_raise=True,
         )
         if double.raised is not None:
@@ -143,10 +158,10 @@ class Accumulation:
         return first_apart(self._one(count), double, optimizer) > self._bound()
 
     def _split(self, k: int, count: int) -> Split:
-        one, many = self._one(count), self._made(("micro", k, count), k, lambda: self._cut.split(k, count))
+        one, many = self._one(count), self._made(("micro", k, count), k, lambda: self.cut.split(k, count))
         chunks = False
         if many.steps > one.steps:
-            whole = self._made(("chunks", k, count), k, lambda: self._cut.whole(count))
+            whole = self._made(("chunks", k, count), k, lambda: self.cut.whole(count))
             chunks = cuts_by_itself(one, whole, k)
             many = whole if chunks else many
         self._require_steps(one, many, k)
@@ -193,7 +208,7 @@ class Accumulation:
                 f"({one_batch.residual:.1e} of it lies outside), so that accumulation is not meant to be equal"
             )
         accumulated = self._weighted(self._many(split), split)
-        return Weighing(one_batch, accumulated, self._cut.valid.weigh(one_batch.weights))
+        return Weighing(one_batch, accumulated, self.cut.valid.weigh(one_batch.weights))
 
     def one_batch(self, split: Split) -> Combination:
         """The gradient of the one batch as a weighted sum of its micro-batches'. Raises ``CannotDecide`` where these
@@ -214,7 +229,7 @@ class Accumulation:
     def weights_of_loss(self) -> tuple[float, ...]:
         """How two halves of the rows weigh in the gradient of the declared loss on all of them."""
         self._plan_of = _on_loss(self._plan_of)
-        count = self._cut.rows(2)
+        count = self.cut.rows(2)
         one = self._one(count)
         optimizer = optimizers(one)[0]
         whole, *parts = vectors(
@@ -245,7 +260,7 @@ class Accumulation:
         """Whether what windows of 4 give too much is three times what windows of 2 give, over the same rows, and about
         as much in the second window as in the first: a part of the loss that is counted once for each micro-batch, and
         none that grows from one micro-batch to the next."""
-        count = len(self._cut.valid.order) // 4 * 4
+        count = len(self.cut.valid.order) // 4 * 4
         if not count:
             return False
         one = self._one(count)
@@ -265,19 +280,19 @@ class Accumulation:
         by a number of rows from its settings, which parts of a batch do not have."""
         k, count = split.accumulate, split.rows
         copies = self._made(
-            ("copies", k, count), k, lambda: [batch for batch in self._cut.whole(count) for _ in range(k)]
+            ("copies", k, count), k, lambda: [batch for batch in self.cut.whole(count) for _ in range(k)]
         )
         return first_apart(self._one(count), copies, split.optimizer) <= split.bound
 
     def reordered(self, split: Split) -> float:
         """The difference that reversing the rows of the one batch makes: rounding, where rows do not interact."""
-        backwards = self._made(("reversed", split.rows), 1, lambda: self._cut.reversed(split.rows))
+        backwards = self._made(("reversed", split.rows), 1, lambda: self.cut.reversed(split.rows))
         return first_apart(self._one(split.rows), backwards, split.optimizer)
 
     def _parts(self, k: int, count: int) -> list[Record]:
         """Runs on one micro-batch each."""
         return [
-            self._made(("part", k, count, i), 1, lambda i=i: self._cut.split(k, count)[i : i + 1])  # type: ignore[misc]
+            self._made(("part", k, count, i), 1, lambda i=i: self.cut.split(k, count)[i : i + 1])  # type: ignore[misc]
             for i in range(k)
         ]
 
@@ -287,8 +302,8 @@ class Accumulation:
     def _require_repeatable(self, k: int, count: int, optimizer: int) -> None:
         """Draws of the loop's own (noise, a shuffle, stochastic depth) make two runs differ by more than rounding."""
         runs: tuple[tuple[tuple[object, ...], int, Callable[[], list[Any]]], ...] = (
-            (("one", count), 1, lambda: self._cut.whole(count)),
-            (("micro", k, count), k, lambda: self._cut.split(k, count)),
+            (("one", count), 1, lambda: self.cut.whole(count)),
+            (("micro", k, count), k, lambda: self.cut.split(k, count)),
         )
         for fit_seed, refused in (
             (None, Unreliable("two identical runs of the loop differ: see determinism, and seed what draws there")),
@@ -306,7 +321,7 @@ class Accumulation:
                     raise refused
 
     def _one(self, count: int) -> Record:
-        return self._made(("one", count), 1, lambda: self._cut.whole(count))
+        return self._made(("one", count), 1, lambda: self.cut.whole(count))
 
     def _many(self, split: Split) -> Record:
         return self._records[("chunks" if split.chunks else "micro", split.accumulate, split.rows)]

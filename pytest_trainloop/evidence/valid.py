@@ -31,12 +31,16 @@ class Valid:
 
     def weigh(self, weights: Sequence[float]) -> bool:
         """Whether parts of equally many rows, taken in this order, weigh as their valid entries do."""
+        return self.told(weights) is not None
+
+    def told(self, weights: Sequence[float]) -> list[int] | None:
+        """The valid entries of such parts that weigh so, None where no counts do."""
         size = len(self.order) // len(weights)
         for counts in self.counts:
             parts = [sum(counts[row] for row in self.order[i * size : (i + 1) * size]) for i in range(len(weights))]
             if all(abs(w / sum(weights) - n / sum(parts)) < 1e-6 for w, n in zip(weights, parts, strict=True)):
-                return True
-        return False
+                return parts
+        return None
 
 
 def valid_entries(batch: Any, count: int, axis: int, padding: Padding | None, seen: Record) -> Valid:

@@ -71,6 +71,9 @@ class Windows:
     def grows_with_windows(self, _split):
         return self._grows
 
+    def smallest(self, split):
+        return f"{split.rows} rows"
+
 
 NOT_FINITE = Agreement(math.nan, math.nan, 0.0)
 

@@ -1,15 +1,4 @@
-"""Hypothesis strategies for property tests of your own.
-
->>> from hypothesis import given
->>> from pytest_trainloop import LossContract, strategies
->>> focal = LossContract(criterion=FocalLoss(), expects="logits", num_classes=3)
->>> @given(strategies.calls(focal))
-... def test_focal_is_never_negative(call):
-...     assert focal.criterion(*call) >= 0
-
-Structure is drawn (rows, what is special, what is ignored), and a seed from which the values come: failures shrink to
-few rows with nothing special about them.
-"""
+"""Calls of a loss: outputs and targets, as its contract describes them."""
 
 from __future__ import annotations
 
@@ -19,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from pytest_trainloop.losscases import Case, Trait, inputs_of, target_shape, traits
+from pytest_trainloop.strategies.seeds import seeds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +16,6 @@ if TYPE_CHECKING:
     from pytest_trainloop.loop import LossContract
 
 MOST_ROWS = 6
-SEEDS = 2**16
 
 
 @st.composite
@@ -53,7 +42,7 @@ def cases(
     elif trait == "some_ignored":
         most = max(1, entries - 1)
         ignored = tuple(sorted(draw(st.sets(st.integers(0, entries - 1), min_size=1, max_size=most))))
-    return Case(rows, trait, ignored, draw(st.integers(0, SEEDS - 1)))
+    return Case(rows, trait, ignored, draw(seeds()))
 
 
 def calls(

@@ -1,0 +1,164 @@
+"""A real batch, padded in other ways."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from hypothesis import strategies as st
+
+from pytest_trainloop.errors import UsageError
+from pytest_trainloop.roles import read
+from pytest_trainloop.strategies.layout import Layout, MaskKind, rebuilt
+from pytest_trainloop.strategies.seeds import seeds
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hypothesis.strategies import SearchStrategy
+
+    from pytest_trainloop.loop import Padding
+    from pytest_trainloop.roles import Roles
+
+Side = Literal["right", "left"]
+Change = Literal["as_is", "more", "other_values", "one_left", "no_padding", "empty_row"]
+
+CHANGES: tuple[Change, ...] = ("as_is", "more", "other_values", "one_left", "no_padding", "empty_row")
+
+MOST_MORE = 4
+"""Positions that are added at most."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Padded:
+    """A batch padded in another way, and what was changed.
+
+    ``left`` and ``right`` positions were added; ``lengths`` are the real positions of each row now; ``row`` is the one
+    that was emptied or cut to one token; ``mask`` is the kind of the mask where it is another.
+    """
+
+    change: Change
+    batch: Any
+    lengths: tuple[int, ...]
+    left: int = 0
+    right: int = 0
+    row: int | None = None
+    mask: MaskKind | None = None
+
+    @property
+    def same_tokens(self) -> bool:
+        """Whether the real positions are those of the batch that was given: what a model gives there should stay, at
+        positions that lie ``left`` further on."""
+        return self.change in ("as_is", "more", "other_values")
+
+    def __repr__(self) -> str:
+        told = {
+            "as_is": "the batch as it is",
+            "more": f"{self.left or self.right} more on the {'left' if self.left else 'right'}",
+            "other_values": "other values at padded positions",
+            "one_left": f"one real token left in row {self.row}",
+            "no_padding": "no padding at all",
+            "empty_row": f"row {self.row} all padding",
+        }[self.change]
+        mask = "" if self.mask is None else f", mask as {self.mask}"
+        return f"padding: {told}{mask}; lengths {list(self.lengths)}"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What Hypothesis writes into a failure, in place of all fields."""
+        printer.text(repr(self))
+
+
+def paddings(
+    batch: Any,
+    padding: Padding | None = None,
+    *,
+    only: Sequence[Change] | None = None,
+    sides: Sequence[Side] | None = None,
+    masks: Sequence[MaskKind] = (),
+    most: int = MOST_MORE,
+) -> SearchStrategy[Padded]:
+    """The batch with more or less padding: one change in each.
+
+    ``more``: 1 to ``most`` positions added, on the side where padding stands, or on one of ``sides`` (models that count
+    positions from the first one may differ by that); ``other_values``: other ids or numbers at padded positions, where
+    a mask or lengths say what is padding; ``one_left``: one real token left in a row; ``no_padding``: only the
+    positions that are real in every row; ``empty_row``: a row that is all padding (drawn only if named in ``only``
+    where lengths are given: packing refuses a length of 0). ``only`` names those that may be drawn. ``masks`` are
+    further kinds that the mask may have: "bool", "int", "float", of the same meaning, and "additive" (0, and -inf at
+    padded positions).
+
+    Real tokens, types, keys, dtypes and devices stay; every batch is a fresh copy. They shrink to the batch as it is,
+    then to little padding in the first row. What is padding is read from a mask or lengths beside the data, or from
+    ``padding``; what cannot be told is a usage error that says what to pass.
+
+    >>> @given(strategies.paddings(batch, only=["more", "other_values"]))
+    ... def test_padding_does_not_count(padded):
+    ...     assert torch.allclose(loss(model, padded.batch), loss(model, batch))
+    """
+    return _paddings(batch, padding, only, sides, masks, most)
+
+
+@st.composite
+def _paddings(
+    draw: st.DrawFn,
+    batch: Any,
+    padding: Padding | None,
+    only: Sequence[Change] | None,
+    sides: Sequence[Side] | None,
+    masks: Sequence[MaskKind],
+    most: int,
+) -> Padded:
+    roles = read(batch, padding)
+    if roles.undecided or roles.padded is None:
+        raise UsageError(f"paddings: {roles.undecided}")
+    change = draw(st.sampled_from(_possible(roles, only)))
+    layout = Layout.of(roles)
+    made = Padded(change, None, roles.lengths)
+    if change == "more":
+        side = draw(st.sampled_from(_sides(roles, sides)))
+        more = draw(st.integers(1, most))
+        made = replace(made, left=more) if side == "left" else replace(made, right=more)
+        layout = layout.wider(made.left, made.right)
+    elif change == "other_values":
+        layout = replace(layout, seed=draw(seeds()))
+    elif change == "no_padding":
+        layout = layout.trimmed()
+    elif change != "as_is":
+        at_least = 2 if change == "one_left" else 1
+        row = draw(st.sampled_from([i for i, length in enumerate(roles.lengths) if length >= at_least]))
+        layout = layout.cut(row, 1 if change == "one_left" else 0, roles.side)
+        made = replace(made, row=row)
+    if masks and roles.of("mask"):
+        made = replace(made, mask=draw(st.sampled_from([None, *masks])))
+    return replace(made, batch=rebuilt(batch, roles, layout, made.mask), lengths=layout.lengths)
+
+
+def _possible(roles: Roles, only: Sequence[Change] | None) -> list[Change]:
+    """The changes that this batch allows, of those that are wanted."""
+    assert roles.padded is not None
+    told = bool(roles.of("mask", "lengths"))
+    allowed = {
+        "as_is": True,
+        "more": True,
+        "other_values": told and bool(roles.padded.any()) and bool(roles.of("ids", "features")),
+        "one_left": max(roles.lengths) > 1,
+        "no_padding": bool(roles.padded.any()) and not bool(roles.padded.any(0).all()),
+        "empty_row": max(roles.lengths) > 0 and (only is not None or not roles.of("lengths")),
+    }
+    unknown = [change for change in only or () if change not in CHANGES]
+    if unknown:
+        raise UsageError(f"paddings has no change {unknown[0]!r}: there are {', '.join(CHANGES)}")
+    found = [change for change in CHANGES if allowed[change] and (only is None or change in only)]
+    if not found:
+        raise UsageError(f"paddings: none of {', '.join(only or CHANGES)} can be made of a batch with lengths "
+                         f"{list(roles.lengths)} of {roles.length}")  # fmt: skip
+    return found
+
+
+def _sides(roles: Roles, wanted: Sequence[Side] | None) -> Sequence[Side]:
+    if wanted is None:
+        return [roles.side]
+    if "left" in wanted and (lengths := roles.of("lengths")):
+        raise UsageError(f"paddings: {lengths[0].name} are counted from the left, where no padding can stand; leave "
+                         "sides= out")  # fmt: skip
+    return wanted
