@@ -1,0 +1,192 @@
+"""Runs of the loop over batches that an unlucky epoch brings: one row, the loader's last, rows in which nothing counts.
+
+Batches are composed of the project's own example by taking rows and cutting time: no value is made up. Each is given
+to a fresh loop, again and again, for two steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from pytest_trainloop import batch as nests
+from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
+from pytest_trainloop.evidence.batches import first_batches
+from pytest_trainloop.evidence.births import Births
+from pytest_trainloop.evidence.edges.loader import Ending, ending, last_batch
+from pytest_trainloop.evidence.edges.squeezes import Squeezes
+from pytest_trainloop.evidence.finiteness import ruined
+from pytest_trainloop.evidence.micro import MicroBatches
+from pytest_trainloop.evidence.valid import rows_without
+from pytest_trainloop.observe.record import Record
+
+if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Iterable
+
+    from pytest_trainloop.evidence.births import Birth
+    from pytest_trainloop.evidence.edges.proof import Lost
+    from pytest_trainloop.evidence.edges.short import Short
+    from pytest_trainloop.evidence.edges.table import Beyond
+    from pytest_trainloop.evidence.run import RunPlan
+    from pytest_trainloop.loop import Padding, TrainLoop
+    from pytest_trainloop.observe.watch import Watch
+
+Compose = Callable[["TrainLoop"], Any]
+"""Makes a batch for a fresh loop."""
+
+STEPS = 2
+"""Optimizer steps of a run: the second is made with what the first has left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run over such a batch went. ``words`` say what the batch is; ``raised`` is what ended it, ``by_hand``
+    whether the loop raised that itself; ``lost`` are weights that were finite before, ``nan`` tells of losses that are
+    not, and were backpropagated."""
+
+    words: str
+    record: Record
+    raised: str = ""
+    where: str = ""
+    by_hand: bool = False
+    lost: tuple[str, ...] = ()
+    nan: bool = False
+    birth: Birth | None = None
+
+    @property
+    def fine(self) -> bool:
+        return not self.raised and not self.lost
+
+
+class Edges:
+    """What the runs say. Raises ``CannotDecide`` where no batch can be composed."""
+
+    def __init__(self, rows: MicroBatches, seen: Record, plan: RunPlan, run_plan: Callable[[RunPlan], Record]) -> None:
+        self._rows = rows
+        self._plan = plan
+        self._run_plan = run_plan
+        self._squeezes = Squeezes()
+        self._one: Outcome | None = None
+        self.seen = seen
+        self.batch = rows.batches[0]
+        self.count = nests.rows(self.batch, rows.axis)
+        self.ending = Ending()
+        self.without: dict[int, int] = {}
+        self.padding: Padding | None = None
+
+    @classmethod
+    def of(cls, loop: TrainLoop, seen: Record, plan: RunPlan, run_plan: Callable[[RunPlan], Record]) -> Edges:
+        """``seen`` is the loop's run by this plan over its own batches."""
+        if seen.raised is not None or ruined(seen):
+            raise CannotDecide("the loop does not run through on its own batches: see the checks before this one")
+        if not seen.steps:
+            raise CannotDecide("the loop makes no step of an optimizer of torch's, after which a run could be ended")
+        if loop.split is not None or not isinstance(loop.axis, (int, type(None))):
+            raise CannotDecide("rows are told apart by split=: give axis= to have single rows taken from the batch")
+        rows = MicroBatches.of(loop, seen, 2)
+        made = cls(rows, seen, plan, run_plan)
+        made.ending = ending(loop.batches)
+        made.padding = loop.padding
+        made.without = rows_without(made.batch, made.count, rows.axis, loop.padding, seen)
+        rows.recount = True
+        return made
+
+    @property
+    def plain(self) -> list[int]:
+        """The rows in which something counts, the fullest first."""
+        full = [row for row in reversed(self._rows.valid.order) if row not in self.without]
+        return full if self._rows.valid.counts else sorted(full)
+
+    def taken(self, rows: list[int]) -> Compose:
+        """A batch of these rows of the first one."""
+        return lambda loop: self._rows.taken(nests.copy(first_batches(loop, 1)[0]), rows)
+
+    def one_row(self) -> Outcome:
+        """A row in which something counts, alone."""
+        if self._one is None:
+            row = self.plain[0] if self.plain else 0
+            self._one = self.outcome("1 row", self.taken([row]), self._squeezes.contexts)
+        return self._one
+
+    def row_lost(self) -> Lost | None:
+        """A ``squeeze`` that takes the row axis out, and what becomes of that, if it matters."""
+        from pytest_trainloop.evidence.edges.proof import proven
+
+        self.one_row()
+        if not any(squeeze.removed for squeeze in self._squeezes.calls.values()) or len(self.plain) < 2:
+            return None
+        whole = Squeezes()
+        self.outcome("whole", self.taken(list(range(self.count))), whole.contexts)
+        lost = self._squeezes.lost(whole.calls, self.count)
+        return proven(self, lost, whole.calls) if lost else None
+
+    def leftover(self) -> Outcome | None:
+        """The loader's last batch, where it has fewer rows than the others."""
+        end = self.ending
+        if end.drops or end.last is None or not end.rows < min(end.of, self.count):
+            return None
+        words = "1 row" if end.rows == 1 else f"{end.rows} rows"
+        found = self.outcome(words, lambda loop: last_batch(loop.batches, end))
+        return self.with_birth(words, lambda loop: last_batch(loop.batches, end), found) if found.lost else found
+
+    def nothing_counts(self) -> Outcome | None:
+        """A row in which nothing counts, alone."""
+        if not self.without or not self.one_row().fine:
+            return None
+        row, entries = next(iter(self.without.items()))
+        words = (
+            f"row {row} alone: 0 of its {entries} entries count" if entries > 1 else f"row {row} alone, not labelled"
+        )
+        found = self.outcome(words, self.taken([row]))
+        return self.with_birth(words, self.taken([row]), found) if found.lost or found.nan else found
+
+    def short(self) -> Short | None:
+        """A row of length one, alone and cut to its length."""
+        from pytest_trainloop.evidence.edges.short import shortest
+
+        return shortest(self, self._rows.batches) if self.one_row().fine else None
+
+    def padded(self) -> Beyond | None:
+        """A row that ends in the declared padding, where the batch has none."""
+        from pytest_trainloop.evidence.edges.table import beyond_table
+
+        return beyond_table(self)
+
+    def outcome(
+        self,
+        words: str,
+        compose: Compose,
+        contexts: Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]] = lambda watch: (),
+        **changes: Any,
+    ) -> Outcome:
+        """The loop over this batch, given again and again."""
+
+        def stream(loop: TrainLoop) -> Any:
+            return itertools.repeat(compose(loop))
+
+        plan = replace(self._plan, stream=stream, contexts=contexts, enough=lambda r: r.rounds >= STEPS)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of shapes and of deviations of one value, which are looked at here
+                record = self._run_plan(replace(plan, **changes))
+        except UserCodeError as error:
+            return Outcome(words, Record(), error.error.summary)
+        except UsageError as error:
+            return Outcome(words, Record(), str(error))
+        if record.raised is None:
+            nan = any(not math.isfinite(root.value) for b in record.backwards() for root in b.roots)
+            return Outcome(words, record, lost=tuple(p.name for p in ruined(record)), nan=nan)
+        place = record.raised.place
+        return Outcome(words, record, record.raised.summary, str(place), place.code.startswith(("raise", "assert ")))
+
+    def with_birth(self, words: str, compose: Compose, outcome: Outcome) -> Outcome:
+        """The outcome with the first operation that made a value which is not finite."""
+        births = Births()
+        self.outcome(words, compose, births.contexts)
+        birth = births.root or births.gradient or births.loss
+        return replace(outcome, birth=birth, where=str(birth.place) if birth else "")
