@@ -38,8 +38,8 @@ Fixed
     ...     optimizer.step()
 
 Known limits
-    Only ``squeeze`` is known to lose a row; ``[0]``, ``reshape`` and numpy's are not looked at. Batches larger or longer
-    than the example are not composed, as nothing says how large they may be.
+    Only ``squeeze`` is known to lose a row; ``[0]``, ``reshape`` and numpy's are not looked at. Batches larger or
+    longer than the example are not composed, as nothing says how large they may be.
 
 References
     https://docs.pytorch.org/docs/stable/generated/torch.squeeze.html
@@ -67,8 +67,8 @@ if TYPE_CHECKING:
     from pytest_trainloop.finding import Level
 
 CAUSES = {
-    "row_axis_squeezed": "with squeeze taking out only what it takes out of a full batch, one row goes through, and its "
-    "gradient is what it is among other rows",
+    "row_axis_squeezed": "with squeeze taking out only what it takes out of a full batch, one row goes through, and "
+    "its gradient is what it is among other rows",
     "leftover_batch": "the loader's own last batch ends the loop or makes its weights NaN, and full ones do not",
     "nan_when_all_ignored": "a row in which nothing counts makes every weight NaN, and a row in which something does "
     "makes none",
@@ -80,8 +80,16 @@ CAUSES = {
 @check(needs={"fit"}, causes=CAUSES, family="batch", rank=50)
 def edge_batches(evidence: Evidence) -> Iterator[Finding]:
     edges = evidence.edges()
-    found = [*_rows(edges), *_content(edges, evidence.has_knob("accumulate"))]
+    found: list[Finding] = []
+    undecided: CannotDecide | None = None
+    for findings in (_rows(edges), _content(edges, evidence.has_knob("accumulate"))):
+        try:
+            found.extend(findings)
+        except CannotDecide as reason:
+            undecided = reason
     yield from found
+    if not found and undecided is not None:
+        raise undecided
     if not found and not edges.ending.leaves_none:
         _require_told(edges.one_row())
 
@@ -107,13 +115,13 @@ def _content(edges: Edges, accumulates: bool) -> Iterator[Finding]:
     if edges.ending.drops:
         return
     empty = edges.nothing_counts()
-    may_come = edges.ending.leaves_one or (accumulates and 4 * len(edges.without) >= edges.count)
+    may_come = edges.ending.leaves_any or (accumulates and 4 * len(edges.without) >= edges.count)
     if empty is not None and (empty.lost or (empty.nan and may_come)):
         yield _uncounted(edges, empty, "fault" if may_come and empty.lost else "advice")
         return
     short = edges.short()
     if short is not None and short.outcome.lost:
-        yield _short(short, "fault" if short.cut and edges.ending.leaves_one else "advice")
+        yield _short(short, "fault" if short.cut and edges.ending.leaves_any else "advice")
 
 
 def _require_told(one: Outcome) -> None:
@@ -214,5 +222,5 @@ def _beyond(beyond: Beyond) -> Finding:
         culprits=(table.module or "embedding",),
         where=str(table.place),
         smallest=beyond.outcome.words,
-        repair=f"make the table one larger, {max(pad, table.rows) + 1} rows (resize_token_embeddings), or pad with an id that it has",
+        repair=f"give the table {max(pad, table.rows) + 1} rows (resize_token_embeddings), or pad with an id it has",
     )

@@ -18,6 +18,7 @@ from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
 from pytest_trainloop.evidence.batches import first_batches
 from pytest_trainloop.evidence.births import Births
 from pytest_trainloop.evidence.edges.loader import Ending, ending, last_batch
+from pytest_trainloop.evidence.edges.short import lengths_of, shortest
 from pytest_trainloop.evidence.edges.squeezes import Squeezes
 from pytest_trainloop.evidence.finiteness import ruined
 from pytest_trainloop.evidence.micro import MicroBatches
@@ -43,6 +44,10 @@ STEPS = 2
 """Optimizer steps of a run: the second is made with what the first has left."""
 
 
+LOOKED_AT = 3
+"""Batches that are compared in length."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How a run over such a batch went. ``words`` say what the batch is; ``raised`` is what ended it, ``by_hand``
@@ -64,7 +69,12 @@ class Outcome:
 
 
 class Edges:
-    """What the runs say. Raises ``CannotDecide`` where no batch can be composed."""
+    """What the runs say.
+
+    ``count`` rows has the example, ``without`` are those in which nothing counts, by how many entries they have;
+    ``lengths`` are those of its rows, where it tells, and ``full`` what they are padded to; ``cuts``: other batches are
+    padded to other lengths. ``ending`` is the loader's.
+    """
 
     def __init__(self, rows: MicroBatches, seen: Record, plan: RunPlan, run_plan: Callable[[RunPlan], Record]) -> None:
         self._rows = rows
@@ -78,20 +88,32 @@ class Edges:
         self.ending = Ending()
         self.without: dict[int, int] = {}
         self.padding: Padding | None = None
+        self.lengths: list[int] = []
+        self.full = 0
+        self.cuts = False
 
     @classmethod
     def of(cls, loop: TrainLoop, seen: Record, plan: RunPlan, run_plan: Callable[[RunPlan], Record]) -> Edges:
-        """``seen`` is the loop's run by this plan over its own batches."""
+        """``seen`` is the loop's run by this plan over its own batches. Raises ``CannotDecide`` where no batch can be
+        composed."""
         if seen.raised is not None or ruined(seen):
             raise CannotDecide("the loop does not run through on its own batches: see the checks before this one")
         if not seen.steps:
             raise CannotDecide("the loop makes no step of an optimizer of torch's, after which a run could be ended")
         if loop.split is not None or not isinstance(loop.axis, (int, type(None))):
             raise CannotDecide("rows are told apart by split=: give axis= to have single rows taken from the batch")
-        rows = MicroBatches.of(loop, seen, 2)
+        given = loop.batches
+        if loop.batch is not None:
+            loop.batches = None  # the example, which no shuffling changes
+        rows = MicroBatches.of(loop, seen, 1)
+        loop.batches = given
         made = cls(rows, seen, plan, run_plan)
-        made.ending = ending(loop.batches)
+        made.ending = ending(given)
         made.padding = loop.padding
+        made.lengths, made.full = lengths_of(made.batch, made.count, loop.padding)
+        if 1 in made.lengths and given is not None:
+            widths = [lengths_of(b, nests.rows(b), loop.padding)[1] for b in first_batches(loop, LOOKED_AT)]
+            made.cuts = len({made.full, *widths} - {0}) > 1
         made.without = rows_without(made.batch, made.count, rows.axis, loop.padding, seen)
         rows.recount = True
         return made
@@ -104,7 +126,7 @@ class Edges:
 
     def taken(self, rows: list[int]) -> Compose:
         """A batch of these rows of the first one."""
-        return lambda loop: self._rows.taken(nests.copy(first_batches(loop, 1)[0]), rows)
+        return lambda _loop: self._rows.taken(self.batch, rows)
 
     def one_row(self) -> Outcome:
         """A row in which something counts, alone."""
@@ -131,8 +153,9 @@ class Edges:
         if end.drops or end.last is None or not end.rows < min(end.of, self.count):
             return None
         words = "1 row" if end.rows == 1 else f"{end.rows} rows"
-        found = self.outcome(words, lambda loop: last_batch(loop.batches, end))
-        return self.with_birth(words, lambda loop: last_batch(loop.batches, end), found) if found.lost else found
+        if end.shuffles:
+            return self.among_full(words, self.taken(self.plain[: end.rows])) if len(self.plain) >= end.rows else None
+        return self.among_full(words, lambda loop: last_batch(loop.batches, end))
 
     def nothing_counts(self) -> Outcome | None:
         """A row in which nothing counts, alone."""
@@ -142,14 +165,11 @@ class Edges:
         words = (
             f"row {row} alone: 0 of its {entries} entries count" if entries > 1 else f"row {row} alone, not labelled"
         )
-        found = self.outcome(words, self.taken([row]))
-        return self.with_birth(words, self.taken([row]), found) if found.lost or found.nan else found
+        return self.among_full(words, self.taken([row]))
 
     def short(self) -> Short | None:
         """A row of length one, alone and cut to its length."""
-        from pytest_trainloop.evidence.edges.short import shortest
-
-        return shortest(self, self._rows.batches) if self.one_row().fine else None
+        return shortest(self) if self.one_row().fine else None
 
     def padded(self) -> Beyond | None:
         """A row that ends in the declared padding, where the batch has none."""
@@ -157,19 +177,33 @@ class Edges:
 
         return beyond_table(self)
 
+    def among_full(self, words: str, compose: Compose) -> Outcome:
+        """Full batches and this one by turns: what a loop sets up from its first batch, or sums over a window, is as in
+        an epoch. Where values are not finite, with the first operation that made one."""
+        found = self.outcome(words, compose, full=True)
+        if not found.lost and not found.nan:
+            return found
+        births = Births()
+        self.outcome(words, compose, births.contexts, full=True)
+        birth = births.root or births.gradient or births.loss
+        return replace(found, birth=birth, where=str(birth.place) if birth else "")
+
     def outcome(
         self,
         words: str,
         compose: Compose,
         contexts: Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]] = lambda watch: (),
+        *,
+        full: bool = False,
         **changes: Any,
     ) -> Outcome:
-        """The loop over this batch, given again and again."""
+        """The loop over this batch, given again and again; after each ``full`` one."""
 
         def stream(loop: TrainLoop) -> Any:
-            return itertools.repeat(compose(loop))
+            return itertools.cycle([*([self.batch] if full else []), compose(loop)])
 
-        plan = replace(self._plan, stream=stream, contexts=contexts, enough=lambda r: r.rounds >= STEPS)
+        steps = 2 * STEPS if full else STEPS
+        plan = replace(self._plan, stream=stream, contexts=contexts, enough=lambda record: record.rounds >= steps)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of shapes and of deviations of one value, which are looked at here
@@ -183,10 +217,3 @@ class Edges:
             return Outcome(words, record, lost=tuple(p.name for p in ruined(record)), nan=nan)
         place = record.raised.place
         return Outcome(words, record, record.raised.summary, str(place), place.code.startswith(("raise", "assert ")))
-
-    def with_birth(self, words: str, compose: Compose, outcome: Outcome) -> Outcome:
-        """The outcome with the first operation that made a value which is not finite."""
-        births = Births()
-        self.outcome(words, compose, births.contexts)
-        birth = births.root or births.gradient or births.loss
-        return replace(outcome, birth=birth, where=str(birth.place) if birth else "")

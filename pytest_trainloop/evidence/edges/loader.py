@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from pytest_trainloop.errors import CannotDecide
 
 MOST = 1_000_000
 """Rows of a data set whose order is asked for."""
@@ -14,12 +16,14 @@ MOST = 1_000_000
 @dataclass(frozen=True, slots=True)
 class Ending:
     """``drops``: a batch that is not full is left out. Of a loader whose arithmetic is torch's own ``last`` holds the
-    indices of the last batch, ``of`` is the size of a full one and ``data`` that of the data set."""
+    indices of the last batch, ``of`` is the size of a full one and ``data`` that of the data set; ``shuffles``: in
+    another epoch these are others."""
 
     drops: bool = False
     last: tuple[Any, ...] | None = None
     of: int = 0
     data: int = 0
+    shuffles: bool = False
 
     @property
     def rows(self) -> int:
@@ -28,6 +32,11 @@ class Ending:
     @property
     def leaves_one(self) -> bool:
         return not self.drops and self.rows == 1 < self.of
+
+    @property
+    def leaves_any(self) -> bool:
+        """Whether any row may be the one that is left."""
+        return self.leaves_one and self.shuffles
 
     @property
     def leaves_none(self) -> bool:
@@ -48,9 +57,16 @@ def ending(batches: Any) -> Ending:
     if not 0 < data <= MOST or not hasattr(batches.dataset, "__getitem__"):
         return Ending(drops)
     rows = data % sampler.batch_size or sampler.batch_size
-    return Ending(drops, tuple(sampler.sampler)[-rows:], sampler.batch_size, data)
+    shuffles = type(sampler.sampler) is not SequentialSampler
+    return Ending(drops, tuple(sampler.sampler)[-rows:], sampler.batch_size, data, shuffles)
 
 
 def last_batch(batches: Any, end: Ending) -> Any:
-    """The batch that the loader makes of these indices."""
-    return batches.collate_fn([batches.dataset[index] for index in end.last or ()])
+    """The batch that the loader makes of these indices. Raises ``CannotDecide`` where its data set does not give it."""
+    indices, several = list(end.last or ()), getattr(batches.dataset, "__getitems__", None)
+    try:
+        return batches.collate_fn(several(indices) if several else [batches.dataset[index] for index in indices])
+    except Exception as error:
+        raise CannotDecide(
+            f"the loader's last batch cannot be made by hand: {type(error).__name__}: {error}"
+        ) from error

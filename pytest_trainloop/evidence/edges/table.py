@@ -7,7 +7,6 @@ import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop import batch as nests
@@ -15,6 +14,8 @@ from pytest_trainloop.observe.source import here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+    import torch
 
     from pytest_trainloop.evidence.edges import Edges, Outcome
     from pytest_trainloop.observe.events import Place
@@ -83,13 +84,10 @@ def beyond_table(edges: Edges) -> Beyond | None:
     tables = Tables()
     edges.outcome("whole", edges.taken(list(range(edges.count))), tables.contexts)
     for table in tables.found:
-        if 0 <= pad < table.rows:
-            continue
         leaf = next((n for n, t in enumerate(leaves) if _looked_up(t, table.ids)), None)
-        if leaf is not None:
-            words = f"row 0 ends in the declared padding, {pad}"
-            whole = edges.taken(list(range(edges.count)))
-            outcome = edges.outcome(words, lambda loop, at=leaf: _ending_in(edges, whole(loop), at, pad))  # type: ignore[misc]
+        if leaf is not None and not 0 <= pad < table.rows:
+            made = _ending_in(edges, leaf, pad)
+            outcome = edges.outcome(f"row 0 ends in the declared padding, {pad}", lambda _loop, made=made: made)  # type: ignore[misc]
             return Beyond(outcome, table, pad) if outcome.raised.startswith("IndexError") else None
     return None
 
@@ -104,8 +102,9 @@ def _looked_up(leaf: torch.Tensor, ids: torch.Tensor) -> bool:
     return any(ids.shape == part.shape and bool((ids == part).all()) for part in (leaf, leaf[:, :-1]))
 
 
-def _ending_in(edges: Edges, batch: Any, leaf: int, pad: int) -> Any:
-    """The batch with its first row two shorter: padding at its end, labels ignored there, masks and lengths to match."""
+def _ending_in(edges: Edges, leaf: int, pad: int) -> Any:
+    """The batch with its first row two shorter: padding at its end, labels ignored there, masks and lengths alike."""
+    batch = edges.batch
     ids = [t for t in nests.tensors(batch) if _are_ids(t, edges.count)]
     ignored = edges.padding.ignore_index if edges.padding else None
     memo: dict[int, Any] = {}

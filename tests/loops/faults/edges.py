@@ -317,7 +317,7 @@ def mean_by_torch(model, batch):
 def finetuning(loss_of):
     def make():
         ids, labels = conversations(301)
-        loader = DataLoader([{"input_ids": i, "labels": y} for i, y in zip(ids, labels, strict=True)], batch_size=6)
+        loader = DataLoader([{"input_ids": i, "labels": y} for i, y in zip(ids, labels, strict=True)], 6, shuffle=True)
         return epochs(GPT(), loss_of, {"input_ids": ids[:6], "labels": labels[:6]}, loader)
 
     return make
@@ -399,7 +399,7 @@ def languages(model_of, loss_of):
         ids, _ = data.tokens(rows=241, length=10, vocab=15)
         sizes = [6, 1, 4, 3, 5, 2, 7, 1, 3, 9, 8, 2]
         rows = [row[: sizes[n % 12]] + 1 for n, row in enumerate(ids)]
-        loader = DataLoader(rows, batch_size=6, collate_fn=padded)
+        loader = DataLoader(rows, batch_size=6, shuffle=True, collate_fn=padded)
         return epochs(model_of(), loss_of, padded(rows[:6]), loader, padding=Padding(pad_id=0))
 
     return make
