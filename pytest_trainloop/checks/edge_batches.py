@@ -17,25 +17,28 @@ How it decides
     an epoch with such a batch, and the loop raises or loses its weights there; or where an observation shows that one
     row was meant to work: the loop is run on one row again with ``squeeze`` taking out only what it takes out of a full
     batch. If it then goes through, and in float64 the gradient of two rows is a weighted sum of those of each alone
-    (see accumulation_equivalence), the row axis was lost by that call. A loader with ``drop_last``, or whose last batch
-    is larger, has no such batch.
-    A row in which nothing counts must exist in the example batch. NaN there is a fault if such a row can be a batch:
-    the loader leaves one row, or a quarter of the rows are so and ``accumulate`` splits them; else it is advice.
-    Length one is a fault if such a row is there, the loader leaves one row, and batches are as wide as their longest
-    row; else advice. A padding id is one if the loop raises ``IndexError`` on it. An open way out (a batch that is
+    (see accumulation_equivalence), the row axis was lost by that call. A loader with ``drop_last`` has no such batch,
+    nor has a quasi-Newton method, which is given all data; one whose last batch is larger gets advice.
+    A row in which nothing counts must exist in the example batch. Weights lost to it are a fault if such a row can be a
+    batch: the loader leaves any one row, or a quarter of the rows are so and ``accumulate`` splits them; else advice.
+    Length one is looked at where such a row is there and the project's batches differ in width, as they do where each
+    is padded to its longest row; it is a fault if the loader leaves any one row, else advice.
+    A padding id beyond the table is a fault if the loop raises ``IndexError`` on it. An open way out (a batch that is
     left out, an ``assert``, an exception of the loop's own) is right.
 
 Faulty
-    >>> for x, y in batches:
-    ...     optimizer.zero_grad()
-    ...     F.cross_entropy(model.head(x.repeat(1, 2)[:, None].squeeze()), y).backward()      # x: (1, 8) becomes (8,)
-    ...     optimizer.step()
+    >>> class Net(nn.Linear):
+    ...     def forward(self, x):
+    ...         return super().forward(x[:, None]).squeeze()        # of one row: (1, 1, 3) becomes (3,)
+    >>> model = Net(8, 3)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 Fixed
-    >>> for x, y in batches:
-    ...     optimizer.zero_grad()
-    ...     F.cross_entropy(model.head(x.repeat(1, 2)[:, None].squeeze(1)), y).backward()
-    ...     optimizer.step()
+    >>> class Net(nn.Linear):
+    ...     def forward(self, x):
+    ...         return super().forward(x[:, None]).squeeze(1)
+    >>> model = Net(8, 3)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 Known limits
     Only ``squeeze`` is known to lose a row; ``[0]``, ``reshape`` and numpy's are not looked at. Batches larger or
@@ -82,7 +85,7 @@ def edge_batches(evidence: Evidence) -> Iterator[Finding]:
     edges = evidence.edges()
     found: list[Finding] = []
     undecided: CannotDecide | None = None
-    for findings in (_rows(edges), _content(edges, evidence.has_knob("accumulate"))):
+    for findings in (_rows(edges), _content(edges)):
         try:
             found.extend(findings)
         except CannotDecide as reason:
@@ -90,7 +93,7 @@ def edge_batches(evidence: Evidence) -> Iterator[Finding]:
     yield from found
     if not found and undecided is not None:
         raise undecided
-    if not found and not edges.ending.leaves_none:
+    if not found and not edges.ending.leaves_none and not edges.ending.leaves_one:
         _require_told(edges.one_row())
 
 
@@ -107,7 +110,7 @@ def _rows(edges: Edges) -> Iterator[Finding]:
         yield _leftover(edges, last)
 
 
-def _content(edges: Edges, accumulates: bool) -> Iterator[Finding]:
+def _content(edges: Edges) -> Iterator[Finding]:
     """What becomes of rows in which nothing counts, of short ones, and of padding."""
     beyond = edges.padded()
     if beyond is not None:
@@ -115,13 +118,12 @@ def _content(edges: Edges, accumulates: bool) -> Iterator[Finding]:
     if edges.ending.drops:
         return
     empty = edges.nothing_counts()
-    may_come = edges.ending.leaves_any or (accumulates and 4 * len(edges.without) >= edges.count)
-    if empty is not None and (empty.lost or (empty.nan and may_come)):
-        yield _uncounted(edges, empty, "fault" if may_come and empty.lost else "advice")
+    if empty is not None and (empty.lost or (empty.nan and edges.may_be_empty)):
+        yield _uncounted(edges, empty, "fault" if edges.may_be_empty and empty.lost else "advice")
         return
     short = edges.short()
     if short is not None and short.outcome.lost:
-        yield _short(short, "fault" if short.cut and edges.ending.leaves_any else "advice")
+        yield _short(short, "fault" if edges.ending.leaves_any else "advice")
 
 
 def _require_told(one: Outcome) -> None:

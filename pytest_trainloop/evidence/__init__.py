@@ -366,7 +366,8 @@ class Evidence:
         seen = self.run()
         with preserved():
             loop = build(self.make, self._fixed, self._seed)
-            return Edges.of(loop, seen, self._plans[()], self._counted)
+            windows = self._plan({"accumulate": 2}) if self.has_knob("accumulate") else None
+            return Edges.of(loop, seen, self._plans[()], self._counted, windows)
 
     def _first_look(self) -> frozenset[str]:
         with preserved():

@@ -76,9 +76,17 @@ class Edges:
     padded to other lengths. ``ending`` is the loader's.
     """
 
-    def __init__(self, rows: MicroBatches, seen: Record, plan: RunPlan, run_plan: Callable[[RunPlan], Record]) -> None:
+    def __init__(
+        self,
+        rows: MicroBatches,
+        seen: Record,
+        plan: RunPlan,
+        run_plan: Callable[[RunPlan], Record],
+        windows: RunPlan | None = None,
+    ) -> None:
         self._rows = rows
         self._plan = plan
+        self._windows = windows
         self._run_plan = run_plan
         self._squeezes = Squeezes()
         self._one: Outcome | None = None
@@ -93,9 +101,16 @@ class Edges:
         self.cuts = False
 
     @classmethod
-    def of(cls, loop: TrainLoop, seen: Record, plan: RunPlan, run_plan: Callable[[RunPlan], Record]) -> Edges:
-        """``seen`` is the loop's run by this plan over its own batches. Raises ``CannotDecide`` where no batch can be
-        composed."""
+    def of(
+        cls,
+        loop: TrainLoop,
+        seen: Record,
+        plan: RunPlan,
+        run_plan: Callable[[RunPlan], Record],
+        windows: RunPlan | None = None,
+    ) -> Edges:
+        """``seen`` is the loop's run by this plan over its own batches; by ``windows`` it accumulates over two. Raises
+        ``CannotDecide`` where no batch can be composed."""
         if seen.raised is not None or ruined(seen):
             raise CannotDecide("the loop does not run through on its own batches: see the checks before this one")
         if not seen.steps:
@@ -107,8 +122,8 @@ class Edges:
             loop.batches = None  # the example, which no shuffling changes
         rows = MicroBatches.of(loop, seen, 1)
         loop.batches = given
-        made = cls(rows, seen, plan, run_plan)
-        made.ending = ending(given)
+        made = cls(rows, seen, plan, run_plan, windows)
+        made.ending = Ending(drops=True) if _takes_all_data(seen) else ending(given)
         made.padding = loop.padding
         made.lengths, made.full = lengths_of(made.batch, made.count, loop.padding)
         if 1 in made.lengths and given is not None:
@@ -157,8 +172,15 @@ class Edges:
             return self.among_full(words, self.taken(self.plain[: end.rows])) if len(self.plain) >= end.rows else None
         return self.among_full(words, lambda loop: last_batch(loop.batches, end))
 
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether nothing may count in a whole batch: any row may be left over, or every fourth is so in a loop that
+        splits its batches."""
+        split = self._windows is not None and 4 * len(self.without) >= self.count
+        return bool(self.without) and (self.ending.leaves_any or split)
+
     def nothing_counts(self) -> Outcome | None:
-        """A row in which nothing counts, alone."""
+        """A row in which nothing counts, alone; in a loop that accumulates, the second of two in its window."""
         if not self.without or not self.one_row().fine:
             return None
         row, entries = next(iter(self.without.items()))
@@ -177,14 +199,14 @@ class Edges:
 
         return beyond_table(self)
 
-    def among_full(self, words: str, compose: Compose) -> Outcome:
+    def among_full(self, words: str, compose: Compose, plan: RunPlan | None = None) -> Outcome:
         """Full batches and this one by turns: what a loop sets up from its first batch, or sums over a window, is as in
         an epoch. Where values are not finite, with the first operation that made one."""
-        found = self.outcome(words, compose, full=True)
+        found = self.outcome(words, compose, full=True, plan=plan)
         if not found.lost and not found.nan:
             return found
         births = Births()
-        self.outcome(words, compose, births.contexts, full=True)
+        self.outcome(words, compose, births.contexts, full=True, plan=plan)
         birth = births.root or births.gradient or births.loss
         return replace(found, birth=birth, where=str(birth.place) if birth else "")
 
@@ -195,6 +217,7 @@ class Edges:
         contexts: Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]] = lambda watch: (),
         *,
         full: bool = False,
+        plan: RunPlan | None = None,
         **changes: Any,
     ) -> Outcome:
         """The loop over this batch, given again and again; after each ``full`` one."""
@@ -203,11 +226,11 @@ class Edges:
             return itertools.cycle([*([self.batch] if full else []), compose(loop)])
 
         steps = 2 * STEPS if full else STEPS
-        plan = replace(self._plan, stream=stream, contexts=contexts, enough=lambda record: record.rounds >= steps)
+        made = replace(plan or self._plan, stream=stream, contexts=contexts, enough=lambda r: r.rounds >= steps)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of shapes and of deviations of one value, which are looked at here
-                record = self._run_plan(replace(plan, **changes))
+                record = self._run_plan(replace(made, **changes))
         except UserCodeError as error:
             return Outcome(words, Record(), error.error.summary)
         except UsageError as error:
@@ -217,3 +240,8 @@ class Edges:
             return Outcome(words, record, lost=tuple(p.name for p in ruined(record)), nan=nan)
         place = record.raised.place
         return Outcome(words, record, record.raised.summary, str(place), place.code.startswith(("raise", "assert ")))
+
+
+def _takes_all_data(record: Record) -> bool:
+    """Whether an optimizer works on one and the same function at every step, which is the whole data set's."""
+    return any(optimizer.kind == "LBFGS" for optimizer in record.optimizers)

@@ -15,7 +15,7 @@ MOST = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """``drops``: a batch that is not full is left out. Of a loader whose arithmetic is torch's own ``last`` holds the
+    """``drops``: no batch that is not full is given. Of a loader whose arithmetic is torch's own ``last`` holds the
     indices of the last batch, ``of`` is the size of a full one and ``data`` that of the data set; ``shuffles``: in
     another epoch these are others."""
 

@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Short:
-    """``row`` is as long as no other; ``cut``: the project's batches are as long as their longest row is."""
+    """What became of a row of length one."""
 
     outcome: Outcome
     row: int
-    cut: bool
 
 
 def shortest(edges: Edges) -> Short | None:
-    """None where no row has length one, or where the loop does not take one of another length cut so either."""
+    """None where no row has length one, where all batches are equally wide, or where the loop does not take a row of
+    another length cut so either."""
     lengths, full = edges.lengths, edges.full
     longer = sorted((n, row) for row, n in enumerate(lengths) if 1 < n < full)
-    if 1 not in lengths or max(lengths) < full or not longer:
+    if not edges.cuts or 1 not in lengths or max(lengths) < full or not longer:
         return None
     n, other = longer[0]
     if not edges.among_full(f"row {other} alone, cut to {n}", _cut(edges, other, n)).fine:
         return None
     row = lengths.index(1)
-    return Short(edges.among_full(f"row {row} alone, of length 1", _cut(edges, row, 1)), row, edges.cuts)
+    return Short(edges.among_full(f"row {row} alone, of length 1", _cut(edges, row, 1)), row)
 
 
 def lengths_of(batch: Any, count: int, padding: Padding | None) -> tuple[list[int], int]:

@@ -462,11 +462,11 @@ def metering(scaled):
         sizes = [9, 3, 1, 4, 7, 2, 1, 8, 5, 6]
         devices = [(w[: sizes[n % 10]], (w[0, 0] > 0).long()) for n, w in enumerate(waves)]
         trainer = Trainer(Meter(scaled))
-        loader = DataLoader(devices, batch_size=10, collate_fn=read)
+        loader = DataLoader(devices, batch_size=6, collate_fn=read)
         return TrainLoop(
             model=trainer.model,
             optimizer=trainer.optimizer,
-            batch=read(devices[:10]),
+            batch=read(devices[:6]),
             batches=loader,
             fit=trainer.fit,
         )
