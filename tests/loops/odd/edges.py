@@ -380,8 +380,9 @@ def sentences_of_one_word() -> TrainLoop:
     def loss_of(model, batch):
         ids = batch[0]
         following = F.pad(ids[:, 1:], (0, 1))
-        total = F.cross_entropy(model(ids).transpose(1, 2), following, ignore_index=0, reduction="sum")
-        return total / (following != 0).sum().clamp(min=1)
+        following = following.masked_fill(following == 0, -100)
+        total = F.cross_entropy(model(ids).transpose(1, 2), following, reduction="sum")
+        return total / (following >= 0).sum().clamp(min=1)
 
     return training(Reader(), sentences(), loss_of, rate=2e-2, padding=Padding(pad_id=0))
 
