@@ -59,7 +59,8 @@ def _ignored(padding: Padding | None, seen: Record) -> list[int]:
 
 
 def rows_without(batch: Any, count: int, axis: int, padding: Padding | None, seen: Record) -> dict[int, int]:
-    """Rows of which nothing counts, while others of the batch do: by row, how many entries it has that could."""
+    """Rows of which nothing counts, while others of the batch do: by row, how many entries it has that could; first
+    those of which most of what tells says so."""
     ignored = list(dict.fromkeys([*_ignored(padding, seen), TORCHS_OWN]))
     masks = [rows for mask in _masks(batch, count, axis, ignored) for rows in _shifted(mask)]
     masks += [
@@ -68,12 +69,12 @@ def rows_without(batch: Any, count: int, axis: int, padding: Padding | None, see
         for value in ignored
         if leaf.shape == (count,) and not leaf.is_floating_point() and bool((leaf == value).any())
     ]
-    found: dict[int, int] = {}
+    entries: dict[int, list[int]] = {}
     for mask in masks:
         if mask.shape[1] and bool(mask.any()):
             for row in (~mask.any(1)).nonzero().flatten().tolist():
-                found.setdefault(row, mask.shape[1])
-    return found
+                entries.setdefault(row, []).append(mask.shape[1])
+    return {row: found[0] for row, found in sorted(entries.items(), key=lambda item: -len(item[1]))}
 
 
 def _plain(batch: Any) -> list[torch.Tensor]:

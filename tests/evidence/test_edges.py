@@ -294,3 +294,36 @@ def test_filters_of_warnings_are_as_they_were():
     before = list(warnings.filters)
     evidence(outright, lambda scores, _labels: scores.std(0).sum()).edges().one_row()
     assert list(warnings.filters) == before
+
+
+def test_of_several_lost_rows_the_one_that_matters_is_named():
+    def twice(x):
+        _ = x.squeeze(1).squeeze().sum()
+        return x.squeeze()
+
+    (found,) = evidence(twice).edges().row_lost().squeezes
+    assert found.shape == (1, 1, 3)
+
+
+def test_a_list_of_items_has_no_axis_of_rows():
+    items = [(torch.randn(4), torch.tensor(n % 3)) for n in range(6)]
+
+    def make():
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def fit(batches):
+            for batch in batches:
+                optimizer.zero_grad()
+                sum(F.cross_entropy(model(x), y) for x, y in batch).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=items, fit=fit)
+
+    with pytest.raises(CannotDecide, match="list of items"):
+        Evidence(make).edges()
+
+
+def test_the_row_that_lacks_most_comes_first():
+    labels = torch.tensor([[1, 2, -100], [7, -100, -100], [-100, -100, -100]])
+    assert list(rows_without({"y": labels}, 3, 0, None, NOTHING)) == [2, 1]

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pytest_trainloop import batch as nests
 from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
 from pytest_trainloop.evidence.batches import first_batches
@@ -114,13 +116,15 @@ class Edges:
         if seen.raised is not None or ruined(seen):
             raise CannotDecide("the loop does not run through on its own batches: see the checks before this one")
         if not seen.steps:
-            raise CannotDecide("the loop makes no step of an optimizer of torch's, after which a run could be ended")
+            raise CannotDecide("the loop makes no optimizer step on its own batches")
         if loop.split is not None or not isinstance(loop.axis, (int, type(None))):
             raise CannotDecide("rows are told apart by split=: give axis= to have single rows taken from the batch")
         given = loop.batches
         if loop.batch is not None:
             loop.batches = None  # the example, which no shuffling changes
         rows = MicroBatches.of(loop, seen, 1)
+        if isinstance(rows.batches[0], list) and not any(isinstance(item, torch.Tensor) for item in rows.batches[0]):
+            raise CannotDecide("the batch is a list of items, and rows are taken along an axis of tensors only")
         loop.batches = given
         made = cls(rows, seen, plan, run_plan, windows)
         made.ending = Ending(drops=True) if _takes_all_data(seen) else ending(given)
@@ -135,9 +139,9 @@ class Edges:
 
     @property
     def plain(self) -> list[int]:
-        """The rows in which something counts, the fullest first."""
-        full = [row for row in reversed(self._rows.valid.order) if row not in self.without]
-        return full if self._rows.valid.counts else sorted(full)
+        """The rows in which something counts, the fullest first; all of them where each lacks something."""
+        order = self._rows.valid.order[::-1] if self._rows.valid.counts else self._rows.valid.order
+        return [row for row in order if row not in self.without] or list(order)
 
     def taken(self, rows: list[int]) -> Compose:
         """A batch of these rows of the first one."""
@@ -146,8 +150,7 @@ class Edges:
     def one_row(self) -> Outcome:
         """A row in which something counts, alone."""
         if self._one is None:
-            row = self.plain[0] if self.plain else 0
-            self._one = self.outcome("1 row", self.taken([row]), self._squeezes.contexts)
+            self._one = self.outcome("1 row", self.taken(self.plain[:1]), self._squeezes.contexts)
         return self._one
 
     def row_lost(self) -> Lost | None:
@@ -184,10 +187,11 @@ class Edges:
         if not self.without or not self.one_row().fine:
             return None
         row, entries = next(iter(self.without.items()))
-        words = (
-            f"row {row} alone: 0 of its {entries} entries count" if entries > 1 else f"row {row} alone, not labelled"
-        )
-        return self.among_full(words, self.taken([row]))
+        counting = f"0 of its {entries} entries count" if entries > 1 else "it has no label"
+        if self._windows is None or self.ending.leaves_any:
+            return self.among_full(f"row {row} alone: {counting}", self.taken([row]))
+        words = f"row {row} as one of two micro-batches: {counting}"
+        return self.among_full(words, self.taken([row]), self._windows)
 
     def short(self) -> Short | None:
         """A row of length one, alone and cut to its length."""

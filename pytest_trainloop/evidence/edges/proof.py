@@ -59,9 +59,10 @@ def proven(edges: Edges, lost: Mapping[Key, Squeeze], whole: Mapping[Key, Squeez
     weights = _weights(exact, left_in, whole)
     if weights is None or not exact.holds:
         return None
+    chosen = _that_matter(exact, lost, left_in, whole)
     if apart is None:
-        return Lost(_that_matter(edges, lost, whole), one.raised, one.where, 1.0, 1.0, weights)
-    return Lost(tuple(lost.values()), "", "", apart.ratio, apart.cosine, weights)
+        return Lost(chosen, one.raised, one.where, 1.0, 1.0, weights)
+    return Lost(chosen, "", "", apart.ratio, apart.cosine, weights)
 
 
 class _Exact:
@@ -112,12 +113,18 @@ def _weights(exact: _Exact, first: Outcome, whole: Mapping[Key, Squeeze]) -> tup
     return weights
 
 
-def _that_matter(edges: Edges, lost: Mapping[Key, Squeeze], whole: Mapping[Key, Squeeze]) -> tuple[Squeeze, ...]:
-    """Those that are enough, each by itself, to have the loop go through; all of them where none is."""
-    if len(lost) == 1:
-        return tuple(lost.values())
-    row = edges.taken(edges.plain[:1])
-    enough = [
-        mine for key, mine in lost.items() if edges.outcome("1 row", row, Squeezes({key: whole[key]}).contexts).fine
-    ]
-    return tuple(enough or lost.values())
+def _that_matter(
+    exact: _Exact, lost: Mapping[Key, Squeeze], left_in: Outcome, whole: Mapping[Key, Squeeze]
+) -> tuple[Squeeze, ...]:
+    """Those that are enough, each by itself, for the same gradient; all of them where none is."""
+    sites: dict[tuple[str, int], Squeeze] = {}
+    for (file, instruction, _), squeeze in lost.items():
+        sites.setdefault((file, instruction), squeeze)
+    if len(sites) == 1:
+        return tuple(sites.values())
+    enough = []
+    for site, squeeze in sites.items():
+        mended = exact.run([0], {key: there for key, there in whole.items() if key[:2] == site})
+        if mended.fine and _apart(left_in, mended).difference <= ROUNDING:
+            enough.append(squeeze)
+    return tuple(enough or sites.values())
