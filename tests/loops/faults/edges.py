@@ -373,14 +373,24 @@ def recognition(mean):
     return make
 
 
+def mean_of_frames(errors, mask):
+    return (errors * mask).sum() / mask.sum()
+
+
+def mean_of_frames_if_any(errors, mask):
+    return (errors * mask).sum() / mask.sum().clamp(min=1)
+
+
 pair(
     "silent_frames_fill_a_micro_batch",
     "E3",
     CHECK,
     "nan_when_all_ignored",
+    culprits=("div",),
     where="return (errors * mask).sum() / mask.sum()",
-    faulty=recognition(lambda errors, mask: (errors * mask).sum() / mask.sum()),
-    fixed=recognition(lambda errors, mask: (errors * mask).sum() / (mask.numel() or 1)),
+    mentions=("2 of 8 rows",),
+    faulty=recognition(mean_of_frames),
+    fixed=recognition(mean_of_frames_if_any),
 )
 
 
