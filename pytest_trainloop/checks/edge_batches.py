@@ -16,9 +16,9 @@ How it decides
     since their loaders never give one. So that alone is no fault. It is one where the project's own ``DataLoader`` ends
     an epoch with such a batch, and the loop raises or loses its weights there; or where an observation shows that one
     row was meant to work: the loop is run on one row again with ``squeeze`` taking out only what it takes out of a full
-    batch. If it then goes through, and in float64 the gradient of two rows is a weighted sum of those of each alone
-    (see accumulation_equivalence), the row axis was lost by that call. A loader with ``drop_last`` has no such batch,
-    nor has a quasi-Newton method, which is given all data; one whose last batch is larger gets advice.
+    batch. If it then goes through, and in float64 the gradient of two rows is the sum of those of each alone, or a mean
+    of them (see accumulation_equivalence), the row axis was lost by that call. A loader with ``drop_last`` has no such
+    batch, nor has a quasi-Newton method, which is given all data; one whose last batch is larger gets advice.
     A row in which nothing counts must exist in the example batch. Weights lost to it are a fault if such a row can be a
     batch: the loader leaves any one row, or a quarter of the rows are so and ``accumulate`` splits them; else advice.
     Length one is looked at where such a row is there and the project's batches differ in width, as they do where each
@@ -152,7 +152,7 @@ def _squeezed(edges: Edges, lost: Lost) -> Finding:
         + (at if lost.raised else f"; the row's gradient is {known}, against the one with the axis left in"),
         shown_by=(
             f"with the axis left in {'one row goes through' if lost.raised else 'it is as among others'}, and the "
-            f"gradient of two rows is the sum of each one's own, weighed [{weights}], float64"
+            f"gradient of two rows is that of each alone, weighed [{weights}] and added, float64"
         ),
         culprits=tuple(dict.fromkeys(s.call for s in lost.squeezes)),
         where=str(first.place),

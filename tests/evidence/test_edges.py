@@ -327,3 +327,17 @@ def test_a_list_of_items_has_no_axis_of_rows():
 def test_the_row_that_lacks_most_comes_first():
     labels = torch.tensor([[1, 2, -100], [7, -100, -100], [-100, -100, -100]])
     assert list(rows_without({"y": labels}, 3, 0, None, NOTHING)) == [2, 1]
+
+
+def test_rows_that_weigh_each_other_may_not_be_meant_one_by_one():
+    """Returns of a rollout: what comes later weighs what came before."""
+
+    def rewarded(scores, labels):
+        scores = scores.reshape(-1, 3) if scores.dim() > 1 else scores
+        chosen = scores.log_softmax(-1)[torch.arange(len(labels)), labels]
+        returns = torch.arange(1.0, len(labels) + 1).flip(0)
+        return -(chosen * returns).mean()
+
+    edges = evidence(outright, rewarded).edges()
+    assert edges.one_row().raised
+    assert edges.row_lost() is None

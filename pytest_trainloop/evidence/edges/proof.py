@@ -2,8 +2,8 @@
 
 The proof has three parts. The loop goes through on one row once the call takes out what it takes out of a full batch.
 As it is, it does not, or it gives another gradient. And with the axis left in, single rows are what they are among
-others: the gradient of two rows is a weighted sum of those of each alone (RULINGS R4), in float64 and with nothing
-drawn. Where rows interact, one row may not be meant.
+others: the gradient of two rows is the sum of those of each alone, or a mean of them (RULINGS R4), in float64 and with
+nothing drawn. Where rows interact, one row may not be meant.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ ROUNDING = 1e3 * 2.0**-52
 
 SEPARABLE = 1e-9
 """Of the gradient of two rows, what may lie outside the span of the rows' own (RULINGS R4)."""
+
+TOLD_APART = 1e-7
+"""What weights are good to: the residual over the smallest singular value at which they are told apart (span.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +110,17 @@ def _weights(exact: _Exact, first: Outcome, whole: Mapping[Key, Squeeze]) -> tup
         if not bool(sides[0].any()):
             continue
         found = combination(sides[0], sides[1:])
-        if found is None or found.residual > SEPARABLE:
+        if found is None or found.residual > SEPARABLE or not _of_rows(found.weights):
             return None
         weights = weights or found.weights
     return weights
+
+
+def _of_rows(weights: tuple[float, ...]) -> bool:
+    """Whether they are those of a sum over rows, or of a mean: what one row gives depends on no other (the returns of a
+    rollout do, and are numbers that weigh its steps)."""
+    mean = all(w > 0 for w in weights) and abs(sum(weights) - 1) <= TOLD_APART
+    return mean or all(abs(w - 1) <= TOLD_APART for w in weights)
 
 
 def _that_matter(
