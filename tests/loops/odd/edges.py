@@ -214,6 +214,20 @@ def whole_data_by_lbfgs() -> TrainLoop:
     return TrainLoop(model=model, optimizer=optimizer, batch=binary(12), fit=fit)
 
 
+@odd(notes="rows are the steps of a rollout, whose returns are summed from behind: one step alone is no rollout")
+def steps_of_a_squeezed_rollout() -> TrainLoop:
+    states, actions = points(10)
+    rewards = (states.argmax(1) == actions).float() + 0.1 * torch.randn(10)
+
+    def loss_of(model, batch):
+        states, actions, rewards = batch
+        chosen = F.log_softmax(model(states)[:, None].squeeze(), -1).gather(-1, actions[:, None]).squeeze()
+        returns = rewards.flip(0).cumsum(0).flip(0)
+        return -(chosen * returns).mean()
+
+    return training(mlp(8, 16, 4), (states, actions, rewards), loss_of)
+
+
 # what the loader has left over
 
 
