@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.evidence.contracts.watching import Contracts
     from pytest_trainloop.evidence.cut import Cut
     from pytest_trainloop.evidence.dependence import Dependence
+    from pytest_trainloop.evidence.edges import Edges
     from pytest_trainloop.evidence.evaluations import Evaluation, Verdict
     from pytest_trainloop.evidence.modes import InEval
     from pytest_trainloop.evidence.onebatch import OneBatch, Progress
@@ -365,6 +366,16 @@ class Evidence:
         with preserved():
             batches = MicroBatches.of(build(self.make, self._fixed, self._seed), seen, WINDOWS)
         return Accumulation(batches, self._plan, self._counted)
+
+    def edges(self) -> Edges:
+        """Runs over batches that an unlucky epoch would bring, composed of rows of the first."""
+        from pytest_trainloop.evidence.edges import Edges
+
+        seen = self.run()
+        with preserved():
+            loop = build(self.make, self._fixed, self._seed)
+            windows = self._plan({"accumulate": 2}) if self.has_knob("accumulate") else None
+            return Edges.of(loop, seen, self._plans[()], self._counted, windows)
 
     def _first_look(self) -> frozenset[str]:
         with preserved():

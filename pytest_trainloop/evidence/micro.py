@@ -65,19 +65,20 @@ class MicroBatches:
         return count // 12 * 12 or count // k * k
 
     def whole(self, count: int) -> list[Any]:
-        return [self._taken(b, self.valid.order[:count]) for b in self.batches]
+        return [self.taken(b, self.valid.order[:count]) for b in self.batches]
 
     def reversed(self, count: int) -> list[Any]:
-        return [self._taken(b, self.valid.order[:count][::-1]) for b in self.batches]
+        return [self.taken(b, self.valid.order[:count][::-1]) for b in self.batches]
 
     def split(self, k: int, count: int) -> list[Any]:
         """The micro-batches of all batches, k of each, in order."""
         if self.own is not None:
             return [part for batch in self.whole(count) for part in self.own(batch, k)]
         size = count // k
-        return [self._taken(b, self.valid.order[i * size : (i + 1) * size]) for b in self.batches for i in range(k)]
+        return [self.taken(b, self.valid.order[i * size : (i + 1) * size]) for b in self.batches for i in range(k)]
 
-    def _taken(self, batch: Any, rows: Sequence[int]) -> Any:
+    def taken(self, batch: Any, rows: Sequence[int]) -> Any:
+        """These rows of one of the batches. Raises ``CannotDecide`` where they cannot be taken."""
         try:
             taken = nests.take(batch, rows, self.axis)
         except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:

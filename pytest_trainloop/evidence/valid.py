@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from pytest_trainloop.observe.record import Record
 
 
+TORCHS_OWN = -100
+"""What torch's losses ignore unless told otherwise; it is used for hand-made ones as well, and is no class or id."""
+
+
 @dataclass(frozen=True, slots=True)
 class Valid:
     """``order``: all rows, those with the fewest valid entries first (as they stand where all are alike or some have
@@ -58,12 +62,38 @@ def _ignored(padding: Padding | None, seen: Record) -> list[int]:
     return [v for v in dict.fromkeys([*found, *declared]) if v is not None]
 
 
-def _counts(batch: Any, count: int, axis: int, ignored: list[int]) -> Iterator[tuple[int, ...]]:
-    """Valid entries by row, and without the first or last position, which a loss on shifted targets drops: of integers
-    those that are not ignored, of numbers those that are not NaN, then of masks those that are set; then lengths that
-    are given as such, and how many entries the tensors have that stand in a list with one item for each row."""
-    plain = [t for t in nests.tensors(batch) if t.layout is torch.strided and not t.is_nested]
-    leaves = [t for t in plain if t.dim() > 1 and t.dim() > axis >= 0 and t.shape[axis] == count]
+def rows_without(batch: Any, count: int, axis: int, padding: Padding | None, seen: Record) -> dict[int, int]:
+    """Rows of which nothing counts, while others of the batch do: by row, how many entries it has that could; first
+    those of which most of what tells says so."""
+    ignored = list(dict.fromkeys([*_ignored(padding, seen), TORCHS_OWN]))
+    masks = [rows for mask in _masks(batch, count, axis, ignored) for rows in _shifted(mask)]
+    masks += [
+        (leaf != value)[:, None]
+        for leaf in _plain(batch)
+        for value in ignored
+        if leaf.shape == (count,) and not leaf.is_floating_point() and bool((leaf == value).any())
+    ]
+    entries: dict[int, list[int]] = {}
+    for mask in masks:
+        if mask.shape[1] and bool(mask.any()):
+            for row in (~mask.any(1)).nonzero().flatten().tolist():
+                entries.setdefault(row, []).append(mask.shape[1])
+    return {row: found[0] for row, found in sorted(entries.items(), key=lambda item: -len(item[1]))}
+
+
+def _plain(batch: Any) -> list[torch.Tensor]:
+    return [t for t in nests.tensors(batch) if t.layout is torch.strided and not t.is_nested]
+
+
+def _shifted(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """All entries, and those without the first or last position, which a loss on shifted targets drops."""
+    return mask, mask[:, 1:], mask[:, :-1]
+
+
+def _masks(batch: Any, count: int, axis: int, ignored: list[int]) -> Iterator[torch.Tensor]:
+    """What counts, as (rows, entries): of integers what is not ignored, of numbers what is not NaN, then of masks what
+    is set."""
+    leaves = [t for t in _plain(batch) if t.dim() > 1 and t.dim() > axis >= 0 and t.shape[axis] == count]
     valid = [
         leaf != value
         for value in ignored
@@ -73,11 +103,17 @@ def _counts(batch: Any, count: int, axis: int, ignored: list[int]) -> Iterator[t
     valid += [~leaf.isnan() for leaf in leaves if bool(leaf.isnan().any())]
     valid += [leaf != 0 for leaf in leaves if not leaf.is_complex() and bool(((leaf == 0) | (leaf == 1)).all())]
     for mask in valid:
-        rows = mask.movedim(axis, 0).flatten(1)
-        for shifted in (rows, rows[:, 1:], rows[:, :-1]):
-            yield tuple(int(n) for n in shifted.sum(1))
-    lengths = [t for t in plain if t.shape == (count,) and not t.is_floating_point() and not t.is_complex()]
-    for leaf in lengths:
-        yield tuple(int(n) for n in leaf)
+        yield mask.movedim(axis, 0).flatten(1)
+
+
+def _counts(batch: Any, count: int, axis: int, ignored: list[int]) -> Iterator[tuple[int, ...]]:
+    """Valid entries by row, then lengths that are given as such, and how many entries the tensors have that stand in a
+    list with one item for each row."""
+    for mask in _masks(batch, count, axis, ignored):
+        for rows in _shifted(mask):
+            yield tuple(int(n) for n in rows.sum(1))
+    for leaf in _plain(batch):
+        if leaf.shape == (count,) and not leaf.is_floating_point() and not leaf.is_complex():
+            yield tuple(int(n) for n in leaf)
     for listed in nests.lists_of_rows(batch, count):
         yield from zip(*([len(t) for t in nests.tensors(row) if t.dim()] for row in listed), strict=False)
