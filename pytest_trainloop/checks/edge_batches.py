@@ -18,7 +18,8 @@ How it decides
     row was meant to work: the loop is run on one row again with ``squeeze`` taking out only what it takes out of a full
     batch. If it then goes through, and in float64 the gradient of two rows is the sum of those of each alone, or a mean
     of them (see accumulation_equivalence), the row axis was lost by that call. A loader with ``drop_last`` has no such
-    batch, nor has a quasi-Newton method, which is given all data; one whose last batch is larger gets advice.
+    batch, nor has a quasi-Newton method, which is given all data; one whose last batch is larger gets advice. So does
+    a loop that raises on one row, where no loader is given: whether one comes is not known, and it would be noticed.
     A row in which nothing counts must exist in the example batch. Weights lost to it are a fault if such a row can be a
     batch: the loader leaves any one row, or a quarter of the rows are so and ``accumulate`` splits them; else advice.
     Length one is looked at where such a row is there and the project's batches differ in width, as they do where each
@@ -146,7 +147,7 @@ def _squeezed(edges: Edges, lost: Lost) -> Finding:
     weights = ", ".join(f"{w:.3g}" for w in lost.weights)
     return Finding(
         cause="row_axis_squeezed",
-        level="advice" if edges.ending.leaves_none else "fault",
+        level="fault" if _may_come(edges, lost) else "advice",
         summary=f"on a batch of one row {calls} takes the row axis out too: {harm}",
         measured=f"{_shape(first.shape)} becomes {_shape(first.left)}"
         + (at if lost.raised else f"; the row's gradient is {known}, against the one with the axis left in"),
@@ -159,6 +160,13 @@ def _squeezed(edges: Edges, lost: Lost) -> Finding:
         smallest="1 row",
         repair="name the axis: squeeze(-1), squeeze(1); or flatten(1), which keeps rows",
     )
+
+
+def _may_come(edges: Edges, lost: Lost) -> bool:
+    """Whether one row is a batch that the loop must take: the loader ends with one; or, where nothing is known of a
+    loader, the gradient is wrong and nothing is raised (what is raised is noticed the first time it comes)."""
+    ending = edges.ending
+    return ending.leaves_one or not (ending.leaves_none or lost.raised)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

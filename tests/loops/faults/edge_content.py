@@ -58,7 +58,7 @@ def finetuning(loss_of):
 
 pair(
     "a_question_without_an_answer_is_left_over",
-    "E3",
+    "batch",
     CHECK,
     "nan_when_all_ignored",
     culprits=("div",),
@@ -69,7 +69,7 @@ pair(
 )
 pair(
     "the_loss_of_a_question_without_an_answer_is_logged",
-    "E3",
+    "batch",
     CHECK,
     "nan_when_all_ignored",
     level="advice",
@@ -116,7 +116,7 @@ def mean_of_frames_if_any(errors, mask):
 
 pair(
     "silent_frames_fill_a_micro_batch",
-    "E3",
+    "batch",
     CHECK,
     "nan_when_all_ignored",
     culprits=("div",),
@@ -227,7 +227,7 @@ def by_spread_about_zero(values):
 
 pair(
     "a_sentence_of_one_word_has_no_spread",
-    "E4",
+    "batch",
     CHECK,
     "nan_at_length_one",
     culprits=("std",),
@@ -237,7 +237,7 @@ pair(
 )
 pair(
     "a_meter_that_was_read_once_has_no_spread",
-    "E4",
+    "batch",
     CHECK,
     "nan_at_length_one",
     level="advice",
@@ -281,7 +281,7 @@ def classifying(rows):
 
 pair(
     "table_without_the_padding_token",
-    "E5",
+    "batch",
     CHECK,
     "index_out_of_table",
     culprits=("embed",),
@@ -310,7 +310,7 @@ def continuing(vocabulary):
 
 pair(
     "language_model_of_one_word_too_few",
-    "E5",
+    "batch",
     CHECK,
     "index_out_of_table",
     culprits=("token",),

@@ -71,9 +71,10 @@ def pooled(norm, squeeze):
 for norm, title in ((False, "plain"), (True, "normed")):
     pair(
         f"pooled_features_of_one_image_lose_their_row_{title}",
-        "E1",
+        "batch",
         CHECK,
         "row_axis_squeezed",
+        level="advice",
         culprits=("squeeze()",),
         where="return x.squeeze()",
         mentions=("(1, 8, 1, 1) becomes (8,)", "RuntimeError"),
@@ -118,9 +119,10 @@ def lit(squeeze):
 
 pair(
     "one_score_is_no_vector",
-    "E1",
+    "batch",
     CHECK,
     "row_axis_squeezed",
+    level="advice",
     culprits=("squeeze()",),
     mentions=("(1, 1) becomes ()", "ValueError"),
     faulty=lit(lambda x: torch.squeeze(x)),
@@ -163,7 +165,7 @@ def distilled(squeeze):
 
 pair(
     "batchmean_of_one_row_divides_by_the_classes",
-    "E1",
+    "batch",
     CHECK,
     "row_axis_squeezed",
     culprits=("squeeze()",),
@@ -196,7 +198,7 @@ def summed(squeeze):
 
 pair(
     "one_sentence_is_divided_by_its_tokens",
-    "E1",
+    "batch",
     CHECK,
     "row_axis_squeezed",
     culprits=("squeeze(0)",),
@@ -233,7 +235,7 @@ def with_batch_norm(drop_last):
 
 pair(
     "batch_norm_meets_a_leftover_row",
-    "E2",
+    "batch",
     CHECK,
     "leftover_batch",
     culprits=("DataLoader",),
@@ -270,7 +272,7 @@ def by_deviation(advantages):
 
 pair(
     "advantages_of_one_row_have_no_deviation",
-    "E2",
+    "batch",
     CHECK,
     "leftover_batch",
     culprits=("DataLoader", "std"),
