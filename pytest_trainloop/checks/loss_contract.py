@@ -71,6 +71,9 @@ NOT_FINITE = frozenset(
 NO_GRADIENT = frozenset({"activation_on_logits", "probabilities_as_logits", "saturated", "single_class"})
 """Causes by which gradients may be nothing."""
 
+PADDING = frozenset({"padding_counted", "ignore_index_mismatch"})
+"""Causes by which the loss counts padding."""
+
 CAUSES = {
     "probabilities_as_logits": "the scores come from a softmax or a sigmoid, or sum to 1 in every row of every call",
     "log_probabilities_as_logits": "the scores come from log_softmax: harmless to cross_entropy",
@@ -147,4 +150,5 @@ def _finding(breach: Breach, times: int, calls: int) -> Finding:
 
 def _explained(cause: str) -> tuple[str, ...]:
     gradients = ("gradient_reaches_every_param", "every_param_moves") if cause in NO_GRADIENT else ()
-    return (*LEARNING, *(("finite",) if cause in NOT_FINITE else ()), *gradients)
+    padding = ("padding_invariance",) if cause in PADDING else ()
+    return (*LEARNING, *(("finite",) if cause in NOT_FINITE else ()), *gradients, *padding)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.evidence.evaluations import Evaluation, Verdict
     from pytest_trainloop.evidence.modes import InEval
     from pytest_trainloop.evidence.onebatch import OneBatch, Progress
+    from pytest_trainloop.evidence.padding.runs import PaddingRuns
     from pytest_trainloop.evidence.repeat import Repetition
     from pytest_trainloop.evidence.trace import Kind
     from pytest_trainloop.finding import Finding
@@ -357,6 +358,13 @@ class Evidence:
         with preserved():
             batches = MicroBatches.of(build(self.make, self._fixed, self._seed), seen, WINDOWS)
         return Accumulation(batches, self._plan, self._counted)
+
+    def padding(self) -> PaddingRuns:
+        """The runs over rows with more and with less padding."""
+        from pytest_trainloop.evidence.padding.runs import PaddingRuns
+
+        with preserved():
+            return PaddingRuns.of(build(self.make, self._fixed, self._seed), self.run, self._plan({}), self._counted)
 
     def _first_look(self) -> frozenset[str]:
         with preserved():
