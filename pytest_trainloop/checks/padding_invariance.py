@@ -17,9 +17,11 @@ How it decides
     A difference alone is no fault: many models mix neighbours or scale by length. It is one where closing a single way
     makes both gradients equal: padded keys left out of attention, pooling over real positions only, positions counted
     from the first real one; or where the gradient is exactly the share of real positions times the other.
-    Advice stays advice where the project may want it so: with batches of one fixed length, positions from the left edge,
-    a constant divisor, and zeros in a mean; with padding that only an embedding's padding_idx tells, or a mask beside
-    features, which may be of observations; behind convolutions, and for maxima, where pooling over padding is common.
+    It is advice where the project may want it so: with batches of one fixed length, positions from the left edge, a
+    constant divisor and zeros in a mean; with padding that only an embedding's padding_idx tells, or a mask beside
+    features (it may be of observations); behind convolutions and for maxima, where pooling over padding is common; and
+    for a recurrent net that is not packed, of which no state in or behind the padding is used: its backward direction,
+    or the whole where padding comes first, merely begins in another state.
 
 Faulty
     >>> class Reader(nn.Module):
@@ -39,7 +41,8 @@ Faulty
     ...         optimizer.zero_grad()
     ...         F.cross_entropy(model(batch["ids"], batch["lengths"]), batch["tags"]).backward()
     ...         optimizer.step()
-    >>> loop = TrainLoop(model=model, optimizer=optimizer, batch={"ids": ids, "lengths": lengths, "tags": tags}, fit=train)
+    >>> batch = {"ids": ids, "lengths": lengths, "tags": tags}
+    >>> loop = TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=train)
 
 Fixed
     >>> class Reader(nn.Module):
@@ -60,11 +63,13 @@ Fixed
     ...         optimizer.zero_grad()
     ...         F.cross_entropy(model(batch["ids"], batch["lengths"]), batch["tags"]).backward()
     ...         optimizer.step()
-    >>> loop = TrainLoop(model=model, optimizer=optimizer, batch={"ids": ids, "lengths": lengths, "tags": tags}, fit=train)
+    >>> batch = {"ids": ids, "lengths": lengths, "tags": tags}
+    >>> loop = TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=train)
 
 Known limits
-    Models of one fixed length raise on cut rows and are skipped, as are loops that draw by the length of the batch. What
-    attends by an einsum of its own, or steps through time cell by cell, gives advice only.
+    Models of one fixed length raise on cut rows and are skipped, as are loops that draw by the length of the batch.
+    What attends by an einsum of its own, or steps through time cell by cell, gives advice only; so does what is inside
+    an activation checkpoint that is not torch's own, or a compiled kernel.
 
 References
     https://huggingface.co/docs/transformers/pad_truncation
@@ -78,6 +83,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks import check
+from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
 
 if TYPE_CHECKING:
@@ -116,7 +122,7 @@ _ATTENTION = _Way(
     frozenset({"attention"}),
     "attention looks at padded positions",
     "with padded keys left out there both gradients are equal",
-    "give attention the mask: key_padding_mask (true at padding) or attn_mask, attention_mask with Hugging Face models",
+    "give attention the mask: key_padding_mask (true at padding), attn_mask, or attention_mask of Hugging Face models",
 )
 _POOLING = _Way(
     "padding_pooled",
@@ -135,6 +141,7 @@ _POSITIONS = _Way(
 _WAYS = (_ATTENTION, _POOLING, _POSITIONS)
 
 _MAXIMA = frozenset({"max", "amax", "min", "amin", "adaptive_max_pool1d", "max_pool1d"})
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _MEANS = frozenset({"mean", "nanmean", "adaptive_avg_pool1d", "avg_pool1d", "embedding_bag"})
 
 
@@ -154,6 +161,8 @@ def _explained(evidence: Evidence, made: PaddingRuns, found: Compared) -> Iterat
     if inverted is not None:
         yield _inverted(made, found, inverted)
         return
+    if not found.agreement.difference < float("inf"):
+        raise CannotDecide("the gradient is not finite, with the padding or without (see finite)")
     if found.factor:
         yield _mean(made, found)
         return
@@ -171,23 +180,35 @@ def _explained(evidence: Evidence, made: PaddingRuns, found: Compared) -> Iterat
 
 def _of_way(made: PaddingRuns, found: Compared, way: _Way, closing: frozenset[str]) -> Finding:
     calls = [m for m in made.seen(found, closing).closed if m.way in way.closing]
-    others = closing - way.closing
-    beside = f", and {_OTHERS[next(iter(others))]}" if others else ""
     if not calls:
         return _counts(made, found)
+    if way is _POOLING and (only := _recurrent_only(made, found, calls)):
+        return _counts(made, found, calls[0], only)
+    others = closing - way.closing
+    beside = f", and {_OTHERS[next(iter(others))]}" if others else ""
     reason = _excuse(made, found, way, calls)
+    shown = way.shown_by if not others else "with both set right both gradients are equal, and with either alone not"
     return _finding(
         made,
         found,
         way.cause,
         f"{way.summary}{beside}: {_by(found)}",
-        shown=f"{way.shown_by}{f' ({reason})' if reason else ''}",
+        shown=f"{shown}{f' ({reason})' if reason else ''}",
         culprit=calls[0].op,
         where=str(calls[0].place),
         repair=way.repair,
         level="advice" if reason else "fault",
         holds=lambda smaller: made.closes(smaller, closing) is not None,
     )
+
+
+def _recurrent_only(made: PaddingRuns, found: Compared, calls: list[Met]) -> str:
+    """Why a recurrent net that runs over padding may be meant; nothing where what is behind the padding is used."""
+    if not {m.op for m in calls} & _RECURRENT:
+        return ""
+    if made.left:
+        return "it comes first, and changes the state that the row begins with"
+    return "" if made.seen(found).behind else "only the backward direction begins in it, and nothing behind it is used"
 
 
 _OTHERS = {
@@ -205,13 +226,8 @@ def _excuse(made: PaddingRuns, found: Compared, way: _Way, calls: list[Met]) -> 
         return f"known as padding only by {made.told}: pass padding=Padding(...) to have it judged"
     if way is _ATTENTION:
         return ""
-    recurrent = bool(ops & {"lstm", "gru", "rnn_tanh", "rnn_relu"})
     if any("conv" in m.op for m in seen.met):
         return "pooling over padding behind convolutions is common"
-    if recurrent and made.left:
-        return "the padding comes first and only changes the state that the row begins with"
-    if recurrent and not seen.behind:
-        return "no state in or behind the padding is used: the backward direction begins there"
     if ops <= _MAXIMA:
         return "a maximum over padding is common"
     if ops <= _MEANS and all(m.zeros for m in calls) and not made.varying:
@@ -255,34 +271,40 @@ def _mean(made: PaddingRuns, found: Compared) -> Finding:
 def _targets(evidence: Evidence, made: PaddingRuns, found: Compared) -> Finding | None:
     """Padded positions that count in the loss like real ones."""
     ways = frozenset({"outputs"})
-    cut = made.cut(found, ways)
+    cut = made.cut(found, ways) if found.part.padded > 1 else None
     if cut is None:
         return None
-    known = evidence.behind("padding_invariance")
+    members = cut.factor > 0 and made.sure
     return _finding(
         made,
         found,
         "padded_targets",
         f"outputs in padded positions count in the loss: {_by(found)}",
-        shown="without what comes from them the gradient is that of the real positions alone",
+        shown="without what comes from them the gradient is that of the real positions alone"
+        + (", divided by all positions" if cut.factor else ": a penalty on outputs may be meant"),
         culprit="loss.backward()",
         where=made.backward(found),
         repair="take padded positions out before the mean: ignore_index, or (loss * mask).sum() / mask.sum()",
-        level="fault" if known or made.sure else "advice",
+        level="fault" if members or evidence.behind("padding_invariance") else "advice",
         holds=lambda smaller: made.cut(smaller, ways) is not None,
     )
 
 
-def _counts(made: PaddingRuns, found: Compared) -> Finding:
-    seen = made.seen(found)
-    first = next(iter((*seen.met, *made.touched(found))), None)
-    through = f", first through {first.op}" if first else ""
+def _counts(made: PaddingRuns, found: Compared, through: Met | None = None, reason: str = "") -> Finding:
+    if found.part.padded < 2:
+        raise CannotDecide(
+            "the gradient changes with the one padded position of a row, which may be the end of a text: give a batch "
+            "with rows that are shorter by two or more"
+        )
+    first = through or next(iter((*made.seen(found).met, *made.touched(found))), None)
     return _finding(
         made,
         found,
         "padding_counts",
-        f"the loss changes with padding, {_by(found)}{through}",
-        shown="not determined; ruled out as single causes: attention over padded keys, pooling, shifted positions, the mean",
+        f"the loss changes with padding{f', first through {first.op}' if first else ''}: {_by(found)}",
+        shown=f"over real positions only both gradients are equal: {reason}"
+        if reason
+        else "not determined; ruled out as single causes: padded keys, pooling, shifted positions, a factor",
         culprit=first.op if first else "loss.backward()",
         where=str(first.place) if first else made.backward(found),
         repair="mask padded positions before positions are mixed; skip the check where this is meant",

@@ -93,7 +93,9 @@ class _Batch:
         for tensor in flat:
             if is_binary(tensor):
                 yield from (("mask", found) for end in (0, 1) if (found := runs(tensor == end)) is not None)
-        sizes = dict.fromkeys(t.shape[1 - self._rows] for t in self._tensors if t.dim() > 1 and self._rows < 2)
+        sizes = dict.fromkeys(
+            s for t in self._tensors for a, s in enumerate(t.shape) if t.dim() > 1 and a != self._rows
+        )
         for tensor in self._tensors:
             if tensor.shape == (self._count,):
                 yield from (("lengths", beyond(tensor, size)) for size in sizes if are_lengths(tensor, size))
@@ -122,7 +124,7 @@ class _Batch:
 
 
 def _is_empty(tensor: torch.Tensor, mask: torch.Tensor) -> bool:
-    """Whether one value stands in all of these places, or positions: counted in every row alike, or up to its length."""
+    """Whether one value stands in all of these places, or positions: counted alike in all rows, or up to a length."""
     values = tensor[mask]
     if bool((values == values[:1]).all()):
         return True

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pytest_trainloop.evidence.padding.slices import Span
 
 Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
-AVERAGES = frozenset({"mean", "nanmean", "adaptive_avg_pool1d", "avg_pool1d", "embedding_bag"})
-LARGEST = frozenset({"max", "amax", "min", "amin", "adaptive_max_pool1d", "max_pool1d"})
 _REDUCTIONS = frozenset("mean nanmean sum nansum max amax min amin logsumexp std var median norm".split())
 _ADAPTIVE = frozenset({"adaptive_avg_pool1d", "adaptive_max_pool1d"})
 _WHOLE = frozenset({"avg_pool1d", "max_pool1d"})
@@ -41,9 +41,9 @@ def pooled(name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any],
     if name in _REDUCTIONS and given.dim() >= SEVERAL:
         return _reduced(call, given, args, kwargs, span)
     if name in _ADAPTIVE or name in _WHOLE:
-        return _pooled(name, call, given, args, kwargs, span)
+        return _pooled(name, given, args, kwargs, span)
     if name in _READS:
-        return _read(name, call, given, args, span)
+        return _read(name, given, args, span)
     return None
 
 
@@ -54,15 +54,15 @@ def _narrowed(tensor: torch.Tensor, axis: int, real: tuple[int, int]) -> torch.T
 def _reduced(call: Call, given: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], span: Span) -> Any:
     dims = next((kwargs[k] for k in ("dim", "axis") if k in kwargs), args[1] if len(args) > 1 else None)
     chosen = [dims] if isinstance(dims, int) else list(dims) if isinstance(dims, (tuple, list)) else []
+    if len(chosen) > 1 and any(dim % given.dim() == 0 for dim in chosen):
+        return None  # over rows too: a statistic of the batch
     for dim in chosen:
-        if isinstance(dim, int) and (real := span.of(given.shape[dim])) is not None:
+        if (real := span.of(given.shape[dim])) is not None:
             return call((_narrowed(given, dim, real), *args[1:]), {k: v for k, v in kwargs.items() if k != "input"})
     return None
 
 
-def _pooled(
-    name: str, call: Call, given: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], span: Span
-) -> Any:
+def _pooled(name: str, given: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], span: Span) -> Any:
     """Pools that make one of all positions."""
     size, real = args[1] if len(args) > 1 else None, span.of(given.shape[-1])
     size = next((kwargs[k] for k in ("output_size", "kernel_size") if k in kwargs), size)
@@ -73,31 +73,36 @@ def _pooled(
     return pool(_narrowed(given, -1, real), 1 if name in _ADAPTIVE else real[1] - real[0])
 
 
-def _read(name: str, call: Call, given: torch.Tensor, args: tuple[Any, ...], span: Span) -> Any:
+def _read(name: str, given: torch.Tensor, args: tuple[Any, ...], span: Span) -> Any:
     """The first or the last position, read from where the padding stands."""
+    index = _index(name, given, args)
+    for number, axis in _axes(given, index):
+        real = span.of(given.shape[axis])
+        other = _at_the_end(index[number], given.shape[axis], real) if real is not None else None
+        if real is not None and other is not None:
+            inside = (*index[:number], other, *index[number + 1 :])
+            return _narrowed(given, axis, real)[inside]
+    return None
+
+
+def _index(name: str, given: torch.Tensor, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if name == "select":
-        if len(args) != 3 or not all(isinstance(a, int) for a in args[1:]):
-            return None
-        axis, place = args[1] % given.dim(), args[2]
-        index: tuple[Any, ...] = (*[slice(None)] * axis, place)
-    else:
-        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        plain = len(args) == 3 and all(isinstance(a, int) for a in args[1:])
+        return (*[slice(None)] * (args[1] % given.dim()), args[2]) if plain else ()
+    return args[1] if isinstance(args[1], tuple) else (args[1],)
+
+
+def _axes(given: torch.Tensor, index: tuple[Any, ...]) -> Iterator[tuple[int, int]]:
+    """The place of each item of an index and the axis that it picks from, up to the first tensor."""
     axis = 0
     for number, item in enumerate(index):
-        if item is None:
-            continue
         if item is Ellipsis:
-            axis = given.dim() - sum(i is not None and i is not Ellipsis for i in index[number:])
-            continue
-        if axis >= given.dim() or isinstance(item, torch.Tensor):
-            return None
-        real = span.of(given.shape[axis])
-        other = _at_the_end(item, given.shape[axis], real) if real is not None else None
-        if real is not None and other is not None:
-            found = _narrowed(given, axis, real)[(*index[:number], other, *index[number + 1 :])]
-            return found
-        axis += 1
-    return None
+            axis = given.dim() - sum(i is not None for i in index[number + 1 :])
+        elif isinstance(item, torch.Tensor) or axis >= given.dim():
+            return
+        elif item is not None:
+            yield number, axis
+            axis += 1
 
 
 def _at_the_end(item: Any, size: int, real: tuple[int, int]) -> Any:

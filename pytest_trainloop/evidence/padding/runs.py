@@ -124,7 +124,9 @@ class PaddingRuns:
 
     @property
     def told(self) -> str:
-        how = {"id": "the pad id", "mask": "a mask in the batch", "lengths": "lengths in the batch"}[self._padded.source]
+        how = {"id": "the pad id", "mask": "a mask in the batch", "lengths": "lengths in the batch"}[
+            self._padded.source
+        ]
         if not self._declared:
             return how if self._padded.source != "id" else "an embedding's padding_idx"
         return "the declared pad id" if self._padded.source == "id" else f"padding= and {how}"
@@ -249,7 +251,7 @@ class PaddingRuns:
     def _gradients(self, part: Part, ways: frozenset[str]) -> tuple[Record, dict[int, dict[str, torch.Tensor]]] | None:
         record = self._made(part, ways)[0]
         if record.raised is not None:
-            self.refused = f"fit raised {record.raised.summary} on rows that are all shorter than the batch, or cut to their length"
+            self.refused = f"fit raised {record.raised.summary} on rows that are all padded, or cut to their length"
             return None
         if not record.double:
             self.refused = f"the loop computes in a lower precision than float64 ({', '.join(record.lower[:1])})"

@@ -46,7 +46,7 @@ def _of_table(call: Call, table: torch.Tensor, index: Any, span: Span) -> torch.
             found = call((table, (*items[:number], moved, *items[number + 1 :])), {})
             return found if isinstance(found, torch.Tensor) else None
     from_first = [i for i in items if isinstance(i, slice) and i.start in (None, 0) and isinstance(i.stop, int)]
-    out = call((table, index), {})
+    out: torch.Tensor = call((table, index), {})
     for item in from_first:
         real = span.of(item.stop)
         axis = next((a for a in range(out.dim()) if out.shape[a] == item.stop), None)

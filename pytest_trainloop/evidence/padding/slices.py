@@ -6,14 +6,14 @@ import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from pytest_trainloop import batch as nests
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.evidence.padding.known import Padded, plain, time_axes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +65,11 @@ class Span:
 
 def parts(padded: Padded) -> list[Part]:
     """The rows with the fewest real positions, and those with the most of all that are padded: as many of each as have
-    equally many. Rows with less than two real ones are left out, since a model of the next position has no target in
-    them."""
+    equally many. Where there are others, rows with less than two real positions are left out, since a model of the next
+    position has no target in them, and rows with less than two padded ones, since the first may end a text."""
     lengths, total = padded.lengths(), padded.positions
-    sizes = sorted({n for n in lengths if 2 <= n < total} or {n for n in lengths if 1 <= n < total})
+    wanted = ([n for n in lengths if 2 <= n <= total - 2], [n for n in lengths if 1 <= n < total])
+    sizes = sorted(next((found for found in wanted if found), ()))
     chosen = list(dict.fromkeys((sizes[0], sizes[-1]))) if sizes else []
     return [
         Part(rows, 0, total, total - n if padded.left else 0, total if padded.left else n)

@@ -51,9 +51,7 @@ def loop(model, keys, loss_of, *, varying=False, left=False, **fields):
         return {key: batch[key] for key in keys}
 
     batches = (lambda n: [only(b) for b in of_lengths(n, left=left)]) if varying else None
-    return TrainLoop(
-        model=model, optimizer=optimizer, batch=only(texts(left=left)), batches=batches, fit=fit, **fields
-    )
+    return TrainLoop(model=model, optimizer=optimizer, batch=only(texts(left=left)), batches=batches, fit=fit, **fields)
 
 
 def class_loss(model, batch):

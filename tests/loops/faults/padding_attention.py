@@ -29,6 +29,18 @@ pair(
 )
 
 
+pair(
+    "key_padding_mask_inverted",
+    "O15",
+    "padding_invariance",
+    "padded_keys_attended",
+    culprits=("multi_head_attention_forward",),
+    mentions=("inverted",),
+    faulty=encoder(lambda mask: mask == 1),
+    fixed=encoder(lambda mask: mask == 0),
+)
+
+
 # The mask is added to the scores, and it is zero where it should be large.
 
 

@@ -108,6 +108,8 @@ pair(
     "O15",
     "padding_invariance",
     "padded_targets",
+    level="advice",
+    mentions=("a penalty on outputs may be meant",),
     faulty=frames(kept=False),
     fixed=frames(kept=True),
 )
