@@ -281,7 +281,11 @@ def _targets(evidence: Evidence, made: PaddingRuns, found: Compared) -> Finding 
         "padded_targets",
         f"outputs in padded positions count in the loss: {_by(found)}",
         shown="without what comes from them the gradient is that of the real positions alone"
-        + (", divided by all positions" if cut.factor else ": a penalty on outputs may be meant"),
+        + (
+            ", divided by all positions"
+            if cut.factor
+            else ": a penalty on outputs, or a first token told by the padding before it, may be meant"
+        ),
         culprit="loss.backward()",
         where=made.backward(found),
         repair="take padded positions out before the mean: ignore_index, or (loss * mask).sum() / mask.sum()",
@@ -341,7 +345,7 @@ def _finding(
         summary=summary,
         measured=(
             f"|g| with padding / without = {found.agreement.ratio:.4g}, cosine {found.agreement.cosine:.4g}, loss "
-            f"{found.losses[0]:.5g} and {found.losses[1]:.5g}, all {found.parameters} parameters, float64"
+            f"{found.losses[0]:.5g} and {found.losses[1]:.5g}, all {found.parameters} parameters, {found.precision}"
         ),
         shown_by=f"{shown}; padding is known by {made.told}",
         culprits=(culprit,),

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 LOOKED_AT = 4
 """Batches of the loop that are looked at for their lengths."""
 
-BOUND = ROUNDING * torch.finfo(torch.float64).eps
+BOUNDS = {d: ROUNDING * torch.finfo(getattr(torch, d)).eps for d in ("float64", "float32")}
+"""Within which two orders of summation agree, by the precision that a loop is run in."""
 
 OPEN: frozenset[str] = frozenset()
 
@@ -48,10 +49,11 @@ class Compared:
     agreement: Agreement
     losses: tuple[float, float]
     parameters: int
+    precision: str = "float64"
 
     @property
     def equal(self) -> bool:
-        return self.agreement.difference <= BOUND
+        return self.agreement.difference <= BOUNDS[self.precision]
 
     @property
     def factor(self) -> float:
@@ -59,8 +61,9 @@ class Compared:
         positions, or of all but one (targets that are shifted). 0 otherwise."""
         total, real = self.part.stop - self.part.start, self.less.stop - self.less.start
         shares = [real / total, (real - 1) / (total - 1)] if real > 1 else [real / total]
-        parallel = self.agreement.cosine > 1 - 1e-12
-        return next((s for s in shares if parallel and abs(self.agreement.ratio / s - 1) <= BOUND), 0.0)
+        bound = BOUNDS[self.precision]
+        parallel = self.agreement.cosine > 1 - bound
+        return next((s for s in shares if parallel and abs(self.agreement.ratio / s - 1) <= bound), 0.0)
 
 
 class PaddingRuns:
@@ -88,6 +91,8 @@ class PaddingRuns:
         self._start = SameStart()
         self._runs: dict[object, tuple[Record, Seen]] = {}
         self._count: int | None = None
+        self._precision = "float64"
+        self._works = False
         self._declared = declared
         self.varying = varying
         self.refused = ""
@@ -97,7 +102,8 @@ class PaddingRuns:
         cls, loop: TrainLoop, seen: Callable[[], Record], plan: RunPlan, run_plan: Callable[[RunPlan], Record]
     ) -> PaddingRuns:
         """Raises ``CannotDecide`` where no padding is known."""
-        rows = loop.axis if isinstance(loop.axis, int) else 0
+        time_first = loop.padding is not None and loop.padding.dim == 0
+        rows = loop.axis if isinstance(loop.axis, int) else int(time_first)
         given = first_batches(loop, LOOKED_AT)
         pads = [
             m.padding_idx
@@ -164,11 +170,9 @@ class PaddingRuns:
         cannot be run so (``refused`` says why), or no gradient comes."""
         less = part.trimmed(keep)
         both = [self._gradients(p, ways) for p in (part, less)]
-        rows = nests.rows(self._batch, self._padded.rows)
-        if None in both and self._count is None and len(part.rows) < rows:
-            self._count = rows  # the loop may need as many rows as ever
-            self._runs.clear()
+        if None in both and not self._works and self._otherwise(part):
             return self.compare(part, keep=keep, ways=ways)
+        self._works = self._works or None not in both
         if both[0] is None or both[1] is None:
             return None
         (record, more), (other, fewer) = both[0], both[1]
@@ -177,7 +181,21 @@ class PaddingRuns:
         if not moving:
             return None
         chosen, worst = max(moving, key=lambda pair: pair[1].difference)
-        return Compared(part, less, worst, (_loss(record), _loss(other)), len(fewer[chosen]))
+        return Compared(part, less, worst, (_loss(record), _loss(other)), len(fewer[chosen]), self._precision)
+
+    def _otherwise(self, part: Part) -> bool:
+        """Whether there is another way to run a loop that did not run through: with as many rows as ever, and then in
+        float32, since a kernel of its own may know no other."""
+        rows = nests.rows(self._batch, self._padded.rows)
+        if self._count is None and len(part.rows) < rows:
+            self._count = rows
+        elif self._precision == "float64":
+            self._precision = "float32"
+        else:
+            return False
+        self._runs.clear()
+        self._start = SameStart()
+        return True
 
     def _ends_a_text(self, found: Compared) -> bool:
         """Whether one padded position makes the difference, and more of them none."""
@@ -219,7 +237,7 @@ class PaddingRuns:
             ),
         ):
             first, again = self._made(found.part, OPEN)[0], self._run(found.part, OPEN, fit_seed)[0]
-            if any(_apart(first, again, o) > BOUND for o in optimizers(first)):
+            if any(_apart(first, again, o) > BOUNDS[self._precision] for o in optimizers(first)):
                 raise refused
 
     def cut(self, found: Compared, ways: frozenset[str]) -> Compared | None:
@@ -253,8 +271,9 @@ class PaddingRuns:
         if record.raised is not None:
             self.refused = f"fit raised {record.raised.summary} on rows that are all padded, or cut to their length"
             return None
-        if not record.double:
-            self.refused = f"the loop computes in a lower precision than float64 ({', '.join(record.lower[:1])})"
+        low = [p.name for p in record.parameters if p.dtype in ("float16", "bfloat16")]
+        if (self._precision == "float64" and not record.double) or low:
+            self.refused = f"the loop computes in a low precision all the same ({', '.join((*record.lower, *low)[:1])})"
             return None
         found = {o: g for o in optimizers(record) if (g := consumed(record, o, 0))}
         if not found:
@@ -275,9 +294,8 @@ class PaddingRuns:
             self._start,
             lambda _loop: [cut(self._batch, self._padded, part, count=self._count)] * self._window,
         )
-        record = self._run_plan(
-            replace(plan, contexts=closed.contexts, fit_seed=fit_seed, enough=lambda r: r.rounds >= 1)
-        )
+        plan = replace(plan, double=self._precision == "float64", enough=lambda r: r.rounds >= 1)
+        record = self._run_plan(replace(plan, contexts=closed.contexts, fit_seed=fit_seed))
         return record, closed.seen
 
 

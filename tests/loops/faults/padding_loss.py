@@ -109,7 +109,7 @@ pair(
     "padding_invariance",
     "padded_targets",
     level="advice",
-    mentions=("a penalty on outputs may be meant",),
+    mentions=("a penalty on outputs, or",),
     faulty=frames(kept=False),
     fixed=frames(kept=True),
 )
