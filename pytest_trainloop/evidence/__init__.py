@@ -359,8 +359,8 @@ class Evidence:
             batches = MicroBatches.of(build(self.make, self._fixed, self._seed), seen, WINDOWS)
         return Accumulation(batches, self._plan, self._counted)
 
-    def padding(self) -> PaddingRuns:
-        """The runs over rows with more and with less padding."""
+    def padding(self) -> list[PaddingRuns]:
+        """The runs over rows with more and with less padding, for each length to which something is padded."""
         from pytest_trainloop.evidence.padding.runs import PaddingRuns
 
         with preserved():

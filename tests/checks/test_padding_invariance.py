@@ -61,7 +61,7 @@ class Runs:
 
 
 def said(runs, behind=()):
-    found = list(padding_invariance(SimpleNamespace(padding=lambda: runs, behind=lambda _name: behind)))
+    found = list(padding_invariance(SimpleNamespace(padding=lambda: [runs], behind=lambda _name: behind)))
     assert len(found) <= 1
     return (found[0].cause, found[0].level) if found else None
 

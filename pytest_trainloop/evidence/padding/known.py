@@ -46,15 +46,18 @@ class Padded:
         return [int(n) for n in (~self.mask).sum(1)]
 
 
-def find(batch: Any, rows: int, declared: Padding | None, pads: Sequence[int]) -> Padded | None:
-    """The padding of a batch whose rows lie along the axis ``rows``; ``pads`` are ids that embeddings leave out."""
-    found = _Batch(batch, rows)
+def find(batch: Any, rows: int, declared: Padding | None, pads: Sequence[int]) -> list[Padded]:
+    """The padding of a batch whose rows lie along the axis ``rows``: one for each length to which something is padded,
+    as source and target are. ``pads`` are ids that embeddings leave out."""
+    held = _Batch(batch, rows)
     known = [declared.pad_id] if declared is not None and declared.pad_id is not None else list(pads)
-    for source, mask in found.candidates(known):
+    found: dict[int, Padded] = {}
+    for source, mask in held.candidates(known):
         told_by_one = source != "id" and (len(set((~mask).sum(1).tolist())) == 1 or int(mask.sum()) < 2)
-        if not told_by_one and found.holds_nothing(mask):
-            return Padded(mask, source, found.has_ids(mask), rows)
-    return None
+        near = any(abs(known_length - mask.shape[1]) < 2 for known_length in found)  # targets that are shifted
+        if not near and not told_by_one and held.holds_nothing(mask):
+            found[mask.shape[1]] = Padded(mask, source, held.has_ids(mask), rows)
+    return list(found.values())
 
 
 def plain(batch: Any) -> list[torch.Tensor]:

@@ -100,17 +100,12 @@ class PaddingRuns:
     @classmethod
     def of(
         cls, loop: TrainLoop, seen: Callable[[], Record], plan: RunPlan, run_plan: Callable[[RunPlan], Record]
-    ) -> PaddingRuns:
-        """Raises ``CannotDecide`` where no padding is known."""
-        time_first = loop.padding is not None and loop.padding.dim == 0
-        rows = loop.axis if isinstance(loop.axis, int) else int(time_first)
+    ) -> list[PaddingRuns]:
+        """One for each length to which something in the first padded batch is padded. Raises ``CannotDecide`` where no
+        padding is known."""
         given = first_batches(loop, LOOKED_AT)
-        pads = [
-            m.padding_idx
-            for m in _modules(loop)
-            if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.padding_idx is not None
-        ]
-        found = [(b, p) for b in given if (p := find(b, rows, loop.padding, pads)) is not None and parts(p)]
+        known = [(batch, [p for p in _known(loop, batch) if parts(p)]) for batch in given]
+        found = [(batch, padded) for batch, padded in known if padded]
         if not found:
             raise CannotDecide(
                 "no padding is known in the batch: give one with rows of unequal lengths and pass "
@@ -119,14 +114,13 @@ class PaddingRuns:
                 else f"no row of the batch ends or begins with the declared pad_id {loop.padding.pad_id} where nothing "
                 "else stands: give a batch with rows of unequal lengths"
             )
-        batch, padded = found[0]
         record = seen()
         if not record.rounds:
             raise CannotDecide("the loop makes no optimizer step, so that no gradient is consumed")
         window = max(1, round(record.items / record.rounds))
-        varying = len({p.positions for _, p in found}) > 1 or len({_sizes(b) for b in given}) > 1
-        copied = nests.copy(batch)
-        return cls(copied, padded, window, plan, run_plan, declared=loop.padding is not None, varying=varying)
+        varying = len({_sizes(batch) for batch in given}) > 1
+        batch, declared = nests.copy(found[0][0]), loop.padding is not None
+        return [cls(batch, p, window, plan, run_plan, declared=declared, varying=varying) for p in found[0][1]]
 
     @property
     def told(self) -> str:
@@ -299,8 +293,12 @@ class PaddingRuns:
         return record, closed.seen
 
 
-def _modules(loop: TrainLoop) -> list[nn.Module]:
-    return [m for module in loop.modules.values() for m in module.modules()]
+def _known(loop: TrainLoop, batch: Any) -> list[Padded]:
+    time_first = loop.padding is not None and loop.padding.dim == 0
+    modules = [m for module in loop.modules.values() for m in module.modules()]
+    tables = [m for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    pads = [m.padding_idx for m in tables if m.padding_idx is not None]
+    return find(batch, loop.axis if isinstance(loop.axis, int) else int(time_first), loop.padding, pads)
 
 
 def _sizes(batch: Any) -> tuple[int, ...]:

@@ -15,7 +15,9 @@ DECLARED = Padding(pad_id=0)
 
 
 def known(batch, declared=None, pads=(), rows=0):
-    return find(batch, rows, declared, pads)
+    found = find(batch, rows, declared, pads)
+    assert len(found) < 2
+    return found[0] if found else None
 
 
 @pytest.mark.parametrize(
@@ -88,3 +90,9 @@ def test_a_mask_goes_before_the_pad_id_since_the_first_may_end_a_text():
 def test_features_are_told_from_ids():
     assert known({"ids": IDS, "mask": MASK}).ids
     assert not known({"x": torch.randn(3, 5, 4) * MASK[..., None], "mask": MASK, "tags": IDS}).ids
+
+
+def test_source_and_target_are_padded_to_lengths_of_their_own():
+    target = torch.tensor([[5, 6, 7], [3, 0, 0], [8, 2, 0]])
+    found = find((IDS, target), 0, DECLARED, ())
+    assert [p.positions for p in found] == [5, 3]

@@ -19,8 +19,7 @@ def batch(**more):
 
 
 def padded(given, left=False):
-    found = find(given, 0, Padding(pad_id=0), ())
-    assert found is not None
+    (found,) = find(given, 0, Padding(pad_id=0), ())
     assert found.left == left
     return found
 
