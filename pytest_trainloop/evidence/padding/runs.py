@@ -18,7 +18,7 @@ from pytest_trainloop.evidence.accumulation import RESEEDED, ROUNDING
 from pytest_trainloop.evidence.agreement import Agreement, agreement, optimizers
 from pytest_trainloop.evidence.batches import first_batches
 from pytest_trainloop.evidence.padding.closed import WAYS, Closed, Met, Seen
-from pytest_trainloop.evidence.padding.known import Padded, find, plain
+from pytest_trainloop.evidence.padding.known import Padded, find, plain, time_axes
 from pytest_trainloop.evidence.padding.slices import Part, cut, parts
 from pytest_trainloop.evidence.span import consumed, vectors
 from pytest_trainloop.evidence.varied import SameStart, varied
@@ -118,9 +118,11 @@ class PaddingRuns:
         if not record.rounds:
             raise CannotDecide("the loop makes no optimizer step, so that no gradient is consumed")
         window = max(1, round(record.items / record.rounds))
-        varying = len({_sizes(batch) for batch in given}) > 1
         batch, declared = nests.copy(found[0][0]), loop.padding is not None
-        return [cls(batch, p, window, plan, run_plan, declared=declared, varying=varying) for p in found[0][1]]
+        return [
+            cls(batch, p, window, plan, run_plan, declared=declared, varying=len(_lengths(given, batch, p)) > 1)
+            for p in found[0][1]
+        ]
 
     @property
     def told(self) -> str:
@@ -301,9 +303,15 @@ def _known(loop: TrainLoop, batch: Any) -> list[Padded]:
     return find(batch, loop.axis if isinstance(loop.axis, int) else int(time_first), loop.padding, pads)
 
 
-def _sizes(batch: Any) -> tuple[int, ...]:
-    """The lengths of what has rows and positions."""
-    return tuple(t.shape[1] for t in plain(batch) if t.dim() > 1)
+def _lengths(given: list[Any], batch: Any, padded: Padded) -> set[int]:
+    """How long batches are where this one is padded."""
+    count = nests.rows(batch, padded.rows)
+    for number, tensor in enumerate(plain(batch)):
+        axes = time_axes(tensor, padded.rows, count, padded.positions)
+        if axes:
+            same = [t for other in given for t in plain(other)[number : number + 1] if t.dim() == tensor.dim()]
+            return {t.shape[axes[0]] for t in same}
+    return set()
 
 
 def _loss(record: Record) -> float:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ._padded import Encoder, class_loss, loop
+from ._padded import Encoder, class_loss, loop, texts
 from ._pair import pair
 
 MASKED = ("input_ids", "attention_mask", "labels")
@@ -237,4 +237,75 @@ pair(
     where="return self.table[: positions.shape[1]]",
     faulty=with_sines(cut=True),
     fixed=with_sines(cut=False),
+)
+
+
+# The source of a translation is padded, and the target looks at all of it.
+
+
+class Translator(nn.Module):
+    def __init__(self, masked):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 16), nn.Linear(16, 16)
+        self.cross = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.masked = masked
+
+    def forward(self, ids, mask, target):
+        memory, x = self.embed(ids), self.embed(target)
+        out = (mask == 0) if self.masked else None
+        return self.head(x + self.cross(x, memory, memory, key_padding_mask=out)[0])
+
+
+def translation(masked):
+    def loss_of(model, batch):
+        labels = ((batch["target"] + 1) % 16).masked_fill(batch["target"] == 0, -100)
+        scores = model(batch["input_ids"], batch["attention_mask"], batch["target"])
+        return F.cross_entropy(scores.transpose(1, 2), labels)
+
+    def make():
+        made = loop(Translator(masked), ("input_ids", "attention_mask"), loss_of)
+        made.batch = {**made.batch, "target": texts(length=7)["input_ids"]}
+        return made
+
+    return make
+
+
+pair(
+    "source_of_a_translation_without_its_mask",
+    "O15",
+    "padding_invariance",
+    "padded_keys_attended",
+    culprits=("multi_head_attention_forward",),
+    where="return self.head(x + self.cross(",
+    faulty=translation(masked=False),
+    fixed=translation(masked=True),
+)
+
+
+# A text is the sum of its tokens, weighed by a softmax.
+
+
+class Weighed(nn.Module):
+    def __init__(self, masked):
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(16, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+        self.score, self.masked = nn.Linear(16, 1), masked
+
+    def forward(self, ids, mask):
+        x = self.body(self.embed(ids)).tanh()
+        scores = self.score(x)
+        if self.masked:
+            scores = scores.masked_fill(mask.unsqueeze(-1) == 0, -1e9)
+        return self.head((scores.softmax(dim=1) * x).sum(1))
+
+
+pair(
+    "tokens_weighed_by_a_softmax_over_padding",
+    "O15",
+    "padding_invariance",
+    "padded_keys_attended",
+    culprits=("softmax",),
+    where="return self.head((scores.softmax(dim=1) * x).sum(1))",
+    faulty=lambda: loop(Weighed(masked=False), MASKED, class_loss),
+    fixed=lambda: loop(Weighed(masked=True), MASKED, class_loss),
 )

@@ -142,3 +142,33 @@ pair(
     faulty=lambda: loop(Last(nn.LSTM, last_output), WITH_LENGTHS, by_length),
     fixed=lambda: loop(Last(nn.LSTM, own_last_output), WITH_LENGTHS, by_length),
 )
+
+
+# The last token of a causal model speaks for the text: on the right there is padding.
+
+
+class LastToken(nn.Module):
+    def __init__(self, own):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 16), nn.Linear(16, 3)
+        self.attention, self.own = nn.MultiheadAttention(16, 2, batch_first=True), own
+
+    def forward(self, ids, mask):
+        x = self.embed(ids)
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        x = x + self.attention(x, x, x, attn_mask=later, need_weights=False)[0]
+        if self.own:
+            return self.head(x[torch.arange(len(x), device=x.device), mask.sum(1) - 1])
+        return self.head(x[:, -1])
+
+
+pair(
+    "last_token_of_a_causal_model_is_padding",
+    "O15",
+    "padding_invariance",
+    "padding_pooled",
+    culprits=("__getitem__",),
+    where="return self.head(x[:, -1])",
+    faulty=lambda: loop(LastToken(own=False), MASKED, class_loss),
+    fixed=lambda: loop(LastToken(own=True), MASKED, class_loss),
+)
