@@ -19,9 +19,10 @@ How it decides
     from the first real one; or where the gradient is exactly the share of real positions times the other.
     It is advice where the project may want it so: with batches of one fixed length, positions from the left edge, a
     constant divisor and zeros in a mean; with padding that only an embedding's padding_idx tells, or a mask beside
-    features (it may be of observations); behind convolutions and for maxima, where pooling over padding is common; and
-    for a recurrent net that is not packed, of which no state in or behind the padding is used: its backward direction,
-    or the whole where padding comes first, merely begins in another state.
+    features (it may be of observations); behind convolutions and for maxima, where pooling over padding is common; for
+    statistics that go back to every position, as in a norm or a gate; for sums of losses, where a penalty on outputs
+    may be meant; and for a recurrent net that is not packed and of which no state in or behind the padding is used: its
+    backward direction, or the whole where padding comes first, merely begins in another state.
 
 Faulty
     >>> class Reader(nn.Module):
@@ -182,7 +183,7 @@ def _of_way(made: PaddingRuns, found: Compared, way: _Way, closing: frozenset[st
         return _counts(made, found, calls[0], only)
     others = closing - way.closing
     beside = f", and {_OTHERS[next(iter(others))]}" if others else ""
-    reason = _excuse(made, found, way, calls)
+    reason = _excuse(made, found, way, calls, closing)
     shown = way.shown_by if not others else "with both set right both gradients are equal, and with either alone not"
     return _finding(
         made,
@@ -213,15 +214,19 @@ _OTHERS = {
 }
 
 
-def _excuse(made: PaddingRuns, found: Compared, way: _Way, calls: list[Met]) -> str:
+def _excuse(made: PaddingRuns, found: Compared, way: _Way, calls: list[Met], closing: frozenset[str]) -> str:
     """Why the project may want it so; nothing where it cannot."""
     seen, ops = made.seen(found), {m.op for m in calls}
     if way is _POSITIONS:
         return "" if made.varying else "all batches are of one length, so that positions may be counted from the end"
     if not made.sure:
         return f"known as padding only by {made.told}: pass padding=Padding(...) to have it judged"
+    if seen.target and made.by_lengths:
+        return "the lengths are what is to be learned"
     if way is _ATTENTION:
         return ""
+    if made.seen(found, closing).spread:
+        return "what is pooled goes back to every position, as in a norm or a gate"
     if any("conv" in m.op for m in seen.met):
         return "pooling over padding behind convolutions is common"
     if ops <= _MAXIMA:

@@ -33,6 +33,7 @@ class Runs:
     def __init__(self, found, closing=(), closed=(), *, cut=None, sure=True, varying=False, left=False, **seen):
         self._found, self._closing, self._cut = found, frozenset(closing), cut
         self._seen = Seen(closed=list(closed), **seen)
+        self.by_lengths = True
         self.sure, self.varying, self.left, self.told = sure, varying, left, "a mask in the batch"
 
     def first_difference(self):
@@ -85,6 +86,8 @@ def test_no_difference_is_no_finding():
         (Runs(compared(), ["pooling"], [met("mean", zeros=True)], varying=True), ("padding_pooled", "fault")),
         (Runs(compared(), ["pooling"], [met("amax")]), ("padding_pooled", "advice")),
         (Runs(compared(), ["pooling"], [met("mean")], met=[met("conv1d")]), ("padding_pooled", "advice")),
+        (Runs(compared(), ["pooling"], [met("mean")], spread=True), ("padding_pooled", "advice")),
+        (Runs(compared(), ["pooling"], [met("mean")], target=True), ("padding_pooled", "advice")),
         (Runs(compared(), ["pooling"], [met("gru")], behind=True), ("padding_pooled", "fault")),
         (Runs(compared(), ["pooling"], [met("gru")]), ("padding_counts", "advice")),
         (Runs(compared(), ["pooling"], [met("gru")], behind=True, left=True), ("padding_counts", "advice")),

@@ -13,6 +13,7 @@ from pytest_trainloop.evidence.contracts.lineage import CONVOLUTIONS, name_of
 from pytest_trainloop.evidence.drawn import draws
 from pytest_trainloop.evidence.padding import attention, pooling, shifting
 from pytest_trainloop.evidence.still import Still
+from pytest_trainloop.observe.functions import LOSSES
 from pytest_trainloop.observe.source import here
 
 if TYPE_CHECKING:
@@ -43,13 +44,16 @@ class Seen:
     """What a run met: ``closed`` are the calls that gave something else once they were closed, ``met`` those that
     mix positions in ways that are not closed here, ``drawn`` what was drawn, ``behind`` tells that a recurrent net's
     states in or behind the padding were used, ``inverted`` is where attention looked at padding and at nothing
-    real."""
+    real. ``spread`` tells that what was pooled went back to every position, as in a norm or a gate, ``target`` that the
+    number of real positions is the target of a loss."""
 
     closed: list[Met] = field(default_factory=list)
     met: list[Met] = field(default_factory=list)
     drawn: list[tuple[object, ...]] = field(default_factory=list)
     behind: bool = False
     inverted: Met | None = None
+    spread: bool = False
+    target: bool = False
 
 
 class Closed(Still):
@@ -60,6 +64,7 @@ class Closed(Still):
         self._span = span
         self._ways = ways
         self._watch: Watch | None = None
+        self._pooled: dict[int, torch.Tensor] = {}
         self.seen = Seen()
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
@@ -72,6 +77,7 @@ class Closed(Still):
             yield
         finally:
             self._watch = None
+            self._pooled.clear()
 
     def __torch_function__(
         self,
@@ -92,6 +98,7 @@ class Closed(Still):
             out = call(args, given)
             with watch.quietly():
                 self._look(watch, name, args, given, out)
+                self._follow(args, given, out)
         return out
 
     def _without(
@@ -131,6 +138,15 @@ class Closed(Still):
             same = all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(before, after, strict=True))
             if not same:
                 self.seen.closed.append(Met(way, name, here(3)[0], self._is_zero(given)))
+            if way == "pooling" and name not in pooling.RECURRENT and name not in pooling.READS:
+                self._pooled |= {id(t): t for t in nests.tensors(out)}
+
+    def _follow(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Follow what was pooled until it meets positions again."""
+        if self._pooled and any(id(t) in self._pooled for t in nests.tensors((args, kwargs))):
+            made = [t for t in nests.tensors(out) if t.is_floating_point() and t.requires_grad]
+            self.seen.spread |= any(self._span.of(size) is not None for t in made for size in t.shape[1:])
+            self._pooled |= {id(t): t for t in made}
 
     def _is_zero(self, given: attention.Given) -> bool:
         """Whether nothing stands in the padded places of what a call was given."""
@@ -149,12 +165,19 @@ class Closed(Still):
             shape = tuple(out.shape[1:]) if isinstance(out, torch.Tensor) else ()
             numbers = tuple(a for a in (*args, *kwargs.values()) if isinstance(a, (int, float)))
             self.seen.drawn.append((name, shape, numbers))
+        elif name in LOSSES:
+            self._target(args[1] if len(args) > 1 else kwargs.get("target"))
         elif name in pooling.RECURRENT:
             self._recurrent(watch, name, args, out)
         elif name in CONVOLUTIONS or name in _NORMS:
             self._mixing(watch, name, args)
         elif "outputs" in self._ways and name == "linear" and out.requires_grad and out.dim() > 2:
             self._cut(out)
+
+    def _target(self, target: Any) -> None:
+        real = self._span.stop - self._span.start
+        if isinstance(target, torch.Tensor) and target.numel() and not target.requires_grad:
+            self.seen.target |= bool((target == real).all())
 
     def _mixing(self, watch: Watch, name: str, args: tuple[Any, ...]) -> None:
         given = args[0] if args else None

@@ -19,7 +19,7 @@ Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 _REDUCTIONS = frozenset("mean nanmean sum nansum max amax min amin logsumexp std var median norm".split())
 _ADAPTIVE = frozenset({"adaptive_avg_pool1d", "adaptive_max_pool1d"})
 _WHOLE = frozenset({"avg_pool1d", "max_pool1d"})
-_READS = frozenset({"__getitem__", "select"})
+READS = frozenset({"__getitem__", "select"})
 RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 
 SEVERAL = 3
@@ -42,7 +42,7 @@ def pooled(name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any],
         return _reduced(call, given, args, kwargs, span)
     if name in _ADAPTIVE or name in _WHOLE:
         return _pooled(name, given, args, kwargs, span)
-    if name in _READS:
+    if name in READS:
         return _read(name, given, args, span)
     return None
 

@@ -140,6 +140,10 @@ class PaddingRuns:
         return self._declared or self.varying or by_batch
 
     @property
+    def by_lengths(self) -> bool:
+        return self._padded.source == "lengths" and not self._declared
+
+    @property
     def left(self) -> bool:
         return self._padded.left
 

@@ -272,3 +272,71 @@ def as_many_rows_as_ever() -> TrainLoop:
             return self.head(self.embed(ids) + self.state)
 
     return trained(Stateful(), some(texts(), "ids", "mask", "classes"), classes_of)
+
+
+class Judged(nn.Module):
+    """A tag for each token, after what ``between`` does."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.embed, self.gate, self.head = nn.Embedding(16, 16), nn.Linear(16, 16), nn.Linear(16, 5)
+        self.between = between
+
+    def forward(self, ids):
+        return self.head(self.between(self.embed(ids), self.gate))
+
+
+def tagged(between):
+    def loss_of(model, batch):
+        return F.cross_entropy(model(batch["ids"]).transpose(1, 2), tags_of(batch["ids"], batch["mask"]))
+
+    return trained(Judged(between), some(texts(), "ids", "mask"), loss_of)
+
+
+@odd(notes="a norm by hand over time: its statistics are those of the whole row, padding included")
+def norm_over_time_by_hand() -> TrainLoop:
+    return tagged(lambda x, gate: gate((x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1e-3)))
+
+
+@odd(notes="a mean over time opens a gate at every position (squeeze and excitation)")
+def gate_by_a_mean_over_time() -> TrainLoop:
+    return tagged(lambda x, gate: x * gate(x.mean(1))[:, None].sigmoid())
+
+
+@odd(notes="sets filled with zeros: how many they hold is to be learned, and a mean over all tells")
+def size_of_a_set() -> TrainLoop:
+    def loss_of(model, batch):
+        return F.cross_entropy(model[1](model[0](batch["x"]).mean(1)), batch["size"])
+
+    batch = texts()
+    x = series(6, LENGTH, 3) * batch["mask"].unsqueeze(-1)
+    return trained(nn.ModuleList([mlp(3, 16, 16), nn.Linear(16, 11)]), {"x": x, "size": batch["lengths"]}, loss_of)
+
+
+@odd(notes="a canvas of one length: places beyond the text are to be filled too, each by a token of its own")
+def canvas_to_be_filled() -> TrainLoop:
+    def loss_of(model, batch):
+        return F.cross_entropy(model(batch["ids"]).transpose(1, 2), batch["whole"])
+
+    whole, batch = tokens(6, LENGTH), texts()
+    given = {"ids": whole * batch["mask"], "mask": batch["mask"], "whole": whole}
+    return trained(Reader(Attention(), position=nn.Embedding(LENGTH, 16)), given, loss_of)
+
+
+@odd(notes="a hand-written recurrent net holds its state where the mask is off")
+def state_held_by_the_mask() -> TrainLoop:
+    class Held(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.cell, self.head = nn.Embedding(16, 16), nn.GRUCell(16, 16), nn.Linear(16, 3)
+
+        def forward(self, ids, mask):
+            state = torch.zeros(len(ids), 16, dtype=self.head.weight.dtype)
+            for t in range(ids.shape[1]):
+                state = torch.where(mask[:, t, None] == 1, self.cell(self.embed(ids[:, t]), state), state)
+            return self.head(state)
+
+    def loss_of(model, batch):
+        return F.cross_entropy(model(batch["ids"], batch["mask"]), batch["classes"])
+
+    return trained(Held(), some(texts(), "ids", "mask", "classes"), loss_of)
