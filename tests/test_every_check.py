@@ -104,7 +104,8 @@ def different_batches(n):
 
 
 def loop_of(example: str):
-    """A loop around an example: a ``forward`` for the model, a loop over ``batches``, or the lines that build both."""
+    """A loop around an example: a ``forward`` for the model, a loop over ``batches``, or the lines that build both (and
+    a ``batch``)."""
     compiled = compile(example, "<example>", "exec")
 
     def make(accumulate=1):
@@ -126,10 +127,12 @@ def loop_of(example: str):
                 F.cross_entropy(names["model"](x), y).backward()
                 names["optimizer"].step()
 
-        batch = different_batches(1)[0]
-        return TrainLoop(
-            model=names["model"], optimizer=names["optimizer"], batch=batch, batches=different_batches, fit=fit
+        given = (
+            {"batch": names["batch"]}
+            if "batch" in names
+            else {"batch": different_batches(1)[0], "batches": different_batches}
         )
+        return TrainLoop(model=names["model"], optimizer=names["optimizer"], fit=fit, **given)
 
     return make if "accumulate" in example else lambda: make()
 

@@ -74,6 +74,9 @@ NO_GRADIENT = frozenset({"activation_on_logits", "probabilities_as_logits", "sat
 OUT_OF_ORDER = frozenset({"class_axis", "wrong_axis"})
 """Causes by which scores meet labels of other rows, or rows each other."""
 
+PADDING = frozenset({"padding_counted", "ignore_index_mismatch"})
+"""Causes by which the loss counts padding."""
+
 CAUSES = {
     "probabilities_as_logits": "the scores come from a softmax or a sigmoid, or sum to 1 in every row of every call",
     "log_probabilities_as_logits": "the scores come from log_softmax: harmless to cross_entropy",
@@ -151,4 +154,5 @@ def _finding(breach: Breach, times: int, calls: int) -> Finding:
 def _explained(cause: str) -> tuple[str, ...]:
     gradients = ("gradient_reaches_every_param", "every_param_moves") if cause in NO_GRADIENT else ()
     order = ("batch_independence",) if cause in OUT_OF_ORDER else ()
-    return (*LEARNING, *order, *(("finite",) if cause in NOT_FINITE else ()), *gradients)
+    padding = ("padding_invariance",) if cause in PADDING else ()
+    return (*LEARNING, *order, *padding, *(("finite",) if cause in NOT_FINITE else ()), *gradients)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.evidence.evaluations import Evaluation, Verdict
     from pytest_trainloop.evidence.modes import InEval
     from pytest_trainloop.evidence.onebatch import OneBatch, Progress
+    from pytest_trainloop.evidence.padding.runs import PaddingRuns
     from pytest_trainloop.evidence.repeat import Repetition
     from pytest_trainloop.evidence.trace import Kind
     from pytest_trainloop.finding import Finding
@@ -376,6 +377,13 @@ class Evidence:
             loop = build(self.make, self._fixed, self._seed)
             windows = self._plan({"accumulate": 2}) if self.has_knob("accumulate") else None
             return Edges.of(loop, seen, self._plans[()], self._counted, windows)
+
+    def padding(self) -> list[PaddingRuns]:
+        """The runs over rows with more and with less padding, for each length to which something is padded."""
+        from pytest_trainloop.evidence.padding.runs import PaddingRuns
+
+        with preserved():
+            return PaddingRuns.of(build(self.make, self._fixed, self._seed), self.run, self._plan({}), self._counted)
 
     def _first_look(self) -> frozenset[str]:
         with preserved():

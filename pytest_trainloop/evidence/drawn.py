@@ -146,3 +146,8 @@ _DRAWS: dict[str, Callable[[_Call], Any]] = {
     "gumbel_softmax": _gumbel_softmax,
     "randperm": _identity,
 }
+
+
+def draws(name: str) -> bool:
+    """Whether a call of this name draws random numbers."""
+    return name in _DRAWS

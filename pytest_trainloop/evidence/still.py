@@ -12,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop.evidence.drawn import shared
+from pytest_trainloop.observe.torch_internals import on_in_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -43,6 +44,9 @@ class Still(TorchFunctionMode):
         if name == "backward" and args and isinstance(args[0], torch.Tensor):
             with self:  # a checkpoint runs its part of the model again in there
                 return torch.autograd.backward(*_of_backward(*args, **kwargs))
+        if func is torch.autograd.backward:
+            with on_in_engine(self):
+                return func(*args, **kwargs)
         if name in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         if name == "scaled_dot_product_attention":

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def is_functorch(tensor: torch.Tensor) -> bool:
@@ -29,6 +35,23 @@ def take_off(mode: TorchFunctionMode) -> bool:
     for one in reversed(above):
         _push_mode(one)  # type: ignore[no-untyped-call]
     return found
+
+
+@contextlib.contextmanager
+def on_in_engine(mode: TorchFunctionMode) -> Iterator[None]:
+    """Keep a mode on while autograd's engine runs, where ``torch.autograd.backward`` has been handed to the mode: a
+    checkpoint runs its part of the model again in there."""
+    original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return original(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = original  # type: ignore[attr-defined]
 
 
 no_torch_function = torch._C.DisableTorchFunction

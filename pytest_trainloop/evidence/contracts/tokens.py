@@ -11,6 +11,7 @@ import torch
 from pytest_trainloop import batch as nests
 from pytest_trainloop.evidence.contracts.call import Breach, Call
 from pytest_trainloop.evidence.contracts.walks import Layout, layout
+from pytest_trainloop.evidence.padding.marks import are_lengths, beyond, is_binary, runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,13 +43,13 @@ class Tokens:
         ids = [(i, p) for i, p, _ in self.embedded if tuple(i.shape) == shape]
         for values, pad in ids:
             known = self.pad_id if self.pad_id is not None else pad
-            if known is not None and (found := _runs(values == known)) is not None:
+            if known is not None and (found := runs(values == known)) is not None:
                 return found
         rows = [i for i, _ in ids] or [t for t in self.batch if tuple(t.shape[:2]) == shape and t.dim() > 2]
         for values in rows:
             for mask in self._masks(shape):
-                beyond = values[mask]
-                if beyond.numel() and bool((beyond == beyond[:1]).all()):
+                held = values[mask]
+                if held.numel() and bool((held == held[:1]).all()):
                     return mask
         return None
 
@@ -58,28 +59,10 @@ class Tokens:
         for tensor in self.batch:
             wide = tuple(tensor.shape)
             cut = tensor[:, :length] if len(wide) == 2 and wide[0] == rows and wide[1] in (length, length + 1) else None
-            if cut is not None and bool(((cut == 0) | (cut == 1)).all()):
-                yield from (found for end in (0, 1) if (found := _runs(cut == end)) is not None)
-            elif wide == (rows,) and _are_lengths(tensor, length):
-                yield torch.arange(length, device=tensor.device)[None] >= tensor[:, None]
-
-
-def _are_lengths(tensor: torch.Tensor, most: int) -> bool:
-    if tensor.is_floating_point() or tensor.dtype is torch.bool:
-        return False
-    return bool((tensor > 0).all()) and int(tensor.max()) <= most + 1 and int(tensor.min()) < most
-
-
-def _runs(mask: torch.Tensor) -> torch.Tensor | None:
-    """The mask, if it is true only for runs at the ends or the beginnings of rows, and nowhere for a whole batch."""
-    mask = mask.bool()
-    if mask.dim() != 2 or not bool(mask.any()) or bool(mask.all()):
-        return None
-    trailing = mask.long().flip(1).cummin(1).values.flip(1).bool()
-    if bool((trailing == mask).all()):
-        return mask
-    leading = mask.long().cummin(1).values.bool()
-    return mask if bool((leading == mask).all()) else None
+            if cut is not None and is_binary(cut):
+                yield from (found for end in (0, 1) if (found := runs(cut == end)) is not None)
+            elif wide == (rows,) and are_lengths(tensor, length):
+                yield beyond(tensor, length)
 
 
 def positions(node: Node | None, call: Call) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]] | None:
