@@ -31,6 +31,7 @@ from planted import (
     eval_left_on,
     evaluated_in_training_mode,
     features_detached,
+    features_normalised_over_the_batch,
     features_rounded,
     features_under_no_grad,
     frozen_by_a_wrong_prefix,
@@ -44,6 +45,7 @@ from planted import (
     labels_shifted_twice,
     last_window_left_over,
     loss_not_divided,
+    mask_one_position_late,
     mean_of_token_means,
     momentum_for_one_group,
     nan_loss_as_zero,
@@ -490,3 +492,15 @@ def test_classes_reshaped():
 def test_labels_shifted_twice():
     """The model learns the token after the next."""
     return gpt_loop(fit=labels_shifted_twice.train)
+
+
+@pytest.mark.trainloop
+def test_mask_one_position_late():
+    """Each position sees the token that it is to tell."""
+    return gpt_loop(mask_one_position_late.GPT)
+
+
+@pytest.mark.trainloop
+def test_features_normalised_over_the_batch():
+    """What one image gives depends on the others."""
+    return digits_loop(model_class=features_normalised_over_the_batch.SmallCNN)

@@ -131,6 +131,8 @@ def _softmax(op: Op, length: int) -> Kind | None:
         return None
     at = length // 2
     given, gave = alone(op)
+    if not given:
+        return None
     (slope,) = slopes(weighed(gave[0][..., at, : at + 1]), given[:1])
     if slope is None:
         return None

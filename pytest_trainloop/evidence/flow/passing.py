@@ -238,21 +238,25 @@ class Pass(TorchFunctionMode):
 
 def alone(op: Op) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What an operation is given, as leaves, and what it gives of these: gradients between them are its own, with no
-    way round through what else its arguments have in common. Weights are no leaves."""
+    way round through what else its arguments have in common. Weights are no leaves. Nothing where it cannot be called
+    again."""
     leaves: list[torch.Tensor] = []
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        fresh = value.detach()
-        if value.requires_grad and not isinstance(value, nn.Parameter):
-            fresh = fresh.clone().requires_grad_()
-            leaves.append(fresh)
-        return fresh
+        fresh = value.detach().clone()
+        if not value.requires_grad or isinstance(value, nn.Parameter):
+            return fresh
+        leaves.append(fresh.requires_grad_())
+        return fresh.clone()  # the operation may write in place
 
     with torch.enable_grad():
         given = tree_map(leaf, (op.args, dict(op.kwargs)))
-        return leaves, list(flat((op.func(*given[0], **given[1]),)))
+        try:
+            return leaves, list(flat((op.func(*given[0], **given[1]),)))
+        except Exception:  # whatever a function of the project's own needs besides its arguments
+            return [], []
 
 
 def _plain(value: Any) -> bool:

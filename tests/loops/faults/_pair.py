@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class Pair:
     """``faulty`` must fail ``check`` with ``cause``; ``fixed`` must pass every check.
 
-    ``row`` is the row of the catalogue (where it has none, the ruling or the family of DESIGN.md). ``culprits`` must all be among
-    the finding's culprits, ``mentions`` must all stand somewhere in its text, ``where`` is part of the source line that
-    it gives. ``raises`` is part of torch's own message where the faulty loop does not run through.
+    ``row`` is the row of the catalogue (where it has none, the ruling or the family of checks). ``culprits`` must all
+    be among the finding's culprits, ``mentions`` must all stand somewhere in its text, ``where`` is part of the source
+    line that it gives. ``raises`` is part of torch's own message where the faulty loop does not run through.
     """
 
     name: str
