@@ -21,12 +21,36 @@ How it decides
     it nothing leaks. Otherwise it is the first whose result depends on later inputs.
 
 Faulty
-    >>> def attend(q, k, v):
-    ...     return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    >>> class Language(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+    ...
+    ...     def forward(self, ids):
+    ...         x = self.embed(ids)
+    ...         x = x + F.scaled_dot_product_attention(x, x, x)
+    ...         return self.head(x).transpose(1, 2)
+    >>>
+    >>> model = Language()
+    >>> optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    >>> text = torch.randint(20, (4, 10), generator=torch.Generator().manual_seed(0))
+    >>> batch = text[:, :-1], text[:, 1:]
 
 Fixed
-    >>> def attend(q, k, v):
-    ...     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    >>> class Language(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+    ...
+    ...     def forward(self, ids):
+    ...         x = self.embed(ids)
+    ...         x = x + F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    ...         return self.head(x).transpose(1, 2)
+    >>>
+    >>> model = Language()
+    >>> optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    >>> text = torch.randint(20, (4, 10), generator=torch.Generator().manual_seed(0))
+    >>> batch = text[:, :-1], text[:, 1:]
 
 Known limits
     Cross entropies and distances of torch are looked at; where the scores come from no one layer, or targets are no

@@ -79,11 +79,15 @@ def test_all_is_well():
 
 @pytest.mark.parametrize(
     ("ending", "level"),
-    [(UNKNOWN, "fault"), (LEAVES_ONE, "fault"), (LEAVES_ANY, "fault"), (LEAVES_TWO, "advice"), (DROPS, None)],
+    [(UNKNOWN, "advice"), (LEAVES_ONE, "fault"), (LEAVES_ANY, "fault"), (LEAVES_TWO, "advice"), (DROPS, None)],
 )
 def test_a_lost_row_by_what_the_loader_leaves(ending, level):
     expected = [("row_axis_squeezed", level)] if level else []
     assert named(one=RAISED, squeezed=lost(), ending=ending) == expected
+
+
+def test_a_lost_row_that_nothing_raises_on():
+    assert named(one=RAISED, squeezed=lost(raised=""), ending=UNKNOWN) == [("row_axis_squeezed", "fault")]
 
 
 def test_a_lost_row_explains_the_leftover_batch():
