@@ -13,7 +13,8 @@ How it decides
     replaced. Weights are moved a little first: behind a layer that starts at zero nothing depends on anything yet.
     It is a fault where no output of any model depends on anything in the batch, although rows differ, and some tensor
     of it makes no difference to what is backpropagated either. (A model that is asked without the batch, as a picture
-    that is optimised or equations at fixed points, has no such tensor; one without weight matrices is a baseline.)
+    that is optimised or equations at fixed points, has no such tensor; one without weight matrices is a baseline; a
+    loop to which nothing of the batch makes a difference makes its own data.)
     One tensor that a model is handed and nothing depends on is advice.
 
 Faulty

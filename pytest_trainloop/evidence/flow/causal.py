@@ -24,7 +24,7 @@ Mode = Literal["training", "evaluation"]
 class Leak:
     """Targets are the inputs ``ahead`` positions on, and outputs see the inputs at ``offsets`` from their own, in these
     ``modes``; what lets them is of this ``kind`` (None: not found); ``attentions`` is how many products join positions.
-    ``confirmed``: without these operations nothing leaks."""
+    ``confirmed``: without these operations nothing leaks; ``honest``: outputs of another loss see no answer."""
 
     ahead: int
     length: int
@@ -36,6 +36,7 @@ class Leak:
     looking: tuple[Ahead, ...]
     attentions: int
     confirmed: bool
+    honest: bool
 
 
 class Causality:
@@ -62,7 +63,7 @@ class Causality:
         kind, looking, confirmed = self._why(modes[0], found)
         return Leak(
             found.ahead, found.length, tuple(sorted(found.offsets)), modes, found.loss, found.where,
-            kind, tuple(looking), found.attentions, confirmed,
+            kind, tuple(looking), found.attentions, confirmed, found.honest,
         )  # fmt: skip
 
     def _why(self, mode: Mode, found: Future) -> tuple[Kind | None, list[Ahead], bool]:

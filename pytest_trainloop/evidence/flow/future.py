@@ -38,7 +38,8 @@ _DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 @dataclass(slots=True)
 class Future:
     """What one pass showed: the loss call whose targets are later inputs (``ahead`` positions on, of ``length``), and
-    the offsets of the inputs that its outputs depend on. ``closer`` asks for the operations that look ahead, too."""
+    the offsets of the inputs that its outputs depend on; ``honest`` tells that some other such call's do not see the
+    answer. ``closer`` asks for the operations that look ahead, too."""
 
     closer: bool = False
     ahead: int = 0
@@ -46,6 +47,7 @@ class Future:
     loss: str = ""
     where: str = ""
     offsets: set[int] = field(default_factory=set)
+    honest: bool = False
     looking: list[Ahead] = field(default_factory=list)
     first: Ahead | None = None
     attentions: int = 0
@@ -58,7 +60,7 @@ class Future:
 
     def look(self, seen: Pass, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Judge one call of a loss function, unless an earlier one was enough."""
-        if self.leaks or name not in (*_CLASSES, *_DISTANCES):
+        if name not in (*_CLASSES, *_DISTANCES):
             return
         given = bound(getattr(F, name), args, kwargs)
         scores, target = given.get("input"), given.get("target")
@@ -80,10 +82,13 @@ class Future:
         for entry in seen.entries:
             found = _ahead(entry, target, row, position, shape, kept)
             if found:
-                self.ahead, self.length = found, shape[1]
-                self.loss, self.where = call.name, str(call.place)
                 inexact = any(op.name.startswith("fft_") for op in seen.ops)
-                self.offsets = _felt(entry, call.name, scores, position, kept, found, inexact)
+                offsets = _felt(entry, call.name, scores, position, kept, found, inexact)
+                self.honest = self.honest or found not in offsets
+                if self.leaks:
+                    return
+                self.ahead, self.length, self.offsets = found, shape[1], offsets
+                self.loss, self.where = call.name, str(call.place)
                 if self.leaks and self.closer:
                     self.first = first_seeing(seen.ops, entry.leaf, shape[1])
                     self.attentions = attentions(seen.ops, shape[1])

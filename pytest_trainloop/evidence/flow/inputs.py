@@ -88,13 +88,19 @@ class Inputs:
         differing = [leaf.number for leaf in self._leaves]
         if not differing:
             raise CannotDecide("all rows of the batch are the same: whether they are read cannot be seen")
-        everything = frozenset(differing)
         reads = any(len(self._seen.parameters[i].shape) > 1 for i in self._seen.held)
-        blind = reads and all(_same(as_it_is.outputs, self._once(everything, row).outputs) for row in (0, -1))
+        blank = [self._once(frozenset(differing), row) for row in (0, -1)] if reads else []
+        blind = reads and all(_same(as_it_is.outputs, other.outputs) for other in blank)
+        if blind and all(as_it_is.roots == other.roots for other in blank) and not self._handed:
+            return None  # the loop makes its own data
         ignored = tuple(
             leaf for leaf in self._leaves[:MOST] if (leaf.handed or blind) and self._ignored(as_it_is, leaf)
         )
         return Unread(ignored, blind, as_it_is.place) if ignored else None
+
+    @property
+    def _handed(self) -> bool:
+        return any(leaf.handed for leaf in self._leaves)
 
     def _ignored(self, as_it_is: _Seen, leaf: Leaf) -> bool:
         others = (self._once(frozenset({leaf.number}), row) for row in (0, -1))

@@ -337,3 +337,31 @@ def identifiers_in_the_batch():
         return F.cross_entropy(m(batch["x"]), batch["y"])
 
     return loop(mlp(6, 16, 4), {"id": torch.arange(9), "x": drawn(9, 6), "y": classes(4, 9)}, loss_of)
+
+
+@odd(notes="a network behind the decoder smooths what was told; it is compared with the answer as well")
+def smoothed_after_the_decoder():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.out = nn.GRU(4, 12, batch_first=True), nn.Linear(12, 4)
+            self.smooth = nn.Conv1d(4, 4, 5, padding=2)
+
+        def forward(self, frames):
+            told = self.out(self.rnn(frames)[0])
+            return told, told + self.smooth(told.transpose(1, 2)).transpose(1, 2)
+
+    def loss_of(m, frames):
+        told, smoothed = m(frames[:, :-1])
+        return F.mse_loss(told, frames[:, 1:]) + F.mse_loss(smoothed, frames[:, 1:])
+
+    return loop(Net(), drawn(5, 11, 4), loss_of)
+
+
+@odd(notes="the loop makes its own data, and only counts its batches")
+def a_batch_that_only_counts():
+    def loss_of(m, _batch):
+        x = torch.randn(16, 3)
+        return F.mse_loss(m(x), x.square().sum(1, keepdim=True))
+
+    return loop(mlp(3, 16, 1), torch.arange(8.0), loss_of)
