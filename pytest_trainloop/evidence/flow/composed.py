@@ -30,9 +30,9 @@ class FewRows:
     told: bool
 
 
-def few_rows(loop: TrainLoop, sizes: Sequence[int]) -> FewRows:
-    """Rows of a fresh loop's first batch; ``sizes`` are other lengths to keep away from. Raises ``CannotDecide`` where
-    there are no two rows."""
+def few_rows(loop: TrainLoop, sizes: Sequence[int], counts: Sequence[int] = COUNTS) -> FewRows:
+    """Rows of a fresh loop's first batch, one of these numbers of them, or all; ``sizes`` are other lengths to keep
+    away from. Raises ``CannotDecide`` where there are no two rows."""
     batch = first_batches(loop, 1)[0] if loop.batch is None else loop.batch
     axis = loop.axis if isinstance(loop.axis, int) else 0
     count = nests.rows(batch, axis)
@@ -42,7 +42,7 @@ def few_rows(loop: TrainLoop, sizes: Sequence[int]) -> FewRows:
             "whether they meet; give a larger one, or axis="
         )
     taken = set(sizes) | set(_lengths(batch, axis))
-    rows = next((n for n in COUNTS if n <= count and n not in taken), count)
+    rows = next((n for n in counts if n <= count and n not in taken), count)
     told = isinstance(loop.axis, int) or _told(batch, axis, count)
     try:
         few = nests.copy(batch) if rows == count else nests.take(batch, range(rows), axis)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.evidence.flow.composed import FewRows, few_rows
+from pytest_trainloop.evidence.flow.composed import COUNTS, FewRows, few_rows
 from pytest_trainloop.evidence.flow.cures import cures, in_sequence
 from pytest_trainloop.evidence.flow.passing import Op, Pass
 from pytest_trainloop.evidence.flow.rows import Judged
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from pytest_trainloop.observe.record import Record
 
 Why = Literal["softmax", "normalised", "data_normalised", "views", "turned", "batch_norm", "unknown"]
+
+
+_WAYS: tuple[tuple[bool, tuple[int, ...]], ...] = ((True, COUNTS), (True, ()), (False, COUNTS))
+"""Whether the model's arguments are made leaves, and how many rows it is given: it may refuse inputs that require a
+gradient, or be made for so many rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,7 @@ class Rows:
     def __init__(self, seen: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -> None:
         self._seen, self._plan, self._run = seen, plan, run
         self._few: FewRows | None = None
-        self._opens = True
+        self._ways = list(_WAYS)
 
     def meeting(self) -> Meeting | None:
         """What lets rows meet, if they do. Raises ``CannotDecide`` where it cannot be seen."""
@@ -74,15 +79,16 @@ class Rows:
         return "unknown", tuple(judged.mixing[:1])
 
     def _judged(self, *, look_closer: bool = False, **changed: Any) -> tuple[Judged, list[Op]]:
-        judged, ops = self._once(look_closer, changed)
-        if self._opens and not judged.outputs and not judged.pairwise:
-            self._opens = False  # a model may refuse inputs that require a gradient
+        """The pass, made in the first of the ways in which the model gives something."""
+        while True:
             judged, ops = self._once(look_closer, changed)
-            self._opens = judged.outputs == 0
-        return judged, ops
+            if judged.outputs or judged.pairwise or changed or len(self._ways) == 1:
+                return judged, ops
+            self._ways.pop(0)
 
     def _once(self, look_closer: bool, changed: Mapping[str, Any]) -> tuple[Judged, list[Op]]:
         judged, ops = Judged(0, look_closer=look_closer), list[Op]()
+        opens, counts = self._ways[0]
 
         def look(seen: Pass, output: Any) -> None:
             judged.look(seen, output)
@@ -90,11 +96,11 @@ class Rows:
                 ops.extend(seen.ops)
 
         def stream(loop: TrainLoop) -> Iterator[Any]:
-            self._few = few_rows(loop, [size for p in self._seen.parameters for size in p.shape])
+            self._few = few_rows(loop, [size for p in self._seen.parameters for size in p.shape], counts)
             judged.rows = self._few.rows
             return itertools.repeat(self._few.batch)
 
-        seen = Pass(at_end=look, evaluating=True, opens=self._opens, **changed)
+        seen = Pass(at_end=look, evaluating=True, opens=opens, **changed)
         self._run(seen.plan(self._with(stream)))
         return judged, ops
 
