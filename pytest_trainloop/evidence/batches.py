@@ -152,8 +152,13 @@ def _source(loop: TrainLoop, count: int) -> Iterator[Any]:
 
 
 def first_batches(loop: TrainLoop, count: int) -> list[Any]:
-    """The loop's own first batches: repeated where it gives one only, from the start again where it has too few."""
-    given = list(itertools.islice(_source(loop, count), count))
+    """The loop's own first batches: repeated where it gives one only, from the start again where it has too few. Raises
+    ``UserCodeError`` where the project's own source of batches raises."""
+    source = _source(loop, count)
+    try:
+        given = list(itertools.islice(source, count))
+    except Exception as error:
+        raise UserCodeError(user_error(error, "TrainLoop.batches")) from error
     return [given[i % len(given)] for i in range(count)] if given else []
 
 

@@ -6,6 +6,7 @@ zero), the other tensors. What is computed is the same bit for bit, or it depend
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,6 @@ from pytest_trainloop.evidence.hooked import call_from_outside, hooked
 from pytest_trainloop.observe.events import Backward
 
 if TYPE_CHECKING:
-    import contextlib
     from collections.abc import Callable, Iterable, Iterator
 
     from torch import nn
@@ -145,7 +145,8 @@ class Inputs:
                 if _rows_differ(t)
             ]
 
-    def _watching(self, watch: Watch, seen: _Seen, given: list[int]) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _watching(self, watch: Watch, seen: _Seen, given: list[int]) -> Iterator[None]:
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             call = call_from_outside(watch, module)
             if call is None or not torch.is_grad_enabled() or watch.record.steps or watch.backward is not None:
@@ -155,7 +156,8 @@ class Inputs:
                 seen.handed |= {t.data_ptr() for t in nests.tensors((args, kwargs)) if t.data_ptr() in given}
                 seen.outputs += [t.detach().clone() for t in nests.tensors(output)]
 
-        return hooked(register_module_forward_hook(leave, with_kwargs=True))
+        with hooked(register_module_forward_hook(leave, with_kwargs=True)):
+            yield
 
 
 def _same(a: Iterable[torch.Tensor], b: Iterable[torch.Tensor]) -> bool:
