@@ -17,6 +17,7 @@ from pytest_trainloop.evidence.double import double_precision, widen
 from pytest_trainloop.evidence.guard import Guard
 from pytest_trainloop.evidence.preserve import preserved, seed_all
 from pytest_trainloop.evidence.raised import raised, user_error
+from pytest_trainloop.observe.torch_internals import modes_kept
 from pytest_trainloop.observe.watch import FULL_ROUNDS, Watch
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def run(make: Make, plan: RunPlan) -> Record:
     """Watch one run. Raises ``UsageError`` and ``UserCodeError`` as ``build`` does, and ``UsageError`` where ``fit``
     never comes back."""
     began = time.perf_counter()
-    with preserved(), contextlib.ExitStack() as precision:
+    with preserved(), modes_kept(), contextlib.ExitStack() as precision:
         torch.set_grad_enabled(True)
         wide = precision.enter_context(double_precision()) if plan.double else None
         loop = build(make, plan.knobs, plan.seed)

@@ -38,6 +38,39 @@ def take_off(mode: TorchFunctionMode) -> bool:
 
 
 @contextlib.contextmanager
+def modes_kept() -> Iterator[None]:
+    """Take off the function modes of this package that are left on at the end: where a loop swallows the stop that is
+    raised in it, one may strike while a mode is being left."""
+    before = _modes()
+    engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = engine  # type: ignore[attr-defined]
+        after = _modes()
+        if len(after) > len(before) and any(map(_is_ours, after)):
+            for _ in after:
+                _pop_mode()  # type: ignore[no-untyped-call]
+            for mode in after:
+                if not _is_ours(mode) or any(mode is kept for kept in before):
+                    _push_mode(mode)  # type: ignore[no-untyped-call]
+
+
+def _modes() -> list[TorchFunctionMode]:
+    """The function modes of this thread, the innermost last."""
+    found: list[TorchFunctionMode] = []
+    while _len_torch_function_stack() > 0:
+        found.append(_pop_mode())  # type: ignore[no-untyped-call]
+    for mode in reversed(found):
+        _push_mode(mode)  # type: ignore[no-untyped-call]
+    return found[::-1]
+
+
+def _is_ours(mode: TorchFunctionMode) -> bool:
+    return type(mode).__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+@contextlib.contextmanager
 def on_in_engine(mode: TorchFunctionMode) -> Iterator[None]:
     """Keep a mode on while autograd's engine runs, where ``torch.autograd.backward`` has been handed to the mode: a
     checkpoint runs its part of the model again in there."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from pytest_trainloop.observe.torch_internals import is_functorch, take_off
+from pytest_trainloop.observe.torch_internals import is_functorch, modes_kept, take_off
 
 
 class Mode(TorchFunctionMode):
@@ -88,3 +88,23 @@ def test_a_mode_inside_its_own_call_is_not_on_the_stack():
         torch.ones(1) + 1
     assert not any(found)
     assert len(found) >= 1
+
+
+class LeftOn(TorchFunctionMode):
+    """As one of the package's own that a stop has kept from being left."""
+
+    __module__ = "pytest_trainloop.evidence.somewhere"
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_of_ours_that_are_left_on_are_taken_off():
+    outer, own, theirs = LeftOn(), LeftOn(), Mode()
+    with outer:
+        with modes_kept():
+            own.__enter__()
+            theirs.__enter__()
+        assert _get_current_function_mode_stack() == [outer, theirs]
+        assert take_off(theirs)
+    assert _get_current_function_mode_stack() == []
