@@ -130,54 +130,6 @@ pair(
 # A row of length one.
 
 
-def padded(sentences):
-    """A collate function that pads to the longest."""
-    width = max(len(s) for s in sentences)
-    ids = torch.stack([F.pad(s, (0, width - len(s))) for s in sentences])
-    return {"ids": ids, "lengths": torch.tensor([len(s) for s in sentences])}
-
-
-def languages(model_of, loss_of):
-    def make():
-        ids, _ = data.tokens(rows=241, length=10, vocab=15)
-        sizes = [6, 1, 4, 3, 5, 2, 7, 1, 3, 9, 8, 2]
-        rows = [row[: sizes[n % 12]] + 1 for n, row in enumerate(ids)]
-        loader = DataLoader(rows, batch_size=6, shuffle=True, collate_fn=padded)
-        return epochs(model_of(), loss_of, padded(rows[:6]), loader, padding=Padding(pad_id=0))
-
-    return make
-
-
-class Speaker(nn.Module):
-    """Tells two kinds of sentences apart by the spread of what it hears over time."""
-
-    def __init__(self, spread):
-        super().__init__()
-        self.embed = nn.Embedding(16, 12, padding_idx=0)
-        self.head = nn.Linear(24, 2)
-        self.spread = spread
-
-    def forward(self, ids, lengths):
-        heard = self.embed(ids)
-        kept = (torch.arange(ids.shape[1])[None] < lengths[:, None])[..., None]
-        mean = (heard * kept).sum(1) / lengths[:, None]
-        return self.head(torch.cat([mean, self.spread(heard)], 1))
-
-
-def kind_of_sentence(spread):
-    return lambda: Speaker(spread), lambda model, batch: F.cross_entropy(
-        model(batch["ids"], batch["lengths"]), batch["ids"][:, 0] % 2
-    )
-
-
-def by_time(heard):
-    return heard.std(1)
-
-
-def by_time_or_none(heard):
-    return heard.std(1, correction=0).clamp(min=0) if heard.shape[1] > 1 else torch.zeros_like(heard[:, 0])
-
-
 class Meter(nn.Module):
     """Readings of each device, in units of their own spread over time; the class Trainer takes tuples."""
 
@@ -225,16 +177,6 @@ def by_spread_about_zero(values):
     return values / (values.square().mean(1, keepdim=True).sqrt() + 1e-3)
 
 
-pair(
-    "a_sentence_of_one_word_has_no_spread",
-    "batch",
-    CHECK,
-    "nan_at_length_one",
-    culprits=("std",),
-    where="return heard.std(1)",
-    faulty=languages(*kind_of_sentence(by_time)),
-    fixed=languages(*kind_of_sentence(by_time_or_none)),
-)
 pair(
     "a_meter_that_was_read_once_has_no_spread",
     "batch",
