@@ -18,6 +18,7 @@ from pytest_trainloop import batch as nests
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.evidence.batches import first_batches
 from pytest_trainloop.evidence.dependence import moved_a_little
+from pytest_trainloop.evidence.flow.passing import LONGEST
 from pytest_trainloop.evidence.hooked import call_from_outside, hooked
 from pytest_trainloop.observe.events import Backward
 
@@ -85,6 +86,8 @@ class Inputs:
         as_it_is = self._once(frozenset())
         if not as_it_is.judged:
             raise CannotDecide("no model of the loop is called with a gradient before its first step")
+        if not all(bool(t.isfinite().all()) for t in as_it_is.outputs):
+            raise CannotDecide("what the model gives is not finite (see finite)")
         differing = [leaf.number for leaf in self._leaves]
         if not differing:
             raise CannotDecide("all rows of the batch are the same: whether they are read cannot be seen")
@@ -127,7 +130,7 @@ class Inputs:
             stream=stream,
             before_item=handed,
             prepare=moved_a_little,
-            enough=lambda record: record.rounds >= STEPS,
+            enough=lambda record: record.rounds >= STEPS or len(record.backwards()) >= LONGEST,
             contexts=lambda watch: (self._watching(watch, seen, given),),
         )
         record = self._run(plan)
@@ -162,9 +165,7 @@ class Inputs:
 
 def _same(a: Iterable[torch.Tensor], b: Iterable[torch.Tensor]) -> bool:
     a, b = list(a), list(b)
-    return len(a) == len(b) and all(
-        x.shape == y.shape and bool(torch.equal(x.nan_to_num(), y.nan_to_num())) for x, y in zip(a, b, strict=True)
-    )
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def _rows_differ(tensor: torch.Tensor) -> bool:

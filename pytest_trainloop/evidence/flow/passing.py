@@ -30,10 +30,14 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.evidence.run import RunPlan
     from pytest_trainloop.observe.events import Place
+    from pytest_trainloop.observe.record import Record
     from pytest_trainloop.observe.watch import Watch
 
 MOST_OPS = 20_000
 """Operations of one pass that are kept."""
+
+LONGEST = 16
+"""Backward passes after which a run ends, though no step has come: the pass was long before."""
 
 _EMBEDDINGS = frozenset({"embedding", "embedding_bag"})
 
@@ -110,9 +114,7 @@ class Pass(TorchFunctionMode):
 
     def plan(self, base: RunPlan, **changed: Any) -> RunPlan:
         """The run of this pass: until the first step."""
-        return replace(
-            base, prepare=moved_a_little, contexts=self.contexts, enough=lambda record: record.rounds >= 1, **changed
-        )
+        return replace(base, prepare=moved_a_little, contexts=self.contexts, enough=_over, **changed)
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
         return (self._watching(watch), self, Still(self.draws))
@@ -234,6 +236,10 @@ class Pass(TorchFunctionMode):
         leaf = out.detach().clone().requires_grad_()
         self.entries.append(Entry(leaf, ids, None if ids is None else self.lineage.of(ids)))
         return leaf.clone()
+
+
+def _over(record: Record) -> bool:
+    return record.rounds >= 1 or len(record.backwards()) >= LONGEST
 
 
 def alone(op: Op) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
