@@ -382,6 +382,7 @@ class Evidence:
         """The runs over rows with more and with less padding, for each length to which something is padded."""
         from pytest_trainloop.evidence.padding.runs import PaddingRuns
 
+        self.run()  # what is refused there is refused once
         with preserved():
             return PaddingRuns.of(build(self.make, self._fixed, self._seed), self.run, self._plan({}), self._counted)
 
