@@ -382,9 +382,13 @@ class Evidence:
         """The runs over rows with more and with less padding, for each length to which something is padded."""
         from pytest_trainloop.evidence.padding.runs import PaddingRuns
 
-        self.run()  # what is refused there is refused once
         with preserved():
-            return PaddingRuns.of(build(self.make, self._fixed, self._seed), self.run, self._plan({}), self._counted)
+            loop = build(self.make, self._fixed, self._seed)
+            try:
+                return PaddingRuns.of(loop, self.run, self._plan({}), self._counted)
+            except UsageError:
+                self.run()  # which is refused in the same words for every check
+                raise
 
     def _first_look(self) -> frozenset[str]:
         with preserved():
