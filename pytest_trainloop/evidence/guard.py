@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -121,7 +122,7 @@ class Guard:
         frames = _frames_of_fit(frame)
         if not frames:
             return
-        if _delicate(frames[0]) and self._waited < DELICATE:
+        if _delicate(frames) and self._waited < DELICATE:
             self._waited += 1
             return
         self._timed_out = self._timed_out or self._stops == 0
@@ -156,9 +157,12 @@ def _frames_of_fit(frame: FrameType | None) -> list[FrameType]:
     return []
 
 
-def _delicate(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    return name.startswith(_OURS) or name.endswith(_DELICATE) or frame.f_code.co_name == "__del__"
+def _delicate(frames: list[FrameType]) -> bool:
+    """Whether a stop would strike half-done work of ours or torch's, or be lost in what Python calls by itself."""
+    name = frames[0].f_code.co_filename
+    collecting = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    lost = any(frame.f_code.co_name == "__del__" or frame.f_code in collecting for frame in frames)
+    return lost or name.startswith(_OURS) or name.endswith(_DELICATE)
 
 
 def _raise_again(frames: list[FrameType], after: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -284,16 +285,38 @@ class Finalized:
         self.until = until
 
     def __del__(self):
-        while time.perf_counter() < self.until:
-            pass
+        wait(self.until)
 
 
-def test_no_stop_is_raised_where_python_would_swallow_it(monkeypatch):
+def wait(until):
+    while time.perf_counter() < until:
+        pass
+
+
+def in_a_finalizer():
+    Finalized(time.perf_counter() + 0.1)
+
+
+def in_a_callback_of_the_collector():
+    until = time.perf_counter() + 0.1
+
+    def collecting(phase, info):
+        wait(until)
+
+    gc.callbacks.append(collecting)
+    try:
+        gc.collect(0)
+    finally:
+        gc.callbacks.remove(collecting)
+
+
+@pytest.mark.parametrize("swallowing", [in_a_finalizer, in_a_callback_of_the_collector])
+def test_no_stop_is_raised_where_python_would_swallow_it(swallowing, monkeypatch):
     swallowed = []
     monkeypatch.setattr(sys, "unraisablehook", swallowed.append)
 
     def fit():
-        Finalized(time.perf_counter() + 0.1)
+        swallowing()
         while True:
             pass
 
