@@ -210,13 +210,14 @@ def check_loop(
     knobs: Mapping[str, str] | None = None,
     seed: int = 0,
     seconds: float = 120.0,
+    device: str = "auto",
     strict: bool = False,
     raises: bool = True,
 ) -> Report:
     """The battery on one loop, without pytest, in a notebook or a script.
 
-    ``make`` is the function that a test would be: it returns a fresh ``TrainLoop``, its keyword defaults are knobs.
-    Returns the report
+    ``make`` is the function that a test would be: it returns a fresh ``TrainLoop``, its keyword defaults are knobs;
+    ``device`` is what its knob of that name is set to. Returns the report
     (``str()`` is the closing section). Raises ``CheckFailed`` with the failure texts unless ``raises=False``, and
     ``UsageError`` for what cannot be judged.
 
@@ -226,8 +227,8 @@ def check_loop(
     from pytest_trainloop.knobs import read_knobs
 
     plan = _plan("check_loop", of("loop"), only, skip, xfail, options, strict)
-    name = getattr(make, "__name__", "loop")
-    subject = Subject(name, make, settings=Settings(seed=seed, seconds=seconds), knobs=read_knobs(make, knobs))
+    name, settings = getattr(make, "__name__", "loop"), Settings(seed=seed, seconds=seconds, device=device)
+    subject = Subject(name, make, settings=settings, knobs=read_knobs(make, knobs))
     return _reported(name, _battery(subject, plan), raises)
 
 

@@ -93,8 +93,8 @@ def gradient_reaches_every_param(evidence: Evidence) -> Iterator[Finding]:
     yield from frozen_by_mistake(record)
     if not record.of_backward() and not _stopped_at_backward(record):
         raise CannotDecide(f"no backward pass was seen in {record.items} batches")
-    if record.raised is not None and not _stopped_at_backward(record) and not record.of_backward()[-1].arrivals:
-        return  # the exception came from inside backward: that is the fault to show
+    if not _stopped_at_backward(record) and _raised_inside_backward(record):
+        return  # that is the fault to show
     suspects = [p for p in record.parameters if _in_scope(record, p)]
     never = [p for p in suspects if not record.last_arrivals(p.index)]
     zero = [p for p in suspects if p not in never]
@@ -137,6 +137,14 @@ def _stopped_at_backward(record: Record) -> bool:
         return False
     message = record.raised.message
     return "does not require grad" in message or "has no attribute 'backward'" in message
+
+
+def _raised_inside_backward(record: Record) -> bool:
+    """Whether an exception ended the last backward pass before it was through."""
+    if record.raised is None:
+        return False
+    last = record.of_backward()[-1]
+    return not last.arrivals or record.raised.place == last.place or record.raised.kind == "CheckpointError"
 
 
 def _never_arrives(evidence: Evidence, record: Record, never: Sequence[Parameter]) -> Iterator[Finding]:

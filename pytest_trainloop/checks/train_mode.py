@@ -77,14 +77,18 @@ CAUSES = {
 
 @check(needs={"fit"}, causes=CAUSES, family="wiring", rank=40)
 def train_mode(evidence: Evidence) -> Iterator[Finding]:
-    found, change, level = evidence.in_eval()
+    from pytest_trainloop.evidence.phases import Phases
+
+    phases = evidence.further(Phases)
+    found, change, level = phases.in_eval()
     if found is not None and change > 0.0:
         yield _trained(found, change, level)
-    for evaluation, level in evidence.evaluations():
+    for evaluation, level in phases.evaluations():
         yield _evaluated(evaluation, level)
-    modules, place = evidence.evaluate_in_training_mode()
-    if modules:
-        yield _evaluate_given(modules, place)
+    if "evaluate" in evidence.offers:
+        modules, place = phases.evaluate_in_training_mode()
+        if modules:
+            yield _evaluate_given(modules, place)
 
 
 def _modules(paths: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pytest_trainloop.errors import CannotDecide, UsageError
-from pytest_trainloop.evidence.build import Make, Origin, build, origins, require_fresh
+from pytest_trainloop.evidence.build import Make, Origin, build, origins, require_fresh, require_on_cuda
 from pytest_trainloop.evidence.preserve import preserved
 from pytest_trainloop.evidence.run import ENOUGH_ROUNDS, READ_AHEAD_BUDGETS, RunPlan, run, stepless
 from pytest_trainloop.loop import TrainLoop
@@ -14,7 +14,7 @@ from pytest_trainloop.observe.watch import FULL_ROUNDS
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pytest_trainloop.evidence.accumulation import Accumulation
     from pytest_trainloop.evidence.births import Births
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from pytest_trainloop.evidence.cut import Cut
     from pytest_trainloop.evidence.dependence import Dependence
     from pytest_trainloop.evidence.edges import Edges
-    from pytest_trainloop.evidence.evaluations import Evaluation, Verdict
-    from pytest_trainloop.evidence.modes import InEval
     from pytest_trainloop.evidence.onebatch import OneBatch, Progress
     from pytest_trainloop.evidence.padding.runs import PaddingRuns
     from pytest_trainloop.evidence.repeat import Repetition
@@ -45,9 +43,6 @@ batches do the same for every window of 2 to 12."""
 
 MOST = 300
 """Own steps on one fixed batch, at most."""
-
-EPOCH = 3
-"""Steps of an epoch in a run that is to have several."""
 
 
 class Evidence:
@@ -71,6 +66,7 @@ class Evidence:
         self.knobs = dict(knobs or {})
         self._seed = seed
         self._seconds = seconds
+        self._on_cuda = device == "cuda"
         self._fixed = {self.knobs["device"]: device} if device is not None and "device" in self.knobs else {}
         self._records: dict[tuple[tuple[str, Any], ...], Record] = {}
         self._refused: dict[tuple[tuple[str, Any], ...], UsageError] = {}
@@ -219,63 +215,6 @@ class Evidence:
             self._records[key] = self._counted(change(self._plans[()]))
         return self._records[key]
 
-    def in_eval(self) -> tuple[InEval | None, float, Verdict]:
-        """Modules in evaluation mode in training passes, and by how much training mode changes what is
-        backpropagated. Advice where the loop puts the model so to make its own training data (rollouts): it may want
-        both passes alike."""
-        from pytest_trainloop.evidence.evaluations import trained_on
-        from pytest_trainloop.evidence.modes import Kinds, matters, trained_in_eval
-
-        for record, plan in self._phases():
-            if not any(f.in_eval and f.grad_enabled for f in record.root_forwards()):
-                continue
-            kinds = Kinds()
-            self._counted(replace(plan, prepare=kinds, enough=lambda r: r.rounds >= 1))
-            found = trained_in_eval(record, kinds.norms, kinds.own_train)
-            if found:
-                own = found.unscored is not None and trained_on(found.unscored, record, plan, self._counted)
-                change = matters(record, plan, self._counted, found.modules)
-                return found, change, "advice" if own else "fault"
-        return None, 0.0, "fault"
-
-    def evaluations(self) -> Iterator[tuple[Evaluation, Verdict]]:
-        """Evaluations inside ``fit`` that run in training mode."""
-        from pytest_trainloop.evidence.evaluations import verdict, without_backward
-
-        known: set[object] = set()
-        for record, plan in self._phases():
-            for found in without_backward(record):
-                level = None if found.site in known else verdict(found, record, plan, self._counted)
-                known.add(found.site)
-                if level:
-                    yield found, level
-
-    def _phases(self) -> Iterator[tuple[Record, RunPlan]]:
-        """The watched run, and one over so few batches that its epochs and what follows them are watched as well."""
-        record, plan = self.run(), self._plans[()]
-        yield record, plan
-        if any(f.in_training or f.in_eval for f in record.root_forwards()) and record.rounds:
-            count = EPOCH * max(1, round(record.items / record.rounds))
-            brief = replace(plan, count=count, enough=lambda r: r.rounds >= 2 * EPOCH)
-            yield self._once("brief", lambda _plan: brief), brief
-
-    def evaluate_in_training_mode(self) -> tuple[tuple[str, ...], str]:
-        """What acts by mode and is in training mode when the declared ``evaluate`` makes a score, and where it is
-        called."""
-        if "evaluate" not in self.offers:
-            return (), ""
-        from pytest_trainloop.evidence.evaluations import Spoiled, ThenEvaluate
-
-        self.run()
-        then = ThenEvaluate()
-        plan = then.plan(self._plans[()])
-        for forward in then.forwards(self._counted(plan)):
-            if forward.training and forward.in_training and forward.below:
-                spoiled = Spoiled(forward.site)
-                self._counted(replace(plan, contexts=spoiled.contexts))
-                return (forward.in_training, str(forward.place)) if spoiled.scored else ((), "")
-        return (), ""
-
     def births(self) -> Births:
         """The watched run made once more, with every operation looked at for values that are not finite."""
         from pytest_trainloop.evidence.births import Births
@@ -395,6 +334,8 @@ class Evidence:
             first = build(self.make, self._fixed, self._seed)
             second = build(self.make, self._fixed, self._seed + 1)
             require_fresh(first, second)
+            if self._on_cuda:
+                require_on_cuda(first, self.knobs)
             self._origins = origins(first, second)
         self._declared = {name: getattr(first, name) for name in ("stochastic", "interacts", "init_loss", "padding")}
         given = {name for name in TrainLoop.field_names() if getattr(first, name) is not None}

@@ -17,9 +17,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
-from pytest_trainloop import batch as nests
 from pytest_trainloop.evidence.hooked import hooked
-from pytest_trainloop.observe.facts import readable
+from pytest_trainloop.evidence.operands import floats, in_place
 from pytest_trainloop.observe.functions import LOSSES
 from pytest_trainloop.observe.source import here
 
@@ -131,7 +130,7 @@ class Births(TorchFunctionMode):
     def _watching(self, watch: Watch) -> Iterator[None]:
         def leave(module: nn.Module, _args: Any, output: Any) -> None:
             with watch.quietly(), torch.no_grad():
-                low, high = _range(_floats(output))
+                low, high = _range(floats(output))
                 self._trail.append(f"{watch.book.path_of(module)} [{low:.3g}, {high:.3g}]")
 
         self._watch = watch
@@ -158,13 +157,13 @@ class Births(TorchFunctionMode):
             return func(*args, **kwargs)
         with watch.quietly(), torch.no_grad():
             self._forget(watch)
-            given = _floats((args, kwargs))
+            given = floats((args, kwargs))
             bad = [t for t in given if not _finite(t)]
             lost = {id(t) for t in bad if _lost(t)}
             bounds = _range(given)
         out = func(*args, **kwargs)
         with watch.quietly():
-            results = _floats(args[0] if _in_place(name) else out)
+            results = floats(args[0] if in_place(name) else out)
             written = any(isinstance(v, float) and math.isinf(v) for v in (*args, *kwargs.values()))
             self._look(watch, _Seen(name, given, bad, lost, results, bounds, written))
         return out
@@ -252,25 +251,13 @@ class Births(TorchFunctionMode):
             self.gradient = max(enumerate(takers), key=lambda pair: (pair[1].suspect, pair[0]))[1].birth
 
     def _backward(self, watch: Watch, args: Any, kwargs: Any) -> None:
-        for root in _floats((args, kwargs)):
+        for root in floats((args, kwargs)):
             if id(root) in self._known and self.root is None:
                 self.root = self._known[id(root)][1]
             elif root.requires_grad and (root.grad_fn is None or (root.numel() == 1 and float(root.detach()) == 0.0)):
                 dropped = [b for t, b in self._known.values() if self._may_be_loss(t) and t.requires_grad]
                 if dropped:
                     self.masked.append(Masked("a new tensor", here(3)[0], dropped[-1], watch.record.steps))
-
-
-def _in_place(name: str) -> bool:
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-
-
-def _floats(value: Any) -> list[torch.Tensor]:
-    return [
-        t
-        for t in nests.tensors(value)
-        if t.is_floating_point() and t.layout is torch.strided and t.numel() and readable(t)
-    ]
 
 
 def _finite(tensor: torch.Tensor) -> bool:

@@ -52,7 +52,7 @@ def origins(first: TrainLoop, second: TrainLoop) -> dict[str, Origin]:
     others = [p for module in second.modules.values() for p in module.parameters()]
     found: dict[str, Origin] = {}
     for (name, p), other in zip([item for names in named for item in names.items()], others, strict=False):
-        if p.requires_grad and p.dim() > 1 and not nn.parameter.is_lazy(p) and not nn.parameter.is_lazy(other):
+        if p.requires_grad and not nn.parameter.is_lazy(p) and not nn.parameter.is_lazy(other) and p.dim() > 1:
             with torch.no_grad():
                 if p.numel() > 1 and not bool((p == p.flatten()[0]).all()):
                     found[name] = "loaded" if torch.equal(p, other) else "drawn"
@@ -103,6 +103,18 @@ def require_fresh(first: TrainLoop, second: TrainLoop) -> None:
                 "that every call gives a fresh"
                 " loop (a model from a fixture or a module-level variable would be trained by every check)"
             )
+
+
+def require_on_cuda(loop: TrainLoop, knobs: Mapping[str, str]) -> None:
+    """Raise ``UsageError`` if a loop that is to run on a CUDA device was built elsewhere."""
+    devices = sorted({str(p.device) for module in loop.modules.values() for p in module.parameters()})
+    if devices and not any(device.startswith("cuda") for device in devices):
+        how = (
+            f"its parameter {knobs['device']!r} was given 'cuda': move the model there"
+            if "device" in knobs
+            else "it has no knob 'device': give it the keyword default device=\"cpu\" and move model and batch there"
+        )
+        raise UsageError(f"the device of the loops is cuda, but this model is on {', '.join(devices)}; {how}")
 
 
 def _parts(loop: TrainLoop) -> Iterator[tuple[str, Any]]:

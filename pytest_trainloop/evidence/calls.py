@@ -1,4 +1,4 @@
-"""The order of calls around a step: clip, unscale, scaler update, scheduler. Plain data, no torch."""
+"""The order of calls around a step: clip, scheduler, a scaler that never steps. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ _LEARNING = ("overfit_one_batch", "update_ratio")
 def call_order(record: Record) -> Iterator[Finding]:
     """Faults of call order, each at least twice in the run."""
     yield from _clips(record)
-    yield from _updates(record)
     yield from _scaler_order(record)
     yield from _schedulers(record)
 
 
-def _clips(record: Record) -> Iterator[Finding]:
-    """Clips that come after the step, or while gradients still carry the loss scale."""
+def clips_by_site(record: Record) -> list[list[GradWrite]]:
+    """The clips that bite, by the line that they come from."""
     by_site: dict[Site, list[GradWrite]] = defaultdict(list)
     for write in record.of(GradWrite):
         if write.how == "clipped" and _bites(write):
             by_site[write.site].append(write)
-    for clips in by_site.values():
-        after = [c for c in clips if _after_step(record, c)]
-        scaled = [(c, s) for c in clips if (s := _scaled(record, c)) is not None and not _scaled_limit(c, s)]
+    return list(by_site.values())
+
+
+def _clips(record: Record) -> Iterator[Finding]:
+    """Clips that come after the step."""
+    for clips in clips_by_site(record):
+        after = [c for c in clips if after_step(record, c)]
         if len(after) >= 2 and 2 * len(after) > len(clips):
             yield _clip_after_step(record, clips, after)
-        elif len(scaled) >= 2:
-            yield _clip_before_unscale(scaled)
 
 
 def _bites(clip: GradWrite) -> bool:
@@ -49,7 +50,7 @@ def _bites(clip: GradWrite) -> bool:
     return math.isfinite(clip.limit) and clip.limit < LOGGED_NORM
 
 
-def _after_step(record: Record, clip: GradWrite) -> bool:
+def after_step(record: Record, clip: GradWrite) -> bool:
     """Whether what happened last to the clipped gradients is that a step consumed them."""
     mine = set(clip.parameters)
     for event in reversed(record.events):
@@ -63,24 +64,6 @@ def _after_step(record: Record, clip: GradWrite) -> bool:
         elif isinstance(event, GradWrite) and event.by_hand and mine & set(event.parameters):
             return False  # gradients copied in, as into master weights
     return False
-
-
-def _scaled(record: Record, clip: GradWrite) -> ScalerCall | None:
-    """The call that scaled the loss, if the clipped gradients still carry its factor."""
-    scale: ScalerCall | None = None
-    for event in record.events:
-        if event.at >= clip.at:
-            break
-        if isinstance(event, ScalerCall):
-            scale = event if event.what == "scale" else scale if event.what == "update" else None
-        elif isinstance(event, GradWrite) and event.how in ("assigned", "altered"):
-            scale = None  # divided by hand, as far as call order can tell
-    return scale
-
-
-def _scaled_limit(clip: GradWrite, scale: ScalerCall) -> bool:
-    """Whether the limit was multiplied by the loss scale too: limits from 0.01 up are in use, scales begin at 2**10."""
-    return clip.limit is not None and math.isfinite(scale.factor) and clip.limit >= 0.01 * scale.factor > 1
 
 
 def _clip_after_step(record: Record, clips: list[GradWrite], after: list[GradWrite]) -> Finding:
@@ -100,55 +83,8 @@ def _clip_after_step(record: Record, clips: list[GradWrite], after: list[GradWri
     )
 
 
-def _clip_before_unscale(scaled: list[tuple[GradWrite, ScalerCall]]) -> Finding:
-    clip, scale = scaled[0]
-    factor = f"{scale.factor:g}" if math.isfinite(scale.factor) else "the loss scale"
-    return Finding(
-        cause="clip_before_unscale",
-        level="fault" if scale.enabled else "advice",
-        summary=(
-            f"gradients are clipped while they still carry the loss scale of {factor}: the limit bites {factor} "
-            "times too hard"
-        ),
-        measured=f"limit {_limit(clip)} on gradients times {factor}, in {len(scaled)} steps"
-        + ("" if scale.enabled else " (this scaler is switched off here)"),
-        shown_by="order seen: scale, backward, clip, with no unscale_ between backward and clip",
-        culprits=(clip.by.lstrip("_"),),
-        where=str(clip.place),
-        repair="call scaler.unscale_(optimizer) before clipping",
-        explains=("grad_scaler", *_LEARNING),
-    )
-
-
 def _limit(clip: GradWrite) -> str:
     return "unknown" if clip.limit is None else f"{clip.limit:g}"
-
-
-def _updates(record: Record) -> Iterator[Finding]:
-    """Scalers that step and are never updated."""
-    for scaler in sorted({c.scaler for c in record.scaler_calls()}):
-        calls = [c for c in record.scaler_calls() if c.scaler == scaler]
-        steps = [c for c in calls if c.what == "step"]
-        refused = record.raised is not None and (
-            "update()" in record.raised.message or "called after step()" in record.raised.message
-        )
-        again = steps if refused else [c for c in steps if sum(d.optimizer == c.optimizer for d in steps) > 1]
-        if not again or any(c.what == "update" for c in calls):
-            continue
-        yield Finding(
-            cause="update_missing",
-            level="fault" if again[0].enabled else "advice",
-            summary="scaler.step() is called again and again without scaler.update(): "
-            + ("torch refuses to go on" if refused else "the scale is never adjusted"),
-            measured=f"{len(steps)} scaler steps, 0 updates",
-            shown_by=f"torch raised: {record.raised.summary}"
-            if refused and record.raised
-            else "no update was seen in the run",
-            culprits=("scaler.update()",),
-            where=str(steps[-1].place),
-            repair="call scaler.update() once at the end of each iteration that steps",
-            explains=("grad_scaler", *_LEARNING),
-        )
 
 
 def _scaler_order(record: Record) -> Iterator[Finding]:
@@ -157,7 +93,7 @@ def _scaler_order(record: Record) -> Iterator[Finding]:
     if record.raised is None or not calls:
         return
     whats = [c.what for c in calls]
-    if whats[-1] == "update" and "step" not in whats and "scale" in whats:
+    if whats[-1] == "update" and "step" not in whats and "scale" in whats and not record.steps:
         yield Finding(
             cause="step_missing",
             summary=(

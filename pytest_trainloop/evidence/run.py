@@ -37,6 +37,9 @@ STEPLESS_BACKWARDS = 256
 """Backward passes without a step after which a run is given no more batches, and none is made with more: no loop's
 window is meant to be longer than this."""
 
+SKIPPED_STEPS = 64
+"""Steps skipped by a gradient scaler, with none made, that come to the same: its scale falls from 2**40 to 2**-24."""
+
 MOST_STEPS = 9
 """Steps of one optimizer in a run over chosen items, at most; none needs more than two windows of four."""
 
@@ -46,10 +49,10 @@ _SCALARS_ONLY = "grad can be implicitly created only for scalar outputs"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
     """How one run goes: ``enough`` ends it; ``prepare`` sees the fresh loop and its watch before ``fit``;
-    ``contexts`` are entered around ``fit``; ``items`` makes the batches in place of the loop's own, ``stream`` those
-    of a run that is else like any; ``before_item`` is called with the number of each batch and the batch;
-    ``fit_seed`` is another seed for ``fit`` than for the building; ``fit`` is what is run in place of the project's
-    own loop."""
+    ``around`` is entered around building and ``fit``, ``contexts`` around ``fit`` alone; ``items`` makes the
+    batches in place of the loop's own, ``stream`` those of a run that is else like any; ``before_item`` is called
+    with the number of each batch and the batch; ``fit_seed`` is another seed for ``fit`` than for the building;
+    ``fit`` is what is run in place of the project's own loop."""
 
     knobs: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
@@ -59,6 +62,7 @@ class RunPlan:
     enough: Callable[[Record], bool] = lambda record: record.rounds >= FULL_ROUNDS
     prepare: Callable[[Watch], None] = lambda watch: None
     contexts: Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]] = lambda watch: ()
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     double: bool = False
     items: Callable[[TrainLoop], Sequence[Any]] | None = None
     stream: Callable[[TrainLoop], Iterator[Any]] | None = None
@@ -74,6 +78,7 @@ def run(make: Make, plan: RunPlan) -> Record:
     with preserved(), modes_kept(), contextlib.ExitStack() as precision:
         torch.set_grad_enabled(True)
         wide = precision.enter_context(double_precision()) if plan.double else None
+        precision.enter_context(plan.around())
         loop = build(make, plan.knobs, plan.seed)
         if wide is not None:
             widen(loop)
@@ -127,7 +132,10 @@ def run(make: Make, plan: RunPlan) -> Record:
 
 def stepless(record: Record) -> bool:
     """Whether backward passes came and came, and no optimizer step."""
-    return not record.steps and len(record.backwards()) >= STEPLESS_BACKWARDS
+    if record.steps:
+        return False
+    tried = sum(call.what == "step" for call in record.scaler_calls())
+    return tried >= SKIPPED_STEPS or len(record.backwards()) >= STEPLESS_BACKWARDS
 
 
 def _no_scalar(record: Record, error: BaseException) -> UserCodeError:

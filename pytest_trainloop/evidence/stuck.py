@@ -86,10 +86,9 @@ def measure(parameters: Sequence[Parameter], native: Record, double: Record) -> 
             continue
         steps = max(1, sum(other.index in s.updates for s in double.of(Step)) or double.rounds)
         change = values(double.end[other.index], "float64") - values(other.start, "float64")
-        growth = _growth(native, p.index)
         typical = float(change.abs().median()) / steps
-        update = typical * growth if typical else 0.0
-        found.append(Stuck(p.name, p.dtype, update, float(_spacings(values(p.start, p.dtype), p.dtype).median())))
+        update = typical * growth(native, p.index) if typical else 0.0
+        found.append(Stuck(p.name, p.dtype, update, float(spacings(values(p.start, p.dtype), p.dtype).median())))
     return found
 
 
@@ -105,8 +104,8 @@ def lost_shares(parameters: Sequence[Parameter], native: Record, double: Record)
         start, end = values(p.start, p.dtype), values(native.end[p.index], p.dtype)
         largest = max(float(values(f, "float64").abs().max()) for f in (other.start, double.end[other.index]))
         steps = [s.updates[other.index] for s in double.of(Step) if other.index in s.updates]
-        step = max(steps, default=0.0) * largest * _growth(native, p.index)
-        lost = (start == end) & (step < _spacings(start, p.dtype) / 2)
+        step = max(steps, default=0.0) * largest * growth(native, p.index)
+        lost = (start == end) & (step < spacings(start, p.dtype) / 2)
         shares[p.name] = float(lost.double().mean()) if 0.0 < step < math.inf else 0.0
     return shares
 
@@ -126,7 +125,7 @@ def low_and_stepped(record: Record, dtypes: Sequence[str]) -> list[Parameter]:
     ]
 
 
-def _growth(record: Record, index: int) -> float:
+def growth(record: Record, index: int) -> float:
     """By how much a warm-up still raises the rate of the parameter's group: peak over the mean of the rates seen;
     infinity where it rises to what is not known."""
     for optimizer in record.optimizers:
@@ -142,7 +141,7 @@ def _growth(record: Record, index: int) -> float:
     return 1.0
 
 
-def _spacings(points: torch.Tensor, dtype: str) -> torch.Tensor:
+def spacings(points: torch.Tensor, dtype: str) -> torch.Tensor:
     """The distance of each value to the next larger one of its dtype."""
     info = torch.finfo(getattr(torch, dtype))
     return info.eps * torch.exp2(torch.floor(torch.log2(points.abs().clamp_min(info.tiny))))

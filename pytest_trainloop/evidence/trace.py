@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.overrides import TorchFunctionMode
 
+from pytest_trainloop.evidence.operands import in_place
 from pytest_trainloop.observe.source import here
 from pytest_trainloop.observe.taps import Taps
 
@@ -141,9 +142,7 @@ class Tracer(TorchFunctionMode):
         if chosen := self._chosen.get((name, site)):
             return self._changed(chosen, func, args, kwargs, given)
         out = func(*args, **kwargs)
-        kind = (
-            "value" if _in_place(name) and any(args[0] is d for d in self._detached) else _kind(name, args, given, out)
-        )
+        kind = "value" if _writes(name) and any(args[0] is d for d in self._detached) else _kind(name, args, given, out)
         if kind == "dead" and not self._watch.inside_parameters():
             kind = None  # a hinge in the loss that every example meets is no dead layer
         if kind == "grad_off":
@@ -178,14 +177,14 @@ class Tracer(TorchFunctionMode):
                 self.touched.add(index)
 
     def _changed(self, chosen: Candidate, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
-        if self._nudge and _in_place(chosen.op):
+        if self._nudge and _writes(chosen.op):
             with torch.no_grad():
                 args = (args[0], *(_nudged(a) if isinstance(a, torch.Tensor) else a for a in args[1:]))
             return func(*args, **kwargs)
         if self._nudge:
             with torch.no_grad():
                 return _nudged(func(*args, **kwargs))
-        if chosen.op in _NOT_A_TENSOR or (_in_place(chosen.op) and chosen.kind == "value"):
+        if chosen.op in _NOT_A_TENSOR or (_writes(chosen.op) and chosen.kind == "value"):
             return func(*args, **kwargs)
         return _straight_through(given[0], func(*args, **kwargs))
 
@@ -230,7 +229,7 @@ def _kind(name: str, args: tuple[Any, ...], given: list[torch.Tensor], out: Any)
     if name in _VALUES:
         return "value"
     outputs = [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, torch.Tensor)]
-    if _in_place(name) and isinstance(args[0], torch.Tensor) and not args[0].requires_grad:
+    if _writes(name) and isinstance(args[0], torch.Tensor) and not args[0].requires_grad:
         return "grad_off" if not torch.is_grad_enabled() else "value"
     if name in _FLAT:
         return "flat"
@@ -242,10 +241,9 @@ def _kind(name: str, args: tuple[Any, ...], given: list[torch.Tensor], out: Any)
     return None
 
 
-def _in_place(name: str) -> bool:
-    return name == "__setitem__" or (
-        name.endswith("_") and not name.endswith("__") and name not in ("detach_", "requires_grad_")
-    )
+def _writes(name: str) -> bool:
+    """Whether an operation changes the values of its first argument."""
+    return in_place(name) and name not in ("detach_", "requires_grad_")
 
 
 def _constant(name: str, given: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:

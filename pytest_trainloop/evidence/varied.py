@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 
 
 class SameStart:
-    """Gives every run the weights and buffers that the first one began with. To be used as ``RunPlan.prepare``."""
+    """Gives every run the weights and buffers that the first one began with. To be used as ``RunPlan.prepare``.
+    ``rename`` makes names alike that differ by how the model is wrapped."""
 
-    def __init__(self) -> None:
+    def __init__(self, rename: Callable[[str], str] = str) -> None:
         self._first: dict[str, torch.Tensor] | None = None
+        self._rename = rename
 
     def __call__(self, watch: Watch) -> None:
         """Raises ``CannotDecide`` where the two have other tensors, or tensors of other shapes."""
-        state = dict(_state(watch))
+        state = {self._rename(name): tensor for name, tensor in _state(watch)}
         if self._first is None:
             self._first = {name: tensor.detach().clone() for name, tensor in state.items()}
             return
@@ -47,10 +49,35 @@ class SameStart:
                     tensor.copy_(first)
 
 
-def _state(watch: Watch) -> Iterator[tuple[str, torch.Tensor]]:
+class SameValues:
+    """The same weights where the runs differ in precision, in the dtype of each run. Buffers are left as they were
+    built: what a project computes in low precision before it trains is wrong in them."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, torch.Tensor] = {}
+
+    def __call__(self, watch: Watch) -> None:
+        """Raises ``CannotDecide`` where a later run has tensors of other shapes."""
+        state = dict(_weights(watch))
+        if not self._first:
+            self._first = {name: tensor.detach().clone() for name, tensor in state.items()}
+            return
+        for name, first in self._first.items():
+            tensor = state.get(name)
+            if tensor is None or tensor.shape != first.shape:
+                raise CannotDecide(f"the model is built differently in another precision: {name} is not the same")
+            with torch.no_grad():
+                tensor.copy_(first)
+
+
+def _weights(watch: Watch) -> Iterator[tuple[str, torch.Tensor]]:
     for entry, tensor in zip(watch.book.entries, watch.book.tensors, strict=True):
         if not torch.nn.parameter.is_lazy(tensor) and not tensor.is_meta:
             yield entry.name, tensor
+
+
+def _state(watch: Watch) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from _weights(watch)
     for path, module in watch.book.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if not torch.nn.parameter.is_lazy(buffer) and not buffer.is_meta:

@@ -22,6 +22,7 @@ class WatchedOnce:
 
     offers = frozenset({"fit", "run"})
     options: Mapping[str, Any] = {}
+    knobs: Mapping[str, str] = {}
 
     def __init__(self, record: Record, contracts: Contracts | None = None) -> None:
         self._record = record

@@ -86,9 +86,12 @@ def left_open(record: Record, ledger: Ledger) -> list[Account]:
 
 
 def _left_over(record: Record, account: Account) -> bool:
-    """Whether no step came after this pass that could consume its gradients, and nothing wiped them."""
+    """Whether no step came after this pass that could consume its gradients, not even one that a gradient scaler
+    skipped, and nothing wiped them."""
     holders = {o for i in account.pending for o in record.held.get(i, ())}
-    later = any(s.optimizer in holders for s in record.consuming_steps() if s.at > account.backward.at)
+    stepped = [(s.at, s.optimizer) for s in record.consuming_steps()]
+    tried = [(c.at, c.optimizer) for c in record.scaler_calls() if c.what == "step"]
+    later = any(optimizer in holders for at, optimizer in (*stepped, *tried) if at > account.backward.at)
     return bool(account.pending) and not account.consumed and not account.wiped and not later
 
 

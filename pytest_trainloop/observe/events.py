@@ -76,6 +76,20 @@ class Forward(Event):
 
 
 @dataclass(slots=True, kw_only=True)
+class CheckpointCall(Event):
+    """A function run under torch's activation checkpointing; when it is run again is left out.
+
+    ``preserves`` tells that the state of torch's generator is put back for that, ``needs_grad`` that one of the tensors
+    handed to it requires grad.
+    """
+
+    reentrant: bool
+    preserves: bool
+    needs_grad: bool
+    grad_enabled: bool
+
+
+@dataclass(slots=True, kw_only=True)
 class ModeCall(Event):
     """A call of ``train()`` or ``eval()`` on a module: ``below`` is the path whose modules it switches, ``on`` to
     which mode."""
@@ -121,13 +135,14 @@ class Arrival:
 @dataclass(slots=True, kw_only=True)
 class Backward(Event):
     """One backward pass; ``item`` counts the batches that the loop had taken by then (``kind`` "grad" for
-    ``torch.autograd.grad``, which accumulates nowhere)."""
+    ``torch.autograd.grad``, which accumulates nowhere); ``autocast`` names the autocast block that it was called in."""
 
     kind: Literal["backward", "grad"]
     roots: list[Root] = field(default_factory=list)
     arrivals: dict[int, list[Arrival]] = field(default_factory=dict)
     until: int = 0
     item: int = 0
+    autocast: str = ""
 
     @property
     def reached(self) -> bool:
@@ -218,7 +233,7 @@ class SchedulerStep(Event):
 @dataclass(slots=True, kw_only=True)
 class ScalerCall(Event):
     """A call of a gradient scaler: ``what`` is scale, unscale, step or update; ``stepped`` whether step() reached the
-    optimizer."""
+    optimizer. One made inside another (step() unscales by itself) lies between that one's ``at`` and ``until``."""
 
     what: Literal["scale", "unscale", "step", "update"]
     enabled: bool
@@ -226,6 +241,7 @@ class ScalerCall(Event):
     optimizer: int | None = None
     factor: float = math.nan
     stepped: bool | None = None
+    until: int = 0
 
 
 @dataclass(slots=True)

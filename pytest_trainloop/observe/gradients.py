@@ -10,6 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
+from pytest_trainloop.observe.autocasting import autocast
 from pytest_trainloop.observe.events import Arrival, Backward, Root
 from pytest_trainloop.observe.source import NOWHERE, here
 
@@ -73,7 +74,7 @@ class Gradients:
         place, site = here(3)
         watch.backward_opened()
         event = Backward(at=watch.tick(), place=place, site=site, kind="grad" if kind == "grad" else "backward")
-        event.item = watch.items()
+        event.item, event.autocast = watch.items(), autocast()
         given = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
         for tensor in [given] if isinstance(given, torch.Tensor) else list(given or ()):
             if isinstance(tensor, torch.Tensor):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from pytest_trainloop import batch as nests
+from pytest_trainloop.observe.autocasting import autocast
 from pytest_trainloop.observe.events import Forward, Place
 from pytest_trainloop.observe.modes import acts_by_mode
 from pytest_trainloop.observe.source import frame_in, here, layer, place_of
@@ -81,7 +82,7 @@ class Modules:
             grad_enabled=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             training=module.training,
-            autocast=_autocast(),
+            autocast=autocast(),
             in_backward=watch.backward is not None,
             in_eval=modes["eval"],
             in_training=modes["training"],
@@ -132,10 +133,3 @@ class Modules:
                 entry.calls_without_grad += 1
             if watch.backward is None:
                 watch.steps_at_forward[index] = watch.steps_on[index]
-
-
-def _autocast() -> str:
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            return f"{device}:{str(torch.get_autocast_dtype(device)).removeprefix('torch.')}"
-    return ""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from pytest_trainloop.observe.events import (
     Arrival,
     Backward,
+    CheckpointCall,
     Event,
     Fact,
     Forward,
@@ -127,6 +128,7 @@ class Record:
     lower: tuple[str, ...] = ()
     knobs: dict[str, object] = field(default_factory=dict)
     moves: list[Move] = field(default_factory=list)
+    checkpoints: list[CheckpointCall] = field(default_factory=list)
     end: dict[int, Fact] = field(default_factory=dict)
     statistics: list[Statistics] = field(default_factory=list)
     frozen: tuple[str, ...] | None = None
@@ -191,6 +193,11 @@ class Record:
 
     def scaler_calls(self) -> list[ScalerCall]:
         return self.of(ScalerCall)
+
+    @property
+    def skipped(self) -> int:
+        """How many steps a gradient scaler kept back."""
+        return sum(c.what == "step" and c.stepped is False for c in self.of(ScalerCall))
 
     def changed(self) -> set[int]:
         """Parameters that differ at the end from their start."""

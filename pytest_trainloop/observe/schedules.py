@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from typing import TYPE_CHECKING, Any
@@ -81,6 +82,7 @@ class Scalers:
     def __init__(self, watch: Watch, taps: Taps) -> None:
         self._watch = watch
         self._kept: dict[int, Any] = {}
+        self._open: list[tuple[int, str]] = []
         for cls in _with_subclasses(GradScaler):
             for name, watched in (
                 ("scale", self._scale),
@@ -91,11 +93,13 @@ class Scalers:
                 if name in vars(cls):
                     taps.put(cls, name, functools.partial(_around, watched))
 
-    def _call(self, scaler: Any, what: Any, optimizer: Any = None) -> ScalerCall:
+    @contextlib.contextmanager
+    def _call(self, scaler: Any, what: Any, optimizer: Any = None) -> Iterator[ScalerCall]:
+        """The event of a call, open for as long as the call; a subclass that passes it on makes none of its own."""
         watch = self._watch
         self._kept[id(scaler)] = scaler
         with watch.quietly():
-            place, site = here(4)
+            place, site = here(5)
             call = ScalerCall(
                 at=watch.tick(),
                 place=place,
@@ -106,32 +110,40 @@ class Scalers:
             )
             if optimizer is not None:
                 call.optimizer = watch.optimizers.index(optimizer)
-            watch.add(call)
-        return call
+            if (id(scaler), what) not in self._open:
+                watch.add(call)
+        self._open.append((id(scaler), what))
+        try:
+            yield call
+            call.until = watch.tick()
+        finally:
+            self._open.pop()
 
     def _scale(self, original: Callable[..., Any], scaler: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        call = self._call(scaler, "scale")
-        out = original(scaler, outputs, *args, **kwargs)
-        if isinstance(outputs, torch.Tensor) and call.enabled:
+        with self._call(scaler, "scale") as call:
+            out = original(scaler, outputs, *args, **kwargs)
+        given = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+        first = next((t for t in given if isinstance(t, torch.Tensor)), None)
+        if first is not None and call.enabled:
             with self._watch.quietly(), torch.no_grad():
-                one = torch.ones((), device=outputs.device)  # the loss itself may be zero or infinite
+                one = torch.ones((), device=first.device)  # the loss itself may be zero or infinite
                 self._watch.reader.scalar(_PLAIN_SCALE(scaler, one), functools.partial(setattr, call, "factor"))
         return out
 
     def _unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
-        self._call(scaler, "unscale", optimizer)
-        return original(scaler, optimizer)
+        with self._call(scaler, "unscale", optimizer):
+            return original(scaler, optimizer)
 
     def _step(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        call = self._call(scaler, "step", optimizer)
         before = self._watch.record.steps
-        out = original(scaler, optimizer, *args, **kwargs)
-        call.stepped = self._watch.record.steps > before
+        with self._call(scaler, "step", optimizer) as call:
+            out = original(scaler, optimizer, *args, **kwargs)
+            call.stepped = self._watch.record.steps > before
         return out
 
     def _update(self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        self._call(scaler, "update")
-        return original(scaler, *args, **kwargs)
+        with self._call(scaler, "update"):
+            return original(scaler, *args, **kwargs)
 
 
 def _around(watched: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -87,5 +89,20 @@ def on_in_engine(mode: TorchFunctionMode) -> Iterator[None]:
         torch.autograd._engine_run_backward = original  # type: ignore[attr-defined]
 
 
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+_USING = ("torch.utils.checkpoint", "torch.distributed._composable.checkpoint_activation")
+
+
+def checkpoint_generators() -> list[tuple[Any, str]]:
+    """Where torch's own code looks up the generator behind every checkpoint that is not re-entrant, as module and name;
+    none where this torch has no such name."""
+    modules = [sys.modules[name] for name in _USING if name in sys.modules]
+    return [(module, _GENERATOR) for module in modules if hasattr(module, _GENERATOR)]
+
+
 no_torch_function = torch._C.DisableTorchFunction
 """A context in which torch calls no function mode and no ``__torch_function__``: the user's do not see our calls."""
+
+
+no_dispatch_modes = _disable_current_modes
+"""A context in which operations pass no dispatch mode: ours see only the loop's."""

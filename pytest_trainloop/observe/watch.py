@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pytest_trainloop.observe.book import Book
+from pytest_trainloop.observe.checkpoints import Checkpoints
 from pytest_trainloop.observe.facts import Reader, readable
 from pytest_trainloop.observe.functions import Functions
 from pytest_trainloop.observe.gradients import Gradients
@@ -84,6 +85,7 @@ class Watch:
             self._schedules = Schedules(self, self._taps)
             self._scalers = Scalers(self, self._taps)
             self._modes = Modes(self, self._taps)
+            self._checkpoints = Checkpoints(self, self._taps)
             self._enter_declared()
             self._modules = Modules(self)
             undo.callback(self._modules.remove)

@@ -9,6 +9,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.evidence import Evidence
+from pytest_trainloop.evidence.phases import Phases
 
 
 class Switched(nn.Module):
@@ -47,7 +48,7 @@ def evidence(use, *, every=3, held_out=True, draw=False, dropout=0.5, looks=1):
 
 
 def levels(*args, **kwargs):
-    return [level for _, level in evidence(*args, **kwargs).evaluations()]
+    return [level for _, level in evidence(*args, **kwargs).further(Phases).evaluations()]
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,12 @@ def test_a_window_closed_by_the_last_step_is_not_open():
     assert found(story) == []
 
 
+def test_a_window_whose_step_the_scaler_skipped_is_not_open():
+    story = left_open()
+    story.scaler("step")
+    assert found(story) == []
+
+
 def test_gradients_on_another_net_are_a_by_product_not_an_open_window():
     story = Story([0], [1])
     for _ in range(3):

@@ -177,4 +177,22 @@ def test_two_scalers_and_a_subclass_are_told_apart():
     calls = watch.record.of(ScalerCall)
     assert {c.what for c in calls} == {"scale"}
     assert [c.scaler for c in calls] == [0, 0, 1, 1]
-    assert [c.factor for c in calls][1::2] == [65536.0, 8.0]
+    assert [c.factor for c in calls] == [65536.0, 65536.0, 8.0, 8.0]
+
+
+class PassingOn(torch.amp.GradScaler):
+    def step(self, optimizer, *args, **kwargs):
+        return super().step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale=None):
+        super().update(new_scale)
+
+
+def test_a_call_that_a_subclass_passes_on_is_one_call():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Watch({"": model}, [optimizer]) as watch:
+        scaled_loop(model, optimizer, PassingOn("cpu", init_scale=8.0), batches(1))
+    scale, step, unscale, update = watch.record.scaler_calls()
+    assert [c.what for c in (scale, step, unscale, update)] == ["scale", "step", "unscale", "update"]
+    assert step.at < unscale.at < unscale.until < step.until < update.at
