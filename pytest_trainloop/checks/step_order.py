@@ -40,7 +40,6 @@ Known limits
 
 References
     https://docs.pytorch.org/tutorials/recipes/recipes/zeroing_out_gradients.html
-    https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping
     https://docs.pytorch.org/docs/stable/optim.html#how-to-adjust-learning-rate
 """
 
@@ -78,11 +77,9 @@ CAUSES = {
     "stepped_twice": "the same optimizer consumes the same gradient more than once, with no backward between",
     "two_optimizers": "two optimizers consume the same gradient of the same parameter",
     "clip_after_step": "gradients are clipped after the step has consumed them and before they are wiped",
-    "clip_before_unscale": "gradients are clipped while they still carry the loss scale",
     "scheduler_before_optimizer": (
         "in the first iteration the scheduler steps before any optimizer does, and goes on from the same line"
     ),
-    "update_missing": "the scaler steps again and again and is never updated",
     "window_left_over": "the run of a loop without the knob accumulate ends with gradients that no step consumed",
 }
 
