@@ -1,0 +1,164 @@
+"""What chance and rounding decide in a run, kept to be given out again in another.
+
+A generator gives other numbers in float64 than in float32, and scores that lie close together change places when they
+are rounded. Two runs in two precisions are comparable where the second one draws, and picks, what the first one did.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+LOW = (torch.bfloat16, torch.float16)
+
+_COMPARISONS = frozenset({"gt", "lt", "ge", "le"})
+_PLACES = frozenset({"argmax", "argmin"})
+_PICKS = frozenset({"topk", "sort", "max", "min", "kthvalue", "median", "nanmedian"})
+_OPAQUE = ("attention", "rnn", "lstm", "gru", "miopen", "cudnn")
+"""Kernels that may draw and are marked so, whatever they do."""
+
+PRODUCTS = frozenset(
+    """mm addmm bmm baddbmm addbmm mv addmv dot linear convolution convolution_backward convolution_overrideable
+    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
+    _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
+    _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
+    _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward""".split()
+)
+"""Operations whose inputs and outputs low precision rounds, whatever surrounds them."""
+
+
+def name_of(func: Any) -> str:
+    """``mm_`` for ``aten.mm_.default``."""
+    return str(func._schema.name).rpartition("::")[2]
+
+
+@dataclass(slots=True)
+class Tape:
+    """``draws`` and ``picks`` in their order, each with its operation; ``low`` counts results by low dtype,
+    ``products`` lists each product and whether it was made in low precision. ``closed`` once enough was seen."""
+
+    draws: list[tuple[str, list[torch.Tensor]]] = field(default_factory=list)
+    picks: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    low: dict[torch.dtype, int] = field(default_factory=dict)
+    products: list[tuple[str, bool]] = field(default_factory=list)
+    closed: bool = False
+
+
+class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fills a tape."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tape = tape
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not self._tape.closed:
+            self._note(func, args, out)
+        return out
+
+    def _note(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        tape, name = self._tape, name_of(func)
+        given = _tensors(out)
+        for tensor in given:
+            if tensor.dtype in LOW:
+                tape.low[tensor.dtype] = tape.low.get(tensor.dtype, 0) + 1
+        if name in PRODUCTS:
+            tape.products.append((name, any(t.dtype in LOW for t in given)))
+        elif _draws(func, name):
+            tape.draws.append((name, [t.detach().clone() for t in given]))
+        elif _picks(name, args, given):
+            tape.picks.append((name, given[-1].detach().clone()))
+
+
+class Replaying(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives what a tape holds in place of what is drawn and, on wish, picked. ``apart`` says where the run asked for
+    something else than the tape holds; ``picked_otherwise`` tells that it would have picked otherwise."""
+
+    def __init__(self, tape: Tape, *, picks: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tape = tape
+        self._picks = picks
+        self._drawn = self._picked = 0
+        self.apart = ""
+        self.picked_otherwise = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = name_of(func)
+        if name in PRODUCTS:
+            return out
+        given = _tensors(out)
+        if _draws(func, name):
+            return self._as_drawn(name, args, out, given)
+        if _picks(name, args, given):
+            return self._as_picked(name, args, kwargs, out, given[-1])
+        return out
+
+    def _as_drawn(self, name: str, args: tuple[Any, ...], out: Any, given: list[torch.Tensor]) -> Any:
+        if self._drawn >= len(self._tape.draws):
+            return out
+        was, kept = self._tape.draws[self._drawn]
+        self._drawn += 1
+        if was != name or [k.shape for k in kept] != [g.shape for g in given]:
+            self.apart = self.apart or f"{name} is drawn where {was} was"
+            return out
+        for mine, theirs in zip(given, kept, strict=True):
+            if mine.is_floating_point() == theirs.is_floating_point():
+                mine.copy_(theirs)
+        if name == "native_dropout" and args[2] is not False:
+            given[0].copy_(args[0] * given[1] / (1.0 - args[1]) if args[1] < 1.0 else torch.zeros_like(args[0]))
+        return out
+
+    def _as_picked(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, mine: torch.Tensor) -> Any:
+        if self._picked >= len(self._tape.picks):
+            return out
+        was, theirs = self._tape.picks[self._picked]
+        self._picked += 1
+        if was != name or theirs.shape != mine.shape or theirs.dtype != mine.dtype:
+            return out
+        self.picked_otherwise += not torch.equal(mine, theirs)
+        if not self._picks:
+            return out
+        mine.copy_(theirs)
+        if name in _PICKS:
+            _tensors(out)[0].copy_(_gathered(name, args, kwargs, mine))
+        return out
+
+
+def _gathered(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], places: torch.Tensor) -> torch.Tensor:
+    """The values that stand at the places picked."""
+    values: torch.Tensor = args[0]
+    at = {"topk": 2, "kthvalue": 2}.get(name, 1)
+    dim = kwargs.get("dim", args[at] if len(args) > at and not isinstance(args[at], bool) else -1)
+    if values.dim() == 0:
+        return values
+    full = places if places.dim() == values.dim() else places.unsqueeze(dim)
+    return values.gather(dim, full).reshape(places.shape)
+
+
+def _draws(func: Any, name: str) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags and not any(word in name for word in _OPAQUE)
+
+
+def _picks(name: str, args: tuple[Any, ...], given: list[torch.Tensor]) -> bool:
+    if not args or not isinstance(args[0], torch.Tensor) or not args[0].is_floating_point():
+        return False
+    if name in _COMPARISONS or name in _PLACES:
+        return len(given) == 1
+    return name in _PICKS and len(given) == 2
+
+
+def _tensors(out: Any) -> list[torch.Tensor]:
+    return [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(t, torch.Tensor)]

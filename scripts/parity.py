@@ -1,0 +1,145 @@
+"""How far the gradients of right and wrong loops lie from float64, over what rounding explains: the margin of
+precision_parity.
+
+python scripts/parity.py [SEEDS] [--page]
+
+Prints the largest ratio of each loop over the seeds: of right loops at their start and after 100 batches of float32
+training. With --page the table on the check's rule page is written anew.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.evidence import Evidence
+from pytest_trainloop.evidence.batches import first_batches
+from pytest_trainloop.evidence.parity.runs import ways
+from pytest_trainloop.evidence.run import fit_of
+from tests.loops.faults import PAIRS
+from tests.loops.odd import ODD
+
+RIGHT = {
+    "GPT": "mixed_gpt",
+    "convolutions, batch norm": "mixed_convolutions",
+    "LSTM": "mixed_lstm",
+    "ViT": "mixed_vit",
+    "LoRA, base in bf16": "mixed_lora",
+    "contrastive": "mixed_contrast",
+    "experts, top-2": "mixed_experts",
+    "scan in float32": "mixed_scan",
+    "vector quantisation": "mixed_codes",
+}
+PAGE = Path(__file__).parents[1] / "pytest_trainloop" / "checks" / "precision_parity.py"
+ANNOUNCED = "    The largest ratios over 20 seeds (python scripts/parity.py 20 --page; u: one rounding):"
+
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+Make = Callable[..., Any]
+
+
+def trained(make: Make) -> Make:
+    """The same loop, beginning with the weights that 100 batches in float32 lead to."""
+    loop = make(precision="fp32")
+    batch = first_batches(loop, 1)[0] if loop.batch is None else loop.batch
+    fit_of(loop)([batch] * 100)
+    state = loop.model.state_dict()
+
+    def made(precision: str) -> Any:
+        fresh = make(precision=precision)
+        fresh.model.load_state_dict(state)
+        return fresh
+
+    return made
+
+
+def ratios(make: Make, seed: int) -> Iterator[tuple[str, float]]:
+    """The dtype and the ratio of each way that the loop has. A ratio below one rounding counts as measured over it."""
+    evidence = Evidence(make, knobs={"precision": "precision"} if _has_knob(make) else {}, seed=seed)
+    knob = evidence.knobs.get("precision")
+    default = inspect.signature(make).parameters[knob].default if knob else None
+    for way in evidence.further(lambda seen, plan, run: ways(seen, plan, run, knob, default)):
+        if way.low is None:
+            continue
+        try:
+            parity = way.parity()
+        except CannotDecide:
+            continue
+        yield NAMES[way.low], 0.0 if parity is None else parity.ratio if parity.finite else math.inf
+
+
+def _has_knob(make: Make) -> bool:
+    return "precision" in inspect.signature(make).parameters
+
+
+def largest(make: Make, seeds: int) -> dict[str, float]:
+    """By dtype, over the seeds."""
+    found: dict[str, float] = {}
+    for seed in range(seeds):
+        for dtype, ratio in ratios(make, seed):
+            found[dtype] = max(found.get(dtype, 0.0), ratio)
+    return found
+
+
+def knob_at(make: Make, value: str) -> Make:
+    def made(precision: str = value) -> Any:
+        return make(precision=precision)
+
+    return made
+
+
+def table(seeds: int) -> Iterator[str]:
+    yield f"{'loop':<46} {'bf16':>10} {'fp16':>10}"
+    for name, odd in RIGHT.items():
+        make = ODD[odd].make
+        torch.manual_seed(0)
+        for when, one in (("", make), (", trained", trained(make))):
+            yield line(f"right: {name}{when}", largest(knob_at(one, "fp32"), seeds))
+    for pair in PAIRS.values():
+        if pair.check == "precision_parity" and pair.level == "fault":
+            yield line(f"wrong: {pair.name.replace('_', ' ')}", largest(pair.faulty, 1))
+
+
+def line(name: str, found: dict[str, float]) -> str:
+    def cell(dtype: str) -> str:
+        ratio = found.get(dtype, math.nan)
+        return "-" if math.isnan(ratio) else "inf" if math.isinf(ratio) else f"{ratio:.4g}" if ratio else "<= 2 u"
+
+    return f"{name:<46} {cell('bf16'):>10} {cell('fp16'):>10}"
+
+
+def write(lines: list[str]) -> None:
+    """Put the table on the rule page, below the line that announces it."""
+    head, found, rest = PAGE.read_text(encoding="utf-8").partition(ANNOUNCED)
+    if not found:
+        raise SystemExit(f"{PAGE.name} has no line {ANNOUNCED.strip()!r}")
+    behind = rest[rest.index("\n\n") :]
+    PAGE.write_text(
+        head + found + "\n" + "\n".join(f"        {text}".rstrip() for text in lines) + behind, encoding="utf-8"
+    )
+
+
+def main(seeds: int, *, page: bool) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    lines = []
+    for text in table(seeds):
+        print(text, flush=True)
+        lines.append(text)
+    if page:
+        write(lines)
+
+
+if __name__ == "__main__":
+    numbers = [int(a) for a in sys.argv[1:] if a.isdigit()]
+    main(numbers[0] if numbers else 20, page="--page" in sys.argv)
