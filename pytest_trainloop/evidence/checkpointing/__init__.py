@@ -1,0 +1,1 @@
+"""A loop with activation checkpointing against the same loop without it."""
