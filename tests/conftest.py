@@ -21,3 +21,13 @@ for _module in pkgutil.walk_packages(pytest_trainloop.__path__, "pytest_trainloo
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the tests that need a CUDA device out where there is none, and have pytest count them."""
+    if torch.cuda.is_available():
+        return
+    left_out = [item for item in items if item.get_closest_marker("trainloop_cuda")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]

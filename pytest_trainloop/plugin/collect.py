@@ -12,6 +12,7 @@ from pytest_trainloop.errors import UsageError
 from pytest_trainloop.knobs import read_knobs
 from pytest_trainloop.plan import Plan, Wishes, choose, marker_wishes, validate
 from pytest_trainloop.plugin import chosen
+from pytest_trainloop.plugin.ids import ON_CUDA
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,7 +100,7 @@ def one_item_per_check(metafunc: pytest.Metafunc) -> None:
         raise pytest.Collector.CollectError(str(error)) from None
     duties = metafunc.config.stash.setdefault(_DUTIES, {})
     duties[metafunc.definition.nodeid] = Duty(plan=plan, knobs=knobs, judges=_judges(metafunc))
-    cuda = chosen.settings(metafunc.config).device == "cuda"
+    cuda = chosen.settings(metafunc.config).device == "cuda" and _judges(metafunc) == "loop"
     metafunc.fixturenames.append(HIDDEN)
     metafunc.parametrize(HIDDEN, [_parameter(check, plan, cuda=cuda) for check in plan.checks] or [_no_check_left()])
 
@@ -133,7 +134,7 @@ def _parameter(check: str, plan: Plan, *, cuda: bool) -> Any:
         marks.append(pytest.mark.trainloop_cuda)
     if check in plan.skip:
         marks.append(pytest.mark.skip(reason=plan.skip[check]))
-    return pytest.param(check, id=check, marks=marks)
+    return pytest.param(check, id=check + ON_CUDA if cuda else check, marks=marks)
 
 
 def _no_check_left() -> Any:

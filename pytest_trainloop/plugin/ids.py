@@ -1,4 +1,4 @@
-"""Node ids: which loop an item belongs to."""
+"""Node ids: which check an item runs, on which device, and which loop it belongs to."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 
+ON_CUDA = "-cuda"
+"""Stands behind the check's name where loops are put on a CUDA device: ``[precision_parity-cuda]``."""
+
+
 def loop_of(nodeid: str, check: str) -> str:
-    """The node id without the part that names the check: the same for all items of one loop."""
+    """The node id without the part that names the check: the same for all items of one loop on one device."""
+    if nodeid.endswith(f"{check}{ON_CUDA}]"):
+        nodeid = nodeid.removesuffix(f"{ON_CUDA}]") + "]"
     for part, rest in ((f"[{check}]", ""), (f"-{check}]", "]")):
         if nodeid.endswith(part):
             return nodeid.removesuffix(part) + rest
@@ -22,8 +28,11 @@ def loop_of(nodeid: str, check: str) -> str:
 
 def check_in(nodeid: str) -> str:
     """The last part of a node id's brackets: the check, if a check's item it is."""
-    inside = nodeid[max(nodeid.rfind("["), nodeid.rfind("-")) + 1 : -1]
-    return inside if nodeid.endswith("]") and inside.isidentifier() else ""
+    if not nodeid.endswith("]"):
+        return ""
+    nodeid = nodeid[:-1].removesuffix(ON_CUDA)
+    inside = nodeid[max(nodeid.rfind("["), nodeid.rfind("-")) + 1 :]
+    return inside if inside.isidentifier() else ""
 
 
 def scopes(nodeids: Sequence[str], known: Collection[str]) -> dict[str, str]:

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_trainloop.finding import Finding, Result
     from pytest_trainloop.report import Entry, Report
+
+    Above = Mapping[str, tuple[str, int] | None]
 
 Style = Literal["plain", "good", "bad", "warn", "loud"]
 
@@ -65,25 +67,55 @@ def _loop(loop: str, entries: Sequence[Entry]) -> Iterator[Line]:
 
 
 def _root_causes(failed: Sequence[Result]) -> Iterator[Line]:
-    """A failed check that an earlier one explains is a consequence: it stands under its root, not beside it."""
-    root: dict[str, tuple[str, int]] = {}
+    """A failed check that another one explains is a consequence: it stands under its root, not beside it."""
+    above = {result.check: _above(result, failed) for result in failed}
     for result in failed:
-        above = root.get(result.check)
-        for i, fault in enumerate(result.faults):
-            for check in fault.explains:
-                if check != result.check and any(r.check == check for r in failed):
-                    root.setdefault(check, above or (result.check, i))
-        root.setdefault(result.check, (result.check, -1))
-    for result in failed:
-        if root[result.check][0] != result.check:
+        if _root(result.check, above) != result.check:
             continue
         if result.reason or not result.faults:
             yield Line(f"  {result.check}: {result.reason or 'failed'}", "bad")
+        below = [check for check in above if check != result.check and _root(check, above) == result.check]
         for i, fault in enumerate(result.faults):
             yield _cause(fault, result.check)
-            explained = [check for check, origin in root.items() if origin == (result.check, i)]
+            explained = [check for check in below if _first_step(check, above, result.check) == i]
             if explained:
                 yield Line(f"    explains {', '.join(explained)}")
+
+
+def _above(result: Result, failed: Sequence[Result]) -> tuple[str, int] | None:
+    """The check that explains this one, and by which of its faults. Where two explain each other, the earlier one is
+    the cause."""
+    before = True
+    for other in failed:
+        if other.check == result.check:
+            before = False
+            continue
+        mutual = any(other.check in fault.explains for fault in result.faults)
+        for i, fault in enumerate(other.faults):
+            if result.check in fault.explains and (before or not mutual):
+                return other.check, i
+    return None
+
+
+def _root(check: str, above: Above) -> str:
+    """What explains it in the end; of a ring of checks that explain one another the earliest."""
+    path = [check]
+    while (up := above[path[-1]]) is not None:
+        if up[0] in path:
+            ring = path[path.index(up[0]) :]
+            return min(ring, key=list(above).index)
+        path.append(up[0])
+    return path[-1]
+
+
+def _first_step(check: str, above: Above, root: str) -> int:
+    """Which of the root's faults leads to a check."""
+    for _ in above:
+        up = above[check]
+        if up is None or up[0] == root:
+            return up[1] if up else 0
+        check = up[0]
+    return 0
 
 
 def _cause(fault: Finding, check: str) -> Line:

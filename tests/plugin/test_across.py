@@ -100,11 +100,15 @@ def test_the_loop_of_an_item():
     assert loop_of("a.py::test_x[2-overfit-1-3]", "overfit") == "a.py::test_x[2-1-3]"
     assert loop_of("a.py::test_x[overfit-1-3]", "overfit") == "a.py::test_x[1-3]"
     assert loop_of("a.py::test_x", "overfit") == "a.py::test_x"
+    assert loop_of("a.py::test_x[overfit-cuda]", "overfit") == "a.py::test_x"
+    assert loop_of("a.py::test_x[2-overfit-cuda]", "overfit") == "a.py::test_x[2]"
 
 
 def test_the_check_of_an_item():
     assert check_in("a.py::test_x[2-overfit]") == "overfit"
     assert check_in("a.py::test_x[overfit]") == "overfit"
+    assert check_in("a.py::test_x[overfit-cuda]") == "overfit"
+    assert check_in("a.py::test_x[2-overfit-cuda]") == "overfit"
     assert check_in("a.py::test_x[over fit]") == ""
     assert check_in("a.py::test_x") == ""
 

@@ -102,7 +102,9 @@ def test_items_on_cuda_carry_the_marker(pytester, run, monkeypatch, log):
         def test_plain(): ...
         """
     )
-    run("--trainloop", "--trainloop-device=cuda", "-m", "trainloop_cuda").assert_outcomes(passed=3, deselected=1)
+    result = run("--trainloop", "--trainloop-device=cuda", "-m", "trainloop_cuda", "-v")
+    result.assert_outcomes(passed=3, deselected=1)
+    result.stdout.fnmatch_lines(["*::test_gpt[[]*-cuda[]] PASSED*"])
     assert log("subject")[0].endswith("{'device': 'device'} 0 120.0 cuda")
     run("--trainloop", "-m", "trainloop_cuda").assert_outcomes(deselected=4)
 

@@ -35,9 +35,15 @@ def test_two_causes_that_explain_each_other_keep_the_earlier_as_root():
     assert lines[1:] == ["  a: x! [x]", "    explains b"]
 
 
-def test_a_later_cause_does_not_swallow_an_earlier_one():
+def test_a_later_check_may_name_the_cause_of_an_earlier_one():
     lines = str(Report.of("loop", [fault("a", "x"), fault("b", "y", "a")])).splitlines()
-    assert lines[1:] == ["  a: x! [x]", "  b: y! [y]"]
+    assert lines[1:] == ["  b: y! [y]", "    explains a"]
+
+
+def test_of_a_ring_the_earliest_is_the_root():
+    ring = [fault("a", "x", "b"), fault("b", "y", "c"), fault("c", "z", "a")]
+    lines = str(Report.of("loop", ring)).splitlines()
+    assert lines[1:] == ["  a: x! [x]", "    explains b, c"]
 
 
 def test_every_kind_of_line():
