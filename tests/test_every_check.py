@@ -49,7 +49,7 @@ def pair_of(check: str, cause: str) -> Pair | LossPair | None:
 def results_of(pair: Pair | LossPair) -> tuple[Result, ...]:
     if isinstance(pair, LossPair):
         return check_loss(pair.faulty, only=[pair.check], raises=False).results
-    return check_loop(pair.faulty, raises=False).results
+    return check_loop(pair.faulty, only=[pair.check], raises=False).results
 
 
 def test_every_file_holds_one_check_of_its_name():

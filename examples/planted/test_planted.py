@@ -28,6 +28,7 @@ from planted import (
     decay_for_an_epoch,
     distance_without_eps,
     divided_in_two_places,
+    dropout_drawn_again,
     eval_left_on,
     evaluated_in_training_mode,
     features_detached,
@@ -38,6 +39,7 @@ from planted import (
     frozen_by_zeroed_gradients,
     frozen_norms_in_training,
     frozen_with_momentum,
+    generalised_mean_in_float16,
     gradients_left_when_freezing,
     head_drawn_wide,
     head_left_out,
@@ -504,3 +506,15 @@ def test_mask_one_position_late():
 def test_features_normalised_over_the_batch():
     """What one image gives depends on the others."""
     return digits_loop(model_class=features_normalised_over_the_batch.SmallCNN)
+
+
+@pytest.mark.trainloop
+def test_generalised_mean_in_float16():
+    """The features are pooled by sixth powers, in half precision."""
+    return digits_loop(model_class=generalised_mean_in_float16.SmallCNN, precision="fp16")
+
+
+@pytest.mark.trainloop
+def test_dropout_drawn_again():
+    """What backward recomputes has other dropouts than the loss."""
+    return gpt_loop(dropout_drawn_again.GPT)
