@@ -6,6 +6,7 @@
     ``CheckFailed``       a check found a fault (also an AssertionError, for tests by hand)
 ``CannotDecide``          a check's way to skip, with a reason a user can act on
 ``Unreliable``            two identical runs differ where the check needs them equal
+``BrokenCheck``           the warning that a check of this package raised; the check is skipped
 """
 
 from __future__ import annotations
@@ -48,3 +49,7 @@ class CannotDecide(Exception):
 
 class Unreliable(Exception):
     """Raised inside a check when two identical runs of the loop differ where they must be equal."""
+
+
+class BrokenCheck(UserWarning):
+    """A check of this package raised: it is skipped, and its makers want to know."""

@@ -5,10 +5,20 @@ from __future__ import annotations
 
 import contextlib
 import time
+import traceback
+import warnings
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.errors import CannotDecide, CheckFailed, Unreliable, UsageError, UserCodeError
+from pytest_trainloop.errors import (
+    BrokenCheck,
+    CannotDecide,
+    CheckFailed,
+    Unreliable,
+    UsageError,
+    UserCodeError,
+)
 from pytest_trainloop.finding import Finding, Result, UserError
 
 if TYPE_CHECKING:
@@ -24,7 +34,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.plan import Plan
     from pytest_trainloop.report import Report
 
-Verdict = tuple[Finding, ...] | CannotDecide | Unreliable | UserCodeError
+Verdict = tuple[Finding, ...] | CannotDecide | Unreliable | UserCodeError | UserError
 
 _FIELDS_FOR = {"fit": "fit (or step)", "run": "fit, step or loss"}
 
@@ -111,6 +121,9 @@ class Subject:
         verdict = self._verdict(check, evidence, options)
         if isinstance(verdict, UserCodeError):
             return self._error(check, verdict.error, reporter)
+        if isinstance(verdict, UserError):
+            reason = f"{verdict.stage} raised {verdict.summary}"
+            return Result(check=check.name, outcome="error", reason=reason, error=verdict)
         if isinstance(verdict, Unreliable):
             return Result(check=check.name, outcome="unreliable", reason=str(verdict))
         findings = verdict if isinstance(verdict, tuple) else ()
@@ -132,6 +145,10 @@ class Subject:
                 self._verdicts[key] = tuple(_checked(check, finding) for finding in check.decide(evidence))
             except (CannotDecide, Unreliable, UserCodeError) as reason:
                 self._verdicts[key] = reason
+            except UsageError:
+                raise
+            except Exception as error:
+                self._verdicts[key] = _broken(check, error)
             finally:
                 evidence.options = outer
         return self._verdicts[key]
@@ -198,6 +215,21 @@ def _checked(check: Check, finding: Finding) -> Finding:
     if finding.cause not in check.causes:
         raise ValueError(f"{check.name} named the cause {finding.cause!r}, which it does not declare")
     return replace(finding, check=check.name)
+
+
+def _broken(check: Check, error: Exception) -> CannotDecide | UserError:
+    """What comes of a check that raised: a mistake of ours fails nobody's loop and is told loudly; a project sees its
+    own check's traceback."""
+    from pytest_trainloop.evidence.raised import user_error
+
+    told = user_error(error, f"the check {check.name}")
+    if not check.module.startswith("pytest_trainloop."):
+        return told
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    at = f"{Path(last.filename).name}:{last.lineno}"
+    reason = f"a mistake in this check, not in the loop: {told.summary} ({at}); please report it"
+    warnings.warn(f"{check.name} could not be judged; {reason}", BrokenCheck, stacklevel=2)
+    return CannotDecide(reason)
 
 
 def check_loop(

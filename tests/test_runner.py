@@ -9,7 +9,7 @@ from torch import nn
 
 from pytest_trainloop import CheckFailed, TrainLoop, UsageError, check_loop, checks, observe
 from pytest_trainloop.checks import Check
-from pytest_trainloop.errors import CannotDecide, Unreliable
+from pytest_trainloop.errors import BrokenCheck, CannotDecide, Unreliable
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.runner import Settings, Subject
 
@@ -177,8 +177,33 @@ def test_what_comes_of_what_a_check_says(only_these, said, outcome, reason):
 
 def test_a_cause_that_is_not_declared_is_a_mistake_in_the_check(only_these):
     only_these(a_check("one", says(Finding(cause="even", summary=""))))
-    with pytest.raises(ValueError, match="one named the cause 'even', which it does not declare"):
-        subject(Loops()).run_check("one")
+    result = subject(Loops()).run_check("one")
+    assert result.outcome == "error"
+    assert result.error.summary == "ValueError: one named the cause 'even', which it does not declare"
+
+
+def broken(evidence):
+    yield FAULT
+    raise IndexError("list index out of range")
+
+
+def test_a_projects_own_check_that_raises_is_an_error_with_its_traceback_and_the_others_go_on(only_these):
+    only_these(a_check("one", broken), a_check("two", says(ADVICE)))
+    first, second = check_loop(Loops(), raises=False).results
+    assert (first.outcome, first.reason) == ("error", "the check one raised IndexError: list index out of range")
+    assert "in broken" in first.error.traceback
+    assert second.outcome == "passed"
+
+
+def test_a_mistake_of_ours_fails_no_loop_and_is_told(only_these):
+    only_these(a_check("one", broken, module="pytest_trainloop.checks.one"), a_check("two", says(ADVICE)))
+    with pytest.warns(BrokenCheck, match="^one could not be judged; a mistake in this check, not in the loop: Index"):
+        first, second = check_loop(Loops(), raises=False).results
+    assert first.outcome == "skipped"
+    assert first.reason.startswith(
+        "a mistake in this check, not in the loop: IndexError: list index out of range (test_ru"
+    )
+    assert second.outcome == "passed"
 
 
 def test_a_check_sees_its_options(only_these):
