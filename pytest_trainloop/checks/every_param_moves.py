@@ -13,10 +13,10 @@ How it decides
     change by anyone in between (a projection, a restore); the same bits at the end. Then one of two. Lost to rounding:
     float64 moves it, by less than half the spacing of its dtype at any rate that the schedule leads to. In float32 that
     is advice: the rate is far too low, which is for update_ratio to judge. So it is where the optimizer is not torch's
-    own: it may keep what rounding takes (Kahan summation, stochastic rounding, master weights). Left out: such an
-    optimizer does not move it by any means. Not in 156 steps from another start (it may rest at the bound of a
-    projection), nor at 1e4 times the rate (its steps may be kept elsewhere until they are large enough), while it moves
-    others, or nothing moves at all.
+    own: it may keep what rounding takes (Kahan summation, stochastic rounding, master weights); where copies of it show
+    that it does, nothing is said. Left out: such an optimizer does not move it by any means. Not in 156 steps from
+    another start (it may rest at the bound of a projection), nor at 1e4 times the rate (its steps may be kept elsewhere
+    until they are large enough), while it moves others, or nothing moves at all.
     Entries are counted as well: one is lost if it never changed and half its spacing is more than the largest step on
     its tensor in float64. Half of all low-precision entries lost is a fault, whether a whole tensor rests or not.
 
@@ -61,6 +61,9 @@ CAUSES = {
 
 LOW = ("bfloat16", "float16")
 
+FEW = 0.1
+"""Share of entries lost, below which an optimizer keeps what rounding takes: chance leaves 2 % at rest."""
+
 MOST = 0.5
 """Share of entries lost to rounding from which a model trains less of itself than it leaves as it was."""
 
@@ -96,12 +99,23 @@ def _whole_tensors(evidence: Evidence, record: Record, stuck: Sequence[Parameter
     rest = [p for p in stuck if p.name not in left_out]
     lost = [s for s in measure(rest, record, evidence.double_run()) if s.lost] if rest else []
     sure = {p.name for p in rest if p.dtype in LOW and _by_torch(record, p.index)}
+    if any(s.name not in sure and s.dtype in LOW for s in lost) and _kept(evidence, record):
+        lost = [s for s in lost if s.name in sure or s.dtype not in LOW]
     for level, chosen in (
         ("fault", [s for s in lost if s.name in sure]),
         ("advice", [s for s in lost if s.name not in sure]),
     ):
         if chosen:
             yield _lost(record, chosen, level == "fault")
+
+
+def _kept(evidence: Evidence, record: Record) -> bool:
+    """Whether updates below half a spacing move other weights in the long run: then the optimizer keeps them."""
+    from pytest_trainloop.evidence.stepping.raced import Races
+    from pytest_trainloop.evidence.stuck import low_and_fed
+
+    races = evidence.further(Races).losses([p.name for p in low_and_fed(record, LOW)], LOW)
+    return any(f.share < FEW and f.update < f.spacing / 2 for f in races)
 
 
 def _left_out_by_own(evidence: Evidence, record: Record, stuck: Sequence[Parameter]) -> list[str]:

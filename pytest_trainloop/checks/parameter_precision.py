@@ -2,7 +2,8 @@
 
 What it does
     It makes each of the first 12 steps on low-precision weights again in float64, from the same values, gradients and
-    state, and counts the updates that moved nothing. Copies that average such weights are looked at as well.
+    state, and counts the updates that moved nothing. An optimizer whose steps cannot be made again entry by entry is
+    copied, and makes many steps on the same gradient. Copies that average such weights are looked at as well.
 
 Why is this bad?
     bfloat16 has 8 bits: next to 0.1 lie 0.1001 and 0.0996. An update of 1e-4 is rounded away there, and so is the next
@@ -15,9 +16,11 @@ How it decides
     to what is not known, nothing is said. Entries whose gradient is zero in a step do not count. A fault needs one of
     two: more than half of all updates of such weights are lost, by their number and by their size alike; or 99 % of
     those of a tensor on which the loss depends. The size that counts is what is missing in all: some updates are
-    rounded up, and go farther than they should. From 10 % on it is advice: some are lost at any rate. Judged is what
-    only torch's own optimizers move. Others may keep what rounding takes (Kahan summation, stochastic rounding, master
-    weights).
+    rounded up, and go farther than they should. From 10 % on it is advice: some are lost at any rate. What others than
+    optimizers move is not judged.
+    An optimizer of which nothing is known may keep what rounding takes (Kahan summation, stochastic rounding, master
+    weights). It races with a copy of itself that computes in float32, each on one gradient over and over, until float32
+    has gone four spacings: what keeps or draws has moved the weight by then, and an entry with the same bits is lost.
     An average is at fault where most of its entries keep their bits, float64 moves it by a <- a + w (p - a) with some
     trained weight p, exactly, and w is so small that they rest until p is as far away as a is large. Put an eighth of
     that distance aside, it has to stay there for 60 steps: one that is copied from a better average comes back.
@@ -34,8 +37,8 @@ Fixed
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=3e-3)
 
 Known limits
-    Optimizers that mix entries (Adafactor, Muon, LBFGS), those whose steps grow by themselves (Adadelta, Rprop), and
-    those with step hooks of their own are not made again. Of large tensors up to 128 entries are looked at. An average
+    Optimizers with step hooks of their own, LBFGS and others that need a closure, and what needs more than 256 steps to
+    go four spacings are not judged. Of large tensors up to 128 entries are looked at. An average
     is seen where its module is given as a model of the loop or called, and where it is kept in parameters.
 
 References
@@ -82,19 +85,17 @@ LEAST_STEPS = 3
 
 @check(needs={"fit"}, causes=CAUSES, family="numerics", rank=20)
 def parameter_precision(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.evidence.stuck import low_and_stepped
+    from pytest_trainloop.evidence.stuck import low_and_fed
 
     record = evidence.run()
-    low = [p.name for p in low_and_stepped(record, LOW)]
+    low = [p.name for p in low_and_fed(record, LOW)]
     if low:
         yield from _updates(evidence, record, low)
     yield from _averages(evidence, record)
 
 
 def _updates(evidence: Evidence, record: Record, low: Sequence[str]) -> Iterator[Finding]:
-    from pytest_trainloop.evidence.stepping.lost import Updates
-
-    losses = [found for found in evidence.further(Updates).losses(low, LOW) if found.steps >= LEAST_STEPS]
+    losses = _counted(evidence, low)
     number, way = _share_of_number(losses, losses), _share_of_way(losses)
     if not any(found.share >= NOTABLE for found in losses):
         return
@@ -107,6 +108,18 @@ def _updates(evidence: Evidence, record: Record, low: Sequence[str]) -> Iterator
         yield _lost(record, chosen, losses, number)
     elif number >= NOTABLE:
         yield _in_part(record, [f for f in losses if f.share >= NOTABLE], number, way)
+
+
+def _counted(evidence: Evidence, low: Sequence[str]) -> list[Losses]:
+    """By parameter, of every optimizer whose steps can be made again."""
+    from pytest_trainloop.evidence.stepping.lost import Updates
+    from pytest_trainloop.evidence.stepping.raced import Races
+
+    found = evidence.further(Updates).losses(low, LOW)
+    rest = [name for name in low if name not in {f.name for f in found}]
+    if rest:
+        found += evidence.further(Races).losses(rest, LOW)
+    return [f for f in found if f.steps >= LEAST_STEPS]
 
 
 def _that_matter(evidence: Evidence, losses: Sequence[Losses]) -> list[Losses]:
@@ -143,12 +156,21 @@ def _lost(record: Record, chosen: Sequence[Losses], losses: Sequence[Losses], nu
         cause="updates_lost",
         summary=whole if number > HALF else single,
         measured=f"{number:.0%} of the updates of {len(losses)} tensors; {_one(first)}",
-        shown_by="the same steps made in float64 from the same values move these entries, by less than their rounding",
+        shown_by=_shown_by(first),
         culprits=names,
         where=_step_line(record),
         repair=_REPAIR,
         explains=CONSEQUENCES,
     )
+
+
+def _shown_by(found: Losses) -> str:
+    if found.raced:
+        return (
+            f"{found.steps} steps on the same gradient move these entries by four spacings or more in float32, and "
+            f"leave their bits in {found.dtype} as they are"
+        )
+    return "the same steps made in float64 from the same values move these entries, by less than their rounding"
 
 
 def _in_part(record: Record, chosen: Sequence[Losses], number: float, way: float) -> Finding:
@@ -159,7 +181,7 @@ def _in_part(record: Record, chosen: Sequence[Losses], number: float, way: float
         level="advice",
         summary=f"{number:.0%} of all updates of {first.dtype} weights are lost to rounding",
         measured=f"{way:.0%} of the way that they would go in all; {_one(first)}",
-        shown_by="the same steps made in float64 from the same values move these entries, by less than their rounding",
+        shown_by=_shown_by(first),
         culprits=names,
         where=_step_line(record),
         repair=_REPAIR,

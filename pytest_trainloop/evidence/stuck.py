@@ -110,18 +110,23 @@ def lost_shares(parameters: Sequence[Parameter], native: Record, double: Record)
     return shares
 
 
-def low_and_stepped(record: Record, dtypes: Sequence[str]) -> list[Parameter]:
-    """Parameters of these dtypes that were stepped with gradients, and that only optimizers of torch's own move."""
+def low_and_fed(record: Record, dtypes: Sequence[str]) -> list[Parameter]:
+    """Parameters of these dtypes that were stepped with gradients, and that nobody but optimizers moves."""
     by_others = {i for move in record.moves if move.by is None for i in move.parameters}
     fed = _fed(record)
     return [
         p
         for p in record.parameters
-        if p.dtype in dtypes
-        and fed.get(p.index, 0) >= LEAST_STEPS
-        and p.index not in by_others
-        and not p.gone
-        and all(record.optimizers[o].from_torch for o in record.held.get(p.index, ()))
+        if p.dtype in dtypes and fed.get(p.index, 0) >= LEAST_STEPS and p.index not in by_others and not p.gone
+    ]
+
+
+def low_and_stepped(record: Record, dtypes: Sequence[str]) -> list[Parameter]:
+    """Those of them that only optimizers of torch's own move."""
+    return [
+        p
+        for p in low_and_fed(record, dtypes)
+        if all(record.optimizers[o].from_torch for o in record.held.get(p.index, ()))
     ]
 
 

@@ -85,6 +85,8 @@ class Optimizers:
 
     def _pre(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         watch = self._watch
+        if watch.quiet:  # a copy that we step
+            return None
         with watch.quietly():
             self._before_step()
             self.drop_aborted()
@@ -154,7 +156,7 @@ class Optimizers:
 
     def _post(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         watch, thread = self._watch, self._watch.thread
-        if not thread.open:
+        if watch.quiet or not thread.open:
             return
         thread.stepping = max(0, thread.stepping - 1)
         with watch.quietly():

@@ -10,7 +10,8 @@ from pytest_trainloop.checks.parameter_precision import parameter_precision
 from pytest_trainloop.evidence.dependence import Dependence
 from pytest_trainloop.evidence.stepping.averages import Averages, LostAverage
 from pytest_trainloop.evidence.stepping.lost import Losses, Updates
-from pytest_trainloop.observe.events import Fact
+from pytest_trainloop.evidence.stepping.raced import Races
+from pytest_trainloop.observe.events import Fact, Move
 from tests.checks.records import Given, parameter, record
 
 GRAD = Fact(0.5, b"one")
@@ -28,8 +29,8 @@ def losses(name, share, *, way=None, entries=100, steps=12):
 
 
 class Counted(Given):
-    def __init__(self, *found, averages=(), idle=(), dtype="bfloat16", **fields):
-        names = [f.name for f in found]
+    def __init__(self, *found, raced=(), averages=(), idle=(), dtype="bfloat16", **fields):
+        names = [f.name for f in (*found, *raced)]
         parameters = [parameter(i, name, dtype=dtype, **fields) for i, name in enumerate(names)]
         held = range(len(names))
         super().__init__(record(parameters, held=held, gradients=dict.fromkeys(held, GRAD), changed=held))
@@ -38,9 +39,11 @@ class Counted(Given):
             optimizer.groups = tuple(0 for _ in names)
         for step in self._record.consuming_steps():
             step.rates = (1e-3,)
-        self._found, self._averages, self._idle = found, averages, set(idle)
+        self._found, self._raced, self._averages, self._idle = found, raced, averages, set(idle)
 
     def further(self, kind):
+        if kind is Races:
+            return Counted(*self._raced)
         return self if kind in (Updates, Averages) else pytest.fail(f"asked for {kind}")
 
     def losses(self, names, dtypes):
@@ -102,9 +105,23 @@ def test_float32_weights_are_not_looked_at():
     assert verdicts(Refusing(losses("a", 1.0), dtype="float32")) == []
 
 
-def test_weights_of_an_optimizer_of_ones_own_are_not_looked_at():
-    evidence = Counted(losses("a", 1.0))
-    evidence.run().optimizers[0].from_torch = False
+def test_what_is_raced_counts_as_what_is_made_again():
+    assert verdicts(Counted(raced=[losses("a", 1.0)])) == [("fault", "updates_lost", ("a",))]
+    assert verdicts(Counted(losses("a", 0.0), raced=[losses("b", 0.6, entries=10)])) == []
+    assert verdicts(Counted(raced=[losses("a", 0.02)])) == []
+
+
+def test_what_was_made_again_is_not_raced():
+    class Refusing(Counted):
+        def further(self, kind):
+            return pytest.fail("raced") if kind is Races else super().further(kind)
+
+    assert verdicts(Refusing(losses("a", 0.0))) == []
+
+
+def test_what_others_move_is_not_looked_at():
+    evidence = Counted(raced=[losses("a", 1.0)])
+    evidence.run().moves.append(Move(since=0, at=1, parameters=(0,), by=None))
     assert verdicts(evidence) == []
 
 

@@ -34,7 +34,7 @@ MOST = 12
 class Losses:
     """Of one parameter: how many updates of sampled entries float64 made with a gradient, how many of them were lost,
     how far they would go in all and how far they went once rounded; the medians of their sizes and of the spacing of
-    the values."""
+    the values. ``raced`` says that steps of a copy were counted."""
 
     name: str
     dtype: str
@@ -48,6 +48,7 @@ class Losses:
     sampled: int = 0
     update: float = 0.0
     spacing: float = 0.0
+    raced: bool = False
 
     @property
     def share(self) -> float:

@@ -211,3 +211,110 @@ pair(
     faulty=averaged(torch.bfloat16),
     fixed=averaged(torch.float32),
 )
+
+
+# An AdamW of the project's own, which computes in float32 and stores the sum in bfloat16 again.
+
+
+class AdamW32(torch.optim.Optimizer):
+    def __init__(self, params, lr, masters):
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8})
+        self.masters = masters
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            b1, b2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, m=torch.zeros_like(p, dtype=torch.float32))
+                    state["v"] = torch.zeros_like(state["m"])
+                    if self.masters:
+                        state["master"] = p.float()
+                state["step"] += 1
+                grad = p.grad.float()
+                state["m"].lerp_(grad, 1 - b1)
+                state["v"].lerp_(grad.square(), 1 - b2)
+                m, v = state["m"] / (1 - b1 ** state["step"]), state["v"] / (1 - b2 ** state["step"])
+                weights = state["master"] if self.masters else p.float()
+                p.copy_(weights.addcdiv_(m, v.sqrt().add_(group["eps"]), value=-group["lr"]))
+
+
+def own_adamw(masters):
+    def make():
+        model = mlp(6, 48, 48, 3).bfloat16()
+        optimizer = AdamW32(model.parameters(), lr=2e-5, masters=masters)
+
+        def fit(batches):
+            for x, y in batches:
+                loss = F.cross_entropy(model(x.bfloat16()).float(), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "own_adamw_without_masters",
+    "I4a",
+    "parameter_precision",
+    "updates_lost",
+    culprits=("0.weight", "2.weight"),
+    where="optimizer.step()",
+    mentions=("on the same gradient", "bfloat16"),
+    faulty=own_adamw(masters=False),
+    fixed=own_adamw(masters=True),
+)
+
+
+# Kahan summation whose rest is made anew in every step: it is noted, and never given back.
+
+
+class KahanSGD(torch.optim.Optimizer):
+    def __init__(self, params, lr, rests):
+        super().__init__(params, {"lr": lr})
+        self.rests = rests
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                rest = self.rests(self.state[p], p)
+                update = -group["lr"] * p.grad - rest
+                there = p + update
+                rest.copy_((there - p) - update)
+                p.copy_(there)
+
+
+def compensated(rests):
+    def make():
+        model = AutoEncoder().bfloat16()
+        optimizer = KahanSGD(model.parameters(), lr=5e-4, rests=rests)
+
+        def fit(batches):
+            for x, _ in batches:
+                optimizer.zero_grad(set_to_none=True)
+                F.mse_loss(model(x.bfloat16()).float(), x).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
+
+    return make
+
+
+pair(
+    "kahan_rest_made_anew",
+    "I4a",
+    "parameter_precision",
+    "updates_lost",
+    faulty=compensated(lambda state, p: torch.zeros_like(p)),
+    fixed=compensated(lambda state, p: state.setdefault("rest", torch.zeros_like(p))),
+)
