@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.evidence import Evidence
-    from pytest_trainloop.evidence.births import Birth, Births, Masked
+    from pytest_trainloop.evidence.births import Birth, Births, Masked, Ruin
     from pytest_trainloop.evidence.finiteness import Explosion
     from pytest_trainloop.observe.events import GradWrite
     from pytest_trainloop.observe.record import Parameter, Record
@@ -68,7 +68,7 @@ CAUSES = {
     "given_not_finite": "an operation is given what is not finite, and none before it made it: the batch holds it",
     "made_in_backward": "forward pass and loss are finite, and an operation's slope is not",
     "exploding": "gradients grow a hundredfold over the steps before a value is no longer finite",
-    "weights_lost": "weights that were finite before training are not after it, and no operation of torch made it so",
+    "weights_lost": "a step leaves weights not finite that were finite before it, and so were its gradients",
     "masked": "a loss or gradient that is not finite is made so by an operation, and the step is made all the same",
 }
 
@@ -99,6 +99,8 @@ def _spread(
     birth = births.root or births.gradient or births.loss
     if grown is not None:
         yield _exploding(record, grown, lost, birth)
+    elif births.ruin is not None and births.ruin.names:
+        yield _stepped(record, births.ruin)
     elif births.root is None and births.masked:
         yield _masked(births.masked[0])
     elif birth is not None:
@@ -179,6 +181,21 @@ def _lost(record: Record, lost: Sequence[Parameter]) -> Finding:
         culprits=names,
         where=next((str(step.place) for step in record.consuming_steps()), ""),
         repair="look at the optimizer's step (a root of zero, a division by it), and at what is written in place",
+        explains=CONSEQUENCES,
+    )
+
+
+def _stepped(record: Record, ruin: Ruin) -> Finding:
+    where = next((str(step.place) for step in record.consuming_steps()), "")
+    return Finding(
+        cause="weights_lost",
+        summary=f"step {ruin.step} of {ruin.kind} leaves {some(ruin.names)} not finite, from finite gradients",
+        measured=f"largest gradient before it {ruin.largest:.3g}; {len(ruin.names)} weights are not finite after it"
+        + (f"; state of {ruin.names[0]}: {ruin.state}" if ruin.state else ""),
+        shown_by="weights and gradients are finite before this step, the first to go wrong in a run that was looked at",
+        culprits=ruin.names,
+        where=where,
+        repair="look at the optimizer's step: a root of zero, a division by it, a product that overflows its dtype",
         explains=CONSEQUENCES,
     )
 

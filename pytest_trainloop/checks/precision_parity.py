@@ -88,6 +88,8 @@ if TYPE_CHECKING:
     from pytest_trainloop.evidence import Evidence
     from pytest_trainloop.evidence.parity.located import Located
     from pytest_trainloop.evidence.parity.runs import Parity, Way
+    from pytest_trainloop.observe.events import Place
+    from pytest_trainloop.observe.record import Record
 
 CONSEQUENCES = ("finite", "grad_scaler", "overfit_one_batch", "update_ratio", "loss_at_init")
 
@@ -151,10 +153,17 @@ def _finding(way: Way, parity: Parity, found: Located, fault: bool) -> Finding:
         measured="; ".join(filter(None, (_measured(parity, found, name), products_in_float32(way.record)))),
         shown_by=found.shown_by or CAUSES[found.kind],
         culprits=culprits,
-        where=str(call.place if call else way.record.backwards()[0].place),
+        where=str(call.place if call else _gradient_line(way.record)),
         repair=REPAIRS[found.kind] if call else "scale the loss (torch.amp.GradScaler), or use bfloat16",
         explains=CONSEQUENCES if fault else (),
     )
+
+
+def _gradient_line(record: Record) -> Place:
+    """The first pass that gave a gradient, also one that accumulates nowhere."""
+    from pytest_trainloop.observe.events import Backward
+
+    return (record.backwards() or list(record.of(Backward)))[0].place
 
 
 def _summary(found: Located, name: str) -> str:

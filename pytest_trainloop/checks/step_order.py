@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.evidence import Evidence
     from pytest_trainloop.evidence.ledger import Account, Ledger, Meal
-    from pytest_trainloop.observe.events import Step
+    from pytest_trainloop.observe.events import Backward, GradWrite, Step
     from pytest_trainloop.observe.record import Record
 
 CONSEQUENCES = ("overfit_one_batch", "update_ratio", "every_param_moves")
@@ -206,7 +206,11 @@ def _empty_steps(record: Record, ledger: Ledger) -> Iterator[Judged]:
         measured = (
             f"{count} of {every[index]} steps consumed no gradient; {len(lost)} backward passes were wiped unused"
         )
-        if first.at < lost[0].backward.at:
+        before, until = lost[0].backward.until, wipe.at if wipe else float("inf")
+        found_zero = next((s for s in ledger.empty if s.optimizer == index and before < s.at < until), None)
+        if found_zero is not None:
+            yield _made_zero(record, lost[0].backward, found_zero, mine, measured, names), {index}
+        elif first.at < lost[0].backward.at:
             yield (
                 Finding(
                     cause="step_before_backward",
@@ -242,6 +246,29 @@ def _empty_steps(record: Record, ledger: Ledger) -> Iterator[Judged]:
                 ),
                 {index},
             )
+
+
+def _made_zero(
+    record: Record, backward: Backward, step: Step, mine: set[int], measured: str, names: tuple[str, ...]
+) -> Finding:
+    """The order is right, and what arrived is zero when the step reads it: written over in between, or by a hook."""
+    from pytest_trainloop.observe.events import GradWrite
+
+    writes = [w for w in record.of(GradWrite) if backward.at < w.at < step.at and mine & set(w.parameters)]
+    by = f"{writes[-1].by}()" if writes and writes[-1].by else "a hook on the gradients"
+    return Finding(
+        cause="zeroed_before_step",
+        summary=f"{by} leaves gradients of exactly 0 between backward() and step(): nothing is left to consume",
+        measured=measured,
+        shown_by=f"order seen: backward with gradients that are not zero, {by}, step with zeros",
+        culprits=(by, *names),
+        where=str(writes[-1].place if writes else step.place),
+        repair=(
+            "look at what it multiplies by, and in which dtype: a norm that overflows gives a factor of 0, and "
+            "float16 holds nothing below 6e-8"
+        ),
+        explains=CONSEQUENCES,
+    )
 
 
 def _late_backwards(record: Record, ledger: Ledger) -> Iterator[Judged]:

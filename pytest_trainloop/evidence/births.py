@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop.evidence.hooked import hooked
 from pytest_trainloop.evidence.operands import floats, in_place
+from pytest_trainloop.evidence.stepping.copies import around_steps
 from pytest_trainloop.observe.functions import LOSSES
 from pytest_trainloop.observe.source import here
 
@@ -77,6 +78,19 @@ class Masked:
 
 
 @dataclass(frozen=True, slots=True)
+class Ruin:
+    """A step that left weights not finite, though gradients and weights were finite before it: the class of the
+    optimizer, the weights, which step of the run it was, the largest gradient that it was given, and the state of the
+    first of them."""
+
+    kind: str
+    names: tuple[str, ...]
+    step: int
+    largest: float
+    state: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class _Seen:
     """One call: the tensors it was given, those of them that are not finite, which of these hold more than -inf (an
     operation in place may take it out), what it gave, and the bounds of what it was given; ``written_out`` tells
@@ -105,7 +119,7 @@ class Births(TorchFunctionMode):
     """``root`` is what made the first root that was not finite, ``gradient`` what made the first such gradient behind
     a finite root, ``loss`` what made the first loss that was not finite, backpropagated or not. ``masked`` are losses
     that were made finite, and backpropagated so; ``handed`` is the first operation that was given such a value which
-    none before it had made."""
+    none before it had made; ``ruin`` is the step that made weights so, where nothing was before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,10 +135,11 @@ class Births(TorchFunctionMode):
         self.loss: Birth | None = None
         self.handed: Birth | None = None
         self.gradient: Birth | None = None
+        self.ruin: Ruin | None = None
         self.masked: list[Masked] = []
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-        return (self._watching(watch), self)
+        return (self._watching(watch), around_steps(watch, self._before_step, self._after_step), self)
 
     @contextlib.contextmanager
     def _watching(self, watch: Watch) -> Iterator[None]:
@@ -139,6 +154,25 @@ class Births(TorchFunctionMode):
                 yield
             finally:
                 self._watch = None
+
+    def _before_step(self, optimizer: Any) -> tuple[list[torch.Tensor], float] | None:
+        if self.ruin or self.root or self.gradient or self.loss or self.handed:
+            return None
+        held = [p for p in _held(optimizer) if p.grad is not None]
+        grads = floats([p.grad for p in held])
+        if not all(_finite(t) for t in (*floats(held), *grads)):
+            return None
+        return held, max((float(g.detach().abs().max()) for g in grads), default=0.0)
+
+    def _after_step(self, optimizer: Any, before: tuple[list[torch.Tensor], float]) -> None:
+        held, largest = before
+        bad = [p for p in floats(held) if not _finite(p)]
+        watch = self._watch
+        if bad and watch is not None:
+            book = watch.book
+            names = [watch.record.parameters[i].name for p in bad if (i := book.index(p)) is not None]
+            state = _told(optimizer.state.get(bad[0], {}))
+            self.ruin = Ruin(type(optimizer).__name__, tuple(names), watch.record.steps, largest, state)
 
     def __torch_function__(
         self,
@@ -258,6 +292,21 @@ class Births(TorchFunctionMode):
                 dropped = [b for t, b in self._known.values() if self._may_be_loss(t) and t.requires_grad]
                 if dropped:
                     self.masked.append(Masked("a new tensor", here(3)[0], dropped[-1], watch.record.steps))
+
+
+def _told(state: Any) -> str:
+    """Dtype of what an optimizer keeps for a parameter, and how much of it is zero or not finite."""
+    parts = []
+    for name, value in state.items() if isinstance(state, dict) else ():
+        for t in floats(value) if isinstance(value, torch.Tensor) and value.numel() > 1 else ():
+            zero, bad = float((t == 0).float().mean()), float((~t.isfinite()).float().mean())
+            shares = [f"{share:.0%} {word}" for share, word in ((zero, "zero"), (bad, "not finite")) if share]
+            parts.append(", ".join([f"{name} in {str(t.dtype).removeprefix('torch.')}", *shares]))
+    return "; ".join(parts)
+
+
+def _held(optimizer: Any) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _finite(tensor: torch.Tensor) -> bool:
