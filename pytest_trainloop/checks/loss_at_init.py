@@ -15,9 +15,10 @@ How it decides
     drawn weights: what goes into the loss must shrink by a third at least once the weights of all layers are halved.
     Where it does not (a cosine under a fixed scale, a margin, a learned temperature) it is by design, and advice, as is
     more than 3 times chance, what loaded weights or torch's own tables of embeddings give (tied to the output, they
-    have unit variance), and what inputs give that are not of unit size. Targets that
-    change with the weights (a target net, a codebook) are left alone. Far below the entropy of the labels, by 5
-    standard errors of their mean and under five seeds, is advice: the labels may stand in the input.
+    have unit variance), and what inputs give that are not of unit size. So are outputs of at most unit size, where the
+    usual initialisations (Glorot, He) end: not the weights are large, the targets are small. Targets that change with
+    the weights (a target net, a codebook) are left alone. Far below the entropy of the labels, by 5 standard errors of
+    their mean and under five seeds, is advice: the labels may stand in the input.
     ``init_loss=`` is what the project expects of the first loss that it backpropagates; half as much again, or as
     little, is a fault.
     Of triplets, margins between distances, likelihoods with a variance and losses written by hand chance is not known.
@@ -54,6 +55,9 @@ if TYPE_CHECKING:
 
 FAULT, ADVICE = 10.0, 3.0
 """Times chance from which a loss is a fault, and advice."""
+
+UNIT = 1.0
+"""Root mean square of outputs that usual initialisations stay at or below for inputs of unit size."""
 
 FALLS = 2 / 3
 """Share of the outputs' size that may be left once weights are halved: half of it, or less, where these make it."""
@@ -109,7 +113,7 @@ def _why(evidence: Evidence, worst: InitialLoss, halved: InitialLoss) -> Finding
     if usual is not None and usual.times <= ADVICE:
         return _by_inputs(worst, usual, size)
     tables = next((t for t in evidence.initial_losses(0.5, "embeddings") if t.where == worst.where), None)
-    by_weights = worst.times > FAULT and halved.outputs <= FALLS * worst.outputs
+    by_weights = worst.times > FAULT and worst.outputs > UNIT and halved.outputs <= FALLS * worst.outputs
     by_tables = tables is not None and tables.outputs <= FALLS * worst.outputs
     drawn = by_weights and not by_tables and not evidence.loaded()
     return (_too_high if drawn else _above)(worst, halved.value)
@@ -186,7 +190,11 @@ def _above(loss: InitialLoss, left: float) -> Finding:
         shown_by=f"with all weights halved it is {left:.4g}",
         culprits=(loss.name,),
         where=loss.where,
-        repair="nothing, if a scale or a margin is meant; else a smaller initialisation of the last layer",
+        repair=(
+            "nothing, if a scale or a margin is meant; else a smaller initialisation of the last layer"
+            if loss.outputs > UNIT
+            else "bring the targets to unit variance, or initialise the last layer smaller"
+        ),
     )
 
 

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.evidence import Evidence
     from pytest_trainloop.evidence.ledger import Account, Ledger, Meal
-    from pytest_trainloop.observe.events import Backward, GradWrite, Step
+    from pytest_trainloop.observe.events import Backward, Step
     from pytest_trainloop.observe.record import Record
 
 CONSEQUENCES = ("overfit_one_batch", "update_ratio", "every_param_moves")

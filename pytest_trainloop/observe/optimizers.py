@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
+    from torch.utils.hooks import RemovableHandle
+
     from pytest_trainloop.observe.watch import Watch
 
 
@@ -32,6 +34,7 @@ class Optimizers:
         self._before_step = before_step
         self._index: dict[int, int] = {}
         self._kept: list[Any] = []
+        self._late: list[RemovableHandle] = []
         self._handles = [
             register_optimizer_step_pre_hook(self._pre),
             register_optimizer_step_post_hook(self._post),
@@ -41,6 +44,7 @@ class Optimizers:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._drop_late()
 
     def index(self, optimizer: Any, declared: bool = False) -> int:
         """The index of an optimizer, a wrapper counted as what it wraps; newly entered if it was not known."""
@@ -105,9 +109,17 @@ class Optimizers:
             watch.thread.open.append(step)
             watch.thread.frames.append(sys._getframe(1))
             wrapped = self._with_closure_read(step, held, args, kwargs)
-            if wrapped is None:
-                step.reads.append(self._read(held))
-        watch.thread.stepping += 1
+
+            def begin(*_call: Any) -> None:
+                with watch.quietly():
+                    if wrapped is None:
+                        step.reads.append(self._read(held))
+                watch.thread.stepping += 1
+
+            if optimizer._optimizer_step_pre_hooks:  # they may yet write gradients: read after them
+                self._late.append(optimizer.register_step_pre_hook(begin))
+                return wrapped
+        begin()
         return wrapped
 
     def _rates(self, optimizer: Any, step: Step) -> tuple[float, ...]:
@@ -158,6 +170,7 @@ class Optimizers:
         watch, thread = self._watch, self._watch.thread
         if watch.quiet or not thread.open:
             return
+        self._drop_late()
         thread.stepping = max(0, thread.stepping - 1)
         with watch.quietly():
             watch.motion.look()
@@ -168,8 +181,14 @@ class Optimizers:
             step.until = watch.tick()
             watch.step_done(step)
 
+    def _drop_late(self) -> None:
+        for handle in self._late:
+            handle.remove()
+        self._late.clear()
+
     def drop_aborted(self) -> None:
         """Forget steps that an exception ended: torch runs no post hook for them."""
+        self._drop_late()
         thread = self._watch.thread
         if not thread.open:
             return

@@ -403,3 +403,41 @@ def test_before_step_is_called_ahead_of_each_step_and_may_end_the_run():
         train(model, optimizer, 5)
     assert watch.record.steps == len(watch.record.of(Step)) == 2
     assert len(watch.record.of(Backward)) == 3
+
+
+def test_gradients_are_read_after_the_optimizers_own_hooks():
+    model, twin = net(), net()
+    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.1)
+
+    def hand_on(*_):
+        for master, p in zip(masters, model.parameters(), strict=True):
+            master.grad = 2 * p.grad
+
+    optimizer.register_step_pre_hook(hand_on)
+    ((x, y),) = batches(1)
+    wanted = torch.autograd.grad(F.mse_loss(twin(x), y), list(twin.parameters()))
+    with Watch({"": model}, [optimizer]) as watch:
+        for _ in range(2):
+            model.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+    for step in watch.record.of(Step):
+        for i, g in zip(watch.record.optimizers[0].parameters, wanted, strict=True):
+            assert torch.equal(values(step.reads[0].grads[i]), 2 * g.flatten())
+    assert [w.how for w in watch.record.of(GradWrite) if w.by_hand] == ["assigned", "assigned"]
+    assert list(optimizer._optimizer_step_pre_hooks.values()) == [hand_on]
+
+
+def test_nothing_of_ours_is_left_on_an_optimizer_whose_step_raises():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def refuse(*_):
+        raise RuntimeError("not now")
+
+    optimizer.register_step_pre_hook(refuse)
+    with Watch({"": model}, [optimizer]) as watch, pytest.raises(RuntimeError, match="not now"):
+        train(model, optimizer, 1)
+    assert watch.record.of(Step)
+    assert list(optimizer._optimizer_step_pre_hooks.values()) == [refuse]

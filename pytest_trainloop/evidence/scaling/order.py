@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.evidence.calls import after_step, clips_by_site
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.observe.events import Backward, GradWrite, ScalerCall, Step
+from pytest_trainloop.wording import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,28 +37,45 @@ def order_findings(record: Record) -> Iterator[Finding]:
         yield from _never_updated(record, calls)
     yield from _unscaled_twice(record)
     yield from _updated_twice(record)
+    yield from _never_scaled(record)
 
 
 def _clips(record: Record) -> Iterator[Finding]:
     """Clips while gradients still carry the loss scale."""
     for clips in clips_by_site(record):
         late = [c for c in clips if after_step(record, c)]
-        scaled = [(c, s) for c in clips if (s := _scaled(record, c)) is not None and not _scaled_limit(c, s)]
+        scaled = [_Scaled(c, *s) for c in clips if (s := _scaled(record, c)) is not None and not _scaled_limit(c, s[0])]
         if len(scaled) >= 2 and not (len(late) >= 2 and 2 * len(late) > len(clips)):
-            yield _clip_before_unscale(scaled)
+            yield _clip_before_unscale(record, scaled)
 
 
-def _scaled(record: Record, clip: GradWrite) -> ScalerCall | None:
-    """The call that scaled the loss, if the clipped gradients still carry its factor."""
+@dataclass(frozen=True, slots=True)
+class _Scaled:
+    """A clip of gradients of which some still carry the factor of this call."""
+
+    clip: GradWrite
+    scale: ScalerCall
+    carrying: frozenset[int]
+
+
+def _scaled(record: Record, clip: GradWrite) -> tuple[ScalerCall, frozenset[int]] | None:
+    """The call that scaled the loss, and the parameters of optimizers whose gradients still carry its factor when they
+    are clipped: each optimizer is unscaled by itself."""
     scale: ScalerCall | None = None
+    carrying: set[int] = set()
     for event in record.events:
         if event.at >= clip.at:
             break
-        if isinstance(event, ScalerCall):
-            scale = event if event.what == "scale" else scale if event.what == "update" else None
+        if isinstance(event, ScalerCall) and event.what == "scale":
+            scale = event
+        elif isinstance(event, ScalerCall) and event.what in ("unscale", "step"):
+            carrying -= set(record.optimizers[event.optimizer].parameters) if event.optimizer is not None else carrying
+        elif isinstance(event, Backward) and scale is not None:
+            carrying |= set(event.arrivals)
         elif isinstance(event, GradWrite) and event.how in ("assigned", "altered"):
-            scale = None  # divided by hand, as far as call order can tell
-    return scale
+            carrying -= set(event.parameters)  # divided by hand, as far as call order can tell
+    left = frozenset(carrying & set(clip.parameters) & set(record.held))
+    return (scale, left) if scale is not None and left else None
 
 
 def _scaled_limit(clip: GradWrite, scale: ScalerCall) -> bool:
@@ -64,23 +83,28 @@ def _scaled_limit(clip: GradWrite, scale: ScalerCall) -> bool:
     return clip.limit is not None and math.isfinite(scale.factor) and clip.limit >= 0.01 * scale.factor > 1
 
 
-def _clip_before_unscale(scaled: list[tuple[GradWrite, ScalerCall]]) -> Finding:
-    clip, scale = scaled[0]
+def _clip_before_unscale(record: Record, scaled: list[_Scaled]) -> Finding:
+    clip, scale, left = scaled[0].clip, scaled[0].scale, scaled[0].carrying
     factor = f"{scale.factor:g}" if math.isfinite(scale.factor) else "the loss scale"
     limit = "unknown" if clip.limit is None else f"{clip.limit:g}"
+    in_part = set(clip.parameters) & set(record.held) > left
+    kinds = sorted({record.optimizers[o].kind for i in left for o in record.held[i]})
+    names = record.names(left) if in_part else ()
     return Finding(
         cause="clip_before_unscale",
         level="fault" if scale.enabled else "advice",
         summary=(
-            f"gradients are clipped while they still carry the loss scale of {factor}: the limit bites {factor} "
-            "times too hard"
+            f"gradients {f'of {some(names)} ' if in_part else ''}are clipped while they still carry the loss scale of "
+            f"{factor}: "
+            + ("the others beside them hardly count" if in_part else f"the limit bites {factor} times too hard")
         ),
         measured=f"limit {limit} on gradients times {factor}, in {len(scaled)} steps"
         + ("" if scale.enabled else " (this scaler is switched off here)"),
-        shown_by="order seen: scale, backward, clip, with no unscale_ between backward and clip",
-        culprits=(clip.by.lstrip("_"),),
+        shown_by="order seen: scale, backward, clip, with no unscale_ between backward and clip"
+        + (f" for {' and '.join(kinds)}, which holds them" if in_part else ""),
+        culprits=(clip.by.lstrip("_"), *names),
         where=str(clip.place),
-        repair="call scaler.unscale_(optimizer) before clipping",
+        repair="call scaler.unscale_(optimizer) before clipping" + (", for every optimizer" if in_part else ""),
         explains=CONSEQUENCES,
     )
 
@@ -185,6 +209,25 @@ def _updated_twice(record: Record) -> Iterator[Finding]:
         culprits=("scaler.update()",),
         where=str(last.place),
         repair="call scaler.update() once, right after the steps of an iteration that makes them",
+        explains=CONSEQUENCES,
+    )
+
+
+def _never_scaled(record: Record) -> Iterator[Finding]:
+    """A scaler that is to step or to unscale and never scaled a loss: torch refuses."""
+    calls = record.scaler_calls()
+    if not calls or any(c.what == "scale" for c in calls) or not _refused(record, "_scale is None"):
+        return
+    passes = record.backwards()
+    yield Finding(
+        cause="not_scaled",
+        summary=f"scaler.{'unscale_' if calls[-1].what == 'unscale' else calls[-1].what}() has nothing to unscale: "
+        "no loss was ever scaled, and torch refuses",
+        measured=f"0 losses scaled, {len(passes)} backward passes",
+        shown_by=f"torch raised: {record.raised.summary if record.raised else ''}",
+        culprits=("scaler.scale(loss)",),
+        where=str((passes or calls)[-1].place),
+        repair="scaler.scale(loss).backward() in place of loss.backward()",
         explains=CONSEQUENCES,
     )
 

@@ -490,3 +490,57 @@ pair(
     faulty=left_out(lambda out: (out - out.amax(1, keepdim=True)).log()),
     fixed=left_out(lambda out: F.log_softmax(out, 1)),
 )
+
+
+# An Adam of the project's own that keeps its moments in float16: small squares are 0 there, and so is eps.
+
+
+class CompactAdam(torch.optim.Optimizer):
+    def __init__(self, params, lr, dtype):
+        super().__init__(params, {"lr": lr})
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, m=torch.zeros_like(p, dtype=self.dtype))
+                    state["v"] = torch.zeros_like(state["m"])
+                state["step"] += 1
+                grad = p.grad.to(self.dtype)
+                state["m"].lerp_(grad, 0.1)
+                state["v"].lerp_(grad.square(), 0.01)
+                m, v = state["m"] / (1 - 0.9 ** state["step"]), state["v"] / (1 - 0.99 ** state["step"])
+                p.add_((m / (v.sqrt() + 1e-8)).to(p.dtype), alpha=-group["lr"])
+
+
+def compact(dtype):
+    def make():
+        model = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 3))
+        optimizer = CompactAdam(model.parameters(), lr=5e-3, dtype=dtype)
+
+        def fit(batches):
+            for x, y in batches:
+                loss = F.cross_entropy(model(x), y) / 100
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "moments_in_float16_of_an_own_adam",
+    "O10",
+    "finite",
+    "weights_lost",
+    culprits=("0.weight",),
+    mentions=("CompactAdam", "v in float16", "zero"),
+    where="optimizer.step()",
+    faulty=compact(torch.float16),
+    fixed=compact(torch.float32),
+)

@@ -379,3 +379,43 @@ pair(
     faulty=scaled(train_scaled_wiped),
     fixed=scaled(train_scaled),
 )
+
+
+# Prices as they are: the norm of their gradients overflows in float16, and the clip multiplies by 1 / inf.
+
+
+def clip_in(dtype):
+    def clip(parameters, limit):
+        gradients = [p.grad for p in parameters]
+        norm = torch.stack([g.to(dtype).pow(2).sum() for g in gradients]).sum().sqrt()
+        for g in gradients:
+            g.mul_((limit / (norm.float() + 1e-6)).clamp(max=1.0))
+
+    def make():
+        model = mlp(6, 32, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        x, y = data.table()
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                clip(list(model.parameters()), 10.0)
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=(x, 500 * y), fit=fit)
+
+    return make
+
+
+pair(
+    "clip_by_a_norm_that_overflows",
+    "O4b",
+    "step_order",
+    "zeroed_before_step",
+    culprits=("clip()",),
+    mentions=("overflows",),
+    where="g.mul_",
+    faulty=clip_in(torch.float16),
+    fixed=clip_in(torch.float32),
+)

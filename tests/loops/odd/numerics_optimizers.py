@@ -437,3 +437,29 @@ def centred_gradients_in_a_step_hook() -> TrainLoop:
 
     loop.optimizer.register_step_pre_hook(centre)
     return loop
+
+
+@odd(notes="the optimizer's own hooks hand the gradients of bf16 weights to float32 masters, and the masters back")
+def masters_behind_step_hooks() -> TrainLoop:
+    model = mlp(8, 24, 4).to(BF16)
+    masters = {p: p.detach().float().requires_grad_() for p in model.parameters()}
+    optimizer = torch.optim.AdamW(masters.values(), lr=5e-4)
+
+    def hand_on(*_):
+        for p, master in masters.items():
+            master.grad, p.grad = p.grad.float(), None
+
+    @torch.no_grad()
+    def hand_back(*_):
+        for p, master in masters.items():
+            p.data.copy_(master)
+
+    optimizer.register_step_pre_hook(hand_on)
+    optimizer.register_step_post_hook(hand_back)
+
+    def fit(batches):
+        for x, y in batches:
+            F.cross_entropy(model(x.to(BF16)).float(), y).backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=points(), batches=fresh(points), fit=fit)
