@@ -15,8 +15,9 @@ How it decides
     time is put right: checkpoints that no gradient can come through as plain calls; then the states of all generators
     (torch's, python's, numpy's, those that the loop made) put back where a function is run again. What makes the
     gradients agree is the cause. Where nothing does, every call of torch under a checkpoint is compared with the same
-    call when it is run again; where all go alike, re-entrant checkpoints are replaced by others. The knob's other way
-    is judged without dropout where only draws may come in another order.
+    call when it is run again; where all go alike, re-entrant checkpoints are replaced by others. Calls are compared as
+    well where torch refuses the plain ones since a tensor was changed before its backward pass: a checkpoint hides
+    that. The knob's other way is judged without dropout where only draws may come in another order.
 
 Faulty
     >>> from torch.utils.checkpoint import checkpoint
@@ -112,6 +113,8 @@ def _switches(evidence: Evidence) -> bool:
 
 def _measured(verdict: Verdict) -> str:
     apart = verdict.apart
+    if verdict.plain_raised:
+        return f"with checkpoints as plain calls fit raises {verdict.plain_raised[:160]}"
     if apart is None:
         return f"with checkpointing fit raises {verdict.raised}; without it does not"
     on, off = apart.loss
@@ -219,8 +222,11 @@ def _state_changed(verdict: Verdict) -> Finding:
         culprits=culprits,
         where=other.place if other is not None else verdict.place,
         repair=(
-            "change no state inside a checkpointed function (counters, caches, buffers, its inputs): read it before, "
-            "pass it as an argument, write it after"
+            "call backward() before anything changes what the checkpointed function reads (an optimizer's step, a "
+            "write in place)"
+            if verdict.plain_raised
+            else "change no state inside a checkpointed function (counters, caches, buffers, its inputs): read it "
+            "before, pass it as an argument, write it after"
         ),
         explains=CONSEQUENCES,
     )

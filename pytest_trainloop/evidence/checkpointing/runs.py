@@ -7,6 +7,7 @@ not, one thing at a time is put right, and what makes them agree is the cause.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,6 @@ from pytest_trainloop.evidence.varied import SameStart
 from pytest_trainloop.observe.watch import FULL_ROUNDS
 
 if TYPE_CHECKING:
-    import contextlib
     from collections.abc import Callable, Iterable, Sequence
 
     from pytest_trainloop.evidence.checkpointing.calls import Other
@@ -34,16 +34,19 @@ if TYPE_CHECKING:
     from pytest_trainloop.observe.record import Record
     from pytest_trainloop.observe.watch import Watch
 
+    Hold = Callable[[Watch], contextlib.AbstractContextManager[Any]]
     Contexts = Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]]
 
 RESEEDED = 1_000_003
+
+IN_PLACE = "modified by an inplace operation"
 
 REFUSALS = (
     "different number of tensors was saved",
     "save more tensors during recomputation",
     "different metadata than during the forward",
     "dumping logs of latest computation",
-    "modified by an inplace operation",
+    IN_PLACE,
     "does not require grad",
 )
 """What torch says of a backward pass that meets something else than the forward pass left."""
@@ -55,7 +58,8 @@ class Verdict:
 
     ``apart`` is how the gradients differ, None where fit raised ``raised`` with checkpointing only. ``generators`` are
     those that were not put back, ``other`` is the first call that went otherwise when it was run again. ``by_hand``
-    tells that no checkpoint of torch's was seen; ``precision`` is what both runs computed in.
+    tells that no checkpoint of torch's was seen; ``precision`` is what both runs computed in. ``plain_raised`` is what
+    fit raised with plain calls only.
     """
 
     cause: str
@@ -67,6 +71,7 @@ class Verdict:
     other: Other | None = None
     by_hand: bool = False
     precision: str = "float64"
+    plain_raised: str = ""
 
 
 class Checkpointing:
@@ -115,6 +120,9 @@ class Checkpointing:
     def _by_checkpoint(self, on: Run, off: Run, calls: Sequence[CheckpointCall]) -> Verdict | None:
         """The checkpoints as they are, against plain calls of the same functions."""
         if off.record.raised is not None:
+            hidden = self._hidden(on, off, calls)
+            if hidden is not None:
+                return hidden
             also = (
                 "with checkpointing and without" if on.record.raised is not None else "with checkpoints as plain calls"
             )
@@ -132,6 +140,19 @@ class Checkpointing:
         if apart.forward:
             return Verdict(cause="other_computation", apart=apart, place=_place(calls))
         return self._cause(off, calls, Verdict(cause="state_changed", apart=apart, place=_place(calls)))
+
+    def _hidden(self, on: Run, off: Run, calls: Sequence[CheckpointCall]) -> Verdict | None:
+        """What torch refuses with plain calls, a tensor changed before its backward pass, and what a checkpoint runs
+        again with the changed one."""
+        refused = off.record.raised
+        if refused is None or on.record.raised is not None or IN_PLACE not in refused.message:
+            return None
+        recalled: list[Recalled] = []
+        self._made("moving", self._recalling(recalled), hold=_moving)
+        other = next((r.other for r in recalled if r.other is not None), None)
+        if other is None:
+            return None
+        return Verdict(cause="state_changed", plain_raised=refused.summary, place=_place(calls), other=other)
 
     def _refused(self, on: Run, off: Run, calls: Sequence[CheckpointCall]) -> Verdict:
         """Where fit raises with checkpointing only."""
@@ -205,14 +226,20 @@ class Checkpointing:
             raise Unreliable("two identical runs of the loop differ: see determinism, and seed what draws there")
 
     def _made(
-        self, key: str, around: Contexts = lambda watch: (), *, knob: bool = True, fit_seed: int | None = None
+        self,
+        key: str,
+        around: Contexts = lambda watch: (),
+        *,
+        knob: bool = True,
+        fit_seed: int | None = None,
+        hold: Hold = weights_held,
     ) -> Run:
         """One run; with ``knob``, checkpointing is on."""
         keeping = Kept()
         plan = replace(
             self._plan,
             knobs=self._plan.knobs if self._knob is None else {**self._plan.knobs, self._knob: knob},
-            contexts=lambda watch: (kept(watch, keeping), weights_held(watch), *around(watch)),
+            contexts=lambda watch: (kept(watch, keeping), hold(watch), *around(watch)),
             prepare=self._start,
             enough=self._enough,
             double=self._double,
@@ -245,6 +272,11 @@ class Checkpointing:
 
 def _switching(how: Any) -> Contexts:
     return lambda watch: (switched(how),)
+
+
+def _moving(_watch: Watch) -> contextlib.AbstractContextManager[Any]:
+    """Weights move as they do."""
+    return contextlib.nullcontext()
 
 
 def _still(*, plain: bool) -> Contexts:
