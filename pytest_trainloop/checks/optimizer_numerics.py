@@ -18,6 +18,7 @@ How it decides
     it is not, copies are stepped without gradients 300 times. A fault needs one of these steps to be 10 times the last
     one with a gradient, and b1^2 / sqrt(b2) >= 1, against Adam's own theorem; a step that grows less is advice. With
     amsgrad nothing is said.
+    The count of steps: in bfloat16 it stops at 256, in float16 at 2048.
     Variants: in float64 from the same values, the for-loop step is the reference. A step rounds at most some thirty
     times; a variant that is off by more than 32 eps of parameter and update is named. It is a fault where the loop uses
     the fused step, that is off by half the update or more, and the for-loop is right in the same dtype; else advice.
@@ -65,6 +66,7 @@ CONSEQUENCES = ("finite", "overfit_one_batch", "update_ratio", "precision_parity
 CAUSES = {
     "eps_vanishes": "eps is 0 in the dtype of the state, and a step divides by a second moment that is 0",
     "eps_missing": "eps is 0, and a step divides by a second moment that is 0",
+    "counter_stops": "1 added to the count of steps gives the same count, in the dtype that it is kept in",
     "betas_swapped": "copies stepped without gradients make ever larger steps",
     "variants_differ": "the same step on copies in float64 goes elsewhere",
 }
@@ -84,6 +86,7 @@ def optimizer_numerics(evidence: Evidence) -> Iterator[Finding]:
     first = evidence.further(FirstSteps)
     divided = list(_epsilons(evidence, record, first))
     yield from divided
+    yield from (_counter(record, *found) for found in first.counters())
     for one in first.found.values():
         for group in growing(one.snap):
             if group.by > 1.0:
@@ -149,6 +152,19 @@ def _unhurt(record: Record, eps: Epsilon) -> Finding:
         culprits=eps.names,
         where=_step_line(record),
         repair="keep weights and optimizer state in float32 and compute under autocast; or eps=1e-4, or fused=True",
+    )
+
+
+def _counter(record: Record, kind: str, dtype: str, last: int, names: tuple[str, ...]) -> Finding:
+    return Finding(
+        cause="counter_stops",
+        summary=f"{kind} counts the steps of {some(names)} in {dtype}, where {last} + 1 is {last}",
+        measured=f"state['step'] is a {dtype} tensor for {len(names)} parameters; bias corrections stop at step {last}",
+        shown_by=f"the next number after {last} in {dtype} is {last + 2}",
+        culprits=names,
+        where=_step_line(record),
+        repair="keep state['step'] in float32, as torch makes it: do not cast the whole state",
+        explains=("update_ratio",),
     )
 
 

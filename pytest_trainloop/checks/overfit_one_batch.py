@@ -184,7 +184,7 @@ def _unused(batch: OneBatch, found: Learning, alike: float) -> Finding:
 def _stuck(batch: OneBatch, found: Learning, seconds: float) -> Finding:
     """The first observation that names a cause; advice where there is none."""
     from pytest_trainloop.evidence.clips import clipped_to
-    from pytest_trainloop.evidence.cures import held, higher, lower, undecayed
+    from pytest_trainloop.evidence.cures import held, higher, lower, undecayed, usual_eps
 
     if found.by_hand:
         return _slow(batch, found, "weights or gradients are also written by hand, which may be meant to slow it")
@@ -201,10 +201,14 @@ def _stuck(batch: OneBatch, found: Learning, seconds: float) -> Finding:
         return _astray(found)
     if found.peak == 0:
         return _without_rate(found)
+    if found.too_small and (eps := usual_eps(batch, found)) is not None:
+        return _by_eps(found, *eps)
     if found.too_small and (helped := higher(batch, found, seconds)) is not None:
         return _by_rates(found, helped)
     if found.too_far and (helped := lower(batch, found, seconds)) is not None:
         return _by_rates(found, helped)
+    if found.too_small:
+        return _slow(batch, found, "steps move next to nothing, and no higher rate that was tried changes that")
     return _slow(batch, found, "steps lead down the gradient, at a rate that is neither too low nor too high to learn")
 
 
@@ -288,6 +292,17 @@ def _by_rates(found: Learning, helped: Cure) -> Finding:
         measured=_reached(found),
         shown_by=f"with rates {helped.factor:g} times as high the batch is learned in {helped.steps} steps",
         culprits=("lr",),
+        repair="see update_ratio",
+    )
+
+
+def _by_eps(found: Learning, eps: float, steps: int) -> Finding:
+    return Finding(
+        cause="not_learning",
+        summary=f"one fixed batch is not learned with eps = {eps:g}, and is with a usual one",
+        measured=_reached(found),
+        shown_by=f"with eps = 1e-8 in its place the batch is learned in {steps} steps",
+        culprits=("eps",),
         repair="see update_ratio",
     )
 

@@ -13,7 +13,7 @@ How it decides
     rate is too low where no measured step moves the weight matrices of a group by more than 2e-6 of their size (a
     hundred thousand of them, all in one direction, would move them by a fifth), where the loss of one batch falls by
     less than a twentieth in 300 steps and plain Adam lowers it, and where rates that are higher by a power of ten, and
-    nothing else, learn it.
+    nothing else, learn it; or an eps that is larger than 1e-3 is too large, if a usual one alone learns it.
     It is too high where the loss of that batch ends above its start, or stands still after steps that are as large as
     the weights, and lower rates learn it. Rates that still rise after 300 steps, schedules that have ended by then, and
     loops that have no one loss to lower are left alone.
@@ -66,6 +66,7 @@ CONSEQUENCES = ("overfit_one_batch",)
 CAUSES = {
     "one_rate": "weights that are the same under another seed train at the rate of weights that are drawn anew",
     "rate_too_low": "no step moves the weights by more than 2e-6 of their size, and higher rates learn the batch",
+    "eps_too_large": "no step moves the weights by more than 2e-6 of their size, and with a usual eps alone they learn",
     "rate_too_high": "the loss of one batch rises or stands still under large steps, and lower rates alone learn it",
 }
 
@@ -73,7 +74,7 @@ CAUSES = {
 @check(needs={"run"}, causes=CAUSES, family="learning", rank=10)
 def update_ratio(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.evidence.clips import clipped_to
-    from pytest_trainloop.evidence.cures import higher, lower, undecayed
+    from pytest_trainloop.evidence.cures import higher, lower, undecayed, usual_eps
     from pytest_trainloop.evidence.learning import SECONDS, learning, require_a_curve, single_loss
 
     yield from _one_rate(evidence)
@@ -100,6 +101,9 @@ def update_ratio(evidence: Evidence) -> Iterator[Finding]:
         if helped is not None:
             yield _too_high(batch, found, helped)
     elif found.too_small and not (clip is not None and clip.starves):
+        if (eps := usual_eps(batch, found)) is not None:
+            yield _eps(batch, found, *eps)
+            return
         helped = higher(batch, found, seconds)
         if helped is not None:
             yield _too_low(batch, found, helped)
@@ -161,6 +165,19 @@ def _too_low(batch: OneBatch, found: Learning, helped: Cure) -> Finding:
         culprits=("lr",),
         where=next((str(s.place) for s in batch.seen.consuming_steps()), ""),
         repair=f"a rate between {helped.band[0]:.0e} and {helped.band[1]:.0e}",
+        explains=CONSEQUENCES,
+    )
+
+
+def _eps(batch: OneBatch, found: Learning, eps: float, steps: int) -> Finding:
+    return Finding(
+        cause="eps_too_large",
+        summary=f"eps = {eps:g} is so much larger than the root of the second moment that steps come to nothing",
+        measured=_measured(batch, found),
+        shown_by=f"with eps = 1e-8 in its place and all else alike the batch is learned in {steps} steps",
+        culprits=("eps",),
+        where=next((str(s.place) for s in batch.seen.consuming_steps()), ""),
+        repair="eps=1e-8, or a rate that makes up for it: where eps dominates, steps go as lr / eps",
         explains=CONSEQUENCES,
     )
 

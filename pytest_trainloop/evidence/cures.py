@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.evidence.decay import without_decay
+from pytest_trainloop.evidence.eps import LARGE, with_usual_eps
 from pytest_trainloop.evidence.learning import LEARNED
 from pytest_trainloop.evidence.rates import held_at_their_peak, times
 
@@ -63,6 +64,16 @@ def undecayed(batch: OneBatch, found: Learning) -> Curve | None:
         return None
     curve = batch.changed("no decay", without_decay)
     return curve if _learns(curve, found) else None
+
+
+def usual_eps(batch: OneBatch, found: Learning) -> tuple[float, int] | None:
+    """The largest eps, if it is a large one, and the steps after which the batch is learned with a usual one in its
+    place, if it is."""
+    largest = max((eps for o in batch.seen.optimizers for eps in o.eps), default=0.0)
+    if largest <= LARGE:
+        return None
+    curve = batch.changed("usual eps", with_usual_eps)
+    return (largest, curve.steps) if _learns(curve, found) else None
 
 
 def _first(batch: OneBatch, found: Learning, factors: Sequence[float], seconds: float) -> Cure | None:

@@ -67,6 +67,7 @@ class Optimizers:
         groups: list[int] = []
         peaks: list[float] = []
         decays: list[float] = []
+        eps: list[float] = []
         maximizes = False
         watch = self._watch
         for g, group in enumerate(getattr(optimizer, "param_groups", None) or ()):
@@ -74,8 +75,9 @@ class Optimizers:
                 continue
             known = [r for r in (group.get("initial_lr"), group.get("max_lr")) if isinstance(r, (int, float))]
             peaks.append(float(max(known, default=float("nan"))))
-            decay = group.get("weight_decay")
-            decays.append(float(decay) if isinstance(decay, (int, float)) else 0.0)
+            for name, into in (("weight_decay", decays), ("eps", eps)):
+                value = group.get(name)
+                into.append(float(value) if isinstance(value, (int, float)) else 0.0)
             maximizes = maximizes or group.get("maximize") is True
             for i, tensor in enumerate(group.get("params", ())):
                 if isinstance(tensor, torch.Tensor):
@@ -83,7 +85,7 @@ class Optimizers:
                     groups.append(g)
         entry = watch.record.optimizers[self._index[id(optimizer)]]
         entry.parameters, entry.groups = tuple(held), tuple(groups)
-        entry.peaks, entry.decays, entry.maximizes = tuple(peaks), tuple(decays), maximizes
+        entry.peaks, entry.decays, entry.eps, entry.maximizes = tuple(peaks), tuple(decays), tuple(eps), maximizes
         watch.hook_gradients(held)
         return held
 

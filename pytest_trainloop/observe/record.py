@@ -78,8 +78,8 @@ class Statistics:
 class Optimizer:
     """One optimizer: ``parameters`` lists indices as its groups held them at its last step, repetitions kept,
     ``groups`` the group of each; ``peaks`` are the groups' ``initial_lr`` or ``max_lr`` (NaN without a scheduler),
-    ``decays`` their ``weight_decay``; ``maximizes`` says that one of them has ``maximize`` set, ``from_torch`` that
-    its class is torch's own."""
+    ``decays`` and ``eps`` theirs; ``maximizes`` says that one of them has ``maximize`` set, ``from_torch`` that its
+    class is torch's own."""
 
     index: int
     kind: str
@@ -88,6 +88,7 @@ class Optimizer:
     groups: tuple[int, ...] = ()
     peaks: tuple[float, ...] = ()
     decays: tuple[float, ...] = ()
+    eps: tuple[float, ...] = ()
     maximizes: bool = False
     from_torch: bool = False
     steps: int = 0

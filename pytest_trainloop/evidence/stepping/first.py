@@ -25,6 +25,9 @@ MOST = 4096
 OPTIMIZERS = 8
 """Optimizers that are looked at: some loops make a new one in every round."""
 
+COUNTED_TO = {torch.bfloat16: 2**8, torch.float16: 2**11}
+"""The largest whole number to which 1 can be added: beyond it the next one is two further on, and 1 rounds away."""
+
 ROOTS = {
     **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam"), "exp_avg_sq"),
     **{"Adamax": "exp_inf", "Adagrad": "sum", "RMSprop": "square_avg"},
@@ -49,12 +52,13 @@ class Epsilon:
 
 @dataclass(slots=True)
 class First:
-    """One optimizer at its first step; ``zero`` maps an ``eps`` and the dtype of state in which it is 0 to parameters,
-    from its first two steps."""
+    """One optimizer at its first step; from its first two steps, ``zero`` maps an ``eps`` and the dtype of state in
+    which it is 0 to parameters, and ``counters`` the low-precision dtype in which steps are counted."""
 
     optimizer: int
     snap: Snapshot
     zero: dict[tuple[float, str], set[int]] = field(default_factory=dict)
+    counters: dict[str, set[int]] = field(default_factory=dict)
 
 
 class FirstSteps:
@@ -87,10 +91,15 @@ class FirstSteps:
             first = self.found.setdefault(index, First(index, snap))
             for group in optimizer.param_groups:
                 for p in group["params"]:
-                    known = zero_eps(snap.kind.__name__, group, optimizer.state.get(p, {}))
                     place = watch.book.index(p)
-                    if known is not None and place is not None and p.grad is not None:
+                    if place is None or p.grad is None:
+                        continue
+                    state = optimizer.state.get(p, {})
+                    known, counter = zero_eps(snap.kind.__name__, group, state), state.get("step")
+                    if known is not None:
                         first.zero.setdefault(known, set()).add(place)
+                    if isinstance(counter, torch.Tensor) and counter.dtype in COUNTED_TO:
+                        first.counters.setdefault(_plain_name(counter.dtype), set()).add(place)
 
         with around_steps(watch, take, use):
             yield
@@ -102,6 +111,19 @@ class FirstSteps:
             for f in self.found.values()
             for (given, dtype), indices in f.zero.items()
         ]
+
+    def counters(self) -> list[tuple[str, str, int, tuple[str, ...]]]:
+        """Every optimizer that counts steps in low precision: its class, the dtype, where that stops counting, and
+        whose steps they are."""
+        return [
+            (f.snap.kind.__name__, dtype, COUNTED_TO[getattr(torch, dtype)], self.record.names(indices))
+            for f in self.found.values()
+            for dtype, indices in f.counters.items()
+        ]
+
+
+def _plain_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def zero_eps(kind: str, group: dict[str, Any], state: dict[str, Any]) -> tuple[float, str] | None:

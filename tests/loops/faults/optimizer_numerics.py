@@ -179,3 +179,39 @@ pair(
     faulty=scaled(torch.float16),
     fixed=scaled(torch.float32),
 )
+
+
+# A training that goes on with the state of a checkpoint, whose counts of steps were written in bfloat16.
+
+
+def resumed(small):
+    def make():
+        model = mlp(6, 24, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        for p in model.parameters():
+            counted = torch.tensor(200.0, dtype=torch.bfloat16 if small else torch.float32)
+            moments = {"exp_avg": torch.full_like(p, 1e-3), "exp_avg_sq": torch.full_like(p, 1e-5)}
+            optimizer.state[p] = {"step": counted, **moments}
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "steps_counted_in_bfloat16",
+    "O10",
+    "optimizer_numerics",
+    "counter_stops",
+    culprits=("0.weight",),
+    mentions=("bfloat16", "256"),
+    where="optimizer.step()",
+    faulty=resumed(small=True),
+    fixed=resumed(small=False),
+)

@@ -216,3 +216,37 @@ pair(
         ]
     ),
 )
+
+
+# A sign too few in the config: eps of 1e8, and every step is lr / eps.
+
+
+def settings(eps):
+    def make():
+        model = mlp(6, 32, 3)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, eps=eps)
+
+        def loss_of(batch):
+            return F.cross_entropy(model(batch[0]), batch[1])
+
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.labelled(),
+            fit=lambda batches: train(optimizer, batches, loss_of),
+        )
+
+    return make
+
+
+pair(
+    "eps_of_1e8",
+    "O10",
+    "update_ratio",
+    "eps_too_large",
+    culprits=("eps",),
+    where="optimizer.step()",
+    mentions=("1e+08",),
+    faulty=settings(1e8),
+    fixed=settings(1e-8),
+)
