@@ -26,14 +26,17 @@ def snap(kind=torch.optim.Adam, *, dtype=torch.float32, **options):
 class Looked(Given):
     """Evidence whose further runs are answered beforehand."""
 
-    def __init__(self, made, *, zero=(), divided=()):
+    def __init__(self, made, *, zero=(), divided=(), counted=()):
         super().__init__(record([parameter(0, "w")], held=[0], gradients={0: ONE}))
         self._record.steps = 3
         self.record, self.found = self._record, {0: First(0, made)}
-        self._zero, self._divided = list(zero), list(divided)
+        self._zero, self._divided, self._counted = list(zero), list(divided), list(counted)
 
     def epsilons(self):
         return self._zero
+
+    def counters(self):
+        return self._counted
 
     def further(self, kind):
         if kind is FirstSteps:
@@ -55,6 +58,12 @@ def test_no_further_run_is_made_where_nothing_steps():
     evidence.run().steps = 0
     evidence.further = lambda kind: pytest.fail("a further run was made")
     assert verdicts(evidence) == []
+
+
+def test_a_count_of_steps_in_low_precision_is_a_fault():
+    (found,) = optimizer_numerics(Looked(snap(), counted=[("AdamW", "bfloat16", 256, ("w",))]))
+    assert (found.level, found.cause, found.culprits) == ("fault", "counter_stops", ("w",))
+    assert "256 + 1 is 256" in found.summary
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam])
