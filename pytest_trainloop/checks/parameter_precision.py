@@ -21,6 +21,8 @@ How it decides
     An optimizer of which nothing is known may keep what rounding takes (Kahan summation, stochastic rounding, master
     weights). It races with a copy of itself that computes in float32, each on one gradient over and over, until float32
     has gone four spacings: what keeps or draws has moved the weight by then, and an entry with the same bits is lost.
+    Masters are at fault that each step finds with the values of their low-precision copies, which are what the step
+    before left in them, rounded: whatever is below half a spacing is gone by then.
     An average is at fault where most of its entries keep their bits, float64 moves it by a <- a + w (p - a) with some
     trained weight p, exactly, and w is so small that they rest until p is as far away as a is large. Put an eighth of
     that distance aside, it has to stay there for 60 steps: one that is copied from a better average comes back.
@@ -64,8 +66,8 @@ if TYPE_CHECKING:
 CONSEQUENCES = ("overfit_one_batch", "update_ratio", "precision_parity")
 
 CAUSES = {
-    "updates_lost": "the same steps in float64 move most entries whose bits stay as they were",
-    "updates_lost_in_part": "the same steps in float64 move some entries whose bits stay as they were",
+    "updates_lost": "most entries keep their bits, and the same steps move them without rounding",
+    "updates_lost_in_part": "some entries keep their bits, and the same steps move them without rounding",
     "average_lost": "the same run in float64 moves the average by less than half the spacing of its dtype each time",
 }
 
@@ -90,12 +92,23 @@ def parameter_precision(evidence: Evidence) -> Iterator[Finding]:
     record = evidence.run()
     low = [p.name for p in low_and_fed(record, LOW)]
     if low:
-        yield from _updates(evidence, record, low)
+        yield from _updates(evidence, record, _counted(evidence, low))
+    if masters := _with_masters(record):
+        from pytest_trainloop.evidence.stepping.refreshed import Refreshed
+
+        yield from _updates(evidence, record, evidence.further(Refreshed).losses(masters, LOW))
     yield from _averages(evidence, record)
 
 
-def _updates(evidence: Evidence, record: Record, low: Sequence[str]) -> Iterator[Finding]:
-    losses = _counted(evidence, low)
+def _with_masters(record: Record) -> list[str]:
+    """Low-precision weights that are written by hand, where an optimizer steps float32 tensors of the same shapes."""
+    by_hand = record.moved_by_hand()
+    stepped = {p.shape for p in record.parameters if p.dtype == "float32" and p.index in record.held}
+    return [p.name for p in record.parameters if p.dtype in LOW and p.shape in stepped and p.index in by_hand]
+
+
+def _updates(evidence: Evidence, record: Record, counted: Sequence[Losses]) -> Iterator[Finding]:
+    losses = [found for found in counted if found.steps >= LEAST_STEPS]
     number, way = _share_of_number(losses, losses), _share_of_way(losses)
     if not any(found.share >= NOTABLE for found in losses):
         return
@@ -119,13 +132,16 @@ def _counted(evidence: Evidence, low: Sequence[str]) -> list[Losses]:
     rest = [name for name in low if name not in {f.name for f in found}]
     if rest:
         found += evidence.further(Races).losses(rest, LOW)
-    return [f for f in found if f.steps >= LEAST_STEPS]
+    return found
 
 
 def _that_matter(evidence: Evidence, losses: Sequence[Losses]) -> list[Losses]:
-    """Those of the tensors on which what is backpropagated depends: a bias before a batch norm moves nothing."""
-    depends = evidence.influence([f.name for f in losses]) if losses else {}
-    return [f for f in losses if depends[f.name].change > depends[f.name].bound]
+    """Those of the tensors on which what is backpropagated depends: a bias before a batch norm moves nothing. What no
+    module holds and a step is fed gradients for is a copy that others are made of (masters)."""
+    copies = {p.name for p in evidence.run().parameters if p.role == "foreign"}
+    names = [f.name for f in losses if f.name not in copies]
+    depends = evidence.influence(names) if names else {}
+    return [f for f in losses if f.name in copies or depends[f.name].change > depends[f.name].bound]
 
 
 def _share_of_number(losses: Sequence[Losses], among: Sequence[Losses]) -> float:
@@ -154,17 +170,23 @@ def _lost(record: Record, chosen: Sequence[Losses], losses: Sequence[Losses], nu
     single = f"{some(names)} {verb(names, 'lose')} {first.share:.0%} of the updates to rounding in {first.dtype}"
     return Finding(
         cause="updates_lost",
-        summary=whole if number > HALF else single,
+        summary=(whole if number > HALF else single)
+        + (": their float32 masters are written over with them between steps" if first.refreshed else ""),
         measured=f"{number:.0%} of the updates of {len(losses)} tensors; {_one(first)}",
         shown_by=_shown_by(first),
         culprits=names,
         where=_step_line(record),
-        repair=_REPAIR,
+        repair="copy the weights to the masters once, before the loop" if first.refreshed else _REPAIR,
         explains=CONSEQUENCES,
     )
 
 
 def _shown_by(found: Losses) -> str:
+    if found.refreshed:
+        return (
+            f"each step finds in the float32 master what the step before left in it, rounded to {found.dtype}: the "
+            "values of this copy"
+        )
     if found.raced:
         return (
             f"{found.steps} steps on the same gradient move these entries by four spacings or more in float32, and "

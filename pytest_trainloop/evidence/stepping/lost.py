@@ -34,7 +34,8 @@ MOST = 12
 class Losses:
     """Of one parameter: how many updates of sampled entries float64 made with a gradient, how many of them were lost,
     how far they would go in all and how far they went once rounded; the medians of their sizes and of the spacing of
-    the values. ``raced`` says that steps of a copy were counted."""
+    the values. ``raced`` says that steps of a copy were counted, ``refreshed`` that these are updates of a float32
+    master which is written over with this tensor."""
 
     name: str
     dtype: str
@@ -49,6 +50,7 @@ class Losses:
     update: float = 0.0
     spacing: float = 0.0
     raced: bool = False
+    refreshed: bool = False
 
     @property
     def share(self) -> float:
