@@ -2,8 +2,7 @@
 
 What it does
     It keeps accounts for every parameter over a watched run: what stood in ``.grad`` before each backward, what came
-    in, what the innermost optimizer
-    step read, and who wiped it. Where the function has the knob ``accumulate``, a run with windows of four
+    in, what the innermost optimizer step read, and who wiped it. Where the function has the knob ``accumulate``, a run with windows of four
     micro-batches is judged as well.
 
 Why is this bad?
@@ -12,14 +11,12 @@ Why is this bad?
     clips nothing. The loop runs, the loss moves, and the result is a worse model.
 
 How it decides
-    Only identities are faults (and only on gradients that autograd accumulated; gradients put there by hand are the
-    user's own doing): a step consumes a
-    residual that an earlier step has already consumed and that is bit-identical still; steps that consume nothing
-    although a backward produced something;
-    in every window, backward passes of one call site that are wiped while the last of them is consumed. Momentum kept
-    in ``.grad`` is scaled, not identical; SAM moves
-    the weights between backward and wipe; a by-product on another network's parameters is wiped unused; batches
-    skipped openly come in no regular windows.
+    Only identities are faults. A step consumes a residual that an earlier step has already consumed and that is
+    bit-identical still; steps consume nothing although a backward produced something; in every window, backward passes
+    of one call site are wiped while the last of them is consumed. Gradients put there by hand are the user's own doing,
+    but where one is put there once and consumed at every step while other ones arrive. Momentum kept in ``.grad`` is
+    scaled, not identical; SAM moves the weights between backward and wipe; a by-product on another network's parameters
+    is wiped unused; batches skipped openly come in no regular windows.
 
 Faulty
     >>> for x, y in batches:
@@ -58,7 +55,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.evidence import Evidence
     from pytest_trainloop.evidence.ledger import Account, Ledger, Meal
-    from pytest_trainloop.observe.events import Backward, Step
+    from pytest_trainloop.observe.events import Step
     from pytest_trainloop.observe.record import Record
 
 CONSEQUENCES = ("overfit_one_batch", "update_ratio", "every_param_moves")
@@ -75,6 +72,7 @@ CAUSES = {
     "backward_missing": "the optimizer steps again and again, and no backward pass brings a gradient",
     "step_before_backward": "the step runs between the forward pass and its backward",
     "stepped_twice": "the same optimizer consumes the same gradient more than once, with no backward between",
+    "gradient_kept": "steps consume one gradient that was put there by hand, while backward passes bring others",
     "two_optimizers": "two optimizers consume the same gradient of the same parameter",
     "clip_after_step": "gradients are clipped after the step has consumed them and before they are wiped",
     "scheduler_before_optimizer": (
@@ -109,18 +107,21 @@ def step_order(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _accounts_findings(evidence: Evidence, record: Record, ledger: Ledger) -> Iterator[Finding]:
+    from pytest_trainloop.evidence.empty import empty_steps
+    from pytest_trainloop.evidence.handed import kept_gradients
+
     silent: set[int] = set()
     for finding, optimizers in (
         *_missing_backwards(record, ledger),
         *_missing_steps(evidence, record, ledger),
-        *_empty_steps(record, ledger),
+        *empty_steps(record, ledger),
         *_late_backwards(record, ledger),
         *_refused_backward(record),
     ):
         if not silent & optimizers:
             yield finding
         silent |= optimizers
-    for finding, optimizers in (*_stale(record, ledger), *_repeated(record, ledger)):
+    for finding, optimizers in (*_stale(record, ledger), *_repeated(record, ledger), *kept_gradients(record, ledger)):
         if not silent & optimizers:
             yield finding
         silent |= optimizers
@@ -187,86 +188,6 @@ def _step_missing(record: Record, lost: list[Account], kind: str, mine: set[int]
         repair="call scaler.step(optimizer) and scaler.update() after backward()"
         if scaled
         else "call optimizer.step() after backward()",
-        explains=CONSEQUENCES,
-    )
-
-
-def _empty_steps(record: Record, ledger: Ledger) -> Iterator[Judged]:
-    """Optimizers most of whose steps consume nothing, although backward passes brought gradients for them."""
-    empty, every = Counter(s.optimizer for s in ledger.empty), Counter(s.optimizer for s in ledger.steps)
-    for index, count in empty.items():
-        mine = set(record.optimizers[index].parameters)
-        lost = [a for a in ledger.accounts if mine & a.wiped and not mine & a.consumed]
-        if count < 2 or 2 * count < every[index] or len(lost) < 2 or mine & ledger.by_hand:
-            continue
-        first = next(s for s in ledger.steps if s.optimizer == index)
-        wipe = record.wipe_after(lost[0].backward, mine)
-        names = record.names(set().union(*(mine & a.wiped for a in lost)))
-        step = str(first.place)
-        measured = (
-            f"{count} of {every[index]} steps consumed no gradient; {len(lost)} backward passes were wiped unused"
-        )
-        before, until = lost[0].backward.until, wipe.at if wipe else float("inf")
-        found_zero = next((s for s in ledger.empty if s.optimizer == index and before < s.at < until), None)
-        if found_zero is not None:
-            yield _made_zero(record, lost[0].backward, found_zero, mine, measured, names), {index}
-        elif first.at < lost[0].backward.at:
-            yield (
-                Finding(
-                    cause="step_before_backward",
-                    summary=(
-                        f"step() runs before backward(): {count} of {every[index]} steps found no gradient to consume"
-                    ),
-                    measured=measured,
-                    shown_by=(
-                        "the first step comes before the first backward, and what backward brings is wiped before "
-                        "the next step"
-                    ),
-                    culprits=("optimizer.step()", *names),
-                    where=step,
-                    repair="order: zero_grad(), forward, backward(), step()",
-                    explains=CONSEQUENCES,
-                ),
-                {index},
-            )
-        else:
-            yield (
-                Finding(
-                    cause="zeroed_before_step",
-                    summary=(
-                        f"gradients are zeroed between backward() and step(): {count} of {every[index]} steps found "
-                        "nothing to consume"
-                    ),
-                    measured=measured,
-                    shown_by=f"order seen: backward, {wipe.by if wipe else 'zeroing'}, step",
-                    culprits=(wipe.by if wipe else "zero_grad()", *names),
-                    where=str(wipe.place if wipe else lost[0].backward.place),
-                    repair="call zero_grad() before backward() or after step(), never between the two",
-                    explains=CONSEQUENCES,
-                ),
-                {index},
-            )
-
-
-def _made_zero(
-    record: Record, backward: Backward, step: Step, mine: set[int], measured: str, names: tuple[str, ...]
-) -> Finding:
-    """The order is right, and what arrived is zero when the step reads it: written over in between, or by a hook."""
-    from pytest_trainloop.observe.events import GradWrite
-
-    writes = [w for w in record.of(GradWrite) if backward.at < w.at < step.at and mine & set(w.parameters)]
-    by = f"{writes[-1].by}()" if writes and writes[-1].by else "a hook on the gradients"
-    return Finding(
-        cause="zeroed_before_step",
-        summary=f"{by} leaves gradients of exactly 0 between backward() and step(): nothing is left to consume",
-        measured=measured,
-        shown_by=f"order seen: backward with gradients that are not zero, {by}, step with zeros",
-        culprits=(by, *names),
-        where=str(writes[-1].place if writes else step.place),
-        repair=(
-            "look at what it multiplies by, and in which dtype: a norm that overflows gives a factor of 0, and "
-            "float16 holds nothing below 6e-8"
-        ),
         explains=CONSEQUENCES,
     )
 

@@ -101,3 +101,51 @@ pair(
     faulty=cloned(torch.bfloat16),
     fixed=cloned(torch.float32),
 )
+
+
+# The gradients of the masters are made where there are none, and nothing takes them away.
+
+
+class Handing:
+    def __init__(self, fresh):
+        self.model = mlp(6, 24, 3).bfloat16()
+        self.masters = [nn.Parameter(p.detach().float()) for p in self.model.parameters()]
+        self.optimizer = torch.optim.SGD(self.masters, lr=0.05, momentum=0.9)
+        self.fresh = fresh
+
+    def hand_over(self):
+        for master, p in zip(self.masters, self.model.parameters(), strict=True):
+            if self.fresh or master.grad is None:
+                master.grad = p.grad.float()
+
+    def train(self, batches):
+        for x, y in batches:
+            self.model.zero_grad()
+            F.cross_entropy(self.model(x.bfloat16()).float(), y).backward()
+            self.hand_over()
+            self.optimizer.step()
+            with torch.no_grad():
+                torch._foreach_copy_(list(self.model.parameters()), self.masters)
+
+
+def handing(fresh):
+    def make():
+        trainer = Handing(fresh)
+        batches = [data.labelled() for _ in range(6)]
+        return TrainLoop(
+            model=trainer.model, optimizer=trainer.optimizer, batch=batches[0], batches=batches, fit=trainer.train
+        )
+
+    return make
+
+
+pair(
+    "gradients_handed_to_masters_once",
+    "O4d",
+    "step_order",
+    "gradient_kept",
+    where="master.grad = p.grad.float()",
+    mentions=("before every step",),
+    faulty=handing(fresh=False),
+    fixed=handing(fresh=True),
+)
