@@ -2,13 +2,13 @@
 
 What it does
     It keeps accounts for every parameter over a watched run: what stood in ``.grad`` before each backward, what came
-    in, what the innermost optimizer step read, and who wiped it. Where the function has the knob ``accumulate``, a run with windows of four
-    micro-batches is judged as well.
+    in, what the innermost optimizer step read, and who wiped it. Where the function has the knob ``accumulate``, a
+    run with windows of four micro-batches is judged as well.
 
 Why is this bad?
     A forgotten ``zero_grad()`` sums the gradients of all batches so far, a misplaced one throws away what backward
-    has just computed, a clip after the step
-    clips nothing. The loop runs, the loss moves, and the result is a worse model.
+    has just computed, a clip after the step clips nothing. The loop runs, the loss moves, and the result is a worse
+    model.
 
 How it decides
     Only identities are faults. A step consumes a residual that an earlier step has already consumed and that is
@@ -62,7 +62,10 @@ CONSEQUENCES = ("overfit_one_batch", "update_ratio", "every_param_moves")
 ACCUMULATE = 4
 
 CAUSES = {
-    "not_zeroed": "a step consumes gradients that an earlier step has consumed already, bit for bit",
+    "not_zeroed": (
+        "a step consumes gradients that an earlier step has consumed already, bit for bit; or they stay not finite, "
+        "and all others are added to them"
+    ),
     "wrong_object_zeroed": (
         "a zero_grad runs before each backward, but not on the parameters whose consumed gradients are still there"
     ),
@@ -152,7 +155,7 @@ def _missing_backwards(record: Record, ledger: Ledger) -> Iterator[Judged]:
 
 def _missing_steps(evidence: Evidence, record: Record, ledger: Ledger) -> Iterator[Judged]:
     """Optimizers that never step although gradients for them are produced again and again."""
-    from pytest_trainloop.evidence.unmade import never_steps
+    from pytest_trainloop.evidence.unmade import left_not_finite, never_steps
 
     if record.raised is not None or any(c.what == "step" for c in record.scaler_calls()):
         return
@@ -172,7 +175,24 @@ def _missing_steps(evidence: Evidence, record: Record, ledger: Ledger) -> Iterat
             continue
         if record.steps and len(lost) < record.rounds // 2:
             continue
-        yield _step_missing(record, lost, optimizer.kind, mine), {optimizer.index}
+        left = left_not_finite(mine, lost)
+        if left >= 2:
+            yield _never_wiped(record, lost, left, mine), {optimizer.index}
+        else:
+            yield _step_missing(record, lost, optimizer.kind, mine), {optimizer.index}
+
+
+def _never_wiped(record: Record, lost: list[Account], left: int, mine: set[int]) -> Finding:
+    return Finding(
+        cause="not_zeroed",
+        summary="a gradient that is not finite is never zeroed: all later ones are added to it, and no step is made",
+        measured=f"{left} of {len(lost)} backward passes bring finite gradients onto what is not finite; 0 steps",
+        shown_by="what stands in .grad before these passes is inf or NaN, and what comes in is not",
+        culprits=("zero_grad()", *record.names(mine)),
+        where=str(lost[0].backward.place),
+        repair="zero the gradients of a batch that is left out too: zero_grad() before backward(), not after step()",
+        explains=(*CONSEQUENCES, "grad_scaler"),
+    )
 
 
 def _step_missing(record: Record, lost: list[Account], kind: str, mine: set[int]) -> Finding:

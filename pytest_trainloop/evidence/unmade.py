@@ -28,6 +28,16 @@ def never_steps(evidence: Evidence, optimizer: int, mine: set[int], lost: Sequen
     return optimizer < len(later) and not later[optimizer].steps
 
 
+def left_not_finite(mine: set[int], lost: Sequence[Account]) -> int:
+    """How many of these passes bring finite gradients to these parameters and find what is not finite in their place,
+    left by an earlier one."""
+    return sum(
+        any(a.incoming.finite and a.residual is not None and not a.residual.finite for a in arrived)
+        for account in lost
+        for arrived in [[a for i in mine for a in account.backward.arrivals.get(i, ())]]
+    )
+
+
 def may_step_later(record: Record) -> bool:
     """Whether the functions that call backward, or a function of the same file that one of them calls by name, hold a
     call of ``step()`` that this run did not reach; also where there is no source to look at."""

@@ -315,3 +315,58 @@ pair(
     faulty=gan(GANZeroingTheDiscriminatorTwice),
     fixed=gan(GAN),
 )
+
+
+# A loss scale of the project's own: the batch whose gradients overflow is left out, and its gradients stay.
+
+
+class OwnScaler:
+    def __init__(self, optimizer, early):
+        self.optimizer, self.early, self.scale = optimizer, early, 2.0**24
+
+    def overflown(self):
+        groups = self.optimizer.param_groups
+        return not all(p.grad.isfinite().all() for group in groups for p in group["params"])
+
+    def step(self, loss):
+        if self.early:
+            self.optimizer.zero_grad()
+        (loss * self.scale).backward()
+        if self.overflown():
+            self.scale /= 16
+            return
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                p.grad.div_(self.scale)
+        self.optimizer.step()
+        if not self.early:
+            self.optimizer.zero_grad()
+
+
+def own_scaler(early):
+    def make():
+        model = mlp(6, 24, 3)
+        scaler = OwnScaler(torch.optim.AdamW(model.parameters(), lr=5e-3), early)
+
+        def fit(batches):
+            for x, y in batches:
+                with torch.autocast("cpu", dtype=torch.float16):
+                    logits = model(x)
+                scaler.step(F.cross_entropy(logits.float(), y))
+
+        return TrainLoop(model=model, optimizer=scaler.optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "overflown_gradients_that_stay",
+    "O4d",
+    "step_order",
+    "not_zeroed",
+    culprits=("zero_grad()",),
+    where=".backward()",
+    mentions=("not finite", "left out"),
+    faulty=own_scaler(early=False),
+    fixed=own_scaler(early=True),
+)
