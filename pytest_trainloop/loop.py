@@ -120,6 +120,24 @@ class TrainLoop:
         ``loss(model, batch) -> scalar tensor``: a probe, never compared with what the loop backpropagates
     frozen
         paths of what is meant not to train, e.g. ``("backbone.",)``: parameters of that name, and all below it
+    evaluate
+        ``evaluate()``, called once after a short run, for the mode in which it runs the model
+    padding
+        ``Padding(pad_id=..., ignore_index=..., dim=...)``: which entries of the batch stand for nothing
+    axis
+        the dimension along which rows lie in every tensor of the batch, where it is not 0
+    split
+        ``split(batch, k)``, the project's own cutting of a batch into k micro-batches
+    interacts
+        whether the examples of a batch are to meet (contrastive losses, batch statistics)
+    stochastic
+        that two runs under one seed are to differ: ``determinism`` is left out
+    init_loss
+        what the first loss is to be, within half as much again
+    scheduler, scaler
+        the loop's own; both are found from what runs as well
+    pretrained, save, load, parts
+        taken, and read by no check of this version
     """
 
     model: Any

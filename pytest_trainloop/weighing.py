@@ -12,7 +12,15 @@ CLOSE = 1e-6
 """How near a factor must come to a whole one: weights are good to 1e-8 (span.ALIKE), a token in a million is 1e-6."""
 
 Pattern = Literal[
-    "last_absent", "absent", "scaled", "divided_again", "divided_by_position", "means", "scaled_means", "other"
+    "last_absent",
+    "absent",
+    "scaled",
+    "divided_again",
+    "divided_by_position",
+    "means",
+    "scaled_means",
+    "scaled_again",
+    "other",
 ]
 
 
@@ -45,6 +53,19 @@ class Weighing:
         return [i for i, w in enumerate(got) if abs(w) < CLOSE * max(map(abs, got))]
 
     @property
+    def again(self) -> float:
+        """What the last micro-batch but one is multiplied by, where the last one counts as it should."""
+        full, got = self.one_batch.weights, self.accumulated.weights
+        return got[-2] / full[-2] * full[-1] / got[-1]
+
+    def follows(self, again: float) -> bool:
+        """Whether the last micro-batch weighs what it does in one batch, and each before it that many times the
+        next."""
+        full, got = self.one_batch.weights, self.accumulated.weights
+        due = [w * again ** (len(full) - 1 - i) for i, w in enumerate(full)]
+        return all(abs(g - d) < CLOSE * max(map(abs, got)) for g, d in zip(got, due, strict=True))
+
+    @property
     def pattern(self) -> Pattern:
         full, got = self.one_batch.weights, self.accumulated.weights
         k, factor = len(got), self.factor
@@ -61,6 +82,8 @@ class Weighing:
             return "means"
         if alike(got) and (abs(factor - k) < CLOSE * k or abs(factor * k - 1) < CLOSE):
             return "scaled_means"
+        if self.follows(self.again):
+            return "scaled_again"
         return "other"
 
 

@@ -77,7 +77,7 @@ epsilon. No cause changes a gradient by so little, and no rate is set more finel
 
 CAUSES = {
     "loss_not_divided": "every micro-batch, or one part of its loss, weighs k times what it does in one batch",
-    "divided_twice": "every micro-batch weighs 1/k of what it does in one batch",
+    "divided_twice": "micro-batches weigh 1/k of what they do in one batch, or less with every later one",
     "only_last_counts": "the first micro-batches of a window weigh nothing",
     "mean_of_means": "all micro-batches weigh the same, where in one batch each weighs by its valid targets",
     "carried_over": "the second window holds gradients of the first one's micro-batches",
@@ -168,6 +168,8 @@ def _weighed(made: Accumulation, split: Split, weighing: Weighing, wrong: Sequen
         return _mean_of_means(split, weighing)
     if pattern.startswith("divided") and made.weigh(made.split(made.sizes()[-1])).pattern == pattern:
         return _divided_again(split, weighing) if pattern == "divided_again" else _divided_by_position(split, weighing)
+    if pattern == "scaled_again" and made.weigh(made.split(made.sizes()[-1])).follows(weighing.again):
+        return _scaled_again(split, weighing)
     return _unexplained(split, weighing)
 
 
@@ -220,6 +222,18 @@ def _divided_again(split: Split, weighing: Weighing) -> Finding:
     )
 
 
+def _scaled_again(split: Split, weighing: Weighing) -> Finding:
+    factor = weighing.again
+    by = f"divided by {1 / factor:.6g}" if 0 < factor < 1 else f"multiplied by {factor:.6g}"
+    return _finding(
+        split,
+        weighing,
+        "divided_twice",
+        f"what stands in .grad is {by} again with every further micro-batch of the window",
+        shown=f"the last micro-batch weighs what it does in one batch, each one before it {factor:.4g} times the next",
+    )
+
+
 def _divided_by_position(split: Split, weighing: Weighing) -> Finding:
     return _finding(
         split,
@@ -244,7 +258,7 @@ _REPAIRS = {
     "loss_not_divided": (
         "loss = loss / accumulate before backward(); with unequal token counts divide the summed loss by all tokens"
     ),
-    "divided_twice": "divide once only, either the loss or the gradients",
+    "divided_twice": "divide once only, either the loss, or the gradients after the last micro-batch",
     "only_last_counts": "call zero_grad() once for each step, right after it, not once for each micro-batch",
     "mean_of_means": (
         "sum the loss over tokens (reduction='sum') and divide by the number of valid targets in the whole window"

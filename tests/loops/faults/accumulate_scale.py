@@ -395,3 +395,42 @@ pair(
     faulty=divided(lambda i, accumulate: i % accumulate + 1),
     fixed=divided(lambda _i, accumulate: accumulate),
 )
+
+
+# A loss scale of the project's own is taken off after every micro-batch, off what the earlier ones left too.
+
+
+def train_scaled(model, optimizer, batches, accumulate, inside, scale=512.0):
+    for i, (x, y) in enumerate(batches):
+        (scale * F.cross_entropy(model(x), y) / accumulate).backward()
+        last = (i + 1) % accumulate == 0 or i + 1 == len(batches)
+        if inside or last:
+            torch._foreach_div_([p.grad for p in model.parameters()], scale)
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def scaled(inside):
+    def make(accumulate=1):
+        model = mlp(6, 24, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.labelled(rows=24),
+            fit=lambda batches: train_scaled(model, optimizer, batches, accumulate, inside),
+        )
+
+    return make
+
+
+pair(
+    "scale_taken_off_after_every_micro_batch",
+    "O9",
+    "accumulation_equivalence",
+    "divided_twice",
+    mentions=("divided by 512 again",),
+    faulty=scaled(inside=True),
+    fixed=scaled(inside=False),
+)
