@@ -17,7 +17,8 @@ How it decides
     Loops that leave such a batch out openly (no backward pass, or no step) are right, a loss scaler that skips a step
     as well. Infinities that are written out, as masks are, are meant; so is what softmax makes of them.
     The operation named is the first whose result is not finite while all it is given is: in the forward pass, or, where
-    that is finite throughout, in the backward pass. Where gradients had grown a hundredfold before, that is the cause.
+    that is finite throughout, in the backward pass. Where a step leaves weights not finite before any operation does,
+    from finite gradients, that step is named. Where gradients had grown a hundredfold before, that is the cause.
 
 Faulty
     >>> start = [p.detach().clone() for p in model.parameters()]

@@ -17,7 +17,7 @@ import torch
 
 from pytest_trainloop.evidence.stepping.copies import around_steps, kind_of, step
 from pytest_trainloop.evidence.stepping.lost import Losses, spaced_by_index
-from pytest_trainloop.evidence.stepping.widened import NoHalves, widen
+from pytest_trainloop.evidence.stepping.widened import NoHalves, reached, widen
 from pytest_trainloop.evidence.stuck import growth, spacings
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ MOST_STEPS = 256
 TRIED = 8
 """Steps in float32 from which it is told how many are needed."""
 
-MOST_ENTRIES = 2_000_000
-"""An optimizer that holds more is not copied."""
+MOST_ENTRIES = 8_000_000
+"""An optimizer that refers to more, state and all, is not copied."""
 
 
 @dataclass(slots=True)
@@ -145,8 +145,8 @@ def _unknown(optimizer: Any) -> bool:
 
 
 def _low_among(optimizer: Any, kinds: set[torch.dtype]) -> bool:
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    return sum(p.numel() for p in held) <= MOST_ENTRIES and any(p.dtype in kinds for p in held)
+    low = any(p.dtype in kinds for group in optimizer.param_groups for p in group["params"])
+    return low and sum(t.numel() for t in reached(vars(optimizer))) <= MOST_ENTRIES
 
 
 def _devices(optimizer: Any) -> set[torch.device]:

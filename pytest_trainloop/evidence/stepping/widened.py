@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -33,6 +33,13 @@ def _dtype(value: Any) -> Any:
 
 def widen(root: Any) -> None:
     """Every half-precision tensor that is reached through containers and attributes becomes float32, in place."""
+    for tensor in reached(root):
+        if tensor.dtype in HALVES:
+            tensor.data = tensor.data.float()
+
+
+def reached(root: Any) -> Iterator[torch.Tensor]:
+    """Every tensor that is reached through containers and attributes, once."""
     seen: set[int] = set()
     waiting = [root]
     while waiting:
@@ -41,8 +48,7 @@ def widen(root: Any) -> None:
             continue
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
-            if value.dtype in HALVES:
-                value.data = value.data.float()
+            yield value
         elif isinstance(value, Mapping):
             waiting += [*value.keys(), *value.values()]
         elif isinstance(value, (list, tuple, set, frozenset)):
