@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from pytest_trainloop.evidence.operands import in_place
 from pytest_trainloop.observe.source import here
 from pytest_trainloop.observe.taps import Taps
+from pytest_trainloop.observe.torch_internals import apply_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -191,13 +192,12 @@ class Tracer(TorchFunctionMode):
     def _tapped_apply(self, original: Callable[..., Any]) -> Any:
         """Watch the project's own autograd functions: a gradient that comes in at the output must go on to each
         input."""
-        underlying = original.__func__  # type: ignore[attr-defined]
 
-        @functools.wraps(underlying)
+        @functools.wraps(original)
         def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
             self._inside += 1  # autograd switches gradients off in there, which is no cut
             try:
-                out = underlying(cls, *args, **kwargs)
+                out = apply_of(cls, original)(*args, **kwargs)
             finally:
                 self._inside -= 1
             inputs = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]

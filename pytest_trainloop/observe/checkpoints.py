@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from pytest_trainloop.observe.events import CheckpointCall
 from pytest_trainloop.observe.source import here
-from pytest_trainloop.observe.torch_internals import checkpoint_generators
+from pytest_trainloop.observe.torch_internals import apply_of, checkpoint_generators
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,14 +32,14 @@ class Checkpoints:
     def _reentrant(self, original: Callable[..., Any]) -> Any:
         def apply(cls: type, function: Any, preserves: bool, *args: Any) -> Any:
             self._note(args, reentrant=True, preserves=preserves)
-            return original.__func__(cls, function, preserves, *args)  # type: ignore[attr-defined]
+            return apply_of(cls, original)(function, preserves, *args)
 
         return classmethod(apply)
 
     def _generator(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def opened(*args: Any, **kwargs: Any) -> Any:
-            given = bound(original, args, kwargs)
+            given = bound(original, args, kwargs).arguments
             self._note(given["args"], reentrant=False, preserves=given["preserve_rng_state"])
             return original(*args, **kwargs)
 
@@ -64,11 +64,12 @@ class Checkpoints:
             )
 
 
-def bound(generator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of torch's generator by name, with their defaults; ``args`` and ``kwargs`` are the function's."""
+def bound(generator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+    """The arguments of torch's generator by name, with their defaults: the function is ``fn``, ``args`` and ``kwargs``
+    are what it is given."""
     given = inspect.signature(generator).bind(*args, **kwargs)
     given.apply_defaults()
-    return given.arguments
+    return given
 
 
 def needs_grad(args: Sequence[Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 def is_functorch(tensor: torch.Tensor) -> bool:
@@ -89,7 +90,19 @@ def on_in_engine(mode: TorchFunctionMode) -> Iterator[None]:
         torch.autograd._engine_run_backward = original  # type: ignore[attr-defined]
 
 
-_GENERATOR = "_checkpoint_without_reentrant_generator"
+def apply_of(cls: type, original: Callable[..., Any]) -> Callable[..., Any]:
+    """``apply`` of a class below ``torch.autograd.Function``; ``original`` is what was found on the class that has
+    it: python's own classmethod, or from torch 2.15 on one that is written in C."""
+    function = getattr(original, "__func__", None)
+    if function is not None:
+        return functools.partial(function, cls)
+    inherited: Callable[..., Any] = vars(torch._C._FunctionBase)["apply"].__get__(None, cls)
+    return inherited
+
+
+_GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+"""The innermost first: from torch 2.15 on the second calls the first."""
+
 _USING = ("torch.utils.checkpoint", "torch.distributed._composable.checkpoint_activation")
 
 
@@ -97,7 +110,8 @@ def checkpoint_generators() -> list[tuple[Any, str]]:
     """Where torch's own code looks up the generator behind every checkpoint that is not re-entrant, as module and name;
     none where this torch has no such name."""
     modules = [sys.modules[name] for name in _USING if name in sys.modules]
-    return [(module, _GENERATOR) for module in modules if hasattr(module, _GENERATOR)]
+    found = ([(module, name) for module in modules if hasattr(module, name)] for name in _GENERATORS)
+    return next(filter(None, found), [])
 
 
 no_torch_function = torch._C.DisableTorchFunction

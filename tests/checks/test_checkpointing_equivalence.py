@@ -252,7 +252,7 @@ def test_unseeded_draws_under_a_checkpoint_are_for_determinism():
 
 
 def test_a_torch_with_other_names(monkeypatch):
-    monkeypatch.setattr(torch_internals, "_GENERATOR", "_renamed")
+    monkeypatch.setattr(torch_internals, "_GENERATORS", ("_renamed",))
     assert result(lambda: loop(saved)).outcome == "skipped"
 
 

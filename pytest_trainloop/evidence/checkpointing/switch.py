@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from pytest_trainloop.observe.checkpoints import bound, needs_grad
 from pytest_trainloop.observe.taps import Taps
-from pytest_trainloop.observe.torch_internals import checkpoint_generators
+from pytest_trainloop.observe.torch_internals import apply_of, checkpoint_generators
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -84,7 +84,7 @@ def _reentrant(how: Callable[[Asked], Piece | None], original: Callable[..., Any
     def apply(cls: type, function: Callable[..., Any], preserves: bool, *args: Any) -> Any:
         piece = how(Asked(True, bool(preserves), needs_grad(args))) if cls is CheckpointFunction else None
         if piece is None:
-            return original.__func__(cls, function, preserves, *args)  # type: ignore[attr-defined]
+            return apply_of(cls, original)(function, preserves, *args)
         if piece.plain:
             return function(*args)
         if piece.modern:
@@ -97,7 +97,7 @@ def _reentrant(how: Callable[[Asked], Piece | None], original: Callable[..., Any
             with piece.first() if times == 1 else piece.again():
                 return function(*given)
 
-        return original.__func__(cls, around, preserves or piece.preserves, *args)  # type: ignore[attr-defined]
+        return apply_of(cls, original)(around, preserves or piece.preserves, *args)
 
     return classmethod(apply)
 
@@ -105,20 +105,22 @@ def _reentrant(how: Callable[[Asked], Piece | None], original: Callable[..., Any
 def _generator(how: Callable[[Asked], Piece | None], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def opened(*args: Any, **kwargs: Any) -> Any:
-        given = bound(original, args, kwargs)
+        call = bound(original, args, kwargs)
+        given = call.arguments
         piece = how(Asked(False, bool(given["preserve_rng_state"]), needs_grad(given["args"])))
         if piece is None:
             return original(*args, **kwargs)
         if piece.plain:
             return _once(given["context_fn"])
-        function, preserves, *others = args
+        function = given["fn"]
 
         @functools.wraps(function, updated=())
         def around(*inputs: Any, **options: Any) -> Any:
             with piece.again():
                 return function(*inputs, **options)
 
-        return _within(piece, original(around, preserves or piece.preserves, *others, **kwargs))
+        given["fn"], given["preserve_rng_state"] = around, given["preserve_rng_state"] or piece.preserves
+        return _within(piece, original(*call.args, **call.kwargs))
 
     return opened
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from pytest_trainloop.evidence.operands import floats, in_place
 from pytest_trainloop.observe.source import NOWHERE, here, place_of
 from pytest_trainloop.observe.taps import Taps
-from pytest_trainloop.observe.torch_internals import no_dispatch_modes
+from pytest_trainloop.observe.torch_internals import apply_of, no_dispatch_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -147,7 +147,7 @@ class _Writing(TorchFunctionMode):
     def _tapped(self, original: Callable[..., Any]) -> Any:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             def run() -> Any:
-                return original.__func__(cls, *args, **kwargs)  # type: ignore[attr-defined]
+                return apply_of(cls, original)(*args, **kwargs)
 
             if cls.__module__.startswith("torch.") or not self._looks():
                 return run()

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from pytest_trainloop.evidence.parity.tape import LOW
 from pytest_trainloop.observe.source import here
 from pytest_trainloop.observe.taps import Taps
+from pytest_trainloop.observe.torch_internals import apply_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -69,10 +70,10 @@ class InFloat32(TorchFunctionMode):
     def _tapped(self, original: Callable[..., Any]) -> Any:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._call.own or cls.__name__ != self._call.name:
-                return original.__func__(cls, *args, **kwargs)  # type: ignore[attr-defined]
+                return apply_of(cls, original)(*args, **kwargs)
             self.met = True
             with _plain(), _NoHalves():
-                return original.__func__(cls, *tree_map(_wide, args), **kwargs)  # type: ignore[attr-defined]
+                return apply_of(cls, original)(*tree_map(_wide, args), **kwargs)
 
         return classmethod(apply)
 
