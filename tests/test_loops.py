@@ -61,7 +61,7 @@ def test_the_fault_is_named_with_its_culprits_and_line(name, whole):
     assert named, "\n".join(said(report))
     assert set(pair.culprits or ()) <= {c for f in named for c in f.culprits}
     assert pair.where is None or any(pair.where in f.where for f in named)
-    assert all(words in f"{f.summary} {f.measured} {f.shown_by}" for f in named[:1] for words in pair.mentions)
+    assert all(words in f"{f.summary} {f.measured} {f.shown_by} {f.repair}" for f in named[:1] for words in pair.mentions)
     explained = {check for f in named for check in f.explains}
     others = [
         (f.check, f.cause)

@@ -104,7 +104,9 @@ class Optimizers:
                 watch.backward is not None
             )  # inside backward the function mode sees nothing
             step.rates = self._rates(optimizer, step)
-            watch.add(step)
+            late = bool(optimizer._optimizer_step_pre_hooks)  # they may yet write gradients: it begins after them
+            if not late:
+                watch.add(step)
             held = list(dict.fromkeys(self.refresh(optimizer))) if watch.full else []
             step.resting = tuple(i for i in held if not watch.book.tensors[i].requires_grad)
             watch.motion.look()
@@ -114,11 +116,14 @@ class Optimizers:
 
             def begin(*_call: Any) -> None:
                 with watch.quietly():
+                    if late:
+                        step.at = watch.tick()
+                        watch.add(step)
                     if wrapped is None:
                         step.reads.append(self._read(held))
                 watch.thread.stepping += 1
 
-            if optimizer._optimizer_step_pre_hooks:  # they may yet write gradients: read after them
+            if late:
                 self._late.append(optimizer.register_step_pre_hook(begin))
                 return wrapped
         begin()
