@@ -170,7 +170,7 @@ class Births(TorchFunctionMode):
         watch = self._watch
         if bad and watch is not None:
             book = watch.book
-            names = [watch.record.parameters[i].name for p in bad if (i := book.index(p)) is not None]
+            names = [book.entries[i].name for p in bad if (i := book.index(p)) is not None]
             state = _told(optimizer.state.get(bad[0], {}))
             self.ruin = Ruin(type(optimizer).__name__, tuple(names), watch.record.steps, largest, state)
 
