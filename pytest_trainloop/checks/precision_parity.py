@@ -122,14 +122,12 @@ def precision_parity(evidence: Evidence) -> Iterator[Finding]:
 
     knob = evidence.knobs.get("precision")
     default = inspect.signature(evidence.make).parameters[knob].default if knob else None
-    judged, reasons = 0, []
-    for way in evidence.further(lambda seen, plan, run: ways(seen, plan, run, knob, default)):
-        if way.low is None:
-            continue
+    judged, undecided, idle = 0, list[str](), list[str]()
+    for way in evidence.further(lambda seen, plan, run: ways(seen, plan, run, knob, default, idle)):
         try:
             parity = way.parity()
         except CannotDecide as reason:
-            reasons.append(str(reason))
+            undecided.append(str(reason))
             continue
         judged += 1
         if parity is not None and parity.ratio > (FAILS if way.imposed else PASSES):
@@ -137,8 +135,8 @@ def precision_parity(evidence: Evidence) -> Iterator[Finding]:
             yield _finding(way, parity, locate(way, parity), fault)
             break
     yield from _backward_under_autocast(evidence)
-    if reasons and not judged:
-        raise CannotDecide(reasons[0])
+    if not judged and (undecided or idle):
+        raise CannotDecide((undecided or idle)[0])
 
 
 def _finding(way: Way, parity: Parity, found: Located, fault: bool) -> Finding:
@@ -151,7 +149,7 @@ def _finding(way: Way, parity: Parity, found: Located, fault: bool) -> Finding:
         level="fault" if fault else "advice",
         summary=_summary(found, name) + (f" ({way.name})" if way.name != "as it is" else ""),
         measured="; ".join(filter(None, (_measured(parity, found, name), products_in_float32(way.record)))),
-        shown_by=found.shown_by or CAUSES[found.kind],
+        shown_by=found.shown_by or "the first operation that is farther from float64 than what it is given explains",
         culprits=culprits,
         where=str(call.place if call else _gradient_line(way.record)),
         repair=REPAIRS[found.kind] if call else "scale the loss (torch.amp.GradScaler), or use bfloat16",

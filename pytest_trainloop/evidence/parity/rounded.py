@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from pytest_trainloop.evidence.parity.tape import PRODUCTS, name_of
+from pytest_trainloop.observe.torch_internals import no_dispatch_modes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -42,7 +43,11 @@ class Rounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = name_of(func)
         if name not in PRODUCTS or not self._lowered(name):
             return func(*args, **kwargs)
-        return tree_map(self._rounded, func(*tree_map(self._rounded, args), **kwargs))
+        with no_dispatch_modes():  # what is drawn here is no draw of the loop's
+            lowered = tree_map(self._rounded, args)
+        out = func(*lowered, **kwargs)
+        with no_dispatch_modes():
+            return tree_map(self._rounded, out)
 
     def _lowered(self, name: str) -> bool:
         number = self._number

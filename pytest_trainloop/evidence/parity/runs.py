@@ -228,21 +228,43 @@ def products_in_float32(record: Record) -> str:
 
 
 def ways(
-    seen: Record, plan: RunPlan, run: Callable[[RunPlan], Record], knob: str | None, default: Any
+    seen: Record, plan: RunPlan, run: Callable[[RunPlan], Record], knob: str | None, default: Any, idle: list[str]
 ) -> Iterator[Way]:
-    """The loop's own ways of low precision: as it is, and with its knob; one under autocast only where it has none."""
+    """The loop's own ways of low precision: as it is, and with its knob; one under autocast only where it has none.
+    ``idle`` is told of those that turn out to be none, and why."""
     asis = Way("as it is", plan, plan, run)
     if asis.low:
         yield asis
     if knob is not None:
-        for value in VALUES:
-            if value != default:
-                changed = replace(plan, knobs={**plan.knobs, knob: value})
-                with contextlib.suppress(UserCodeError, UsageError):  # it does not offer this one
-                    yield Way(f"with {knob}={value!r}", changed, changed, run)
+        yield from _by_knob(plan, run, knob, [value for value in VALUES if value != default], idle)
     elif not asis.low and asis.record.raised is None:
         device = next((p.device for p in seen.parameters), "cpu").partition(":")[0]
-        yield Way(f"under autocast({device!r}, torch.bfloat16)", around_all(plan, device), plan, run, imposed=True)
+        imposed = Way(f"under autocast({device!r}, torch.bfloat16)", around_all(plan, device), plan, run, imposed=True)
+        if imposed.low:
+            yield imposed
+        else:
+            idle.append(f"nothing of this loop is computed in low precision, {imposed.name} neither")
+
+
+def _by_knob(
+    plan: RunPlan, run: Callable[[RunPlan], Record], knob: str, values: list[str], idle: list[str]
+) -> Iterator[Way]:
+    for value in values:
+        name, changed = f"with {knob}={value!r}", replace(plan, knobs={**plan.knobs, knob: value})
+        try:
+            way = Way(name, changed, changed, run)
+        except UserCodeError as broken:
+            idle.append(f"{name} {broken}")
+            continue
+        except UsageError as refused:
+            idle.append(f"{name} {refused}")
+            continue
+        if way.low:
+            yield way
+        elif way.record.raised is not None:
+            idle.append(f"{name} the loop raises {way.record.raised.summary}")
+        else:
+            idle.append(f"{name} nothing is computed in low precision: hand the knob on to the loop's autocast")
 
 
 def _stepped(record: Record) -> bool:

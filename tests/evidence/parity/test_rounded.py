@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pytest_trainloop.evidence.parity.rounded import Rounded, unit_roundoff
+from pytest_trainloop.evidence.parity.tape import Recording, Tape
 
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -51,3 +52,11 @@ def test_noise_is_of_the_same_size_and_repeats():
     assert torch.equal(once(1), once(1))
     assert not torch.equal(once(1), once(2))
     assert float((once(1) - 1).abs().max()) <= 3.1 * unit_roundoff(torch.bfloat16)
+
+
+def test_what_noise_draws_is_no_draw_of_the_loops():
+    tape = Tape()
+    x = torch.ones(5, 1, dtype=torch.float64)
+    with Recording(tape), Rounded(torch.bfloat16, [], noise=1):
+        torch.nn.functional.dropout(x @ x.T)
+    assert len(tape.draws) == 1

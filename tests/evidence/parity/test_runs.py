@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -60,6 +61,39 @@ def test_a_knob_whose_loop_raises_says_so():
     result = only(make)
     assert result.outcome == "skipped"
     assert "with precision='bf16' the loop raises RuntimeError" in result.reason
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "reason"),
+    [
+        ({}, "with precision='bf16' building the loop raised KeyError: 'bf16'"),
+        (dict.fromkeys(("bf16", "fp16"), torch.float32), "with precision='bf16' nothing is computed in low precision"),
+    ],
+    ids=["other-names", "not-handed-on"],
+)
+def test_a_knob_that_does_nothing_is_told_of(dtypes, reason):
+    def make(precision="fp32"):
+        dtype = {"fp32": torch.float32, **dtypes}[precision]
+
+        def loss_of(model, x, y):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is not torch.float32):
+                return plain(model, x, y)
+
+        return loop(loss_of)
+
+    result = only(make)
+    assert result.outcome == "skipped"
+    assert result.reason.startswith(reason)
+
+
+def test_a_loop_that_takes_no_autocast_is_told_of():
+    def loss_of(model, x, y):
+        with torch.autocast("cpu", enabled=False):
+            return plain(model, x, y)
+
+    result = only(lambda: loop(loss_of))
+    assert result.outcome == "skipped"
+    assert result.reason.startswith("nothing of this loop is computed in low precision")
 
 
 def test_draws_that_no_seed_holds_are_blamed_on_nobody():
