@@ -214,7 +214,10 @@ class Subject:
 def _checked(check: Check, finding: Finding) -> Finding:
     if finding.cause not in check.causes:
         raise ValueError(f"{check.name} named the cause {finding.cause!r}, which it does not declare")
-    return replace(finding, check=check.name)
+    from pytest_trainloop.checks import registered
+
+    known = registered()
+    return replace(finding, check=check.name, explains=tuple(name for name in finding.explains if name in known))
 
 
 def _broken(check: Check, error: Exception) -> CannotDecide | UserError:

@@ -82,7 +82,7 @@ CAUSES = {
     "update_twice": "the scaler is updated again with no step since the last update, and torch refuses",
     "update_between": "a scale that grows in the update between backward and step changes the gradient consumed",
     "unscaled_twice": "unscale_ is called on gradients that are unscaled already, and torch refuses",
-    "unscaled_inside_window": "the gradient consumed has a part that grows with the scale, added after unscale_",
+    "unscaled_inside_window": "the gradient consumed depends on the scale, and a backward pass came after unscale_",
     "clip_before_unscale": "gradients are clipped while they still carry the loss scale",
     "not_unscaled": "the gradient that a direct optimizer.step() consumes grows with the loss scale",
     "not_scaled": "the gradient consumed has a part that falls as the loss scale grows: it was never scaled",
@@ -128,9 +128,39 @@ def _dependences(evidence: Evidence, record: Record) -> Iterator[Finding]:
             yield _update_between(record, between, factor)
             return
     for dependence in evidence.further(Rescaled).dependences():
-        finding = _not_scaled(record, dependence) if dependence.kind == "falls" else _not_unscaled(record, dependence)
+        finding = _unscaled_inside(record, dependence) or _by_kind(record, dependence)
         if finding is not None:
             yield finding
+
+
+def _by_kind(record: Record, found: Dependence) -> Finding | None:
+    if found.kind == "falls":
+        return _not_scaled(record, found)
+    return _not_unscaled(record, found) if found.kind == "grows" else None
+
+
+def _unscaled_inside(record: Record, found: Dependence) -> Finding | None:
+    """A gradient that depends on the scale, and was added to after it had been unscaled: whatever became of the part
+    that came first."""
+    from pytest_trainloop.evidence.scaling.order import CONSEQUENCES
+    from pytest_trainloop.evidence.scaling.windows import unscaled_early
+
+    early = unscaled_early(record, found.optimizer)
+    if early is None:
+        return None
+    unscale, backward = early
+    return Finding(
+        cause="unscaled_inside_window",
+        summary="scaler.unscale_() runs before the last backward pass of a step: what comes later is added with its "
+        "scale on",
+        measured=_measured(found),
+        shown_by=f"unscale_ at {unscale.place.file}:{unscale.place.line}, then backward at "
+        f"{backward.place.file}:{backward.place.line}; the gradient consumed depends on the scale",
+        culprits=("scaler.unscale_(optimizer)", *found.names[:8]),
+        where=str(unscale.place),
+        repair="unscale once, after the last backward pass and before clipping",
+        explains=CONSEQUENCES,
+    )
 
 
 def _update_between(record: Record, between: Between, factor: float) -> Finding:
@@ -154,26 +184,11 @@ def _update_between(record: Record, between: Between, factor: float) -> Finding:
 
 
 def _not_unscaled(record: Record, found: Dependence) -> Finding | None:
-    """A gradient that grows with the scale: stepped on directly, or added to after it was unscaled."""
+    """A gradient that grows with the scale: stepped on directly."""
     from pytest_trainloop.evidence.scaling.order import CONSEQUENCES
-    from pytest_trainloop.evidence.scaling.windows import first_step, through_scaler, unscaled_early
+    from pytest_trainloop.evidence.scaling.windows import first_step, through_scaler
 
     kind = record.optimizers[found.optimizer].kind
-    early = unscaled_early(record, found.optimizer)
-    if early is not None:
-        unscale, backward = early
-        return Finding(
-            cause="unscaled_inside_window",
-            summary="scaler.unscale_() runs before the last backward pass of a step: what comes later is added "
-            "with its scale on",
-            measured=_measured(found),
-            shown_by=f"unscale_ at {unscale.place.file}:{unscale.place.line}, then backward at "
-            f"{backward.place.file}:{backward.place.line}; part of the gradient consumed grows with the scale",
-            culprits=("scaler.unscale_(optimizer)", *found.names[:8]),
-            where=str(unscale.place),
-            repair="unscale once, after the last backward pass and before clipping",
-            explains=CONSEQUENCES,
-        )
     if through_scaler(record, found.optimizer) is not None:
         return None  # a fused optimizer unscales by itself
     return Finding(
@@ -230,6 +245,8 @@ def _measured(found: Dependence) -> str:
     halved = f"with the scale halved from {found.scale:g}, the first step consumes"
     if found.whole:
         return f"{halved} {found.factor:.4g} times the gradient"
+    if found.kind == "otherwise":
+        return f"{halved} another gradient"
     double = "half" if found.kind == "grows" else "twice"
     return f"{halved} another gradient, and from {found.scale / 2:g} to {found.scale / 4:g} it changes {double} as much"
 

@@ -152,9 +152,15 @@ def _finding(way: Way, parity: Parity, found: Located, fault: bool) -> Finding:
         shown_by=found.shown_by or "the first operation that is farther from float64 than what it is given explains",
         culprits=culprits,
         where=str(call.place if call else _gradient_line(way.record)),
-        repair=REPAIRS[found.kind] if call else "scale the loss (torch.amp.GradScaler), or use bfloat16",
+        repair=REPAIRS[found.kind] if call else _repair_of_all(way.record),
         explains=CONSEQUENCES if fault else (),
     )
+
+
+def _repair_of_all(record: Record) -> str:
+    if any(call.enabled for call in record.scaler_calls()):
+        return "use bfloat16, or compute in float32 where values are small or large (autocast(enabled=False), .float())"
+    return "scale the loss (torch.amp.GradScaler), or use bfloat16"
 
 
 def _gradient_line(record: Record) -> Place:
@@ -186,10 +192,10 @@ def _measured(parity: Parity, found: Located, name: str) -> str:
     from pytest_trainloop.evidence.parity.runs import limits
 
     text = (
-        f"gradient {parity.measured:.2g} from float64 (relative), {parity.explained:.2g} is explained by rounding: "
-        f"{parity.ratio:.3g} times"
+        f"relative error of the gradient {parity.measured:.2g}, rounding explains {parity.explained:.2g}: "
+        f"{parity.ratio:.3g} times as much"
         if parity.finite
-        else "the gradient is not finite, in float64 it is"
+        else f"the gradient is inf or NaN in {name}, and finite in float64"
     )
     if found.low is None or found.reference is None:
         return text

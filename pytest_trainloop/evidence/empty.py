@@ -11,7 +11,7 @@ from pytest_trainloop.observe.events import GradWrite
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.evidence.ledger import Ledger
+    from pytest_trainloop.evidence.ledger import Account, Ledger
     from pytest_trainloop.observe.events import Backward, Step
     from pytest_trainloop.observe.record import Record
 
@@ -23,7 +23,7 @@ def empty_steps(record: Record, ledger: Ledger) -> Iterator[tuple[Finding, set[i
     empty, every = Counter(s.optimizer for s in ledger.empty), Counter(s.optimizer for s in ledger.steps)
     for index, count in empty.items():
         mine = set(record.optimizers[index].parameters)
-        lost = [a for a in ledger.accounts if mine & a.wiped and not mine & a.consumed]
+        lost = [a for a in ledger.accounts if mine & a.wiped and not mine & a.consumed and _finite(a, mine)]
         if count < 2 or 2 * count < every[index] or len(lost) < 2 or mine & ledger.by_hand:
             continue
         first = next(s for s in ledger.steps if s.optimizer == index)
@@ -73,6 +73,12 @@ def empty_steps(record: Record, ledger: Ledger) -> Iterator[tuple[Finding, set[i
                 ),
                 {index},
             )
+
+
+def _finite(account: Account, mine: set[int]) -> bool:
+    """Whether what the pass brought is: what is not may be cleaned away (finite)."""
+    arrivals = account.backward.arrivals
+    return all(a.incoming.finite for index in mine for a in arrivals.get(index, ()))
 
 
 def _made_zero(

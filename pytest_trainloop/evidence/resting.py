@@ -182,10 +182,12 @@ def _fresh_gradient(record: Record, index: int, step: Step) -> bool:
 
 
 def _arrived(record: Record, index: int, step: Step) -> bool:
-    """Whether a gradient other than zero came in since the optimizer's step before."""
+    """Whether a gradient other than zero came in since the optimizer's step before; one that is not finite is cleaned,
+    not silenced (finite)."""
     earlier = [s for s in record.of(Step) if s.optimizer == step.optimizer and s.at < step.at and s.reads]
     before = max((s.reads[-1].at for s in earlier), default=0)
-    return any(before < a.at < step.reads[-1].at and not a.incoming.zero for a in record.arrivals(index))
+    came = [a.incoming for a in record.arrivals(index) if before < a.at < step.reads[-1].at]
+    return any(not fact.zero for fact in came) and all(fact.finite for fact in came)
 
 
 def _refilled(index: int, steps: Sequence[Step]) -> bool:

@@ -218,7 +218,7 @@ def _proved(way: Way, parity: Parity, found: Located) -> Located:
     measured = distance(first_gradient(reference), first_gradient(record, reference))
     if not measured < max(2.0 * parity.explained, parity.measured / 4):
         return found
-    part = found.call.module or "this line"
+    part = f"module {found.call.module!r}" if found.call.module else "this line"
     shown = f"with {part} in float32 the gradient is {measured:.2g} from float64, in place of {_size(parity.measured)}"
     return Located(found.kind, found.direction, found.call, found.low, found.reference, shown, found.share)
 

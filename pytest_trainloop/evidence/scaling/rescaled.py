@@ -51,14 +51,14 @@ every halving by chance once in three times; of sixteen hardly ever."""
 NEVER = 10**9
 """Steps after which a scale grows, where it is not to."""
 
-Kind = Literal["grows", "falls"]
+Kind = Literal["grows", "falls", "otherwise"]
 
 
 @dataclass(frozen=True, slots=True)
 class Dependence:
     """How the gradient that a step consumed depends on the loss scale: it ``grows`` or ``falls`` with it, as a
-    ``whole`` or in part. ``factor`` is by how much the whole changed as the scale was halved, ``scale`` what it was
-    halved from; ``names`` are the parameters whose gradients changed."""
+    ``whole`` or in part, or changes ``otherwise``. ``factor`` is by how much the whole changed as the scale was halved,
+    ``scale`` what it was halved from; ``names`` are the parameters whose gradients changed."""
 
     optimizer: int
     nth: int
@@ -101,9 +101,12 @@ class Rescaled:
             return
         for optimizer in sorted(wanted, key=lambda o: steps_of(self._seen, o)[0].at):
             found = self._dependence(records, optimizer, scale)
+            alike = _alike(records, {optimizer: 1})
             if found is not None:
                 yield found
-            if not _alike(records, {optimizer: 1}):
+            elif not alike:
+                yield Dependence(optimizer, 0, "otherwise", False, math.nan, scale, ())
+            if not alike:
                 return
 
     def grows_between(self, optimizer: int, nth: int) -> float | None:

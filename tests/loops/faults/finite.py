@@ -544,3 +544,46 @@ pair(
     faulty=compact(torch.float16),
     fixed=compact(torch.float32),
 )
+
+
+# The gradients of one table are NaN, and are set to 0: the step only decays it, as if somebody had frozen it.
+
+
+class Gated(nn.Module):
+    def __init__(self, eps):
+        super().__init__()
+        self.place, self.body, self.eps = nn.Parameter(torch.randn(6)), mlp(6, 16, 3), eps
+
+    def forward(self, x):
+        gate = ((0.0 * self.place).square().sum() + self.eps).sqrt()
+        return self.body(x + self.place) + gate
+
+
+def gated(eps):
+    def make():
+        model = Gated(eps)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                for p in model.parameters():
+                    torch.nan_to_num_(p.grad, nan=0.0)
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "nan_gradients_of_one_table_set_to_zero",
+    "I3b",
+    "finite",
+    "masked",
+    mentions=("sqrt()",),
+    where="nan_to_num_",
+    faulty=gated(eps=0.0),
+    fixed=gated(eps=1e-6),
+)

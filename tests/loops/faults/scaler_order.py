@@ -380,3 +380,49 @@ pair(
     faulty=plain_backward(scaled=False),
     fixed=plain_backward(scaled=True),
 )
+
+
+# The norm of every micro-batch is logged: unscaled, and the scaler updated so that it may be unscaled again.
+
+
+def train_logged(model, optimizer, scaler, batches, accumulate, every):
+    for i, (x, y) in enumerate(batches):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = F.cross_entropy(model(x), y) / accumulate
+        scaler.scale(loss).backward()
+        last = (i + 1) % accumulate == 0
+        if every or last:
+            scaler.unscale_(optimizer)
+            clip(model)
+        if last:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        if every or last:
+            scaler.update()
+
+
+def logged(every):
+    def make(accumulate=2):
+        model = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            scaler=scaler,
+            batch=data.labelled(),
+            fit=lambda batches: train_logged(model, optimizer, scaler, batches, accumulate, every),
+        )
+
+    return make
+
+
+pair(
+    "unscaled_and_updated_in_every_micro_batch",
+    "O24",
+    "grad_scaler",
+    "unscaled_inside_window",
+    where="scaler.unscale_(optimizer)",
+    faulty=logged(every=True),
+    fixed=logged(every=False),
+)
