@@ -44,7 +44,7 @@ def process() -> dict[str, Any]:
         "warnings": list(warnings.filters),
         "files": (Path.cwd(), sorted(Path.cwd().iterdir())),
         "python hooks": (sys.gettrace(), sys.getprofile(), os._exit, signal.getsignal(signal.SIGALRM)),
-        "doors": (torch.autograd.backward, torch.autograd.grad, torch.autograd.Function.apply.__func__),
+        "doors": (torch.autograd.backward, torch.autograd.grad, vars(torch.autograd.Function)["apply"]),
         "taps": [(cls.__name__, dict(vars(cls))) for cls in (torch.amp.GradScaler, torch.optim.lr_scheduler.StepLR)],
     }
 
