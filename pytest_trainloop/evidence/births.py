@@ -138,6 +138,11 @@ class Births(TorchFunctionMode):
         self.ruin: Ruin | None = None
         self.masked: list[Masked] = []
 
+    @property
+    def settled(self) -> bool:
+        """Whether what comes later tells nothing more."""
+        return self.root is not None or self.ruin is not None
+
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
         return (self._watching(watch), around_steps(watch, self._before_step, self._after_step), self)
 

@@ -1,7 +1,8 @@
 """One forward pass of a fresh loop, with every place where data comes in made a leaf that a gradient can reach.
 
 All trainable weights are moved a little first: behind a layer that starts at zero nothing depends on anything yet.
-Nothing is drawn, and batch norms use their running statistics (``Still``).
+Nothing is drawn, and batch norms use their running statistics (``Still``); checkpoints are plain calls, since what
+they would run again comes after all of that is over.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from pytest_trainloop.evidence.alike import takes_data
+from pytest_trainloop.evidence.checkpointing.switch import switched, without
 from pytest_trainloop.evidence.contracts.lineage import Lineage, Node, name_of, watched
 from pytest_trainloop.evidence.dependence import moved_a_little
 from pytest_trainloop.evidence.hooked import hooked
@@ -117,7 +119,7 @@ class Pass(TorchFunctionMode):
         return replace(base, prepare=moved_a_little, contexts=self.contexts, enough=_over, **changed)
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-        return (self._watching(watch), self, Still(self.draws))
+        return (self._watching(watch), self, Still(self.draws), switched(without))
 
     @contextlib.contextmanager
     def _watching(self, watch: Watch) -> Iterator[None]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from pytest_trainloop.evidence import Evidence
 from pytest_trainloop.evidence.flow.causal import Causality
@@ -59,6 +60,17 @@ def test_each_entry_has_a_weight_of_its_own():
 
 def test_rows_that_do_not_meet():
     assert table(lambda m, x: m["head"](F.dropout(m["body"](x)).relu())).further(Rows).meeting() is None
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_rows_are_told_behind_a_checkpoint_that_draws(reentrant):
+    def forward(m, x, between=lambda h: h):
+        h = checkpoint(lambda h: F.dropout(between(h)).relu(), m["body"](x), use_reentrant=reentrant)
+        return m["head"](h)
+
+    assert table(forward).further(Rows).meeting() is None
+    found = table(lambda m, x: forward(m, x, lambda h: h.softmax(0))).further(Rows).meeting()
+    assert found is not None
 
 
 @pytest.mark.parametrize(
