@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.adapters.accelerate import gradient_state_kept
+from pytest_trainloop.observe.torch_internals import default_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,7 +54,7 @@ def _states() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if _cuda_in_use() else None,
         "dtype": torch.get_default_dtype(),
-        "device": torch.get_default_device(),
+        "device": default_device(),
         "grad": torch.is_grad_enabled(),
         "threads": torch.get_num_threads(),
         "deterministic": _deterministic(),
@@ -98,7 +99,7 @@ def _restore(before: dict[str, Any]) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None and before["numpy"] is not None:
         numpy.random.set_state(before["numpy"])
-    if torch.get_default_device() != before["device"]:
+    if default_device() != before["device"]:
         torch.set_default_device(None if before["device"].type == "cpu" else before["device"])
     torch.set_rng_state(before["torch"])
     if before["cuda"] is not None:

@@ -90,6 +90,14 @@ def on_in_engine(mode: TorchFunctionMode) -> Iterator[None]:
         torch.autograd._engine_run_backward = original  # type: ignore[attr-defined]
 
 
+def default_device() -> torch.device:
+    """Torch's own; torch 2.6 has lost it where it was set to None."""
+    try:
+        return torch.get_default_device()
+    except AttributeError:
+        return torch.device("cpu")
+
+
 def apply_of(cls: type, original: Callable[..., Any]) -> Callable[..., Any]:
     """``apply`` of a class below ``torch.autograd.Function``; ``original`` is what was found on the class that has
     it: python's own classmethod, or from torch 2.15 on one that is written in C."""
