@@ -37,7 +37,7 @@ class Reader:
         self._entries, self._numbers = Store(), Store()
         self._facts: list[tuple[Fact, Kept, Kept | None]] = []
         self._scalars: list[tuple[Callable[[float], None], Kept]] = []
-        self._lock = threading.Lock()  # a loop's threads go on while what is pending is read
+        self._lock = threading.RLock()  # a stop that strikes as a block is left leaves it held
 
     def fact(self, tensor: torch.Tensor) -> Fact:
         """The tensor's peak and sample as they are now."""

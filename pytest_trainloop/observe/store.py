@@ -29,7 +29,7 @@ class Store:
         self._blocks: list[torch.Tensor] = []
         self._used: list[int] = []
         self._last: dict[tuple[torch.device, torch.dtype], int] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # see facts.Reader
 
     def keep(self, entries: torch.Tensor) -> Kept:
         """Copy the entries of a flat tensor."""
