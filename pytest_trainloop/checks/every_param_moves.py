@@ -162,10 +162,6 @@ def _others_move(record: Record, index: int) -> bool:
 _KEEP_FLOAT32 = "keep the weights in float32 and compute under autocast, or give the optimizer float32 master weights"
 
 
-def _step_line(record: Record) -> str:
-    return next((str(step.place) for step in record.consuming_steps()), "")
-
-
 def _lost(record: Record, stuck: Sequence[Stuck], fault: bool) -> Finding:
     names = tuple(s.name for s in stuck)
     first = max(stuck, key=lambda s: s.spacing / s.update)
@@ -183,7 +179,7 @@ def _lost(record: Record, stuck: Sequence[Stuck], fault: bool) -> Finding:
         ),
         shown_by="the same steps in float64 move them by less than half that spacing each",
         culprits=names,
-        where=_step_line(record),
+        where=record.step_line(),
         repair=(
             _KEEP_FLOAT32 if first.dtype in LOW else "raise the learning rate of this group, if it is meant to train"
         ),
@@ -207,7 +203,7 @@ def _lost_in_part(record: Record, lost: Sequence[Stuck], among: int, share: floa
         ),
         shown_by="in float64 the largest entry of any step on these tensors is below half the spacing at these values",
         culprits=names,
-        where=_step_line(record),
+        where=record.step_line(),
         repair=_KEEP_FLOAT32,
         explains=CONSEQUENCES,
     )
@@ -232,7 +228,7 @@ def _left_out(record: Record, names: Sequence[str]) -> Finding:
         ),
         shown_by="the step reads their gradients, at a rate above zero, and their values stay as they are",
         culprits=tuple(names),
-        where=_step_line(record),
+        where=record.step_line(),
         repair=(
             f"go through all of {kinds}.param_groups in step()"
             if beside

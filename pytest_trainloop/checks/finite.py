@@ -180,14 +180,14 @@ def _lost(record: Record, lost: Sequence[Parameter]) -> Finding:
         measured=f"{len(names)} of {len(record.parameters)} parameters were finite before training",
         shown_by="every operation of a second run that torch shows gave finite values: a step or a hook made it",
         culprits=names,
-        where=next((str(step.place) for step in record.consuming_steps()), ""),
+        where=record.step_line(),
         repair="look at the optimizer's step (a root of zero, a division by it), and at what is written in place",
         explains=CONSEQUENCES,
     )
 
 
 def _stepped(record: Record, ruin: Ruin) -> Finding:
-    where = next((str(step.place) for step in record.consuming_steps()), "")
+    where = record.step_line()
     return Finding(
         cause="weights_lost",
         summary=f"step {ruin.step} of {ruin.kind} leaves {some(ruin.names)} not finite, from finite gradients",
@@ -247,7 +247,7 @@ def _exploding(record: Record, grown: Explosion, lost: Sequence[Parameter], birt
         + (f"; {len(lost)} parameters are not finite in the end" if lost else ""),
         shown_by=f"they had grown {grown.peaks[-1] / grown.peaks[0]:.2g} times before{first}",
         culprits=(grown.name,),
-        where=next((str(step.place) for step in record.consuming_steps()), ""),
+        where=record.step_line(),
         repair="lower the rate, warm it up, or clip: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
         explains=CONSEQUENCES,
     )

@@ -95,10 +95,6 @@ def optimizer_numerics(evidence: Evidence) -> Iterator[Finding]:
         yield from _variants(record, first)
 
 
-def _step_line(record: Record) -> str:
-    return next((str(step.place) for step in record.consuming_steps()), "")
-
-
 def _epsilons(evidence: Evidence, record: Record, first: FirstSteps) -> Iterator[Finding]:
     """Where eps is 0: what divides by it, or that nothing did so far."""
     zero = first.epsilons()
@@ -132,7 +128,7 @@ def _divided(record: Record, found: Sequence[DividedByZero]) -> Finding:
         ),
         shown_by="parameter and gradient were finite before the step, and the second moment of these entries is 0",
         culprits=names,
-        where=_step_line(record),
+        where=record.step_line(),
         repair=(
             "give eps a value above 0 (Adam's default is 1e-8)"
             if missing
@@ -150,7 +146,7 @@ def _unhurt(record: Record, eps: Epsilon) -> Finding:
         measured=f"{len(eps.names)} tensors; the smallest number above 0 in {eps.dtype} is 6e-08; none divided by 0",
         shown_by="the conversion of eps to that dtype",
         culprits=eps.names,
-        where=_step_line(record),
+        where=record.step_line(),
         repair="keep weights and optimizer state in float32 and compute under autocast; or eps=1e-4, or fused=True",
     )
 
@@ -162,7 +158,7 @@ def _counter(record: Record, kind: str, dtype: str, last: int, names: tuple[str,
         measured=f"state['step'] is a {dtype} tensor for {len(names)} parameters; bias corrections stop at step {last}",
         shown_by=f"the next number after {last} in {dtype} is {last + 2}",
         culprits=names,
-        where=_step_line(record),
+        where=record.step_line(),
         repair="keep state['step'] in float32, as torch makes it: do not cast the whole state",
         explains=("update_ratio",),
     )
@@ -181,7 +177,7 @@ def _betas(record: Record, found: Growing, names: tuple[str, ...]) -> Finding:
         ),
         shown_by="with no gradient the second moment is forgotten faster than the first",
         culprits=names,
-        where=_step_line(record),
+        where=record.step_line(),
         repair=f"betas=({min(found.first, found.second):g}, {max(found.first, found.second):g})",
         explains=("finite", "overfit_one_batch", "update_ratio") if fault else (),
     )
@@ -216,7 +212,7 @@ def _apart(record: Record, found: Sequence[Apart], names: Record) -> Finding:
         ),
         shown_by="the same two steps on copies in float64, by the for-loop",
         culprits=tuple(dict.fromkeys(names.name(f.index) for f in found)),
-        where=_step_line(record),
+        where=record.step_line(),
         repair=_instead(first),
         explains=CONSEQUENCES if fault else (),
     )

@@ -148,7 +148,7 @@ def _undone(batch: OneBatch) -> Finding:
         measured=f"loss {curve.start:.4g} at the start, {curve.end:.4g} after {curve.steps} steps",
         shown_by="steps move the weights, and each finds them bit for bit where the first had found them",
         culprits=("weights",),
-        where=next((str(s.place) for s in batch.seen.consuming_steps()), ""),
+        where=batch.seen.step_line(),
         repair="look for what writes the weights after the step: a load_state_dict, an average copied back, a restore",
         explains=("update_ratio",),
     )
@@ -233,7 +233,7 @@ def _drowned(batch: OneBatch, found: Learning, without: Curve) -> Finding:
         measured=_reached(found),
         shown_by=f"without decay, and with nothing else changed, the batch is learned in {without.steps} steps",
         culprits=("weight_decay",),
-        where=next((str(s.place) for s in batch.seen.consuming_steps()), ""),
+        where=batch.seen.step_line(),
         repair="a smaller weight_decay (AdamW's default is 0.01; each step takes rate times decay off the weights)",
         explains=("update_ratio",),
     )
@@ -253,7 +253,7 @@ def _decays(batch: OneBatch, found: Learning, curve: Curve) -> Finding:
         ),
         shown_by=f"with the rates held at their peak the batch is learned in {curve.steps} steps",
         culprits=("lr",),
-        where=next((str(s.place) for s in batch.seen.consuming_steps()), ""),
+        where=batch.seen.step_line(),
         repair="give the schedule the number of steps that the loop makes, and step it as often as it counts",
         explains=("update_ratio",),
     )

@@ -159,10 +159,6 @@ def _share_of_way(losses: Sequence[Losses]) -> float:
 _REPAIR = "keep the weights in float32 and compute under autocast, or give the optimizer float32 master weights"
 
 
-def _step_line(record: Record) -> str:
-    return next((str(step.place) for step in record.consuming_steps()), "")
-
-
 def _lost(record: Record, chosen: Sequence[Losses], losses: Sequence[Losses], number: float) -> Finding:
     names = tuple(f.name for f in sorted(chosen, key=lambda f: -f.share * f.entries))
     first = max(chosen, key=lambda f: f.share * f.entries)
@@ -175,7 +171,7 @@ def _lost(record: Record, chosen: Sequence[Losses], losses: Sequence[Losses], nu
         measured=f"{number:.0%} of the updates of {len(losses)} tensors; {_one(first)}",
         shown_by=_shown_by(first),
         culprits=names,
-        where=_step_line(record),
+        where=record.step_line(),
         repair="copy the weights to the masters once, before the loop" if first.refreshed else _REPAIR,
         explains=CONSEQUENCES,
     )
@@ -205,7 +201,7 @@ def _in_part(record: Record, chosen: Sequence[Losses], number: float, way: float
         measured=f"{way:.0%} of the way that they would go in all; {_one(first)}",
         shown_by=_shown_by(first),
         culprits=names,
-        where=_step_line(record),
+        where=record.step_line(),
         repair=_REPAIR,
     )
 

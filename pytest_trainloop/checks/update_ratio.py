@@ -163,7 +163,7 @@ def _too_low(batch: OneBatch, found: Learning, helped: Cure) -> Finding:
         measured=_measured(batch, found),
         shown_by=_shown(helped),
         culprits=("lr",),
-        where=next((str(s.place) for s in batch.seen.consuming_steps()), ""),
+        where=batch.seen.step_line(),
         repair=f"a rate between {helped.band[0]:.0e} and {helped.band[1]:.0e}",
         explains=CONSEQUENCES,
     )
@@ -176,7 +176,7 @@ def _eps(batch: OneBatch, found: Learning, eps: float, steps: int) -> Finding:
         measured=_measured(batch, found),
         shown_by=f"with eps = 1e-8 in its place and all else alike the batch is learned in {steps} steps",
         culprits=("eps",),
-        where=next((str(s.place) for s in batch.seen.consuming_steps()), ""),
+        where=batch.seen.step_line(),
         repair="eps=1e-8, or a rate that makes up for it: where eps dominates, steps go as lr / eps",
         explains=CONSEQUENCES,
     )
@@ -189,7 +189,7 @@ def _nothing(batch: OneBatch, found: Learning) -> Finding:
         measured=_measured(batch, found),
         shown_by="no group of the optimizer has a rate above 0 at any step, and it does not rise",
         culprits=("lr",),
-        where=next((str(s.place) for s in batch.seen.consuming_steps()), ""),
+        where=batch.seen.step_line(),
         repair="look at what sets it: a warm-up that counts in whole numbers, a factor of 0, a schedule that has ended",
         explains=CONSEQUENCES,
     )
@@ -205,7 +205,7 @@ def _too_high(batch: OneBatch, found: Learning, helped: Cure) -> Finding:
         measured=_measured(batch, found),
         shown_by=_shown(helped),
         culprits=("lr",),
-        where=next((str(s.place) for s in batch.seen.consuming_steps()), ""),
+        where=batch.seen.step_line(),
         repair=f"a rate of {helped.band[1]:.0e} or lower; a warm-up; a clip",
         explains=CONSEQUENCES,
     )

@@ -158,6 +158,10 @@ class Record:
         """Every pass of autograd, those that accumulate nowhere included."""
         return self.of(Backward)
 
+    def step_line(self) -> str:
+        """The line of the first step that consumes gradients; empty without one."""
+        return next((str(step.place) for step in self.consuming_steps()), "")
+
     def backwards(self) -> list[Backward]:
         """The backward passes that accumulate gradients."""
         return [b for b in self.of(Backward) if b.kind == "backward"]
