@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 _ABSENT = object()
 
@@ -35,3 +36,14 @@ class Taps:
                 delattr(owner, name)
             else:
                 setattr(owner, name, own)
+
+
+@contextlib.contextmanager
+def tapped(owner: Any, name: str, watcher: Callable[[Callable[..., Any]], Any]) -> Iterator[None]:
+    """One attribute replaced by a watcher, for the length of a block."""
+    taps = Taps()
+    taps.put(owner, name, watcher)
+    try:
+        yield
+    finally:
+        taps.remove()

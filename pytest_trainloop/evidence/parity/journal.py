@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop.evidence.operands import floats, in_place
 from pytest_trainloop.observe.source import NOWHERE, here, place_of
-from pytest_trainloop.observe.taps import Taps
+from pytest_trainloop.observe.taps import tapped
 from pytest_trainloop.observe.torch_internals import apply_of, no_dispatch_modes
 
 if TYPE_CHECKING:
@@ -134,15 +134,9 @@ class _Writing(TorchFunctionMode):
             return func(*args, **kwargs)
         return self._noted(name, False, lambda: func(*args, **kwargs), args, kwargs)
 
-    @contextlib.contextmanager
-    def functions_of_the_project(self) -> Iterator[None]:
+    def functions_of_the_project(self) -> contextlib.AbstractContextManager[None]:
         """``autograd.Function.apply`` passes no function mode."""
-        taps = Taps()
-        taps.put(torch.autograd.Function, "apply", self._tapped)
-        try:
-            yield
-        finally:
-            taps.remove()
+        return tapped(torch.autograd.Function, "apply", self._tapped)
 
     def _tapped(self, original: Callable[..., Any]) -> Any:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from pytest_trainloop.evidence.parity.tape import LOW
 from pytest_trainloop.observe.source import here
-from pytest_trainloop.observe.taps import Taps
+from pytest_trainloop.observe.taps import tapped
 from pytest_trainloop.observe.torch_internals import apply_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class InFloat32(TorchFunctionMode):
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
         self._watch = watch
-        return (self._own_functions(), self)
+        return (tapped(torch.autograd.Function, "apply", self._tapped), self)
 
     def __torch_function__(
         self,
@@ -57,15 +57,6 @@ class InFloat32(TorchFunctionMode):
         if call.own:
             return False
         return watch.module_path() == call.module if call.module else here(2)[0] == call.place
-
-    @contextlib.contextmanager
-    def _own_functions(self) -> Iterator[None]:
-        taps = Taps()
-        taps.put(torch.autograd.Function, "apply", self._tapped)
-        try:
-            yield
-        finally:
-            taps.remove()
 
     def _tapped(self, original: Callable[..., Any]) -> Any:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

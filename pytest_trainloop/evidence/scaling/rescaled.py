@@ -22,7 +22,7 @@ from pytest_trainloop.evidence.births import Birth, Births
 from pytest_trainloop.evidence.scaling.trace import traces
 from pytest_trainloop.evidence.span import consumed, steps_of, values, vectors
 from pytest_trainloop.observe.events import GradWrite
-from pytest_trainloop.observe.taps import Taps
+from pytest_trainloop.observe.taps import tapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -192,12 +192,8 @@ def scalers_made(**given: Any) -> Iterator[None]:
 
         return init
 
-    taps = Taps()
-    taps.put(GradScaler, "__init__", told)
-    try:
+    with tapped(GradScaler, "__init__", told):
         yield
-    finally:
-        taps.remove()
 
 
 def _eaten(record: Record, optimizer: int, nth: int) -> Gradient | None:
