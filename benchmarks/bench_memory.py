@@ -39,7 +39,7 @@ def measure(side: str, size: str) -> dict[str, float]:
     import torch
     from loops import gpt
 
-    from pytest_trainloop.observe.watch import Watch
+    from pytest_trainloop.recording.watch import Watch
 
     torch.set_num_threads(1)
     loop = gpt(**SIZES[size])

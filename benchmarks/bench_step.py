@@ -14,7 +14,7 @@ import pytest
 import torch
 from loops import Calls, Loop, gpt
 
-from pytest_trainloop.observe.watch import Watch
+from pytest_trainloop.recording.watch import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

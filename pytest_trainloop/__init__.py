@@ -5,16 +5,15 @@ The public names are loaded when first used: pytest imports this package at ever
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pytest_trainloop.checks import check
+    from pytest_trainloop.api import check_loop, check_loss, observe
     from pytest_trainloop.errors import CheckFailed, TrainLoopError, UsageError
     from pytest_trainloop.finding import Finding, Result
-    from pytest_trainloop.loop import LossContract, Padding, TrainLoop
-    from pytest_trainloop.runner import check_loop, check_loss, observe
+    from pytest_trainloop.loop import Padding, TrainLoop
+    from pytest_trainloop.losscontract import LossContract
+    from pytest_trainloop.registry import check
 
     __version__: str
 
@@ -37,16 +36,16 @@ __all__ = [
 _HOMES = {
     "CheckFailed": "errors",
     "Finding": "finding",
-    "LossContract": "loop",
+    "LossContract": "losscontract",
     "Padding": "loop",
     "Result": "finding",
     "TrainLoop": "loop",
     "TrainLoopError": "errors",
     "UsageError": "errors",
-    "check": "checks",
-    "check_loop": "runner",
-    "check_loss": "runner",
-    "observe": "runner",
+    "check": "registry",
+    "check_loop": "api",
+    "check_loss": "api",
+    "observe": "api",
 }
 
 
@@ -67,13 +66,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    def __setattr__(self, name: str, value: object) -> None:
-        # The import system binds the subpackage `observe` here, which would hide the public function of that name.
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from pytest_trainloop.contract import validate
 from pytest_trainloop.errors import UsageError
 
 Fit = Callable[[Sequence[Any]], Any]
@@ -25,65 +23,6 @@ class Padding:
     pad_id: int | None = None
     ignore_index: int | None = None
     dim: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossContract:
-    """What a loss function promises, for ``@pytest.mark.trainloop_loss``.
-
-    >>> LossContract(criterion=FocalLoss(gamma=2.0), expects="logits", target="index", num_classes=10)
-
-    Parameters
-    ----------
-    criterion
-        ``criterion(output, target) -> tensor``, a function or a module. With two outputs ``criterion(a, b, target)``,
-        and with ``target="pair"`` ``criterion(a, b)``: two views, student and teacher, prediction and target of one
-        kind
-    expects
-        what the output is: class scores, their log-softmax, probabilities, plain numbers, or embeddings (rows, dim)
-    target
-        class indices; a distribution over the classes; one of two ``labels``; numbers; or the second of a pair
-    num_classes
-        the length of the class axis; with ``target="binary"`` the number of labels of one row, if there are several;
-        with embeddings the number of different labels
-    ignore_index
-        the target whose positions do not count
-    reduction
-        what a call gives. None: what the criterion's own ``reduction`` says, else the mean
-    shape
-        the sizes of one row's positions: ``()`` for a class per row, ``(6,)`` for tokens, ``(4, 4)`` for pixels
-    class_dim
-        the class axis of the output: 1 as torch has it, -1 for (rows, tokens, classes)
-    num_outputs
-        for values: how many numbers the output has for one target, as mean and log-variance (2)
-    views
-        how many outputs the criterion takes: 2 for embeddings with a pair, a label or a value, 3 for triplets, else 1
-    labels
-        the two values of a binary target: (0, 1), or (-1, 1) for hinge losses
-    output_range, target_range
-        bounds of values: ``(0.0, math.inf)`` for counts and variances
-    min_rows
-        the fewest rows that the criterion is made for
-    """
-
-    criterion: Callable[..., torch.Tensor]
-    expects: Literal["logits", "log_probabilities", "probabilities", "values", "embeddings"]
-    target: Literal["index", "distribution", "binary", "value", "pair"] = "index"
-    num_classes: int | None = None
-    ignore_index: int | None = None
-    reduction: Literal["mean", "sum", "none"] | None = None
-    shape: tuple[int, ...] = ()
-    class_dim: int = 1
-    num_outputs: int | None = None
-    embedding_dim: int = 8
-    views: int | None = None
-    labels: tuple[float, float] = (0.0, 1.0)
-    output_range: tuple[float, float] = (-math.inf, math.inf)
-    target_range: tuple[float, float] = (-math.inf, math.inf)
-    min_rows: int = 1
-
-    def __post_init__(self) -> None:
-        validate(self)
 
 
 @dataclass(slots=True, kw_only=True)

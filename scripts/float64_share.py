@@ -15,12 +15,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.evidence.run import RunPlan, run
+from pytest_trainloop.runs.run import RunPlan, run
 from tests.loops.faults import PAIRS
 from tests.loops.odd import ODD
 
 if TYPE_CHECKING:
-    from pytest_trainloop.observe.record import Record
+    from pytest_trainloop.recording.record import Record
 
 PLAN = RunPlan(double=True, enough=lambda record: record.rounds >= 3, count=13)
 

@@ -21,11 +21,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pytest_trainloop.checks.numerics.precision_parity.runs import ways
 from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.evidence import Evidence
-from pytest_trainloop.evidence.batches import first_batches
-from pytest_trainloop.evidence.parity.runs import ways
-from pytest_trainloop.evidence.run import fit_of
+from pytest_trainloop.runs.batch_stream import first_batches
+from pytest_trainloop.runs.evidence import Evidence
+from pytest_trainloop.runs.run import fit_of
 from tests.loops.faults import PAIRS
 from tests.loops.odd import ODD
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pytest_trainloop.checks import Judged
+    from pytest_trainloop.registry import Judged
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -43,7 +43,7 @@ def failures(names: list[str]) -> dict[str, str]:
 
 def checks_table(subject: Judged) -> str:
     """The table of the checks of loops or of losses, from the check files."""
-    from pytest_trainloop.checks import of
+    from pytest_trainloop.registry import of
 
     rows = [
         f"| `{c.name}` | {c.family} | {c.headline}. | {', '.join(f'`{cause}`' for cause in c.causes)} |"

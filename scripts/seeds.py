@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pytest_trainloop.runner import check_loop
+from pytest_trainloop.api import check_loop
 from tests.loops.faults import PAIRS
 from tests.loops.odd import ODD
 

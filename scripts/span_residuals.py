@@ -15,9 +15,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pytest_trainloop.checks.accumulation_equivalence import OUTSIDE
+from pytest_trainloop.checks.batch.accumulation_equivalence.check import OUTSIDE
 from pytest_trainloop.errors import CannotDecide, TrainLoopError
-from pytest_trainloop.evidence import Evidence
+from pytest_trainloop.runs.evidence import Evidence
 from tests.loops.faults import PAIRS
 from tests.loops.odd import ODD
 

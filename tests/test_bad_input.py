@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from sessions import (  # noqa: F401  some are fixtures
+
+from tests.helpers.plugin_sessions import (  # noqa: F401  some are fixtures
     FIRST,
     OTHERS,
     all_of_torch_is_loaded,

@@ -16,16 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop import LossContract, TrainLoop, checks
-from pytest_trainloop.checks import FAMILIES, Check
+from pytest_trainloop import LossContract, TrainLoop, registry
+from pytest_trainloop.api import check_loop, check_loss
 from pytest_trainloop.finding import Finding, Result
-from pytest_trainloop.runner import check_loop, check_loss
+from pytest_trainloop.registry import FAMILIES, Check
 from tests.loops.faults import PAIRS, Pair
 from tests.losses import PAIRS as LOSS_PAIRS
 from tests.losses import LossPair
 
 HEADINGS = ["What it does", "Why is this bad?", "How it decides", "Faulty", "Fixed", "Known limits", "References"]
-CHECKS = {name: check for name, check in checks.registered().items() if check.family != "project"}
+CHECKS = {name: check for name, check in registry.registered().items() if check.family != "project"}
 CAUSES = [(name, cause) for name, check in CHECKS.items() for cause in check.causes]
 
 every_check = pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
@@ -53,7 +53,7 @@ def results_of(pair: Pair | LossPair) -> tuple[Result, ...]:
 
 
 def test_every_file_holds_one_check_of_its_name():
-    files = {found.name for found in pkgutil.iter_modules(checks.__path__)}
+    files = {found.name for found in pkgutil.iter_modules(registry.__path__)}
     assert {check.module.rpartition(".")[2] for check in CHECKS.values()} == files
     assert set(CHECKS) == files
 
@@ -74,7 +74,7 @@ def test_its_data_is_well_formed(check):
     fields = {f.name for f in dataclasses.fields(LossContract)} if check.subject == "loss" else TrainLoop.field_names()
     assert check.needs <= {*fields, "run"}
     assert all(re.fullmatch(r"[a-z][a-z0-9_]*", cause) for cause in check.causes)
-    assert all(len(proof.split()) > 3 for proof in check.causes.values())
+    assert all(len(proof.split()) > 3 for proof in check.proofs.values())
 
 
 @every_check

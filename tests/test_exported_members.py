@@ -27,14 +27,6 @@ def test_the_version_is_the_distributions():
     assert pytest_trainloop.__version__ == importlib.metadata.version("pytest-trainloop")
 
 
-def test_observe_stays_a_function_beside_the_subpackage_of_that_name():
-    import pytest_trainloop.observe.record  # noqa: F401
-    from pytest_trainloop import observe, runner
-
-    assert observe is runner.observe
-    assert sys.modules["pytest_trainloop.observe"].__path__
-
-
 @pytest.mark.processes
 def test_importing_the_package_and_the_plugin_loads_neither_torch_nor_hypothesis():
     code = (

@@ -1,8 +1,9 @@
-"""Imports run downward only, and the heavy ones stay where they belong."""
+"""The house rule: imports run downward, no check imports another, and what is heavy stays where it belongs."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,73 +17,152 @@ if TYPE_CHECKING:
 ROOT = Path(pytest_trainloop.__file__).parent
 NAME = "pytest_trainloop"
 
-# From the top down. A package counts as one layer: its modules may import each other.
-LAYERS = (
-    *("plugin", "explain", "runner", "baseline", "report", "checks", "evidence", "observe", "adapters", "strategies"),
-    *("roles", "losscases", "batch", "loop", "contract", "plan", "knobs", "wording", "finding", "weighing", "errors"),
+FLOORS = (
+    ("plugin",),
+    ("api", "explain"),
+    ("battery",),
+    ("checks",),
+    ("losses",),
+    ("strategies", "optimizers", "records"),
+    ("gradients", "tracing", "batches", "adapters"),
+    ("runs",),
+    ("recording",),
+    ("loop", "losscontract", "nested", "selection", "knobs", "report", "registry"),
+    ("errors", "finding", "wording", "paths"),
 )
+"""From the top down. A module imports from its own package, its own floor or a lower one, also for typing."""
+
+FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+
 HEAVY = ("torch", "hypothesis", "numpy")
-MAY_BE_HEAVY = ("evidence", "observe", "adapters", "strategies", "roles", "losscases", "batch", "loop")
+LIGHT = ("plugin", "api", "explain", "battery", "selection", "knobs", "report", "registry", "records", *FLOORS[-1])
+"""Packages and modules without torch, Hypothesis or NumPy at module top."""
+
+PRIVATE_NAMES = "recording.torch_internals"
+"""The only module that names anything of torch which begins with an underscore."""
 
 FILES = sorted(ROOT.rglob("*.py"))
 IDS = [str(file.relative_to(ROOT)) for file in FILES]
 
-
-def layer(file: Path) -> str:
-    return file.relative_to(ROOT).parts[0].removesuffix(".py")
+every_file = pytest.mark.parametrize("file", FILES, ids=IDS)
 
 
-def imports(tree: ast.AST, *, nested: bool = True) -> Iterator[str]:
-    """The modules that a file imports, outside ``if TYPE_CHECKING``; with ``nested`` also inside functions."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            yield from (name for other in node.orelse for name in imports(other, nested=nested))
-        elif nested or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            yield from imports(node, nested=nested)
+def module_of(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+
+
+MODULES = {module_of(file) for file in FILES}
 
 
 def parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("file", FILES, ids=IDS)
+def imports(tree: ast.AST, *, in_functions: bool = True, for_typing: bool = True) -> Iterator[str]:
+    """The dotted names that a file imports: with ``from a import b`` both ``a`` and ``a.b``."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (name for alias in node.names for name in (str(node.module), f"{node.module}.{alias.name}"))
+        elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            for part in [*(node.body if for_typing else ()), *node.orelse]:
+                yield from imports(ast.Module([part], []), in_functions=in_functions, for_typing=for_typing)
+        elif in_functions or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield from imports(node, in_functions=in_functions, for_typing=for_typing)
+
+
+def own_imports(file: Path) -> set[str]:
+    """The modules of this package that a file imports."""
+    names = {name.removeprefix(f"{NAME}.") for name in imports(parsed(file)) if name.startswith(f"{NAME}.")}
+    found = names & MODULES
+    return {name for name in found if not any(other.startswith(f"{name}.") for other in found)} - {module_of(file)}
+
+
+def check_of(module: str) -> tuple[str, ...] | None:
+    """The family and name of the check whose package a module lies in: ``checks.wiring.step_order.windows``."""
+    parts = module.split(".")
+    return tuple(parts[1:3]) if parts[0] == "checks" and len(parts) > 3 else None
+
+
+@every_file
 def test_imports_run_downward(file):
-    own = layer(file)
-    if own == "__init__":
+    own = module_of(file)
+    if not own:
         return  # the public names, which are loaded from everywhere
-    assert own in LAYERS, f"{own} is in no layer: give it its place in the list above"
-    for name in imports(parsed(file)):
-        if name.startswith(f"{NAME}."):
-            other = name.split(".")[1]
-            assert other in LAYERS, f"imports {name}"
-            assert LAYERS.index(other) >= LAYERS.index(own), f"imports {name}, which lies above"
+    top = own.split(".")[0]
+    assert top in FLOOR, f"{top} stands on no floor: give it its place in FLOORS"
+    for other in sorted(own_imports(file)):
+        assert FLOOR[other.split(".")[0]] >= FLOOR[top], f"{own} imports {other}, which lies above"
 
 
-@pytest.mark.parametrize("file", FILES, ids=IDS)
+@every_file
+def test_no_check_imports_another(file):
+    own = module_of(file)
+    for other in sorted(own_imports(file)):
+        assert check_of(other) in (None, check_of(own)), (
+            f"{own} imports {other}: what two checks share belongs in their family's folder or in an instrument"
+        )
+
+
+def test_no_circles():
+    order = graphlib.TopologicalSorter({module_of(file): own_imports(file) for file in FILES if module_of(file)})
+    order.prepare()  # raises CycleError, which names the circle
+
+
+@every_file
 def test_heavy_imports_at_module_top_stay_below(file):
-    heavy = {name.split(".")[0] for name in imports(parsed(file), nested=False)} & set(HEAVY)
-    assert not heavy or layer(file) in MAY_BE_HEAVY
+    own = module_of(file)
+    if own.split(".")[0] in LIGHT or own.endswith(".check") or not own:
+        heavy = {name.split(".")[0] for name in imports(parsed(file), in_functions=False, for_typing=False)}
+        assert not heavy & set(HEAVY)
 
 
-@pytest.mark.parametrize("file", FILES, ids=IDS)
+@every_file
+def test_records_know_no_torch(file):
+    if module_of(file).startswith("records"):
+        assert "torch" not in {name.split(".")[0] for name in imports(parsed(file))}
+
+
+@every_file
+def test_private_names_of_torch_stand_in_one_file(file):
+    if module_of(file) == PRIVATE_NAMES:
+        return
+    tree = parsed(file)
+    private = [
+        name
+        for name in imports(tree)
+        if name.startswith("torch") and any(part.startswith("_") and part != "__future__" for part in name.split("."))
+    ]
+    private += [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and ast.unparse(node).startswith("torch.")
+    ]
+    assert not private, f"{private}: {PRIVATE_NAMES} is the place for them"
+
+
+@every_file
 def test_pytest_stays_in_the_plugin_and_only_its_public_side_is_used(file):
     names = {name.split(".")[0] for name in imports(parsed(file))}
     assert "_pytest" not in names
-    assert "pytest" not in names or layer(file) == "plugin"
+    assert "pytest" not in names or module_of(file).split(".")[0] == "plugin"
 
 
-@pytest.mark.parametrize("file", FILES, ids=IDS)
-def test_a_check_imports_no_other_check(file):
-    if layer(file) == "checks" and file.name != "__init__.py":
-        own = f"{NAME}.checks.{file.stem}"
-        others = {f"{NAME}.checks.{other.stem}" for other in file.parent.glob("*.py") if other.stem != "__init__"}
-        assert not {
-            name for name in imports(parsed(file)) if name in others - {own} or name.rpartition(".")[0] in others
-        }
+@every_file
+def test_the_package_finds_its_own_files_in_one_place(file):
+    if module_of(file) != "paths":
+        assert "__file__" not in {node.id for node in ast.walk(parsed(file)) if isinstance(node, ast.Name)}
+
+
+def test_the_caller_of_fit_is_where_paths_says():
+    from pytest_trainloop import paths
+    from pytest_trainloop.runs import guard
+
+    assert guard.__file__ == paths.FIT_CALLER
 
 
 @pytest.mark.parametrize("module", ["__init__", "plugin/__init__", "plugin/options"])

@@ -9,8 +9,8 @@ import os
 
 import pytest
 
-from pytest_trainloop import checks
-from pytest_trainloop.runner import check_loop
+from pytest_trainloop import registry
+from pytest_trainloop.api import check_loop
 from tests.loops.faults import PAIRS
 from tests.loops.odd import ODD
 
@@ -32,7 +32,7 @@ def said(report):
 
 def in_turn(number):
     """The checks that an odd loop is judged by; None for all."""
-    return None if WHOLE else [check for i, check in enumerate(checks.of("loop")) if (i + number) % 4 == 0]
+    return None if WHOLE else [check for i, check in enumerate(registry.of("loop")) if (i + number) % 4 == 0]
 
 
 def one_in_eight(number):

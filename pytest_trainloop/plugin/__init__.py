@@ -15,7 +15,7 @@ from pytest_trainloop.plugin import options
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from pytest_trainloop.plugin.byhand import ByHand
+    from pytest_trainloop.plugin.fixture import ByHand
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,9 +46,9 @@ def pytest_configure(config: pytest.Config) -> None:
     ):
         config.addinivalue_line("markers", marker)
     if config.getoption("trainloop") or config.getoption("trainloop_json"):
-        from pytest_trainloop.plugin import active
+        from pytest_trainloop.plugin import activate
 
-        active.configure(config)
+        activate.configure(config)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -86,6 +86,6 @@ def _is_ours(item: pytest.Item) -> bool:
 @pytest.fixture
 def trainloop(request: pytest.FixtureRequest) -> ByHand:
     """Checks by hand: check(name, make), check_loop(make), check_loss(make), observe()."""
-    from pytest_trainloop.plugin import byhand
+    from pytest_trainloop.plugin import fixture
 
-    return byhand.start(request)
+    return fixture.start(request)

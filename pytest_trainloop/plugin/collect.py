@@ -10,14 +10,14 @@ import pytest
 
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.knobs import read_knobs
-from pytest_trainloop.plan import Plan, Wishes, choose, marker_wishes, validate
-from pytest_trainloop.plugin import chosen
-from pytest_trainloop.plugin.ids import ON_CUDA
+from pytest_trainloop.plugin import settings
+from pytest_trainloop.plugin.nodeids import ON_CUDA
+from pytest_trainloop.selection import Plan, Wishes, choose, marker_wishes, validate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.checks import Judged
+    from pytest_trainloop.registry import Judged
 
 RETURNED = {"trainloop": "a TrainLoop", "trainloop_loss": "a LossContract"}
 """Our markers on functions, and what such a function returns."""
@@ -100,16 +100,16 @@ def one_item_per_check(metafunc: pytest.Metafunc) -> None:
         raise pytest.Collector.CollectError(str(error)) from None
     duties = metafunc.config.stash.setdefault(_DUTIES, {})
     duties[metafunc.definition.nodeid] = Duty(plan=plan, knobs=knobs, judges=_judges(metafunc))
-    cuda = chosen.settings(metafunc.config).device == "cuda" and _judges(metafunc) == "loop"
+    cuda = settings.settings(metafunc.config).device == "cuda" and _judges(metafunc) == "loop"
     metafunc.fixturenames.append(HIDDEN)
     metafunc.parametrize(HIDDEN, [_parameter(check, plan, cuda=cuda) for check in plan.checks] or [_no_check_left()])
 
 
 def _plan(metafunc: pytest.Metafunc) -> Plan:
-    from pytest_trainloop import checks
+    from pytest_trainloop import registry
 
-    known = {name: tuple(check.causes) for name, check in checks.registered().items()}
-    own = {name: known[name] for name in checks.of(_judges(metafunc))}
+    known = {name: tuple(check.causes) for name, check in registry.registered().items()}
+    own = {name: known[name] for name in registry.of(_judges(metafunc))}
     marker = _marker(metafunc)
     marked = [
         marker_wishes(f"{metafunc.definition.nodeid}: the {marker} marker", mark.args, mark.kwargs, own)
@@ -117,7 +117,7 @@ def _plan(metafunc: pytest.Metafunc) -> Plan:
     ]
     for wishes in marked:
         validate(wishes, own)
-    return choose(known, *marked, *chosen.wishes(metafunc.config), strict=chosen.strict(metafunc.config), among=own)
+    return choose(known, *marked, *settings.wishes(metafunc.config), strict=settings.strict(metafunc.config), among=own)
 
 
 def _marker(metafunc: pytest.Metafunc) -> str:
@@ -151,7 +151,7 @@ def _knobs(metafunc: pytest.Metafunc) -> dict[str, str]:
         if given is not None and not isinstance(given, dict):
             return read_knobs(metafunc.function, given)  # says what is wrong with it
         mapping.update(given or {})
-    ini: Wishes = chosen.wishes(metafunc.config)[0]
+    ini: Wishes = settings.wishes(metafunc.config)[0]
     return read_knobs(metafunc.function, mapping, project=ini.knobs)
 
 

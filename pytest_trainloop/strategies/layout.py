@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from pytest_trainloop import batch as nests
+from pytest_trainloop import nested
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.strategies.seeds import generator
 
 if TYPE_CHECKING:
-    from pytest_trainloop.roles import Part, Roles
+    from pytest_trainloop.batches.roles import Part, Roles
 
 MaskKind = Literal["bool", "int", "float", "additive"]
 
@@ -69,7 +69,7 @@ def rebuilt(batch: Any, roles: Roles, layout: Layout, mask: MaskKind | None) -> 
             new[id(part.tensor)] = torch.tensor(layout.lengths).to(part.tensor)
         elif part.time is not None and id(part.tensor) not in new:
             new[id(part.tensor)] = _laid_out(part, layout, source)
-    return nests.replaced(batch, new)
+    return nested.replaced(batch, new)
 
 
 def _back(part: Part, cells: torch.Tensor) -> torch.Tensor:

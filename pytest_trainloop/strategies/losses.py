@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from hypothesis import strategies as st
 
-from pytest_trainloop.losscases import Case, Trait, inputs_of, target_shape, traits
+from pytest_trainloop.strategies.loss_cases import Case, Trait, inputs_of, target_shape, traits
 from pytest_trainloop.strategies.seeds import seeds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_trainloop.loop import LossContract
+    from pytest_trainloop.losscontract import LossContract
 
 MOST_ROWS = 6
 

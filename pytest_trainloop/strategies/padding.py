@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hypothesis import strategies as st
 
+from pytest_trainloop.batches.roles import read
 from pytest_trainloop.errors import UsageError
-from pytest_trainloop.roles import read
 from pytest_trainloop.strategies.layout import Layout, MaskKind, rebuilt
 from pytest_trainloop.strategies.seeds import seeds
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from hypothesis.strategies import SearchStrategy
 
+    from pytest_trainloop.batches.roles import Roles
     from pytest_trainloop.loop import Padding
-    from pytest_trainloop.roles import Roles
 
 Side = Literal["right", "left"]
 Change = Literal["as_is", "more", "other_values", "one_left", "no_padding", "empty_row"]

@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence
 
-from pytest_trainloop import batch as nests
+from pytest_trainloop import nested
 from pytest_trainloop.errors import UsageError
 
 if TYPE_CHECKING:
@@ -55,10 +55,10 @@ def row_selections(batch: Any, axis: int = 0, *, least: int = 1, most: int | Non
     if _holds_packed(batch):
         raise UsageError("rows cannot be chosen from a PackedSequence; pass the padded tensor and its lengths")
     listed = _listed_rows(batch)
-    count = len(listed[0]) if listed else nests.rows(batch, axis)
+    count = len(listed[0]) if listed else nested.rows(batch, axis)
     if count < 1:
         raise UsageError(
-            f"rows cannot be chosen from {nests.describe(batch)}: no tensor of it has an axis {axis}; pass axis="
+            f"rows cannot be chosen from {nested.describe(batch)}: no tensor of it has an axis {axis}; pass axis="
         )
     most = max(least, min(count + 1, MOST_CHOSEN)) if most is None else most
     if not 1 <= least <= most:
@@ -92,7 +92,7 @@ def _indices(draw: st.DrawFn, count: int, least: int, most: int) -> tuple[int, .
 def _holds_packed(batch: Any) -> bool:
     if isinstance(batch, PackedSequence):
         return True
-    return isinstance(batch, (Mapping, list, tuple)) and any(_holds_packed(value) for value in nests.children(batch))
+    return isinstance(batch, (Mapping, list, tuple)) and any(_holds_packed(value) for value in nested.children(batch))
 
 
 def _listed_rows(batch: Any) -> list[list[Any]]:
@@ -102,19 +102,19 @@ def _listed_rows(batch: Any) -> list[list[Any]]:
     todo = [batch]
     while todo:
         value = todo.pop(0)
-        if isinstance(value, list) and any(True for _ in nests.tensors(value)):
+        if isinstance(value, list) and any(True for _ in nested.tensors(value)):
             found.append(value)
         elif isinstance(value, torch.Tensor) and value.dim():
             return []
         elif isinstance(value, (Mapping, tuple)) or dataclasses.is_dataclass(value):
-            todo.extend(nests.children(value))
+            todo.extend(nested.children(value))
     alike = len({len(value) for value in found}) == 1
     return found if alike and any(_uneven(value) for value in found) else []
 
 
 def _uneven(values: list[Any]) -> bool:
     """Whether the entries are alike but for the sizes of their tensors, along the first axis."""
-    entries = [dict(nests.paths(value)) for value in values]
+    entries = [dict(nested.paths(value)) for value in values]
     kinds = {tuple((path, t.dtype, t.dim()) for path, t in entry.items()) for entry in entries}
     if len(kinds) != 1:
         return False
@@ -122,15 +122,15 @@ def _uneven(values: list[Any]) -> bool:
 
 
 def _of_lists(batch: Any, lists: Sequence[list[Any]], indices: Sequence[int]) -> Any:
-    return copy.deepcopy(batch, {id(rows): [nests.copy(rows[i]) for i in indices] for rows in lists})
+    return copy.deepcopy(batch, {id(rows): [nested.copy(rows[i]) for i in indices] for rows in lists})
 
 
 def _taken(batch: Any, indices: Sequence[int], count: int, axis: int) -> Any:
     try:
-        return nests.take(batch if axis == 0 else _taken_in_front(batch, indices, count, axis), indices, axis)
+        return nested.take(batch if axis == 0 else _taken_in_front(batch, indices, count, axis), indices, axis)
     except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:
         raise UsageError(
-            f"rows cannot be taken from {nests.describe(batch)} ({type(error).__name__}: {error}); a batch of strided "
+            f"rows cannot be taken from {nested.describe(batch)} ({type(error).__name__}: {error}); a batch of strided "
             "tensors is needed"
         ) from error
 
@@ -138,8 +138,8 @@ def _taken(batch: Any, indices: Sequence[int], count: int, axis: int) -> Any:
 def _taken_in_front(batch: Any, indices: Sequence[int], count: int, axis: int) -> Any:
     """Rows of those tensors that have them along the first axis only."""
     new = {}
-    for _, tensor in nests.paths(batch):
+    for _, tensor in nested.paths(batch):
         has_axis = tensor.dim() > (axis if axis >= 0 else -axis - 1)
         if tensor.dim() and len(tensor) == count and not (has_axis and tensor.shape[axis] == count):
             new[id(tensor)] = tensor.detach()[list(indices)].requires_grad_(tensor.requires_grad)
-    return nests.replaced(batch, new)
+    return nested.replaced(batch, new)

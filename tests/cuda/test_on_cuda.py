@@ -7,10 +7,10 @@ import warnings
 import pytest
 import torch
 
-from pytest_trainloop.evidence.batches import first_batches
-from pytest_trainloop.evidence.run import fit_of
-from pytest_trainloop.observe.watch import Watch
-from pytest_trainloop.runner import check_loop
+from pytest_trainloop.api import check_loop
+from pytest_trainloop.recording.watch import Watch
+from pytest_trainloop.runs.batch_stream import first_batches
+from pytest_trainloop.runs.run import fit_of
 from tests.loops.odd import ODD
 
 pytestmark = pytest.mark.trainloop_cuda

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pytest_trainloop.runner import check_loop
+from pytest_trainloop.api import check_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -5,19 +5,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_trainloop import checks, runner
+from pytest_trainloop import battery, registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-FAKE = Path(__file__).with_name("fake.py").read_text(encoding="utf-8")
+FAKE = Path(__file__).with_name("fake_conftest.py").read_text(encoding="utf-8")
 
 
 @pytest.fixture
 def session(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     """A pytester whose conftest puts a fake in place of the runner; put right again afterwards."""
-    monkeypatch.setattr(runner, "Subject", runner.Subject)
-    monkeypatch.setattr(checks, "registered", checks.registered)
+    monkeypatch.setattr(battery, "Subject", battery.Subject)
+    monkeypatch.setattr(registry, "registered", registry.registered)
     monkeypatch.setenv("FAKE_LOG", str(pytester.path / "fake.log"))
     for name in ("CI", "BUILD_NUMBER", "PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS"):
         monkeypatch.delenv(name, raising=False)

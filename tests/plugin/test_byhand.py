@@ -9,7 +9,7 @@ import pytest
 HEAD = """
 import pytest
 from conftest import *
-from pytest_trainloop import CheckFailed, TrainLoopError, UsageError, runner
+from pytest_trainloop import CheckFailed, TrainLoopError, UsageError, api
 from pytest_trainloop.report import Report
 
 """
@@ -126,8 +126,8 @@ def check_loop(make, **choice):
     raise CheckFailed("two", [fault("overfit", "stuck")])
 
 def test_by_hand(trainloop, monkeypatch):
-    monkeypatch.setattr(runner, "observe", observe)
-    monkeypatch.setattr(runner, "check_loop", check_loop)
+    monkeypatch.setattr(api, "observe", observe)
+    monkeypatch.setattr(api, "check_loop", check_loop)
     assert trainloop.check_loop(dict, only=["overfit"]).ok
     with pytest.raises(CheckFailed, match="two"):
         trainloop.check_loop(list, only=["overfit"])

@@ -7,7 +7,7 @@ import pytest
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.finding import Finding, Result
 from pytest_trainloop.knobs import KNOBS, nearest, read_knobs
-from pytest_trainloop.plan import Plan, Wishes, choose
+from pytest_trainloop.selection import Plan, Wishes, choose
 
 KNOWN = {"step_order": ("stale", "lost"), "finite": ("nan",), "schedule": ("rate_stuck", "stale")}
 

@@ -1,0 +1,1 @@
+"""The user's batch as data: rows, micro-batches, padding, valid targets."""

@@ -1,0 +1,88 @@
+"""The rows of the example batches, cut into micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pytest_trainloop import nested
+from pytest_trainloop.batches import totals as counts
+from pytest_trainloop.batches.valid_targets import Valid, valid_entries
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.runs.batch_stream import first_batches
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.recording.record import Record
+
+
+@dataclass(slots=True)
+class MicroBatches:
+    """Copies of the first batches, the order in which their rows are taken, and what they hold beside rows.
+
+    ``beside`` are numbers and tensors without rows, ``totals`` what those of them count that can be counted anew for a
+    part of the rows; they are, once ``recount`` is set.
+    """
+
+    batches: list[Any]
+    axis: int
+    own: Callable[[Any, int], Iterable[Any]] | None
+    valid: Valid
+    beside: dict[counts.Path, float]
+    totals: Mapping[counts.Path, Sequence[int]]
+    recount: bool = False
+
+    @classmethod
+    def of(cls, loop: TrainLoop, seen: Record, count: int) -> MicroBatches:
+        """Take ``count`` batches of a fresh loop; ``seen`` is a run of it. Raises ``CannotDecide`` where they have no
+        rows to split."""
+        axis = loop.axis if isinstance(loop.axis, int) else 0
+        batches = [nested.copy(b) for b in first_batches(loop, count)]
+        rows = min(nested.rows(b, axis) for b in batches)
+        if rows < 2:
+            raise CannotDecide(
+                f"the batch ({nested.describe(batches[0])}) has {rows} rows along axis {axis}: micro-batches take at "
+                "least 2; give a larger one, or axis= or split="
+            )
+        valid = valid_entries(batches[0], rows, axis, loop.padding, seen)
+        beside = {} if loop.split else counts.beside_rows(batches[0], rows)
+        return cls(batches, axis, loop.split, valid, beside, counts.totals(beside, rows, valid.counts))
+
+    @property
+    def unknown(self) -> dict[counts.Path, float]:
+        """What is beside the rows and cannot be counted anew."""
+        return {path: n for path, n in self.beside.items() if path not in self.totals}
+
+    def sizes(self) -> list[int]:
+        """The numbers of micro-batches that the rows allow, of 2, 3 and 4."""
+        return [k for k in (2, 3, 4) if k <= len(self.valid.order)]
+
+    def rows(self, k: int) -> int:
+        """How many rows are split into k parts: the same for every k where there are 12."""
+        count = len(self.valid.order)
+        return count // 12 * 12 or count // k * k
+
+    def whole(self, count: int) -> list[Any]:
+        return [self.taken(b, self.valid.order[:count]) for b in self.batches]
+
+    def reversed(self, count: int) -> list[Any]:
+        return [self.taken(b, self.valid.order[:count][::-1]) for b in self.batches]
+
+    def split(self, k: int, count: int) -> list[Any]:
+        """The micro-batches of all batches, k of each, in order."""
+        if self.own is not None:
+            return [part for batch in self.whole(count) for part in self.own(batch, k)]
+        size = count // k
+        return [self.taken(b, self.valid.order[i * size : (i + 1) * size]) for b in self.batches for i in range(k)]
+
+    def taken(self, batch: Any, rows: Sequence[int]) -> Any:
+        """These rows of one of the batches. Raises ``CannotDecide`` where they cannot be taken."""
+        try:
+            taken = nested.take(batch, rows, self.axis)
+        except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:
+            raise CannotDecide(
+                f"rows cannot be taken from {nested.describe(batch)} ({type(error).__name__}): give split="
+            ) from error
+        return counts.recounted(taken, len(rows), rows, self.totals) if self.recount else taken

@@ -1,0 +1,227 @@
+"""One loop, or one loss function, under judgement: gate a check by what the subject offers, and run it."""
+
+from __future__ import annotations
+
+import time
+import traceback
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_trainloop.errors import (
+    BrokenCheck,
+    CannotDecide,
+    Unreliable,
+    UsageError,
+    UserCodeError,
+)
+from pytest_trainloop.finding import Finding, Result, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from pytest_trainloop.checks.learning.one_batch import Progress
+    from pytest_trainloop.losses.evidence import LossEvidence
+    from pytest_trainloop.registry import Check, Judged
+    from pytest_trainloop.runs.evidence import Evidence
+
+Verdict = tuple[Finding, ...] | CannotDecide | Unreliable | UserCodeError | UserError
+
+_FIELDS_FOR = {"fit": "fit (or step)", "run": "fit, step or loss"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How loops are judged: ``seed`` for every build and run, ``seconds`` that one run of ``fit`` may take,
+    ``device`` for a device knob. ``hypothesis_seed`` is Hypothesis' own option, for the search behind a loss's
+    checks."""
+
+    seed: int = 0
+    seconds: float = 120.0
+    device: str = "auto"
+    hypothesis_seed: str = ""
+
+
+class Subject:
+    """One loop, or one loss function, under judgement: the evidence made for it so far, shared by all its checks.
+
+    ``make`` builds a fresh one when called with the user's keywords; ``knobs`` maps the plugin's knob names to those
+    keywords. Only records are kept between checks: ``bind`` gives it the make of the item at hand. ``progress`` is
+    told how far a long run is.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[..., Any],
+        *,
+        settings: Settings,
+        knobs: Mapping[str, str] | None = None,
+        judges: Judged = "loop",
+    ) -> None:
+        self.name = name
+        self._judges = judges
+        self._make = make
+        self._settings = settings
+        self._knobs = dict(knobs or {})
+        self._evidence: Evidence | LossEvidence | None = None
+        self._broken: tuple[UserError, str] | None = None
+        self._verdicts: dict[tuple[str, str], Verdict] = {}
+        self.progress: Progress = lambda step, most, loss: None
+
+    def bind(self, make: Callable[..., Any]) -> None:
+        """Use this function for runs from now on: the same loop, with the fixture values of another item."""
+        self._make = make
+        if self._evidence is not None:
+            self._evidence.make = make
+
+    def run_check(self, name: str, *, options: Mapping[str, Any] | None = None, reporter: str = "") -> Result:
+        """The result of one check. Raises ``UsageError`` where what was given cannot be judged; never for a fault of
+        the user's code.
+
+        An exception of the user's own code is an error in the first check that meets it, and a skip that names
+        ``reporter`` in the others.
+        """
+        from pytest_trainloop.registry import registered
+
+        chosen = registered()[name]
+        began = time.perf_counter()
+        steps = self._evidence.own_steps if self._evidence is not None else 0
+        result = self._judged(chosen, dict(options or {}), reporter or f"{self.name}[{name}]")
+        used = (self._evidence.own_steps if self._evidence is not None else 0) - steps
+        return replace(result, seconds=time.perf_counter() - began, steps=used)
+
+    def _judged(self, check: Check, options: dict[str, Any], reporter: str) -> Result:
+        if self._broken is not None:
+            error, first = self._broken
+            return Result(
+                check=check.name, outcome="skipped", reason=f"{error.stage} raised {error.summary} (see {first})"
+            )
+        try:
+            evidence = self._made()
+            absent = sorted(need for need in check.needs if need not in evidence.offers)
+        except UserCodeError as broken:
+            return self._error(check, broken.error, reporter)
+        if absent:
+            subject = "LossContract" if check.subject == "loss" else "TrainLoop"
+            field = _FIELDS_FOR.get(absent[0], absent[0])
+            return Result(check=check.name, outcome="skipped", reason=f"{subject}.{field} is not given")
+        return self._decided(check, evidence, options, reporter)
+
+    def _decided(self, check: Check, evidence: Any, options: dict[str, Any], reporter: str) -> Result:
+        verdict = self._verdict(check, evidence, options)
+        if isinstance(verdict, UserCodeError):
+            return self._error(check, verdict.error, reporter)
+        if isinstance(verdict, UserError):
+            reason = f"{verdict.stage} raised {verdict.summary}"
+            return Result(check=check.name, outcome="error", reason=reason, error=verdict)
+        if isinstance(verdict, Unreliable):
+            return Result(check=check.name, outcome="unreliable", reason=str(verdict))
+        findings = verdict if isinstance(verdict, tuple) else ()
+        if any(f.level == "fault" for f in findings):
+            return Result(check=check.name, outcome="failed", findings=findings)
+        if raised := self._raised_in_fit(check, evidence):
+            return self._error(check, raised, reporter)
+        if isinstance(verdict, CannotDecide):
+            return Result(check=check.name, outcome="skipped", reason=str(verdict))
+        return Result(check=check.name, outcome="passed", findings=findings)
+
+    def _verdict(self, check: Check, evidence: Any, options: dict[str, Any]) -> Verdict:
+        """What the check says of the evidence with these options: asked once, also where another check needs to
+        know."""
+        key = (check.name, repr(sorted(options.items())))
+        if key not in self._verdicts:
+            outer, evidence.options = evidence.options, options
+            try:
+                self._verdicts[key] = tuple(checked(check, finding) for finding in check.decide(evidence))
+            except (CannotDecide, Unreliable, UserCodeError) as reason:
+                self._verdicts[key] = reason
+            except UsageError:
+                raise
+            except Exception as error:
+                self._verdicts[key] = _broken(check, error)
+            finally:
+                evidence.options = outer
+        return self._verdicts[key]
+
+    def _behind(self, consequence: str) -> list[Finding]:
+        """Faults of earlier families that explain a failure of this check, whatever was selected (RULINGS R9)."""
+        from pytest_trainloop.registry import FAMILIES, of
+
+        evidence, known = self._made(), of("loop")
+        before = FAMILIES.index(known[consequence].family)
+        causal = [c for c in known.values() if FAMILIES.index(c.family) < before and c.needs <= evidence.offers]
+        verdicts = [self._verdict(check, evidence, {}) for check in causal]
+        found = [f for v in verdicts if isinstance(v, tuple) for f in v if f.level == "fault"]
+        return [f for f in found if consequence in f.explains]
+
+    def _raised_in_fit(self, check: Check, evidence: Any) -> UserError | None:
+        """An exception that ended fit and that no check could put down to a cause."""
+        raised = evidence.run().raised if check.subject == "loop" and "run" in evidence.offers else None
+        if raised is None or self._explained_elsewhere(check, evidence):
+            return None
+        return UserError(stage="fit", summary=raised.summary, traceback=raised.traceback)
+
+    def _explained_elsewhere(self, asked: Check, evidence: Any) -> bool:
+        """Whether another check finds the fault that made fit raise: then this one has nothing to report."""
+        from pytest_trainloop.registry import of
+
+        known = of("loop").values()
+        others = [c for c in known if c.family != "learning" and c.name != asked.name and c.needs <= evidence.offers]
+        verdicts = (self._verdict(other, evidence, {}) for other in others)
+        return any(isinstance(v, tuple) and any(f.level == "fault" for f in v) for v in verdicts)
+
+    def _error(self, check: Check, error: UserError, reporter: str) -> Result:
+        if self._broken is not None and self._broken[1] != reporter:
+            return Result(
+                check=check.name,
+                outcome="skipped",
+                reason=f"{error.stage} raised {error.summary} (see {self._broken[1]})",
+            )
+        self._broken = (error, reporter)
+        return Result(check=check.name, outcome="error", reason=f"{error.stage} raised {error.summary}", error=error)
+
+    def _made(self) -> Any:
+        if self._evidence is None:
+            self._evidence = self._of_loss() if self._judges == "loss" else self._of_loop()
+        return self._evidence
+
+    def _of_loop(self) -> Evidence:
+        from pytest_trainloop.runs.evidence import Evidence
+
+        settings = self._settings
+        device = None if settings.device == "auto" else settings.device
+        evidence = Evidence(self._make, knobs=self._knobs, seed=settings.seed, seconds=settings.seconds, device=device)
+        evidence.behind = self._behind
+        evidence.progress = lambda *at: self.progress(*at)
+        return evidence
+
+    def _of_loss(self) -> LossEvidence:
+        from pytest_trainloop.losses.evidence import LossEvidence
+
+        return LossEvidence(self._make, seed=self._settings.seed, hypothesis_seed=self._settings.hypothesis_seed)
+
+
+def checked(check: Check, finding: Finding) -> Finding:
+    if finding.cause not in check.causes:
+        raise ValueError(f"{check.name} named the cause {finding.cause!r}, which it does not declare")
+    from pytest_trainloop.registry import registered
+
+    known = registered()
+    return replace(finding, check=check.name, explains=tuple(name for name in finding.explains if name in known))
+
+
+def _broken(check: Check, error: Exception) -> CannotDecide | UserError:
+    """What comes of a check that raised: a mistake of ours fails nobody's loop and is told loudly; a project sees its
+    own check's traceback."""
+    from pytest_trainloop.runs.user_traceback import user_error
+
+    told = user_error(error, f"the check {check.name}")
+    if not check.module.startswith("pytest_trainloop."):
+        return told
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    at = f"{Path(last.filename).name}:{last.lineno}"
+    reason = f"a mistake in this check, not in the loop: {told.summary} ({at}); please report it"
+    warnings.warn(f"{check.name} could not be judged; {reason}", BrokenCheck, stacklevel=2)
+    return CannotDecide(reason)

@@ -1,0 +1,1 @@
+"""Whether rows, padding, positions and micro-batches contribute as they should."""

@@ -1,0 +1,98 @@
+"""The smallest composition of rows over which windows of micro-batches still show the same fault.
+
+Looked for when a fault is known, over at most ``TRIES`` compositions of two runs each: one row in each micro-batch,
+then two; and of each size first rows with equal counts of valid entries, then one micro-batch that counts
+otherwise. What is wrong must be wrong in the same way: nothing of the verdict depends on this.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.checks.batch.accumulation_equivalence.weights import CLOSE
+from pytest_trainloop.errors import CannotDecide, Unreliable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pytest_trainloop.batches.valid_targets import Valid
+    from pytest_trainloop.checks.batch.accumulation_equivalence.runs import Accumulation, Split
+
+TRIES = 4
+
+SHOWN = 8
+"""Rows that are told one by one."""
+
+
+def smallest(made: Accumulation, split: Split) -> str:
+    """The smallest composition in words: ``rows [3] | [1]; 7 against 2 valid targets``."""
+    for _, rows in zip(range(TRIES), _compositions(made.cut.valid, split), strict=False):
+        other = made.over(rows, split)
+        try:
+            found = other.split(split.accumulate, rows=len(rows))
+        except (CannotDecide, Unreliable):
+            continue
+        if _same_fault(found, split):
+            return _told(other, found)
+    return _told(made, split)
+
+
+def _compositions(valid: Valid, split: Split) -> Iterator[tuple[int, ...]]:
+    """Rows for the micro-batches, in order; fewer than the split has."""
+    k, size = split.accumulate, 1
+    tried: set[tuple[int, ...]] = set()
+    while size * k < split.rows:
+        for rows in (_alike(valid, size * k), (*valid.order[: (k - 1) * size], *valid.order[-size:])):
+            if rows and rows not in tried:
+                tried.add(rows)
+                yield rows
+        size *= 2
+
+
+def _alike(valid: Valid, number: int) -> tuple[int, ...]:
+    """So many rows with equal counts, the first there are; any where nothing is counted."""
+    counts = valid.counts[0] if valid.counts else [0] * len(valid.order)
+    for count in dict.fromkeys(counts[row] for row in valid.order):
+        rows = [row for row in valid.order if counts[row] == count]
+        if len(rows) >= number:
+            return tuple(rows[:number])
+    return ()
+
+
+def _same_fault(found: Split, known: Split) -> bool:
+    """Whether the same optimizer goes wrong in the same way: a step too early, or the first window, by the same factor
+    where it is one, or only a later window."""
+    if found.optimizer != known.optimizer or found.equal or found.updates <= found.bound:
+        return False
+    early = [s.steps > s.steps_expected or s.first_window < s.accumulate for s in (found, known)]
+    if any(early):
+        return all(early)
+    first = [s.windows[0].difference > s.bound for s in (found, known)]
+    if not all(first):
+        return not any(first)
+    a, b = found.windows[0], known.windows[0]
+    if b.cosine <= 1 - CLOSE:
+        return a.difference > 1e3 * found.bound
+    return a.cosine > 1 - CLOSE and abs(a.ratio - b.ratio) <= CLOSE * b.ratio
+
+
+def _told(made: Accumulation, split: Split) -> str:
+    k, size = split.accumulate, split.rows // split.accumulate
+    if split.chunks or made.cut.own or split.rows > SHOWN:
+        return f"{split.rows} examples as [{', '.join([str(size)] * k)}]"
+    order = made.cut.valid.order
+    rows = " | ".join(str(list(order[i * size : (i + 1) * size])) for i in range(k))
+    counts = _counts(made, split)
+    if len(set(counts)) < 2:
+        return f"rows {rows}"
+    return f"rows {rows}; {(' against ' if k == 2 else ', ').join(map(str, counts))} valid targets"
+
+
+def _counts(made: Accumulation, split: Split) -> Sequence[int]:
+    """The valid targets of each micro-batch, where they weigh so in one batch."""
+    if not made.cut.valid.counts:
+        return ()
+    try:
+        return made.cut.valid.told(made.one_batch(split).weights) or ()
+    except (CannotDecide, Unreliable):
+        return ()

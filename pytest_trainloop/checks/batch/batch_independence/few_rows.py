@@ -1,0 +1,108 @@
+"""A few rows of the example batch: so many that no other axis is as long, and no axis can be taken for another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_trainloop import nested
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.runs.batch_stream import first_batches
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pytest_trainloop.loop import TrainLoop
+
+COUNTS = (3, 5, 7, 2, 4, 6, 9, 11, 13)
+"""Numbers of rows, in the order in which they are tried: odd primes are seldom the size of anything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class FewRows:
+    """``batch`` has ``rows`` rows along ``axis``; ``told`` says whether these are rows for sure, and not positions."""
+
+    batch: Any
+    rows: int
+    axis: int
+    told: bool
+
+
+def few_rows(loop: TrainLoop, sizes: Sequence[int], counts: Sequence[int] = COUNTS) -> FewRows:
+    """Rows of a fresh loop's first batch, one of these numbers of them, or all; ``sizes`` are other lengths to keep
+    away from. Raises ``CannotDecide`` where there are no two rows."""
+    batch = first_batches(loop, 1)[0] if loop.batch is None else loop.batch
+    axis = loop.axis if isinstance(loop.axis, int) else 0
+    count = nested.rows(batch, axis)
+    if count < 2:
+        raise CannotDecide(
+            f"the batch ({nested.describe(batch)}) has {count} rows along axis {axis}: at least 2 are needed to see "
+            "whether they meet; give a larger one, or axis="
+        )
+    taken = set(sizes) | set(_lengths(batch, axis))
+    rows = next((n for n in counts if n <= count and n not in taken), count)
+    told = isinstance(loop.axis, int) or _told(batch, axis, count)
+    try:
+        few = nested.copy(batch) if rows == count else nested.take(batch, range(rows), axis)
+    except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:
+        raise CannotDecide(f"rows cannot be taken from {nested.describe(batch)} ({type(error).__name__})") from error
+    return FewRows(few, rows, axis, told)
+
+
+def _lengths(batch: Any, axis: int) -> Iterator[int]:
+    for tensor in nested.tensors(batch):
+        if not tensor.is_nested:
+            yield from (size for d, size in enumerate(tensor.shape) if d != axis)
+
+
+def _told(batch: Any, axis: int, count: int) -> bool:
+    """Whether something in the batch tells the axis of rows from one of positions.
+
+    Where no tensor could have both, there is nothing to confuse. Else something must have one entry for each row and
+    no axis of positions (a class, a length, a target), positions must be padded towards the end of rows, or one
+    tensor must be another one moved by one position.
+    """
+    plain = [t for t in nested.tensors(batch) if not t.is_nested and t.layout is torch.strided and t.dim() > 0]
+    with_rows = [t for t in plain if t.dim() > axis and t.shape[axis] == count]
+    deep = [t for t in with_rows if t.dim() > 2 or (t.dim() == 2 and not t.is_floating_point())]
+    if not deep:
+        return True
+    if axis != 0:
+        return False
+    length = max(deep, key=lambda t: t.dim()).shape[1]
+    if length == count:
+        return False
+    one_each = [t for t in with_rows if t.dim() == 1 or (t.dim() == 2 and t.shape[1] != length)]
+    return any(not _counts_up(t) for t in one_each) or any(map(_ends, deep)) or _moved(with_rows)
+
+
+def _counts_up(tensor: torch.Tensor) -> bool:
+    """Whether this may be a list of times rather than something about each row."""
+    return tensor.dim() == 1 and tensor.numel() > 1 and bool((tensor[1:] > tensor[:-1]).all())
+
+
+def _ends(tensor: torch.Tensor) -> bool:
+    """Whether rows end in a value that stands nowhere else, from places on that differ: in padding."""
+    if tensor.dim() != 2 or tensor.is_floating_point() or tensor.shape[1] < 2:
+        return False
+    for value in torch.unique(tensor[:, -1]).tolist():
+        there = (tensor == value).long()
+        trailing = there.flip(1).cummin(1).values.flip(1)
+        runs = trailing.sum(1)
+        if torch.equal(there, trailing) and int(runs.max()) > 1 and len(set(runs.tolist())) > 1:
+            return True
+    return False
+
+
+def _moved(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one tensor is another, or its own next value, one position on along the second axis."""
+    for one in tensors:
+        for other in tensors:
+            if one.dim() > 1 and one.shape == other.shape and one.shape[1] > 2 and one is not other:
+                ahead = torch.equal(one[:, :-1], other[:, 1:])
+                across = torch.equal(one[:-1], other[1:])
+                if ahead and not across:
+                    return True
+    return False

@@ -1,0 +1,188 @@
+"""A model that is to tell the next input cannot see it.
+
+What it does
+    Where the targets of a loss are the inputs of later positions, it makes one forward pass in training mode and one in
+    evaluation mode, and takes the gradient of outputs at single positions with respect to what came in at each.
+
+Why is this bad?
+    A language model without its causal mask, or with one that is off by one, copies the answer: its loss falls faster
+    than any honest one, and what it generates is noise. A mask that is lost in evaluation makes the validation loss a
+    fairy tale.
+
+How it decides
+    That the next input is to be told is read off the loss call: its targets are, bit for bit, the inputs one position
+    on (or a few) at all positions that count, and at no other offset; a sequence that is only moved round (its last
+    target is the first input) is another task. Which position an output belongs to is followed back through views,
+    transposes and slices to the layer that made it. Then the gradient of output t with respect to input t + 1 must be
+    exactly 0: masked softmax weights are exact zeros, and products with them too. Only behind a Fourier transform,
+    which parts positions up to rounding, 1e3 machine epsilons of the largest gradient count as nothing. Positions whose
+    target is ignored are not asked (a prefix may see itself).
+    The operation to blame is found by its own gradient, from what it is given to what it gives, and confirmed: without
+    it nothing leaks. Otherwise it is the first whose result depends on later inputs.
+
+Faulty
+    >>> class Language(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+    ...
+    ...     def forward(self, ids):
+    ...         x = self.embed(ids)
+    ...         x = x + F.scaled_dot_product_attention(x, x, x)
+    ...         return self.head(x).transpose(1, 2)
+    >>>
+    >>> model = Language()
+    >>> optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    >>> text = torch.randint(20, (4, 10), generator=torch.Generator().manual_seed(0))
+    >>> batch = text[:, :-1], text[:, 1:]
+
+Fixed
+    >>> class Language(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+    ...
+    ...     def forward(self, ids):
+    ...         x = self.embed(ids)
+    ...         x = x + F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    ...         return self.head(x).transpose(1, 2)
+    >>>
+    >>> model = Language()
+    >>> optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    >>> text = torch.randint(20, (4, 10), generator=torch.Generator().manual_seed(0))
+    >>> batch = text[:, :-1], text[:, 1:]
+
+Known limits
+    Cross entropies and distances of torch are looked at; where the scores come from no one layer, or targets are no
+    inputs (a delay, differences), nothing is judged. What leaks without a gradient (a running mean, an argmax) is not
+    seen. A leak in evaluation mode alone is advice unless the loop evaluates: a model may then decode step by step. So
+    is one where outputs of another loss do not see the answer (a net that smooths what was told, as in Tacotron 2).
+
+References
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
+    https://karpathy.github.io/2019/04/25/recipe/ (use backprop to chart dependencies)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.finding import Finding
+from pytest_trainloop.registry import check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.checks.batch.causality.passes import Leak
+    from pytest_trainloop.runs.evidence import Evidence
+
+CONSEQUENCES = ("overfit_one_batch", "update_ratio", "padding_invariance")
+
+CAUSES = {
+    "causal_mask_missing": "an attention's product has weights for later keys; without it nothing leaks",
+    "mask_off_by_one": "the same, for the next key only",
+    "mask_inverted": "the same, and none for earlier keys",
+    "masked_after_softmax": "later keys are in a softmax's sums and not in the product with the values",
+    "softmax_over_queries": "the softmax over pairs of positions has later queries in its sums",
+    "view_mixes_positions": "a view puts entries of different positions side by side; with a transpose nothing leaks",
+    "bidirectional_layer": "a recurrent layer's result at a position depends on what it is given at later ones",
+    "convolution_sees_ahead": "a convolution's result is the first that depends on later inputs",
+    "statistics_over_time": "a mean, a norm or another statistic is taken over all positions",
+    "lost_in_evaluation": "no gradient comes from later inputs in training mode, and some does in evaluation mode",
+    "sees_the_future": "outputs depend on the inputs that they are to tell, through no operation that is known",
+}
+
+_REPAIRS = {
+    "causal_mask_missing": "mask later keys with -inf before the softmax, or pass is_causal=True",
+    "mask_off_by_one": "let position t see keys up to t: tril(diagonal=0), or triu(diagonal=1) filled with -inf",
+    "mask_inverted": (
+        "turn the mask round: True keeps in scaled_dot_product_attention and blocks in nn.MultiheadAttention"
+    ),
+    "masked_after_softmax": "fill the scores with -inf before the softmax: later keys must not be in its sums",
+    "softmax_over_queries": "take the softmax over the keys: softmax(scores, dim=-1)",
+    "view_mixes_positions": "use transpose or permute to swap axes: view and reshape only cut the numbers up anew",
+    "bidirectional_layer": "bidirectional=False in a model that is to tell what comes next",
+    "convolution_sees_ahead": "pad on the left only, by dilation * (kernel_size - 1), and cut nothing off the left",
+    "statistics_over_time": "normalise or pool each position by itself, or over earlier positions only",
+    "lost_in_evaluation": "apply the mask in both modes: is_causal=True, not is_causal=self.training",
+    "sees_the_future": "follow the culprit's inputs: some operation joins all positions",
+}
+
+_BY_KIND = {
+    "softmax": "softmax_over_queries",
+    "views": "view_mixes_positions",
+    "recurrent": "bidirectional_layer",
+    "convolution": "convolution_sees_ahead",
+    "statistics": "statistics_over_time",
+}
+
+
+@check(needs={"run"}, causes=CAUSES, rank=40)
+def causality(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.checks.batch.causality.passes import Causality
+
+    found = evidence.further(Causality).leak()
+    if found is not None:
+        evaluates = "evaluate" in evidence.offers or any(not f.training for f in evidence.run().root_forwards())
+        yield _finding(found, evaluates)
+
+
+def _cause(found: Leak) -> str:
+    if found.modes == ("evaluation",):
+        return "lost_in_evaluation"
+    if found.kind != "attention":
+        return _BY_KIND.get(found.kind or "", "sees_the_future")
+    offsets = [o for a in found.looking for o in a.offsets]
+    if not offsets:
+        return "masked_after_softmax" if {a.op.name for a in found.looking} == {"softmax"} else "causal_mask_missing"
+    if min(offsets) >= 0:
+        return "mask_inverted"
+    return "mask_off_by_one" if max(offsets) == 1 else "causal_mask_missing"
+
+
+def _finding(found: Leak, evaluates: bool) -> Finding:
+    cause = _cause(found)
+    first = found.looking[0].op if found.looking else None
+    steps = "the next input" if found.ahead == 1 else f"the input {found.ahead} positions on"
+    what = {
+        "causal_mask_missing": _unmasked(found),
+        "mask_off_by_one": "the causal mask is off by one: each position sees the next",
+        "mask_inverted": "the causal mask is inverted: each position sees later ones and no earlier",
+        "masked_after_softmax": "the mask is applied after the softmax: later keys are in its sums",
+        "softmax_over_queries": "the softmax of an attention runs over the queries, later ones included",
+        "view_mixes_positions": f"{first.name if first else 'a view'} to another order of axes mixes the positions",
+        "bidirectional_layer": "a recurrent layer runs over the sequence from its end as well",
+        "convolution_sees_ahead": "a convolution reaches beyond its own position",
+        "statistics_over_time": f"{first.name if first else 'a statistic'} is taken over all positions",
+        "lost_in_evaluation": "in evaluation mode the model sees the input that it is to tell",
+        "sees_the_future": "the model sees the input that it is to tell",
+    }[cause]
+    only = found.honest or (cause == "lost_in_evaluation" and not evaluates)
+    return Finding(
+        cause=cause,
+        level="advice" if only else "fault",
+        summary=what,
+        measured=(
+            f"the targets of {found.loss} are {steps}, and output t has a gradient with respect to inputs "
+            f"t{found.offsets[0]:+d} to t{found.offsets[-1]:+d}, in {' and '.join(found.modes)} mode"
+        ),
+        shown_by=_shown(found, cause),
+        culprits=tuple(dict.fromkeys(a.op.named for a in found.looking)),
+        where=str(first.place) if first is not None else found.loss_place,
+        smallest=f"{found.length} positions",
+        repair=_REPAIRS[cause],
+        explains=() if only else CONSEQUENCES,
+    )
+
+
+def _unmasked(found: Leak) -> str:
+    open_to = len({a.op.module for a in found.looking})
+    if found.attentions > open_to:
+        return f"{open_to} of {found.attentions} attentions see later positions"
+    return "attention without a causal mask: each position sees all later ones"
+
+
+def _shown(found: Leak, cause: str) -> str:
+    if cause == "sees_the_future" or found.kind is None:
+        return "the gradient of single outputs, exactly 0 where nothing is seen"
+    return "without it no output depends on a later input" if found.confirmed else "its result is the first to do so"

@@ -1,0 +1,124 @@
+"""The id of the padding that is declared against the rows of the table that looks it up."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.overrides import TorchFunctionMode
+
+from pytest_trainloop import nested
+from pytest_trainloop.recording.source import here
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    import torch
+
+    from pytest_trainloop.checks.batch.edge_batches.runs import Edges, Outcome
+    from pytest_trainloop.recording.events import Place
+    from pytest_trainloop.recording.watch import Watch
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A look-up: the ids, the rows of the table, the module and the user's line."""
+
+    ids: torch.Tensor
+    rows: int
+    module: str
+    place: Place
+
+
+class Tables(TorchFunctionMode):
+    """The look-ups of the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watch: Watch | None = None
+        self.found: list[Table] = []
+
+    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        return (self._watching(watch), self)
+
+    @contextlib.contextmanager
+    def _watching(self, watch: Watch) -> Iterator[None]:
+        self._watch = watch
+        try:
+            yield
+        finally:
+            self._watch = None
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs, watch = kwargs or {}, self._watch
+        if getattr(func, "__name__", "") == "embedding" and watch is not None and not watch.record.steps:
+            ids, weight = (*args, kwargs.get("input"), kwargs.get("weight"))[:2]
+            with watch.quietly():
+                self.found.append(Table(ids.detach().clone(), len(weight), watch.module_path(), here(2)[0]))
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Beyond:
+    """A run that ended at a table which has no row for the declared padding."""
+
+    outcome: Outcome
+    table: Table
+    pad_id: int
+
+
+def beyond_table(edges: Edges) -> Beyond | None:
+    """Whether the loop raises on a row that ends in the padding which is declared and which no row of the batch has."""
+    pad = None if edges.padding is None else edges.padding.pad_id
+    leaves = [t for t in nested.tensors(edges.batch) if _are_ids(t, edges.count)]
+    if pad is None or any(bool((leaf == pad).any()) for leaf in leaves):
+        return None
+    tables = Tables()
+    edges.outcome("whole", edges.taken(list(range(edges.count))), tables.contexts)
+    for table in tables.found:
+        leaf = next((n for n, t in enumerate(leaves) if _looked_up(t, table.ids)), None)
+        if leaf is not None and not 0 <= pad < table.rows:
+            made = _ending_in(edges, leaf, pad)
+            outcome = edges.outcome(f"row 0 ends in the declared padding, {pad}", lambda _loop, made=made: made)  # type: ignore[misc]
+            return Beyond(outcome, table, pad) if outcome.raised.startswith("IndexError") else None
+    return None
+
+
+def _are_ids(tensor: torch.Tensor, count: int) -> bool:
+    plain = not tensor.is_nested and not tensor.is_floating_point() and not tensor.is_complex()
+    return plain and tensor.dim() == 2 and tensor.shape[0] == count and tensor.shape[1] > 3
+
+
+def _looked_up(leaf: torch.Tensor, ids: torch.Tensor) -> bool:
+    """Whether these are the ids, or all but the last of them."""
+    return any(ids.shape == part.shape and bool((ids == part).all()) for part in (leaf, leaf[:, :-1]))
+
+
+def _ending_in(edges: Edges, leaf: int, pad: int) -> Any:
+    """The batch with its first row two shorter: padding at its end, labels ignored there, masks and lengths alike."""
+    batch = edges.batch
+    ids = [t for t in nested.tensors(batch) if _are_ids(t, edges.count)]
+    ignored = edges.padding.ignore_index if edges.padding else None
+    memo: dict[int, Any] = {}
+    for tensor in nested.tensors(batch):
+        other = tensor.detach().clone()
+        if tensor is ids[leaf]:
+            other[0, -2:] = pad
+        elif tensor.shape == ids[leaf].shape and bool((tensor == 1).all()):
+            other[0, -2:] = 0
+        elif tensor.shape == ids[leaf].shape and not tensor.is_floating_point() and ignored is not None:
+            other[0, -2:] = ignored
+        elif tensor.shape == (edges.count,) and bool((tensor == ids[leaf].shape[1]).all()):
+            other[0] -= 2
+        else:
+            continue
+        memo[id(tensor)] = other
+    return copy.deepcopy(batch, memo)

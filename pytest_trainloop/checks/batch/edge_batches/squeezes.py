@@ -1,0 +1,116 @@
+"""Which axes each ``squeeze`` of the project's takes out, and runs in which it takes out others.
+
+Without a dim it takes out every axis of size 1, the row axis among them once a batch has one row; ``squeeze(0)`` does
+so by name. A call is known by its place in the code and by how often that was passed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.overrides import TorchFunctionMode
+
+from pytest_trainloop.recording.source import here, layer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from pytest_trainloop.recording.events import Place
+    from pytest_trainloop.recording.watch import Watch
+
+Key = tuple[str, int, int]
+"""The file and the instruction of a call, and how many calls came from there before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Squeeze:
+    """One call: the shape that came in, the axes that were taken out, how it reads."""
+
+    shape: tuple[int, ...]
+    removed: frozenset[int]
+    call: str
+    place: Place
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        return tuple(size for axis, size in enumerate(self.shape) if axis not in self.removed)
+
+
+class Squeezes(TorchFunctionMode):
+    """``calls`` are those of one run. Those that ``instead`` knows take out what they took out there."""
+
+    def __init__(self, instead: Mapping[Key, Squeeze] | None = None) -> None:
+        super().__init__()
+        self._instead = instead or {}
+        self._passed: Counter[tuple[str, int]] = Counter()
+        self._watch: Watch | None = None
+        self.calls: dict[Key, Squeeze] = {}
+
+    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        return (self._watching(watch), self)
+
+    @contextlib.contextmanager
+    def _watching(self, watch: Watch) -> Iterator[None]:
+        self._watch = watch
+        try:
+            yield
+        finally:
+            self._watch = None
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name, watch = getattr(func, "__name__", ""), self._watch
+        if name not in ("squeeze", "squeeze_") or watch is None or watch.quiet:
+            return func(*args, **kwargs)
+        frame = sys._getframe(1)
+        if not layer(frame.f_code.co_filename):
+            return func(*args, **kwargs)  # torch's own, which knows what it does
+        tensor = args[0] if args else kwargs["input"]
+        at = frame.f_code.co_filename, frame.f_lasti
+        key = (*at, self._passed[at])
+        self._passed[at] += 1
+        dims = _dims(args, kwargs)
+        call = f"{name}({', '.join(map(str, dims))})" if dims else f"{name}()"
+        with watch.quietly():
+            place = here(2)[0]
+        self.calls[key] = Squeeze(tuple(tensor.shape), _removed(tuple(tensor.shape), dims), call, place)
+        other = self._instead.get(key)
+        if other is None or len(other.shape) != tensor.dim():
+            return func(*args, **kwargs)
+        kept = tuple(sorted(other.removed))
+        return func(tensor, kept) if kept else tensor
+
+    def lost(self, others: Mapping[Key, Squeeze], rows: int) -> dict[Key, Squeeze]:
+        """The calls that took out an axis which, in a run over so many rows, they leave in: it has one entry or more
+        for each row there."""
+        found = {}
+        for key, mine in self.calls.items():
+            theirs = others.get(key)
+            if theirs is None or len(theirs.shape) != len(mine.shape):
+                continue
+            more = mine.removed - theirs.removed
+            if more and theirs.removed <= mine.removed and all(theirs.shape[d] % rows == 0 for d in more):
+                found[key] = mine
+        return found
+
+
+def _dims(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    given: Any = args[1:] if len(args) > 1 else kwargs.get("dim", ())
+    if len(args) == 2 and isinstance(args[1], (tuple, list)):
+        given = args[1]
+    return tuple(given) if isinstance(given, (tuple, list)) else (given,)
+
+
+def _removed(shape: tuple[int, ...], dims: tuple[int, ...]) -> frozenset[int]:
+    named = {d % len(shape) for d in dims} if shape and all(isinstance(d, int) for d in dims) else set()
+    return frozenset(d for d, size in enumerate(shape) if size == 1 and (not dims or d in named))

@@ -1,0 +1,219 @@
+"""Runs in which a way is closed by which padding may come in: the counterfactuals that tell causes apart."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_trainloop import nested
+from pytest_trainloop.checks.batch.padding_invariance import attention, pooling, positions
+from pytest_trainloop.recording.source import here
+from pytest_trainloop.recording.torch_functions import LOSSES
+from pytest_trainloop.runs.no_randomness import Still
+from pytest_trainloop.runs.shared_draws import draws
+from pytest_trainloop.tracing.provenance import CONVOLUTIONS, name_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from pytest_trainloop.checks.batch.padding_invariance.slices import Span
+    from pytest_trainloop.recording.events import Place
+    from pytest_trainloop.recording.watch import Watch
+
+WAYS = ("attention", "pooling", "positions")
+"""Ways that can be closed; "outputs" besides, by which padded places get no gradient from the loss."""
+
+_NORMS = frozenset({"batch_norm", "group_norm", "instance_norm", "layer_norm"})
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """A call that padding takes part in. ``zeros`` tells that what stands in padded places is nothing there."""
+
+    way: str
+    op: str
+    place: Place
+    zeros: bool = False
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a run met: ``closed`` are the calls that gave something else once they were closed, ``met`` those that
+    mix positions in ways that are not closed here, ``drawn`` what was drawn, ``behind`` tells that a recurrent net's
+    states in or behind the padding were used, ``inverted`` is where attention looked at padding and at nothing
+    real. ``spread`` tells that what was pooled went back to every position, as in a norm or a gate, ``target`` that the
+    number of real positions is the target of a loss."""
+
+    closed: list[Met] = field(default_factory=list)
+    met: list[Met] = field(default_factory=list)
+    drawn: list[tuple[object, ...]] = field(default_factory=list)
+    behind: bool = False
+    inverted: Met | None = None
+    spread: bool = False
+    target: bool = False
+
+
+class Closed(Still):
+    """Closes these ways, call by call; no module of the user's is changed. To be used by ``contexts`` of a run."""
+
+    def __init__(self, span: Span, ways: frozenset[str]) -> None:
+        super().__init__()
+        self._span = span
+        self._ways = ways
+        self._watch: Watch | None = None
+        self._pooled: dict[int, torch.Tensor] = {}
+        self.seen = Seen()
+
+    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        return (self._watching(watch), self)
+
+    @contextlib.contextmanager
+    def _watching(self, watch: Watch) -> Iterator[None]:
+        self._watch = watch
+        try:
+            yield
+        finally:
+            self._watch = None
+            self._pooled.clear()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name, given, watch = name_of(func), dict(kwargs or {}), self._watch
+
+        def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return super(Closed, self).__torch_function__(func, types, args, kwargs)
+
+        if watch is None or watch.quiet or watch.stepping or name == "backward":
+            return call(args, given)
+        out = self._without(watch, name, call, args, given)
+        if out is None:
+            out = call(args, given)
+            with watch.quietly():
+                self._look(watch, name, args, given, out)
+                self._follow(args, given, out)
+        return out
+
+    def _without(
+        self, watch: Watch, name: str, call: pooling.Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What the call gives with the ways closed; None where it takes no part in them."""
+        with watch.quietly():
+            other = attention.closed(name, args, kwargs, self._span)
+        if other is not None:
+            return self._attended(watch, name, call, (args, kwargs), other)
+        for way, close in (("pooling", pooling.pooled), ("positions", positions.counted_from_first)):
+            if way in self._ways:
+                with watch.quietly():
+                    out = close(name, call, args, kwargs, self._span)
+                if out is not None:
+                    self._note(watch, way, name, call, (args, kwargs), out)
+                    return out
+        return None
+
+    def _attended(
+        self, watch: Watch, name: str, call: pooling.Call, given: attention.Given, other: attention.Given
+    ) -> Any:
+        with watch.quietly():
+            if self.seen.inverted is None and attention.inverted(name, *given, self._span):
+                self.seen.inverted = Met("attention", name, here(3)[0])
+        if "attention" not in self._ways:
+            return call(*given)
+        with watch.quietly():
+            out = call(*other)
+        self._note(watch, "attention", name, call, given, out)
+        return out
+
+    def _note(self, watch: Watch, way: str, name: str, call: pooling.Call, given: attention.Given, out: Any) -> None:
+        with watch.quietly(), torch.no_grad():
+            before = list(nested.tensors(call(*given)))
+            after = list(nested.tensors(out))
+            same = all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(before, after, strict=True))
+            if not same:
+                self.seen.closed.append(Met(way, name, here(3)[0], self._is_zero(given)))
+            if way == "pooling" and name not in pooling.RECURRENT and name not in pooling.READS:
+                self._pooled |= {id(t): t for t in nested.tensors(out)}
+
+    def _follow(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Follow what was pooled until it meets positions again."""
+        if self._pooled and any(id(t) in self._pooled for t in nested.tensors((args, kwargs))):
+            made = [t for t in nested.tensors(out) if t.is_floating_point() and t.requires_grad]
+            self.seen.spread |= any(self._span.of(size) is not None for t in made for size in t.shape[1:])
+            self._pooled |= {id(t): t for t in made}
+
+    def _is_zero(self, given: attention.Given) -> bool:
+        """Whether nothing stands in the padded places of what a call was given."""
+        tensor = next(iter(nested.tensors(given)), None)
+        if tensor is None or not tensor.is_floating_point():
+            return False
+        axis = next((a for a in range(1, tensor.dim()) if self._span.of(tensor.shape[a])), None)
+        if axis is None:
+            return False
+        first, last = self._span.of(tensor.shape[axis]) or (0, 0)
+        place = torch.arange(tensor.shape[axis], device=tensor.device)
+        return not bool(tensor.detach().index_select(axis, place[(place < first) | (place >= last)]).any())
+
+    def _look(self, watch: Watch, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if draws(name):
+            shape = tuple(out.shape[1:]) if isinstance(out, torch.Tensor) else ()
+            numbers = tuple(a for a in (*args, *kwargs.values()) if isinstance(a, (int, float)))
+            self.seen.drawn.append((name, shape, numbers))
+        elif name in LOSSES:
+            self._target(args[1] if len(args) > 1 else kwargs.get("target"))
+        elif name in pooling.RECURRENT:
+            self._recurrent(watch, name, args, out)
+        elif name in CONVOLUTIONS or name in _NORMS:
+            self._mixing(watch, name, args)
+        elif "outputs" in self._ways and name == "linear" and out.requires_grad and out.dim() > 2:
+            self._cut(out)
+
+    def _target(self, target: Any) -> None:
+        real = self._span.stop - self._span.start
+        if isinstance(target, torch.Tensor) and target.numel() and not target.requires_grad:
+            self.seen.target |= bool((target == real).all())
+
+    def _mixing(self, watch: Watch, name: str, args: tuple[Any, ...]) -> None:
+        given = args[0] if args else None
+        if not isinstance(given, torch.Tensor) or not any(self._span.of(s) for s in given.shape[1:]):
+            return
+        kernel = args[1].shape[2:] if name in CONVOLUTIONS and len(args) > 1 else ()
+        if name not in ("batch_norm", "layer_norm") and (name in _NORMS or any(k > 1 for k in kernel)):
+            self.seen.met.append(Met("mixing", name, here(3)[0]))
+
+    def _recurrent(self, watch: Watch, name: str, args: tuple[Any, ...], out: Any) -> None:
+        axis = 1 if args[-1] else 0
+        real = self._span.of(args[0].shape[axis]) if args[0].dim() == 3 else None
+        if real is None:
+            return
+        self.seen.met.append(Met("mixing", name, here(3)[0]))
+        states, *last = nested.tensors(out)
+
+        def beyond(gradient: torch.Tensor) -> None:
+            with watch.quietly():
+                self.seen.behind |= bool(gradient.narrow(axis, real[1], gradient.shape[axis] - real[1]).any())
+
+        def at_the_end(gradient: torch.Tensor) -> None:
+            with watch.quietly():
+                self.seen.behind |= real[1] < args[0].shape[axis] and bool(gradient.any())
+
+        for tensor, hook in ((states, beyond), *((t, at_the_end) for t in last)):
+            if tensor.requires_grad:
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _cut(self, out: torch.Tensor) -> None:
+        axis = next((a for a in (1, 0) if self._span.of(out.shape[a])), None)
+        if axis is None:
+            return
+        first, last = self._span.of(out.shape[axis]) or (0, 0)
+        place = torch.arange(out.shape[axis], device=out.device)
+        real = ((place >= first) & (place < last)).to(out.dtype)
+        shape = [1] * out.dim()
+        shape[axis] = -1
+        out.register_hook(lambda gradient: gradient * real.view(shape))  # type: ignore[no-untyped-call]

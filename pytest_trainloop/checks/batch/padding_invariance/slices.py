@@ -1,0 +1,143 @@
+"""Parts of a batch: some of its rows, and of these a stretch of positions. No value is made up."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from pytest_trainloop import nested
+from pytest_trainloop.batches.padding_mask import Padded, plain, time_axes
+from pytest_trainloop.errors import CannotDecide
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows with equally many real positions, and the positions from ``start`` to ``stop`` of them, of which those from
+    ``first`` to ``last`` are real."""
+
+    rows: tuple[int, ...]
+    start: int
+    stop: int
+    first: int
+    last: int
+
+    @property
+    def span(self) -> Span:
+        return Span(self.stop - self.start, self.first - self.start, self.last - self.start)
+
+    @property
+    def padded(self) -> int:
+        return (self.stop - self.start) - (self.last - self.first)
+
+    def trimmed(self, keep: int = 0) -> Part:
+        """The same rows with so many padded positions left on the side where they are."""
+        left = self.first > self.start
+        return replace(self, start=self.first - (keep if left else 0), stop=self.last + (0 if left else keep))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """So many positions, of which those from ``start`` to ``stop`` are real."""
+
+    total: int
+    start: int
+    stop: int
+
+    def of(self, size: int) -> tuple[int, int] | None:
+        """The real ones among so many positions that a tensor has: also where the loop left the last one out, or put
+        one before the first. None where none is padding, or the size is another."""
+        shifted = {
+            self.total: (self.start, self.stop),
+            self.total - 1: (self.start, min(self.stop, self.total - 1)),
+            self.total + 1: (0 if self.start == 0 else self.start + 1, self.stop + 1),
+        }
+        found = shifted.get(size)
+        if found is None or self.stop - self.start == self.total or found[1] - found[0] in (0, size):
+            return None
+        return found
+
+
+def parts(padded: Padded) -> list[Part]:
+    """The rows with the fewest real positions, and those with the most of all that are padded: as many of each as have
+    equally many. Where there are others, rows with less than two real positions are left out, since a model of the next
+    position has no target in them, and rows with less than two padded ones, since the first may end a text."""
+    lengths, total = padded.lengths(), padded.positions
+    wanted = ([n for n in lengths if 2 <= n <= total - 2], [n for n in lengths if 1 <= n < total])
+    sizes = sorted(next((found for found in wanted if found), ()))
+    chosen = list(dict.fromkeys((sizes[0], sizes[-1]))) if sizes else []
+    return [
+        Part(rows, 0, total, total - n if padded.left else 0, total if padded.left else n)
+        for n in chosen
+        for rows in [tuple(r for r, length in enumerate(lengths) if length == n)[:MOST]]
+    ]
+
+
+MOST = 4
+"""Rows of a part, at most."""
+
+
+def cut(batch: Any, padded: Padded, part: Part, *, count: int | None = None) -> Any:
+    """This part of a batch, with its rows again from the first where ``count`` are wanted."""
+    stretch = _Stretch(padded, part, nested.rows(batch, padded.rows))
+    memo = {id(t): made for t in plain(batch) if (made := stretch.of(t)) is not t}
+    wanted = [part.rows[i % len(part.rows)] for i in range(count or len(part.rows))]
+    try:
+        return nested.take(copy.deepcopy(batch, memo), wanted, padded.rows)
+    except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:
+        raise CannotDecide(f"rows cannot be taken from {nested.describe(batch)} ({type(error).__name__})") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Cuts tensors along their positions."""
+
+    padded: Padded
+    part: Part
+    count: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        total, size = self.padded.positions, self.part.stop - self.part.start
+        if tensor.dim() == 1 and self._are_lengths(tensor):
+            return tensor - (self.padded.lengths()[self.part.rows[0]] - (self.part.last - self.part.first))
+        for longer in (0, 1, -1):
+            axes = time_axes(tensor, self.padded.rows, self.count, total + longer)
+            if axes and (longer == 0 or self._is_shifted(tensor)):
+                return self._narrow(tensor, axes, longer)
+        if total != self.count and tensor.shape[:1] == (total,) and set(tensor.shape) == {total}:
+            return self._from_zero(tensor, list(range(tensor.dim())), size)
+        if tensor.dim() > 1 and tensor.shape[0] == 1 != self.count and total in tensor.shape:
+            return self._from_zero(tensor, [a for a in range(tensor.dim()) if tensor.shape[a] == total], size)
+        return tensor
+
+    def _is_shifted(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor with one position more or less holds ids, and nothing where it is cut off."""
+        if tensor.dim() != 2 or tensor.is_floating_point() or self.padded.rows != 0:
+            return False
+        own = tensor[list(self.part.rows)]
+        off = (
+            own[:, : self.part.start]
+            if self.part.start
+            else own[:, own.shape[1] - (self.padded.positions - self.part.stop) :]
+        )
+        return bool((off == off[:1, :1]).all())
+
+    def _are_lengths(self, tensor: torch.Tensor) -> bool:
+        same = tensor.shape == (self.count,) and not tensor.is_floating_point()
+        return same and tensor.tolist() == self.padded.lengths()
+
+    def _narrow(self, tensor: torch.Tensor, axes: Sequence[int], longer: int) -> torch.Tensor:
+        for axis in axes:
+            tensor = tensor.narrow(axis, self.part.start, self.part.stop - self.part.start + longer)
+        return tensor.clone()
+
+    def _from_zero(self, tensor: torch.Tensor, axes: Sequence[int], size: int) -> torch.Tensor:
+        """Without rows: positions and masks between them, which a shorter batch would have from the first on."""
+        for axis in axes:
+            tensor = tensor.narrow(axis, 0, size)
+        return tensor.clone()

@@ -1,0 +1,1 @@
+"""Whether the loop learns one fixed batch, and evidence that both of its checks use."""

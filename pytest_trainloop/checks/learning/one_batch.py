@@ -1,0 +1,344 @@
+"""Runs of a loop on one fixed batch: as it is, with one thing changed, with plain Adam or nothing in place of its
+steps (RULINGS R6)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_trainloop import nested
+from pytest_trainloop.checks.learning.loss_curve import (
+    PHASES,
+    Losses,
+    factor,
+    halved,
+    kind_of,
+    level,
+    mean,
+    still_falls,
+)
+from pytest_trainloop.checks.learning.reference_adam import Adam, Instead, stay
+from pytest_trainloop.checks.learning.swapped_rows import OtherRows, all_the_first, each_its_neighbours
+from pytest_trainloop.checks.learning.update_sizes import Ratios
+from pytest_trainloop.recording.events import ScalerCall, Step
+from pytest_trainloop.runs.batch_stream import first_batches
+from pytest_trainloop.runs.process_state import seed_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from pytest_trainloop.checks.learning.reference_adam import Move
+    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.runs.run import RunPlan
+
+    Contexts = Callable[[Watch], Any]
+    Progress = Callable[[int, int, float], None]
+    """Told of a step, of the most steps that may follow, and of the loss."""
+    Going = Callable[[Sequence[float], Sequence[float]], bool]
+    """Whether losses and rates are those of a loop that needs no further look."""
+
+SURE, FIRST = 100, 200
+"""Own steps on one batch after which a loop that goes on well is believed, and all others are judged."""
+
+TOO_SMALL = 2e-6
+"""Update relative to the weights below which nothing happens: a hundred thousand steps in one direction move them by a
+fifth. RULINGS R7 has 1e-5, which rates for the late tuning of pretrained models (5e-7) come to."""
+
+HELD = 0.1
+"""Share of its peak down to which a rate has not decayed yet."""
+
+REFERENCE_RATES = (3e-3, 2e-2)
+REFERENCE_STEPS = 150
+"""Rates and steps of the plain Adam (RULINGS R6)."""
+
+LITTLE = 0.05
+"""Share of the first loss that must be taken off it before anything can be said to be learned."""
+
+IN_VAIN = 160
+"""Steps at a rate above zero after which a loss that comes again bit for bit will not change any more: an optimizer of
+the project's own may gather for as long (see every_param_moves)."""
+
+ROLLED_STEPS = 24
+"""Steps of a run whose rows stand in their neighbours' places."""
+
+STILL_STEPS = 4 * PHASES
+"""Steps of a run in which no weight moves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One run on one batch: the loss and the largest rate of each step, the record.
+
+    ``done`` is what the loss changed by over the steps that ``expected`` covers: what its gradients say that it
+    should have changed by. ``late`` tells that the time for it was over first.
+    """
+
+    losses: tuple[float, ...]
+    rates: tuple[float, ...]
+    record: Record
+    done: float = math.nan
+    expected: float = math.nan
+    late: bool = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether ``fit`` came back by itself before it made the steps that it was to make."""
+        return self.record.ended and not self.record.cut_short and self.steps < SURE
+
+    @property
+    def halved(self) -> bool:
+        return halved(self.losses)
+
+    @property
+    def steps(self) -> int:
+        return len(self.losses)
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether the loss fell by less than a twentieth, or is not finite in the end."""
+        return not self.start - self.end >= LITTLE * abs(self.start)
+
+    @property
+    def start(self) -> float:
+        return mean(self.losses[:PHASES])
+
+    @property
+    def end(self) -> float:
+        return level(self.losses)
+
+
+@dataclass(slots=True)
+class OneBatch:
+    """The runs, each made when it is first asked for. ``seen`` is the watched run, ``plan`` how it was made; ``own``
+    makes a run whose steps count as the loop's own, ``other`` one with something of ours in it; ``progress`` is told
+    how far they are. ``most`` is how many own steps there are; ``reached`` tells that some step of ours found a
+    gradient, ``differing`` how many tensors of the batch have rows that differ."""
+
+    seen: Record
+    plan: RunPlan
+    own: Callable[[RunPlan], Record]
+    other: Callable[[RunPlan], Record]
+    progress: Progress
+    most: int
+    ratios: Ratios = field(default_factory=Ratios)
+    rows: int = 0
+    differing: int = 0
+    _made: dict[object, Curve] = field(default_factory=dict)
+    _rows: dict[str, OtherRows] = field(default_factory=dict)
+    reached: bool = False
+
+    @property
+    def curve(self) -> Curve:
+        """The loop itself, until its loss is halved or its steps are spent."""
+        patience = Patience(self.progress, self.most, FIRST, lambda losses, rates: _going(losses, rates, self.ratios))
+        return self._as_it_is("own", self.ratios.contexts, patience, self.own)
+
+    def changed(self, name: str, contexts: Contexts) -> Curve:
+        """The loop itself with one thing changed."""
+        return self._as_it_is(name, contexts, Patience(self.progress, FIRST), self.other)
+
+    @property
+    def going(self) -> bool:
+        """Whether the loop lowers its loss by steps that count, at rates that have not decayed: no fault any more,
+        however slow it is."""
+        return _going(self.curve.losses, self.curve.rates, self.ratios)
+
+    @property
+    def quick(self) -> Curve:
+        """The loop with the faster plain Adam in place of its steps, until its loss is halved."""
+        return self._instead("quick", Adam(max(REFERENCE_RATES)), Patience(self.progress, REFERENCE_STEPS))
+
+    @property
+    def still(self) -> Curve:
+        """The loop with no weight moving."""
+        return self._instead("still", stay, Steps(self.progress, STILL_STEPS))
+
+    def reference(self, rate: float) -> Curve:
+        """The loop with plain Adam at this rate in place of its steps."""
+        return self._instead(rate, Adam(rate), Steps(self.progress, REFERENCE_STEPS))
+
+    def rows_alike(self, rate: float) -> tuple[Curve, bool]:
+        """The same where every row of the model's input is the first, and whether they could be made so."""
+        rows = self._rows.setdefault("alike", OtherRows(self.rows, all_the_first))
+        steps = Steps(self.progress, REFERENCE_STEPS)
+        return self._instead(("alike", rate), Adam(rate), steps, rows.contexts), rows.made
+
+    def one_row(self, rate: float) -> Curve:
+        """The same where all rows of the batch are the first, whatever else stands in them than the model's input."""
+        plan = replace(self.plan, stream=self._stream_of_one_row)
+        return self._instead(("one row", rate), Adam(rate), Steps(self.progress, REFERENCE_STEPS), plan=plan)
+
+    def rows_rolled(self, rate: float) -> tuple[Curve, Curve, bool]:
+        """The first steps of plain Adam, and the same where every row stands in its neighbour's place, both in float64;
+        and whether that could be made."""
+        rows = self._rows.setdefault("rolled", OtherRows(self.rows, each_its_neighbours))
+        wide = replace(self.plan, double=True)
+        plain = self._instead(("straight", rate), Adam(rate), Steps(self.progress, ROLLED_STEPS), plan=wide)
+        steps = Steps(self.progress, ROLLED_STEPS)
+        rolled = self._instead(("rolled", rate), Adam(rate), steps, rows.contexts, plan=wide)
+        return plain, rolled, rows.made and plain.record.double and rolled.record.double
+
+    @property
+    def lost_before(self) -> bool:
+        """Whether all rows that come in at the first layers are the same."""
+        rolled = self._rows.get("rolled")
+        return rolled is not None and rolled.came and not rolled.changed and not rolled.passed_on
+
+    def has(self, name: str) -> bool:
+        """Whether the run of this name is made."""
+        return name in self._made
+
+    def seconds(self, steps: int) -> float:
+        """How long so many further steps take, by what the loop's own took."""
+        return self.curve.record.seconds / max(1, self.curve.steps) * steps
+
+    @property
+    def spent(self) -> float:
+        """How many seconds the runs took that are not the loop's own."""
+        return sum(curve.record.seconds for name, curve in self._made.items() if name != "own")
+
+    def _instead(
+        self,
+        name: object,
+        move: Move,
+        patience: Steps,
+        also: Contexts = lambda watch: (),
+        *,
+        plan: RunPlan | None = None,
+    ) -> Curve:
+        if name in self._made:
+            return self._made[name]
+        instead = Instead(move, kind_of(self.seen))
+        contexts: Contexts = lambda watch: (*also(watch), *instead.contexts(watch))  # noqa: E731
+        curve = self._run(plan or self.plan, contexts, patience, self.other)
+        self.reached = self.reached or instead.reached
+        known = [at for at in instead.work if at < curve.steps]
+        if known:
+            scale = next((e for e in curve.record.of(ScalerCall) if e.what == "scale" and e.enabled), None)
+            done = curve.losses[max(known)] - curve.losses[0]
+            expected = instead.work[max(known)] / (factor(scale) if scale else 1.0)
+            curve = replace(curve, done=done, expected=expected)
+        self._made[name] = curve
+        return curve
+
+    def _as_it_is(self, name: object, contexts: Contexts, patience: Steps, run: Callable[[RunPlan], Record]) -> Curve:
+        if name not in self._made:
+            self._made[name] = self._run(self.plan, contexts, patience, run)
+        return self._made[name]
+
+    def _run(self, plan: RunPlan, contexts: Contexts, patience: Steps, run: Callable[[RunPlan], Record]) -> Curve:
+        patience.seconds = plan.seconds / 2  # a run that goes on for longer than these is a refused one
+        window = max(1, round(self.seen.items / max(1, self.seen.rounds)))
+        plan = replace(
+            plan,
+            count=window * max(FIRST, self.most),
+            read_ahead=None,
+            stream=plan.stream or self._stream,
+            before_item=lambda number, _item: seed_all(self.plan.seed + number % PHASES),
+            prepare=patience.prepare,
+            enough=patience.enough,
+            contexts=contexts,
+        )
+        record = run(plan)
+        return Curve(tuple(Losses(record).read()), _rates(record), record, late=patience.late)
+
+    def _stream(self, loop: TrainLoop) -> Iterator[Any]:
+        """The same batch again and again."""
+        batch = first_batches(loop, 1)[0] if loop.batch is None else loop.batch
+        self.rows = nested.rows(batch)
+        self.differing = sum(_rows_differ(t, self.rows) for t in nested.tensors(batch))
+        return itertools.repeat(batch)
+
+    def _stream_of_one_row(self, loop: TrainLoop) -> Iterator[Any]:
+        batch = next(self._stream(loop))
+        try:
+            return itertools.repeat(nested.take(batch, [0] * self.rows))
+        except TypeError:
+            return itertools.repeat(batch)
+
+
+class Steps:
+    """Ends a run after so many steps, or ``seconds``. Losses are read every fourth: on a GPU each reading waits."""
+
+    def __init__(self, progress: Progress, most: int) -> None:
+        self._progress, self._most = progress, most
+        self._losses: Losses | None = None
+        self._began = 0.0
+        self.seconds = math.inf
+        self.late = False
+        self._steps = 0
+        self._over = False
+
+    def prepare(self, watch: Watch) -> None:
+        self._watch = watch
+        self._losses = Losses(watch.record)
+        self._began = time.perf_counter()
+
+    def enough(self, record: Record) -> bool:
+        if self._over or record.steps < self._steps + PHASES or self._losses is None:
+            return self._over
+        self._steps = record.steps
+        with self._watch.quietly():
+            self._watch.reader.resolve()
+        losses = self._losses.read()
+        if losses:
+            self._progress(len(losses), self._most, losses[-1])
+            lost = not any(map(math.isfinite, losses[-PHASES:]))
+            self._over = lost or self._seen_enough(losses, _rates(record))
+            self.late = not self._over and time.perf_counter() - self._began > self.seconds
+            self._over = self._over or self.late
+        return self._over
+
+    def _seen_enough(self, losses: Sequence[float], rates: Sequence[float]) -> bool:
+        return len(losses) >= self._most
+
+
+class Patience(Steps):
+    """Ends it also once the loss is halved, falls on and on (``going``), does not change any more, or, from ``first``
+    on, stands still."""
+
+    def __init__(
+        self, progress: Progress, most: int, first: int | None = None, going: Going = lambda losses, rates: False
+    ) -> None:
+        super().__init__(progress, most)
+        self._first, self._going = first or most, going
+
+    def _seen_enough(self, losses: Sequence[float], rates: Sequence[float]) -> bool:
+        spent = len(losses) >= self._most or (len(losses) >= self._first and not still_falls(losses))
+        sure = SURE <= len(losses) < FIRST and self._going(losses, rates)
+        return spent or sure or halved(losses) or _in_vain(losses, rates)
+
+
+def _going(losses: Sequence[float], rates: Sequence[float], ratios: Ratios) -> bool:
+    known = [rate for rate in rates if not math.isnan(rate)]
+    held = not known or known[-1] >= HELD * max(known)
+    fell = mean(losses[:PHASES]) - level(losses) >= LITTLE * abs(losses[0])
+    return held and fell and still_falls(losses) and not ratios.largest < TOO_SMALL
+
+
+def _in_vain(losses: Sequence[float], rates: Sequence[float]) -> bool:
+    """Whether nothing changes although the rates are not zero."""
+    last = losses[-IN_VAIN:]
+    same = len(last) == IN_VAIN and all(last[i] == last[i - PHASES] for i in range(PHASES, IN_VAIN))
+    return same and all(rate > 0 for rate in rates[-IN_VAIN:])
+
+
+def _rows_differ(tensor: torch.Tensor, rows: int) -> bool:
+    plain = tensor.layout is torch.strided and not tensor.is_nested and tensor.dim() > 0 and len(tensor) == rows > 1
+    return plain and not torch.equal(tensor, tensor[:1].expand_as(tensor))
+
+
+def _rates(record: Record) -> tuple[float, ...]:
+    """The largest rate of each step of the optimizer that steps most often."""
+    if not record.optimizers:
+        return ()
+    lead = max(record.optimizers, key=lambda o: o.steps).index
+    steps = [s for s in record.of(Step) if s.optimizer == lead and not s.nested]
+    return tuple(max((r for r in s.rates if not math.isnan(r)), default=math.nan) for s in steps)

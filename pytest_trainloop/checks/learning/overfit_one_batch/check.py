@@ -1,0 +1,320 @@
+"""One fixed batch can be learned.
+
+What it does
+    It runs the loop on one batch again and again, until its loss is halved. Where it is not, the same model, data and
+    loss are run with plain Adam in place of the loop's own steps, and once more with every row of the input the same.
+
+Why is this bad?
+    What cannot learn sixteen rows by heart will not learn a million. It takes seconds to see here, and days of curves
+    that look merely slow elsewhere.
+
+How it decides
+    Batch i is run under seed i modulo 4, so that losses under one seed can be compared. The loop passes as soon as the
+    loss is half of what it was under each of the four; as soon as it went half of the way to where plain Adam comes to
+    (the better of two rates, 150 steps, from the same start); and, after 100 steps, if it still lowers its loss by
+    steps that change its weights: it is merely slow, as fine-tuning is.
+    It fails by one of these observations. A clip leaves a hundredth of the gradient or less, the loss stands still, and
+    higher rates learn the batch. The rates of all steps add up to less than five at their peak, and held there they
+    learn it. It stands still, and without weight decay it learns. Every step finds the weights, bit for bit, where the
+    first did: each update is undone. Steps lead up the gradient. The rate is far too low or too high, as update_ratio
+    tells. Plain Adam, too, stops above half of the first loss, at the very loss that it comes to when all rows of the
+    input are the same, and takes the same way there when every row stands in its neighbour's place: the model cannot
+    use its input.
+    Curves alone are no fault: the loss of many a right loop stands on a plateau for thousands of steps.
+    A loss is judged only where it is one. It must come again with its seed while no weight moves, and change by what
+    its gradients say (the integral of gradient times displacement): policy gradients, targets that move and annealed
+    weights do not, and are skipped, as are loops with several losses for several optimizers.
+    Options: ``steps`` (300 of the loop's own at most) and ``seconds`` (60 for all runs that are not the loop's own).
+
+Faulty
+    >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)   # meant for epochs
+    >>> for group in optimizer.param_groups:
+    ...     group["lr"] = 0.01
+    >>> for x, y in batches:
+    ...     optimizer.zero_grad()
+    ...     F.cross_entropy(model(x), y).backward()
+    ...     optimizer.step()
+    ...     schedule.step()
+
+Fixed
+    >>> for x, y in batches:
+    ...     optimizer.zero_grad()
+    ...     F.cross_entropy(model(x), y).backward()
+    ...     optimizer.step()
+
+Known limits
+    Twice a softmax, a ReLU on the output or an inverted temperature can be learned by heart and pass. A loss that falls
+    without bound has no end to be measured against.
+
+References
+    https://karpathy.github.io/2019/04/25/recipe/
+    https://arxiv.org/abs/1412.6980
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.finding import Finding
+from pytest_trainloop.registry import check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.checks.learning.one_batch import Curve, OneBatch
+    from pytest_trainloop.checks.learning.outcome import Learning
+    from pytest_trainloop.checks.learning.remedies import Cure
+    from pytest_trainloop.records.clips import Clip
+    from pytest_trainloop.runs.evidence import Evidence
+
+FEW = 5.0
+"""Steps at the peak rate to which those of a run must add up, or its schedule is over before anything happened."""
+
+CAUSES = {
+    "input_unused": "plain Adam goes the same way whatever row stands beside a label, and no further than with one row",
+    "rate_decays": "the rates add up to a few steps at their peak, and held there they learn the batch",
+    "clipped_away": "gradients are clipped to a hundredth or less, and higher rates, which undo that, learn the batch",
+    "not_learning": "steps lead up the gradient, or other rates learn the batch, or an earlier check says why",
+    "update_undone": "steps move the weights, and each finds them bit for bit where the first had found them",
+    "drowned_by_decay": "without weight decay, and with nothing else changed, the batch is learned",
+    "slow": "the loss stands on a plateau in steps in which plain Adam goes much further",
+}
+
+
+@check(needs={"run"}, causes=CAUSES, rank=20)
+def overfit_one_batch(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.checks.learning.outcome import SECONDS, learning, require_a_curve, single_loss
+    from pytest_trainloop.checks.learning.overfit_one_batch.input_use import unused
+    from pytest_trainloop.records.clips import clipped_to
+
+    single_loss(evidence.run())
+    steps = evidence.options.get("steps")
+    batch = evidence.one_batch() if steps is None else evidence.one_batch(int(steps))
+    if batch.curve.halved:
+        return
+    require_a_curve(batch.curve)
+    if behind := evidence.behind("overfit_one_batch"):
+        if batch.curve.stands_still:
+            yield _follows(batch, behind[0])
+        return
+    if batch.ratios.undone:
+        yield _undone(batch)
+        return
+    clip = clipped_to(batch.seen)
+    clipped = clip is not None and clip.starves and batch.curve.stands_still
+    going = batch.going and not clipped
+    if going and batch.quick.halved:
+        return
+    seconds = float(evidence.options.get("seconds", SECONDS))
+    found = learning(batch, seconds)
+    alike = unused(batch, found)
+    if alike is not None:
+        yield _unused(batch, found, alike)
+    elif found.hopeless:
+        raise CannotDecide(
+            f"plain Adam takes no more than {found.start - found.reference:.2g} off the loss of {found.start:.3g} "
+            "either (little to learn, or few weights that train); give a batch that the model can learn by heart"
+        )
+    elif not (found.learned or going):
+        yield _stuck(batch, found, seconds)
+
+
+def _reached(found: Learning) -> str:
+    return (
+        f"loss {found.start:.4g} at the start, {found.end:.4g} after {found.steps} steps; plain Adam (rate "
+        f"{found.rate:g}) comes to {found.reference:.4g}"
+    )
+
+
+def _follows(batch: OneBatch, behind: Finding) -> Finding:
+    curve = batch.curve
+    return Finding(
+        cause="not_learning",
+        summary=f"one fixed batch is not learned; {behind.check} says why: {behind.summary}",
+        measured=f"loss {curve.start:.4g} at the start, {curve.end:.4g} after {curve.steps} steps",
+        shown_by=f"{behind.check} finds {behind.cause} in the same loop",
+        culprits=behind.culprits,
+        where=behind.where,
+        repair=f"mend that first: {behind.repair}" if behind.repair else "mend that first",
+    )
+
+
+def _undone(batch: OneBatch) -> Finding:
+    curve = batch.curve
+    return Finding(
+        cause="update_undone",
+        summary="every update is undone before the next step: the weights are always where they began",
+        measured=f"loss {curve.start:.4g} at the start, {curve.end:.4g} after {curve.steps} steps",
+        shown_by="steps move the weights, and each finds them bit for bit where the first had found them",
+        culprits=("weights",),
+        where=batch.seen.step_line(),
+        repair="look for what writes the weights after the step: a load_state_dict, an average copied back, a restore",
+        explains=("update_ratio",),
+    )
+
+
+def _unused(batch: OneBatch, found: Learning, alike: float) -> Finding:
+    lost = batch.lost_before
+    return Finding(
+        cause="input_unused",
+        summary=(
+            "the model cannot use its input: all rows that reach its first layer are the same"
+            if lost
+            else "the model cannot use its input: whatever the rows hold, the loss is the same"
+        ),
+        measured=(
+            f"plain Adam comes from {found.start:.4g} to {found.reference:.4g}"
+            + ("" if lost else f", with all rows alike to {alike:.4g}")
+        ),
+        shown_by=(
+            "the rows of the batch differ, and those that come in at layers with weights do not"
+            if lost
+            else "with each row in its neighbour's place and the labels in theirs, the loss goes the same way"
+        ),
+        culprits=("model",),
+        repair=(
+            "look for what makes rows alike: shapes (N, 1) against (N,) that broadcast in the loss, units that are all "
+            "dead or saturated, a mask that hides everything, whole numbers that were divided (uint8 // 255)"
+        ),
+        explains=("update_ratio",),
+    )
+
+
+def _stuck(batch: OneBatch, found: Learning, seconds: float) -> Finding:
+    """The first observation that names a cause; advice where there is none."""
+    from pytest_trainloop.checks.learning.remedies import held, higher, lower, undecayed, usual_eps
+    from pytest_trainloop.records.clips import clipped_to
+
+    if found.by_hand:
+        return _slow(batch, found, "weights or gradients are also written by hand, which may be meant to slow it")
+    clip = clipped_to(batch.seen)
+    if clip is not None and clip.starves and found.stands_still:
+        helped = higher(batch, found, seconds)
+        if helped is not None:
+            return _clipped(found, clip, helped)
+    if found.nowhere and (without := undecayed(batch, found)) is not None:
+        return _drowned(batch, found, without)
+    if found.decayed and (curve := held(batch, found)) is not None:
+        return _decays(batch, found, curve)
+    if found.astray:
+        return _astray(found)
+    if found.peak == 0:
+        return _without_rate(found)
+    if found.too_small and (eps := usual_eps(batch, found)) is not None:
+        return _by_eps(found, *eps)
+    if found.too_small and (helped := higher(batch, found, seconds)) is not None:
+        return _by_rates(found, helped)
+    if found.too_far and (helped := lower(batch, found, seconds)) is not None:
+        return _by_rates(found, helped)
+    if found.too_small:
+        return _slow(batch, found, "steps move next to nothing, and no higher rate that was tried changes that")
+    return _slow(batch, found, "steps lead down the gradient, at a rate that is neither too low nor too high to learn")
+
+
+def _clipped(found: Learning, clip: Clip, helped: Cure) -> Finding:
+    return Finding(
+        cause="clipped_away",
+        summary=f"the clip leaves {clip.share:.1g} of the gradient, and the loop does not learn its batch",
+        measured=f"{_reached(found)}; the clip's bound is {clip.limit:g}",
+        shown_by=f"with rates {helped.factor:g} times as high the batch is learned in {helped.steps} steps",
+        culprits=(clip.by,),
+        where=clip.where,
+        repair="clip at the size of ordinary gradients (1.0 for most models), or raise the rate",
+        explains=("update_ratio",),
+    )
+
+
+def _drowned(batch: OneBatch, found: Learning, without: Curve) -> Finding:
+    decay = max(d for o in batch.seen.optimizers for d in o.decays)
+    return Finding(
+        cause="drowned_by_decay",
+        summary=f"weight decay of {decay:g} drowns the gradient: the loop does not learn its batch",
+        measured=_reached(found),
+        shown_by=f"without decay, and with nothing else changed, the batch is learned in {without.steps} steps",
+        culprits=("weight_decay",),
+        where=batch.seen.step_line(),
+        repair="a smaller weight_decay (AdamW's default is 0.01; each step takes rate times decay off the weights)",
+        explains=("update_ratio",),
+    )
+
+
+def _decays(batch: OneBatch, found: Learning, curve: Curve) -> Finding:
+    rates = batch.curve.rates
+    gone = next(i for i, rate in enumerate(rates) if rate < 0.01 * max(rates))
+    whole = sum(rates) / max(rates)
+    return Finding(
+        cause="rate_decays",
+        level="fault" if whole < FEW else "advice",
+        summary=f"the rate is below a hundredth of its peak from step {gone + 1} on, before anything is learned",
+        measured=(
+            f"{_reached(found)}; rate {max(rates):.1e} at its peak, {rates[-1]:.1e} at the end: all steps add up to "
+            f"{whole:.1f} at the peak"
+        ),
+        shown_by=f"with the rates held at their peak the batch is learned in {curve.steps} steps",
+        culprits=("lr",),
+        where=batch.seen.step_line(),
+        repair="give the schedule the number of steps that the loop makes, and step it as often as it counts",
+        explains=("update_ratio",),
+    )
+
+
+def _astray(found: Learning) -> Finding:
+    return Finding(
+        cause="not_learning",
+        summary="the optimizer does not lower the loss of one fixed batch: its steps lead up the gradient",
+        measured=_reached(found),
+        shown_by=(
+            "plain Adam learns with the same model and data; the cosine between the loop's steps and the way down the "
+            f"gradient is {found.descent:.2f} in the mean"
+        ),
+        culprits=("optimizer",),
+        repair="look at the sign of the update, at what it is applied to, and at what writes the weights afterwards",
+        explains=("update_ratio",),
+    )
+
+
+def _without_rate(found: Learning) -> Finding:
+    return Finding(
+        cause="not_learning",
+        summary=f"one fixed batch is not learned: the rate is 0 in all of {found.steps} steps",
+        measured=_reached(found),
+        shown_by="plain Adam learns with the same model and data",
+        culprits=("lr",),
+        repair="see update_ratio",
+    )
+
+
+def _by_rates(found: Learning, helped: Cure) -> Finding:
+    return Finding(
+        cause="not_learning",
+        summary=f"one fixed batch is not learned at this rate, and is at {helped.factor:g} times the rate",
+        measured=_reached(found),
+        shown_by=f"with rates {helped.factor:g} times as high the batch is learned in {helped.steps} steps",
+        culprits=("lr",),
+        repair="see update_ratio",
+    )
+
+
+def _by_eps(found: Learning, eps: float, steps: int) -> Finding:
+    return Finding(
+        cause="not_learning",
+        summary=f"one fixed batch is not learned with eps = {eps:g}, and is with a usual one",
+        measured=_reached(found),
+        shown_by=f"with eps = 1e-8 in its place the batch is learned in {steps} steps",
+        culprits=("eps",),
+        repair="see update_ratio",
+    )
+
+
+def _slow(batch: OneBatch, found: Learning, shown: str) -> Finding:
+    rate = max(batch.curve.rates, default=float("nan"))
+    return Finding(
+        cause="slow",
+        level="advice",
+        summary=f"one fixed batch is learned slowly: {found.progress:.0%} of the way that plain Adam goes",
+        measured=f"{_reached(found)}; this loop's rate is {rate:.1e} at most",
+        shown_by=shown,
+        culprits=("lr",),
+        repair="nothing, if that is meant; else another rate, or momentum",
+    )

@@ -1,0 +1,89 @@
+"""Runs in which the rows of the model's input are others: all of them the first, or each its neighbour's.
+
+Rows are changed where data comes in: at calls of layers with parameters of their own and no modules below them, whose
+input has no history. Labels do not pass there, so they stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from pytest_trainloop.runs.hooks import hooked
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import nn
+
+    from pytest_trainloop.recording.watch import Watch
+
+Change = Callable[[torch.Tensor, int], torch.Tensor]
+"""Other rows along an axis."""
+
+
+def all_the_first(given: torch.Tensor, axis: int) -> torch.Tensor:
+    return given.narrow(axis, 0, 1).expand_as(given).clone()
+
+
+def each_its_neighbours(given: torch.Tensor, axis: int) -> torch.Tensor:
+    return given.roll(1, axis)
+
+
+def takes_data(module: nn.Module, args: Any) -> bool:
+    """Whether this is a layer where data may come in."""
+    own = any(True for _ in module.parameters(recurse=False))
+    return bool(own and args and not any(True for _ in module.children()))
+
+
+class OtherRows:
+    """To be used by ``contexts`` of a run over batches with so many rows.
+
+    ``came`` tells that some input had rows, ``changed`` that some became another, ``passed_on`` that some went in as it
+    was, since its rows could not be told.
+    """
+
+    def __init__(self, rows: int, change: Change) -> None:
+        self._rows = rows
+        self._change = change
+        self.changed = False
+        self.passed_on = False
+        self.came = False
+
+    @property
+    def made(self) -> bool:
+        """Whether rows became others wherever data came in."""
+        return self.changed and not self.passed_on
+
+    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        return (self._watching(watch),)
+
+    @contextlib.contextmanager
+    def _watching(self, watch: Watch) -> Iterator[None]:
+        def enter(module: nn.Module, args: Any) -> Any:
+            if not takes_data(module, args):
+                return None
+            with watch.quietly(), torch.no_grad():
+                return tuple(self._other(a) if isinstance(a, torch.Tensor) else a for a in args)
+
+        with hooked(register_module_forward_pre_hook(enter)):
+            yield
+
+    def _other(self, given: torch.Tensor) -> torch.Tensor:
+        if given.requires_grad or given.layout is not torch.strided or given.is_nested:
+            self.passed_on = self.passed_on or not given.requires_grad
+            return given
+        if given.dim() < 2 and not given.is_floating_point() and len(given) != self._rows:
+            return given  # positions
+        axis = next((d for d in (0, 1) if given.dim() > d and given.shape[d] == self._rows), None)
+        if axis is None:
+            self.passed_on = self.passed_on or not (given.dim() > 0 and given.shape[0] == 1)
+            return given
+        self.came = True
+        other = self._change(given, axis)
+        self.changed = self.changed or not torch.equal(other, given)
+        return other

@@ -1,0 +1,211 @@
+"""Steps are as large as weights need them.
+
+What it does
+    On one fixed batch it measures by how much of its size a step moves each weight matrix, and at which rates. Where
+    the batch is not learned, it tries other rates on fresh loops.
+
+Why is this bad?
+    A rate that is a thousand times too low looks like a hard problem: the loss falls a little, for weeks. One that is
+    too high looks like a broken model.
+
+How it decides
+    The textbook's band of 1e-4 to 1e-2 is left by nine in ten right loops that are small, so it is not asked for. The
+    rate is too low where no measured step moves the weight matrices of a group by more than 2e-6 of their size (a
+    hundred thousand of them, all in one direction, would move them by a fifth), where the loss of one batch falls by
+    less than a twentieth in 300 steps and plain Adam lowers it, and where rates that are higher by a power of ten, and
+    nothing else, learn it; or an eps that is larger than 1e-3 is too large, if a usual one alone learns it.
+    It is too high where the loss of that batch ends above its start, or stands still after steps that are as large as
+    the weights, and lower rates learn it. Rates that still rise after 300 steps, schedules that have ended by then, and
+    loops that have no one loss to lower are left alone.
+    Advice: weights that were loaded (they are the same under another seed) train at the rate of a head that was drawn.
+
+Faulty
+    >>> for group in optimizer.param_groups:
+    ...     group["lr"] = 1e-7                                            # meant for Adam in 32 bits of another scale
+    >>> for x, y in batches:
+    ...     optimizer.zero_grad()
+    ...     F.cross_entropy(model(x), y).backward()
+    ...     optimizer.step()
+
+Fixed
+    >>> for group in optimizer.param_groups:
+    ...     group["lr"] = 0.1
+    >>> for x, y in batches:
+    ...     optimizer.zero_grad()
+    ...     F.cross_entropy(model(x), y).backward()
+    ...     optimizer.step()
+
+Known limits
+    A single batch tells when nothing happens and when everything breaks, not which rate is best. A rate for pretrained
+    weights is low for weights that are not.
+
+References
+    https://arxiv.org/abs/1506.01186
+    https://cs231n.github.io/neural-networks-3/#ratio
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.finding import Finding
+from pytest_trainloop.registry import check
+from pytest_trainloop.wording import some
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.checks.learning.one_batch import OneBatch
+    from pytest_trainloop.checks.learning.outcome import Learning
+    from pytest_trainloop.checks.learning.remedies import Cure
+    from pytest_trainloop.runs.evidence import Evidence
+
+CONSEQUENCES = ("overfit_one_batch",)
+
+CAUSES = {
+    "one_rate": "weights that are the same under another seed train at the rate of weights that are drawn anew",
+    "rate_too_low": "no step moves the weights by more than 2e-6 of their size, and higher rates learn the batch",
+    "eps_too_large": "no step moves the weights by more than 2e-6 of their size, and with a usual eps alone they learn",
+    "rate_too_high": "the loss of one batch rises or stands still under large steps, and lower rates alone learn it",
+}
+
+
+@check(needs={"run"}, causes=CAUSES, rank=10)
+def update_ratio(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.checks.learning.outcome import SECONDS, learning, require_a_curve, single_loss
+    from pytest_trainloop.checks.learning.remedies import higher, lower, undecayed, usual_eps
+    from pytest_trainloop.records.clips import clipped_to
+
+    yield from _one_rate(evidence)
+    single_loss(evidence.run())
+    batch = evidence.one_batch()
+    if batch.curve.halved or batch.going:
+        return
+    require_a_curve(batch.curve)
+    if behind := evidence.behind("update_ratio"):
+        raise CannotDecide(f"{behind[0].check} finds {behind[0].cause}, which explains that the batch is not learned")
+    seconds = float(evidence.options.get("seconds", SECONDS))
+    found = learning(batch, seconds)
+    if found.hopeless:
+        raise CannotDecide("plain Adam does not lower the loss either; give a batch that the model can learn by heart")
+    if found.by_hand or found.learned or found.astray or found.decayed or batch.ratios.undone:
+        return
+    if found.nowhere and undecayed(batch, found) is not None:
+        return
+    clip = clipped_to(batch.seen)
+    if found.peak == 0:
+        yield _nothing(batch, found)
+    elif found.too_far:
+        helped = lower(batch, found, seconds)
+        if helped is not None:
+            yield _too_high(batch, found, helped)
+    elif found.too_small and not (clip is not None and clip.starves):
+        if (eps := usual_eps(batch, found)) is not None:
+            yield _eps(batch, found, *eps)
+            return
+        helped = higher(batch, found, seconds)
+        if helped is not None:
+            yield _too_low(batch, found, helped)
+
+
+def _one_rate(evidence: Evidence) -> Iterator[Finding]:
+    """Advice where a trunk that was loaded and a head that was drawn train at one rate (O19)."""
+    record, origins = evidence.run(), evidence.origins()
+    steps = {step.optimizer: step for step in reversed(record.consuming_steps())}
+    rates: dict[str, dict[float, list[str]]] = {"loaded": {}, "drawn": {}}
+    for optimizer in record.optimizers:
+        groups = steps[optimizer.index].rates if optimizer.index in steps else ()
+        for index, group in zip(optimizer.parameters, optimizer.groups, strict=True):
+            name = record.name(index)
+            if name in origins and group < len(groups):
+                rates[origins[name]].setdefault(groups[group], []).append(name)
+    both = rates["loaded"].keys() | rates["drawn"].keys()
+    if len(both) != 1 or not rates["loaded"] or not rates["drawn"]:
+        return
+    rate = next(iter(both))
+    loaded, drawn = rates["loaded"][rate], rates["drawn"][rate]
+    if len(loaded) > len(drawn):
+        yield Finding(
+            cause="one_rate",
+            level="advice",
+            summary=f"{len(loaded)} weight matrices that were loaded train at the rate of {some(drawn)}, drawn anew",
+            measured=f"one rate for all, {rate:.1e} at the first step",
+            shown_by="built under another seed, the first are the same bit for bit and the others are not",
+            culprits=tuple(drawn),
+            repair="two parameter groups: a rate about ten times as high for what is new",
+        )
+
+
+def _measured(batch: OneBatch, found: Learning) -> str:
+    groups = sorted({(r.optimizer, r.group) for r in batch.ratios.seen})
+    told = [
+        f"{max(r.ratio for r in batch.ratios.seen if (r.optimizer, r.group) == at):.1e}"
+        + (f" in group {at[1]}" if len(groups) > 1 else "")
+        for at in groups[:4]
+    ]
+    return (
+        f"a step moves the weight matrices by {', '.join(told)} of their size at rate {max(batch.curve.rates):.1e}; "
+        f"loss {found.start:.4g} at the start, {found.end:.4g} after {found.steps} steps"
+    )
+
+
+def _shown(helped: Cure) -> str:
+    low, high = helped.band
+    band = f"; rates from {low:.0e} to {high:.0e} learn" if high > low else f"; a rate of {low:.0e} learns"
+    return f"with rates {helped.factor:g} times as high the batch is learned in {helped.steps} steps{band}"
+
+
+def _too_low(batch: OneBatch, found: Learning, helped: Cure) -> Finding:
+    return Finding(
+        cause="rate_too_low",
+        summary=f"the rate is too low for anything to happen: {helped.factor:g} times as high it learns its batch",
+        measured=_measured(batch, found),
+        shown_by=_shown(helped),
+        culprits=("lr",),
+        where=batch.seen.step_line(),
+        repair=f"a rate between {helped.band[0]:.0e} and {helped.band[1]:.0e}",
+        explains=CONSEQUENCES,
+    )
+
+
+def _eps(batch: OneBatch, found: Learning, eps: float, steps: int) -> Finding:
+    return Finding(
+        cause="eps_too_large",
+        summary=f"eps = {eps:g} is so much larger than the root of the second moment that steps come to nothing",
+        measured=_measured(batch, found),
+        shown_by=f"with eps = 1e-8 in its place and all else alike the batch is learned in {steps} steps",
+        culprits=("eps",),
+        where=batch.seen.step_line(),
+        repair="eps=1e-8, or a rate that makes up for it: where eps dominates, steps go as lr / eps",
+        explains=CONSEQUENCES,
+    )
+
+
+def _nothing(batch: OneBatch, found: Learning) -> Finding:
+    return Finding(
+        cause="rate_too_low",
+        summary=f"the rate is 0 in all of {found.steps} steps",
+        measured=_measured(batch, found),
+        shown_by="no group of the optimizer has a rate above 0 at any step, and it does not rise",
+        culprits=("lr",),
+        where=batch.seen.step_line(),
+        repair="look at what sets it: a warm-up that counts in whole numbers, a factor of 0, a schedule that has ended",
+        explains=CONSEQUENCES,
+    )
+
+
+def _too_high(batch: OneBatch, found: Learning, helped: Cure) -> Finding:
+    return Finding(
+        cause="rate_too_high",
+        summary=(
+            f"the rate is too high: the loss of one batch {'rises' if found.diverged else 'does not fall'}, and at "
+            f"{helped.factor:g} times the rate is learned"
+        ),
+        measured=_measured(batch, found),
+        shown_by=_shown(helped),
+        culprits=("lr",),
+        where=batch.seen.step_line(),
+        repair=f"a rate of {helped.band[1]:.0e} or lower; a warm-up; a clip",
+        explains=CONSEQUENCES,
+    )

@@ -1,0 +1,51 @@
+"""A run whose inputs are of unit size: whether a loss that is far too high comes from the inputs or the weights."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from pytest_trainloop.checks.learning.swapped_rows import takes_data
+from pytest_trainloop.runs.hooks import hooked
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import nn
+
+    from pytest_trainloop.recording.watch import Watch
+
+LARGE = 3.0
+"""Root mean square from which an input is not of unit size."""
+
+
+class UnitInputs:
+    """To be used by ``contexts`` of a run: what comes in is divided by its root mean square where that is large;
+    ``largest`` is the largest that was seen."""
+
+    def __init__(self) -> None:
+        self.largest = 0.0
+
+    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        return (self._watching(watch),)
+
+    @contextlib.contextmanager
+    def _watching(self, watch: Watch) -> Iterator[None]:
+        def enter(module: nn.Module, args: Any) -> Any:
+            if not takes_data(module, args):
+                return None
+            with watch.quietly(), torch.no_grad():
+                return tuple(self._of_unit_size(a) for a in args)
+
+        with hooked(register_module_forward_pre_hook(enter)):
+            yield
+
+    def _of_unit_size(self, given: Any) -> Any:
+        if not isinstance(given, torch.Tensor) or not given.is_floating_point() or given.requires_grad:
+            return given
+        size = float(given.double().square().mean().sqrt())
+        self.largest = max(self.largest, size)
+        return given / size if size > LARGE else given

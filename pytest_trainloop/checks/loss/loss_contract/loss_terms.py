@@ -1,0 +1,140 @@
+"""What is backpropagated against the losses that were computed: turned round, added without a gradient, left out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pytest_trainloop.checks.loss.loss_contract.call import Breach, Call
+from pytest_trainloop.recording.torch_functions import LOSSES
+from pytest_trainloop.tracing.provenance_queries import layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.tracing.provenance import Node
+
+_ADDS = frozenset({"add", "radd", "__add__", "__radd__", "sub", "__sub__", "stack", "cat", "sum", "mean"})
+_SCALES = frozenset({"mul", "rmul", "__mul__", "div", "__truediv__", "truediv", "neg", "__neg__"})
+
+
+def turned(call: Call) -> Iterator[Breach]:
+    """A loss that is maximised: what is backpropagated is a negative multiple of it, and of nothing else."""
+    if call.root is None or call.weights is None:
+        return
+    weights, values = call.weights.detach().double(), call.out.detach().double()
+    if weights.shape != values.shape or not bool((weights <= 0).all()) or not bool((weights < 0).any()):
+        return
+    alone = abs(float((weights * values).sum()) - call.root) <= 1e-4 * abs(call.root)
+    target = call.given.get("target")
+    if alone and not (isinstance(target, torch.Tensor) and target.requires_grad):
+        yield _turned(call, "fault")
+    elif call.name in LOSSES:
+        yield _turned(call, "advice")
+
+
+def turned_pick(call: Call) -> Iterator[Breach]:
+    """Logarithms of probabilities, picked by label, whose mean is minimised as it is."""
+    node = call.node("input")
+    if call.root is None or call.weights is None or node is None or node.op != "log_softmax":
+        return
+    weights, values = call.weights.detach().double(), call.out.detach().double()
+    if weights.shape != values.shape or not bool((weights > 0).all()):
+        return
+    one = bool(((weights - weights.flatten()[0]).abs() <= 1e-6 * weights.flatten()[0].abs()).all())
+    if one and abs(float((weights * values).sum()) - call.root) <= 1e-4 * abs(call.root):
+        yield _turned(call, "fault")
+
+
+def _turned(call: Call, level: str) -> Breach:
+    value = float(call.out.detach().double().mean())
+    alone = level == "fault"
+    return Breach(
+        cause="sign_flipped",
+        level="fault" if alone else "advice",
+        summary=f"{call.name} is maximised: what is backpropagated " + ("is its negative" if alone else "subtracts it"),
+        measured=f"{call.name} {value:.4g}, backpropagated {call.root:.4g}",
+        shown_by="the gradient of what is backpropagated with respect to it"
+        + (", and their values: there is nothing else in it" if alone else ""),
+        culprit=call.name,
+        where=str(call.place),
+        repair="leave the minus out" if alone else "nothing, if it is to grow; else add it",
+        always=True,
+    )
+
+
+def is_meant(record: Record, layer: str | None) -> bool:
+    """Whether a loss may be maximised with good reason: the optimizer does it back, or does not hold the layer that
+    gave the scores (an attack on the inputs)."""
+    return any(o.maximizes for o in record.optimizers) or not _held_below(record, layer)
+
+
+def never_trained(record: Record, layer: str | None) -> bool:
+    """Whether an optimizer holds the layer that gave the scores, and no gradient ever came in at it."""
+    held = _held_below(record, layer)
+    return bool(held) and all(not any(record.arrivals(i)) for i in held)
+
+
+def _held_below(record: Record, layer: str | None) -> list[int]:
+    return [i for i in record.held if layer is not None and _is_of(record.parameters[i].name, layer)]
+
+
+def _is_of(name: str, layer: str) -> bool:
+    return name.startswith(f"{layer}.") if layer else "." not in name
+
+
+def layer_of(call: Call) -> str | None:
+    """The path of the layer with weights that gave the scores."""
+    found = layout(call.node("input"))
+    return found.layer.module if found is not None and any(p.parameter for p in found.layer.parents) else None
+
+
+def without_gradient(root: Node) -> Iterator[Node]:
+    """Losses whose value is added to what is backpropagated, and whose gradient is not."""
+    added: list[tuple[Node, bool]] = []
+    todo, seen = [(root, True)], 0
+    while todo and seen < 400:
+        node, alive = todo.pop()
+        seen += 1
+        alive = alive and node.history
+        if node.op in LOSSES:
+            added.append((node, alive))
+        elif node.moves or node.op in _ADDS or (node.op in _SCALES and _by_number(node)):
+            todo.extend((p, alive) for p in node.parents if p.floating)
+    live = [node for node, alive in added if alive]
+    yield from (node for node, alive in added if not alive and live and node not in live)
+
+
+def _by_number(node: Node) -> bool:
+    """Whether it scales by a plain number: a product of two results is no sum of parts."""
+    return len([p for p in node.parents if p.op]) == 1
+
+
+def detached(name: str, where: str) -> Breach:
+    return Breach(
+        cause="part_detached",
+        summary=f"the value of {name} is added to what is backpropagated, and its gradient is not",
+        measured="in every backward pass",
+        shown_by="the sum is made of it without its history, beside a loss that has one",
+        culprit=name,
+        where=where,
+        repair="add the loss itself, without detach() and outside of no_grad()",
+    )
+
+
+def left_out(name: str, where: str, untrained: str | None) -> Breach:
+    """``untrained`` is the layer that is trained by nothing else."""
+    return Breach(
+        cause="part_left_out",
+        level="advice" if untrained is None else "fault",
+        summary=f"{name} is computed with a history and goes into nothing that is backpropagated"
+        + (f": {untrained} is trained by nothing else" if untrained else ""),
+        measured="in no step of the run",
+        shown_by="no gradient came in at its value, and others did"
+        + ("; an optimizer holds the layer, and no gradient ever reached it" if untrained else ""),
+        culprit=untrained or name,
+        where=where,
+        repair="add it to the loss" + ("" if untrained else "; where it is only logged, compute it under no_grad()"),
+    )

@@ -1,0 +1,1 @@
+"""Properties of one loss function, described by a LossContract."""

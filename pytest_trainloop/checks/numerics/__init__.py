@@ -1,0 +1,1 @@
+"""Whether values stay finite and low precision computes what float32 does."""

@@ -1,0 +1,117 @@
+"""The backward passes of two runs side by side: what was backpropagated, and the gradients that arrived."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.gradients.compare import Agreement, agreement
+from pytest_trainloop.gradients.vectors import Gradient, values, vectors
+from pytest_trainloop.recording.events import Backward, Step
+
+if TYPE_CHECKING:
+    from pytest_trainloop.checks.numerics.checkpointing_equivalence.fixed_weights import Run
+    from pytest_trainloop.recording.record import Record
+
+WRAPPED = "_checkpoint_wrapped_module."
+"""What torch's own wrapper puts into the names of what it holds."""
+
+
+def plain_name(name: str) -> str:
+    """The name that a parameter has in a model that is not wrapped."""
+    return name.replace(WRAPPED, "").replace("_orig_mod.", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """The first backward pass whose gradients differ: its number, what was backpropagated in each run, how far the
+    gradients agree, and the parameters whose own do not; ``bare`` are those that get none in the first of the runs."""
+
+    nth: int
+    loss: tuple[float, float]
+    gradients: Agreement
+    names: tuple[str, ...]
+    bare: tuple[str, ...]
+    place: str
+    forward: bool
+
+    @property
+    def drifted(self) -> bool:
+        """Whether the loss of a later pass differs first: the generators, or some state, are elsewhere by then, and no
+        gradient was wrong."""
+        return self.forward and self.nth > 0
+
+
+def first_apart(on: Run, off: Run, bound: float) -> Apart | None:
+    """None where all passes agree that both runs have."""
+    judged = held_names(off.record)
+    for nth, (a, b) in enumerate(zip(passes(on.record), passes(off.record), strict=False)):
+        mine, others = (gradients(r, p, judged) for r, p in ((on, a), (off, b)))
+        vector = vectors([others, mine])
+        if not any(bool(torch.isfinite(v).all()) for v in vector):
+            raise CannotDecide("the gradients are not finite, with checkpointing and without (see finite)")
+        found = agreement(*vector)
+        if not found.difference <= bound:
+            names = tuple(n for n in sorted({*mine, *others}) if not _alike(mine, others, n, bound))
+            bare = tuple(n for n in names if n not in mine)
+            loss = (_total(a), _total(b))
+            forward = not all(_near(x.value, y.value, bound) for x, y in zip(a.roots, b.roots, strict=False))
+            return Apart(nth, loss, found, names, bare, str(b.place), forward or len(a.roots) != len(b.roots))
+    return None
+
+
+def passes(record: Record) -> list[Backward]:
+    """The backward passes from the weights that the run began with, but those of one step after its first."""
+    by_hand = not any(o.steps for o in record.optimizers)
+    until = min((m.at for m in record.moves), default=math.inf) if by_hand else math.inf
+    taken: set[int] = set()
+    found = []
+    for backward in record.of_backward():
+        around = next((i for i, s in enumerate(record.of(Step)) if s.at < backward.at < s.until), None)
+        if backward.at < until and (around is None or around not in taken):
+            found.append(backward)
+        if around is not None:
+            taken.add(around)
+    return found
+
+
+def held_names(record: Record) -> set[str]:
+    """The parameters that an optimizer holds and that are not meant to rest; all where there is no optimizer."""
+    held = record.held or {p.index: () for p in record.parameters}
+    return {plain_name(record.name(i)) for i in held if not record.declared_frozen(record.name(i))}
+
+
+def gradients(run: Run, backward: Backward, judged: set[str]) -> Gradient:
+    """What one pass left in ``.grad``, by parameter; what arrived last where nothing was accumulated, as for
+    ``torch.autograd.grad``."""
+    record, accumulated = run.record, run.kept.grads.get(backward.at, {})
+    found: Gradient = {}
+    for index, arrived in backward.arrivals.items():
+        name, last = plain_name(record.name(index)), arrived[-1].incoming
+        if name not in judged:
+            continue
+        if index in accumulated:
+            found[name] = _wide(accumulated[index])
+        elif last.sample and not last.sparse:
+            found[name] = values(last, record.parameters[index].dtype)
+    return found
+
+
+def _wide(entries: torch.Tensor) -> torch.Tensor:
+    return (torch.view_as_real(entries).reshape(-1) if entries.is_complex() else entries).to("cpu", torch.float64)
+
+
+def _alike(a: Gradient, b: Gradient, name: str, bound: float) -> bool:
+    return agreement(*vectors([{name: g[name]} if name in g else {} for g in (a, b)])).difference <= bound
+
+
+def _near(a: float, b: float, bound: float) -> bool:
+    return a == b or (a != a and b != b) or abs(a - b) <= bound * max(abs(a), abs(b))
+
+
+def _total(backward: Backward) -> float:
+    return math.fsum(root.value for root in backward.roots)

@@ -1,0 +1,130 @@
+"""Generators of random numbers that a checkpoint does not put back, put back where its function is run again.
+
+Torch preserves the state of its own generators, unless it is told not to. Python's, numpy's and those that a loop makes
+for itself go on, so that what is run again draws other numbers than the forward pass did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import pickle
+import random
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from pytest_trainloop.runs.checkpoint_bypass import Asked, Piece
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+
+class PutBack:
+    """To be used by ``switched``; ``moved`` names the generators that drew under a checkpoint and go on."""
+
+    def __init__(self) -> None:
+        self.moved: dict[str, None] = {}
+
+    def __call__(self, asked: Asked) -> Piece:
+        return _Drawing(asked, self.moved)
+
+
+class _Drawing(Piece):
+    preserves = True
+
+    def __init__(self, asked: Asked, moved: dict[str, None]) -> None:
+        self._moved = moved
+        self._of_torch = not asked.preserves
+        self._owners: list[Any] = []
+        self._states: list[Any] = []
+        self._private: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+
+    @contextlib.contextmanager
+    def first(self) -> Iterator[None]:
+        self._owners = list(_owners())
+        self._states = [_state(owner) for owner in self._owners]
+        before = torch.get_rng_state()
+        try:
+            with _Private(self._note):
+                yield
+        finally:
+            for owner, state in zip(self._owners, self._states, strict=True):
+                if pickle.dumps(_state(owner)) != pickle.dumps(state):
+                    self._moved[_name(owner)] = None
+            for generator, state in self._private.values():
+                if not torch.equal(generator.get_state(), state):
+                    self._moved["a torch.Generator of its own"] = None
+            if self._of_torch and not torch.equal(before, torch.get_rng_state()):
+                self._moved["torch's generator"] = None
+
+    def _note(self, generator: torch.Generator) -> None:
+        self._private.setdefault(id(generator), (generator, generator.get_state()))
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        since = [_state(owner) for owner in self._owners]
+        private = [(generator, generator.get_state()) for generator, _ in self._private.values()]
+        self._set(self._states, self._private.values())
+        try:
+            yield
+        finally:
+            self._set(since, private)
+
+    def _set(self, states: Iterable[Any], private: Iterable[tuple[torch.Generator, torch.Tensor]]) -> None:
+        for owner, state in zip(self._owners, states, strict=True):
+            _set_state(owner, state)
+        for generator, at in private:
+            generator.set_state(at)
+
+
+class _Private(TorchFunctionMode):
+    """Tells of every generator that a torch call is handed, before it draws."""
+
+    def __init__(self, note: Callable[[torch.Generator], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for value in (*args, *(kwargs or {}).values()):
+            if isinstance(value, torch.Generator):
+                self._note(value)
+        return func(*args, **(kwargs or {}))
+
+
+def _owners() -> Iterator[Any]:
+    """Python's and numpy's generators, those of the project's own included."""
+    kinds: tuple[type, ...] = (random.Random,)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+    for held in gc.get_objects():
+        if issubclass(type(held), kinds) and type(held) is not random.SystemRandom:
+            yield held
+
+
+def _state(owner: Any) -> Any:
+    if isinstance(owner, random.Random):
+        return owner.getstate()
+    return owner.get_state() if hasattr(owner, "get_state") else owner.bit_generator.state
+
+
+def _set_state(owner: Any, state: Any) -> None:
+    if isinstance(owner, random.Random):
+        owner.setstate(state)
+    elif hasattr(owner, "set_state"):
+        owner.set_state(state)
+    else:
+        owner.bit_generator.state = state
+
+
+def _name(owner: Any) -> str:
+    if isinstance(owner, random.Random):
+        shared = owner is getattr(random, "_inst", None)
+        return "python's random" if shared else "a random.Random of its own"
+    shared = owner is getattr(sys.modules["numpy"].random.mtrand, "_rand", None)
+    return "numpy's np.random" if shared else "a numpy generator of its own"

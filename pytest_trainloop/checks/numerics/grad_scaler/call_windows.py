@@ -1,0 +1,105 @@
+"""Where a scaler's calls stand among backward passes and steps. Plain data, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.recording.events import GradWrite, ScalerCall, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.recording.events import Backward, Place
+    from pytest_trainloop.recording.record import Record
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """A step of one optimizer through the scaler, the update of the scaler between it and the backward passes that made
+    its gradients, and what unscaled them before that update, if anything did. ``nth`` counts the optimizer's steps."""
+
+    step: ScalerCall
+    update: ScalerCall
+    optimizer: int
+    nth: int
+    unscaled: ScalerCall | None
+
+
+def updated_between(record: Record) -> Iterator[Between]:
+    """Steps through a scaler that was updated since the backward passes that made all of their gradients."""
+    calls = record.scaler_calls()
+    for call in calls:
+        if call.what != "step" or call.optimizer is None or not call.enabled:
+            continue
+        mine = [c for c in calls if c.scaler == call.scaler and c.at < call.at]
+        update = next((c for c in reversed(mine) if c.what == "update"), None)
+        passes = _live(record, call.optimizer, call.at)
+        made = next((s for s in record.of(Step) if call.at < s.at < call.until and not s.nested), None)
+        if update is None or made is None or not passes or passes[-1].at > update.at:
+            continue
+        nth = sum(1 for s in record.of(Step) if s.optimizer == made.optimizer and not s.nested and s.at < made.at)
+        before = [c for c in mine if c.what == "unscale" and c.optimizer == call.optimizer and c.at > passes[-1].at]
+        yield Between(call, update, made.optimizer, nth, before[-1] if before and before[-1].at < update.at else None)
+
+
+def unscaled_early(record: Record, optimizer: int) -> tuple[ScalerCall, Backward] | None:
+    """The first unscale_ of an optimizer's gradients that another backward pass is added to before they are stepped
+    on."""
+    for call in record.scaler_calls():
+        if call.what != "unscale" or call.optimizer != optimizer or not call.enabled:
+            continue
+        step = next((s.at for s in record.of(Step) if s.optimizer == optimizer and s.at > call.at), None)
+        if step is None:
+            continue
+        added = [b for b in _live(record, optimizer, step) if b.at > call.at]
+        if added and any(b.at < call.at for b in _live(record, optimizer, step)):
+            return call, added[0]
+    return None
+
+
+def through_scaler(record: Record, optimizer: int) -> ScalerCall | None:
+    """The scaler's call inside which the optimizer made its first step, or None where it was stepped directly."""
+    first = next((s for s in record.of(Step) if s.optimizer == optimizer and not s.nested), None)
+    steps = [c for c in record.scaler_calls() if c.what == "step"]
+    return next((c for c in steps if first is not None and c.at < first.at < c.until), None)
+
+
+def first_step(record: Record, optimizer: int) -> Place | None:
+    """The line of the optimizer's first step."""
+    return next((s.place for s in record.of(Step) if s.optimizer == optimizer and not s.nested), None)
+
+
+def unscaled_at(record: Record, optimizer: int) -> int:
+    """Where the gradients of the optimizer's first step were unscaled; 0 where nothing did it before the step."""
+    first = next((s.at for s in record.of(Step) if s.optimizer == optimizer and not s.nested), 0)
+    found = [c.at for c in record.scaler_calls() if c.what == "unscale" and c.optimizer == optimizer and c.at < first]
+    return found[-1] if found else 0
+
+
+def altered_before(record: Record, optimizer: int, until: int) -> GradWrite | None:
+    """A write in place to the gradients of an optimizer's first step, before they are unscaled."""
+    held = set(record.optimizers[optimizer].parameters)
+    passes = _live(record, optimizer, until)
+    writes = [w for w in record.of(GradWrite) if w.how in ("altered", "clipped") and held & set(w.parameters)]
+    return next((w for w in writes if passes and passes[0].at < w.at < until), None)
+
+
+def backwards_for(record: Record, optimizer: int) -> list[Backward]:
+    """The backward passes whose gradients the optimizer's first step consumed."""
+    first = next((s.at for s in record.of(Step) if s.optimizer == optimizer and not s.nested), 0)
+    return _live(record, optimizer, first)
+
+
+def _live(record: Record, optimizer: int, until: int) -> list[Backward]:
+    """The backward passes that stand in the gradients of an optimizer at a moment: neither wiped nor stepped on."""
+    held = set(record.optimizers[optimizer].parameters)
+    since = 0
+    for event in record.events:
+        if event.at >= until:
+            break
+        wiped = isinstance(event, GradWrite) and event.how in ("none", "zero") and held & set(event.parameters)
+        stepped = isinstance(event, Step) and event.optimizer == optimizer and not event.nested
+        if wiped or stepped:
+            since = event.at
+    return [b for b in record.backwards() if since < b.at < until and held & set(b.arrivals)]

@@ -1,0 +1,257 @@
+"""The same run at other loss scales: what a step consumes must not depend on the scale.
+
+Seed, weights, batches and precision are the same in every run, and halving a loss scale is exact in floating point as
+long as nothing leaves the range. So the gradient that a step consumes is the same bit for bit where all that was scaled
+was unscaled by the same number. Where it is not, three scales s, s/2, s/4 tell the part that grows with the scale (it
+was never unscaled) from the part that falls with it (it was never scaled): of the differences between neighbours, one
+is twice the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from pytest_trainloop.checks.numerics.grad_scaler.scale_trace import traces
+from pytest_trainloop.gradients.vectors import consumed, steps_of, values, vectors
+from pytest_trainloop.recording.events import GradWrite
+from pytest_trainloop.recording.patches import tapped
+from pytest_trainloop.tracing.nonfinite import Birth, Births
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from pytest_trainloop.gradients.vectors import Gradient
+    from pytest_trainloop.recording.events import Step
+    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.runs.run import RunPlan
+
+HIGHEST = 2.0**10
+"""The first of the three scales, at most: from much higher ones a part that falls with the scale is too small to be
+seen beside the rest."""
+
+LOWEST = 2.0**-24
+"""A scale at which no gradient up to 1e12 leaves the range of half precision: what is not finite there is not so for
+the scale's sake."""
+
+ROUNDING = 2.0**-7
+"""By how much a difference may miss its double: the rounding of brain precision (2^-8), twice. Whatever goes with
+another power of the scale misses it by half or more."""
+
+LEAST = 16
+"""Entries that a part must change in. Of one that leaves the range of half precision, the rounding errors double with
+every halving by chance once in three times; of sixteen hardly ever."""
+
+NEVER = 10**9
+"""Steps after which a scale grows, where it is not to."""
+
+Kind = Literal["grows", "falls", "otherwise"]
+
+
+@dataclass(frozen=True, slots=True)
+class Dependence:
+    """How the gradient that a step consumed depends on the loss scale: it ``grows`` or ``falls`` with it, as a
+    ``whole`` or in part, or changes ``otherwise``. ``factor`` is by how much the whole changed as the scale was halved,
+    ``scale`` what it was halved from; ``names`` are the parameters whose gradients changed."""
+
+    optimizer: int
+    nth: int
+    kind: Kind
+    whole: bool
+    factor: float
+    scale: float
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AtLowest:
+    """Of the steps tried at the lowest scale, how many were skipped; where the first value that was not finite came
+    from."""
+
+    tried: int
+    skipped: int
+    birth: Birth | None
+
+
+class Rescaled:
+    """To be given to ``Evidence.further``."""
+
+    def __init__(self, seen: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -> None:
+        self._seen = seen
+        self._plan = plan
+        self._run = run
+
+    def dependences(self) -> Iterator[Dependence]:
+        """The first steps of each optimizer whose gradients depend on the scale; what comes after such a step of
+        another optimizer is not judged."""
+        wanted = {o.index: 1 for o in self._seen.optimizers if steps_of(self._seen, o.index)}
+        tried = [t for trace in traces(self._seen) for t in zip(trace.factors, trace.made, strict=True)]
+        scale = min([HIGHEST, *(factor for factor, made in tried if made and factor > 0)])
+        records = [self._at(scale, wanted), self._at(scale / 2, wanted)]
+        if not all(self._begun_at(r, scale / 2**i) for i, r in enumerate(records)) or _alike(records, wanted):
+            return
+        records.append(self._at(scale / 4, wanted))
+        if not self._begun_at(records[2], scale / 4):
+            return
+        for optimizer in sorted(wanted, key=lambda o: steps_of(self._seen, o)[0].at):
+            found = self._dependence(records, optimizer, scale)
+            alike = _alike(records, {optimizer: 1})
+            if found is not None:
+                yield found
+            elif not alike:
+                yield Dependence(optimizer, 0, "otherwise", False, math.nan, scale, ())
+            if not alike:
+                return
+
+    def grows_between(self, optimizer: int, nth: int) -> float | None:
+        """The factor between what this step consumes where the scale doubles at every update, and where it never
+        does."""
+        wanted = {optimizer: nth + 1}
+        grown = self._at(HIGHEST, wanted, growth_interval=1, growth_factor=2.0)
+        still = self._at(HIGHEST, wanted, growth_interval=NEVER)
+        first, second = _eaten(still, optimizer, nth), _eaten(grown, optimizer, nth)
+        begun = self._begun_at(grown, HIGHEST) and self._begun_at(still, HIGHEST)
+        if not begun or first is None or second is None or not _same_items([still, grown], optimizer, nth):
+            return None
+        one, other = vectors([first, second])
+        factor = _factor(one, other)
+        return factor if factor is not None and _near(other, factor * one) else None
+
+    def at_lowest(self, tries: int) -> AtLowest:
+        """Steps skipped over so many tries at the lowest scale."""
+
+        def enough(record: Record) -> bool:
+            return sum(call.what == "step" for call in record.scaler_calls()) >= tries
+
+        births = Births()
+        plan = replace(self._plan, contexts=births.contexts, count=max(tries, self._plan.count), enough=enough)
+        with scalers_made(init_scale=LOWEST, growth_interval=NEVER):
+            record = self._run(plan)
+        made = [m for t in traces(record) for m in t.made] if self._begun_at(record, LOWEST) else []
+        return AtLowest(len(made), made.count(False), births.root or births.gradient or births.loss)
+
+    def _at(self, scale: float, wanted: dict[int, int], **how: Any) -> Record:
+        def enough(record: Record) -> bool:
+            return bool(record.steps) and all(len(steps_of(record, o)) >= n for o, n in wanted.items())
+
+        with scalers_made(init_scale=scale, **{"growth_interval": NEVER, **how}):
+            return self._run(replace(self._plan, enough=enough))
+
+    def _begun_at(self, record: Record, scale: float) -> bool:
+        """Whether every scaler began at this scale (one that was loaded has another), and the run went as before."""
+        first: dict[int, float] = {}
+        for call in record.scaler_calls():
+            if call.enabled and call.what == "scale" and math.isfinite(call.factor):
+                first.setdefault(call.scaler, call.factor)
+        as_before = record.raised is None or self._seen.raised is not None
+        return as_before and bool(first) and all(f == scale for f in first.values())
+
+    def _dependence(self, records: Sequence[Record], optimizer: int, scale: float) -> Dependence | None:
+        gradients = [_eaten(r, optimizer, 0) for r in records]
+        if any(g is None for g in gradients) or not _same_items(records, optimizer, 0):
+            return None
+        if not _as_read(records, optimizer):
+            return None
+        named = [g for g in gradients if g is not None]
+        one, half, quarter = vectors(named)
+        first, second = one - half, half - quarter
+        kind: Kind
+        if _near(first, 2 * second):
+            kind = "grows"
+        elif _near(second, 2 * first):
+            kind = "falls"
+        else:
+            return None
+        factor = _factor(one, half)
+        if factor is None:
+            return None
+        whole = _near(half, (0.5 if kind == "grows" else 2.0) * one)
+        if not whole and int((first != 0).sum()) < LEAST:
+            return None
+        changed = [n for n, g in named[0].items() if n in named[1] and not torch.equal(g, named[1][n])]
+        return Dependence(optimizer, 0, kind, whole, factor, scale, tuple(changed))
+
+
+@contextlib.contextmanager
+def scalers_made(**given: Any) -> Iterator[None]:
+    """Scalers that are built inside are built with these arguments in place of the user's own."""
+
+    def told(original: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(original)
+
+        def init(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
+            bound = signature.bind(scaler, *args, **kwargs)
+            bound.arguments.update(given)
+            original(*bound.args, **bound.kwargs)
+
+        return init
+
+    with tapped(GradScaler, "__init__", told):
+        yield
+
+
+def _eaten(record: Record, optimizer: int, nth: int) -> Gradient | None:
+    """What the optimizer's nth step consumed: as it was before clipping, unless it was unscaled only after that."""
+    steps = steps_of(record, optimizer)
+    if nth >= len(steps):
+        return None
+    read = steps[nth].reads[0]
+    since = steps[nth - 1].reads[0].at if nth else 0
+    clips = [w.at for w in record.of(GradWrite) if w.how == "clipped" and since < w.at < read.at]
+    unscaled = [c.at for c in record.scaler_calls() if c.what == "unscale" and c.optimizer == optimizer]
+    if not clips or not any(clips[0] < at < read.at for at in unscaled):
+        return consumed(record, optimizer, nth)
+    facts = [(record.parameters[i], fact) for i, fact in read.grads.items() if fact is not None]
+    return {p.name: values(fact, p.dtype) for p, fact in facts if not fact.sparse and fact.sample}
+
+
+def _alike(records: Sequence[Record], wanted: dict[int, int]) -> bool:
+    """Whether these steps consumed the same in all runs, bit for bit."""
+    for optimizer in wanted:
+        gradients = [_eaten(r, optimizer, 0) for r in records]
+        known = [g for g in gradients if g is not None]
+        if len(known) != len(gradients) or any(g.keys() != known[0].keys() for g in known):
+            return False
+        if any(not torch.equal(g[n], known[0][n]) for g in known[1:] for n in g):
+            return False
+    return True
+
+
+def _same_items(records: Sequence[Record], optimizer: int, nth: int) -> bool:
+    """Whether the step came after the same batch in all runs: a scaler may have skipped one."""
+    items = set()
+    for record in records:
+        steps = steps_of(record, optimizer)
+        before = [b.item for b in record.of_backward() if nth < len(steps) and b.at < steps[nth].at]
+        items.add((len(before), before[-1] if before else 0))
+    return len(items) == 1
+
+
+def _as_read(records: Sequence[Record], optimizer: int) -> bool:
+    """Whether the step makes of the gradients what it reads: at the same rate whatever the scale, with nothing done to
+    them inside; of an optimizer that is not torch's own, the updates must differ as well."""
+    steps: list[Step] = [steps_of(r, optimizer)[0] for r in records]
+    if any(s.rates != steps[0].rates for s in steps):
+        return False
+    for step in steps:
+        for index, grad in step.reads[-1].grads.items():
+            if grad is not None and not grad.same(step.left.get(index)):
+                return False
+    return records[0].optimizers[optimizer].from_torch or steps[0].updates != steps[1].updates
+
+
+def _factor(first: torch.Tensor, second: torch.Tensor) -> float | None:
+    size = float(first @ first)
+    return float(first @ second) / size if 0 < size < math.inf else None
+
+
+def _near(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether the two are the same but for rounding, and not zero."""
+    size = float(torch.linalg.vector_norm(second))
+    return 0 < size < math.inf and float(torch.linalg.vector_norm(first - second)) <= ROUNDING * size

@@ -1,0 +1,89 @@
+"""Steps that divide by zero: the second moment is 0, ``eps`` is 0 in its dtype, and the parameter is not finite after.
+
+A denominator is sqrt(v) + eps. With both 0 it gives m / 0, infinite, or 0 / 0, not a number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_trainloop.checks.numerics.optimizer_numerics.first_steps import root_of, zero_eps
+from pytest_trainloop.optimizers.replay import around_steps, kind_of
+from pytest_trainloop.recording.samples import readable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.runs.run import RunPlan
+
+    Finite = list[tuple[torch.Tensor, dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class DividedByZero:
+    """A step in which finite entries and gradients became something else: ``count`` of ``entries``, at the optimizer's
+    ``step``, ``without`` of them with a gradient of exactly zero."""
+
+    name: str
+    kind: str
+    eps: float
+    dtype: str
+    step: int
+    count: int
+    without: int
+    entries: int
+
+
+class Denominators:
+    """The watched run made once more, with a look at parameters whose ``eps`` is 0."""
+
+    def __init__(self, seen: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -> None:
+        self._found: dict[int, DividedByZero] = {}
+        record = run(replace(plan, contexts=lambda watch: (self._watching(watch),)))
+        self.found = [replace(found, name=record.name(index)) for index, found in self._found.items()]
+
+    @contextlib.contextmanager
+    def _watching(self, watch: Watch) -> Iterator[None]:
+        steps: dict[int, int] = {}
+
+        def take(optimizer: Any) -> Finite | None:
+            if not watch.full or kind_of(optimizer) is None:
+                return None
+            steps[id(optimizer)] = steps.get(id(optimizer), 0) + 1
+            return [(p, group) for group in optimizer.param_groups for p in group["params"] if _finite(p)]
+
+        def use(optimizer: Any, finite: Finite) -> None:
+            kind = kind_of(optimizer)
+            for p, group in finite:
+                index = watch.book.index(p)
+                found = _divided(kind.__name__ if kind else "", p, group, optimizer.state.get(p, {}))
+                if found is not None and index is not None and index not in self._found:
+                    self._found[index] = replace(found, step=steps[id(optimizer)])
+
+        with around_steps(watch, take, use):
+            yield
+
+
+def _finite(p: torch.Tensor) -> bool:
+    grad = p.grad
+    if grad is None or not readable(p) or grad.layout is not torch.strided or not readable(grad):
+        return False
+    return bool(p.isfinite().all()) and bool(grad.isfinite().all())
+
+
+def _divided(kind: str, p: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> DividedByZero | None:
+    known = zero_eps(kind, group, state)
+    if known is None or p.grad is None:
+        return None
+    root = state[root_of(kind, group)]
+    bad = (root == 0) & ~p.isfinite() if root.shape == p.shape else torch.zeros(1, dtype=torch.bool)
+    if not bool(bad.any()):
+        return None
+    without = int((bad & (p.grad == 0)).sum())
+    return DividedByZero("", kind, *known, step=0, count=int(bad.sum()), without=without, entries=p.numel())

@@ -1,0 +1,65 @@
+"""The error that a dtype's rounding explains: a float64 run in which what goes into products and what comes out of
+them is rounded to the dtype's significand.
+
+The range stays float64's: an overflow or underflow is never predicted. Rounding to nearest is what the hardware does; a
+second run adds random errors of the same size, for where the numbers at hand happen to be representable.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from pytest_trainloop.checks.numerics.precision_parity.replay import PRODUCTS, name_of
+from pytest_trainloop.recording.torch_internals import no_dispatch_modes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """The largest relative error of rounding to nearest, half the distance from 1 to the next number: 2^-8 in
+    bfloat16, 2^-11 in float16 (Higham, Accuracy and Stability of Numerical Algorithms, 2.2)."""
+    return torch.finfo(dtype).eps / 2
+
+
+class Rounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """``low`` says of each product in turn whether it was made in low precision, where that is known to fit."""
+
+    def __init__(self, dtype: torch.dtype, low: Sequence[tuple[str, bool]], *, noise: int | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._unit = unit_roundoff(dtype)
+        self._low = low
+        self._number = 0
+        self._noise = None if noise is None else torch.Generator().manual_seed(noise)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = name_of(func)
+        if name not in PRODUCTS or not self._lowered(name):
+            return func(*args, **kwargs)
+        with no_dispatch_modes():  # what is drawn here is no draw of the loop's
+            lowered = tree_map(self._rounded, args)
+        out = func(*lowered, **kwargs)
+        with no_dispatch_modes():
+            return tree_map(self._rounded, out)
+
+    def _lowered(self, name: str) -> bool:
+        number = self._number
+        self._number += 1
+        known = number < len(self._low) and self._low[number][0] == name
+        return self._low[number][1] if known else True
+
+    def _rounded(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dtype != torch.float64 or not value.numel():
+            return value
+        if self._noise is not None:
+            draw = torch.rand(value.shape, generator=self._noise, dtype=torch.float64).to(value.device)
+            return value * (1.0 + self._unit * (2.0 * draw - 1.0))
+        significand, exponent = torch.frexp(value)
+        return torch.round(significand / self._unit) * self._unit * torch.exp2(exponent.to(torch.float64))

@@ -1,0 +1,124 @@
+"""The counterfactuals: one part of the loop in float32, or the loss scaled."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from pytest_trainloop.checks.numerics.precision_parity.replay import LOW
+from pytest_trainloop.recording.patches import tapped
+from pytest_trainloop.recording.source import here
+from pytest_trainloop.recording.torch_internals import apply_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from pytest_trainloop.checks.numerics.precision_parity.op_log import Call
+    from pytest_trainloop.recording.watch import Watch
+
+
+class InFloat32(TorchFunctionMode):
+    """What the module of a call (or, outside of modules, its line) computes is computed in float32, whatever dtype is
+    asked for, and without autocast. ``met`` tells that there was something to compute so."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self._call = call
+        self._watch: Watch | None = None
+        self.met = False
+
+    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        self._watch = watch
+        return (tapped(torch.autograd.Function, "apply", self._tapped), self)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in ("__get__", "__set__", "backward") or not self._within():
+            return func(*args, **kwargs)
+        self.met = True
+        with _plain():
+            return _in_float32(func, args, kwargs)
+
+    def _within(self) -> bool:
+        watch = self._watch
+        if watch is None or watch.quiet or watch.stepping or watch.backward is not None:
+            return False
+        call = self._call
+        if call.own:
+            return False
+        return watch.module_path() == call.module if call.module else here(2)[0] == call.place
+
+    def _tapped(self, original: Callable[..., Any]) -> Any:
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._call.own or cls.__name__ != self._call.name:
+                return apply_of(cls, original)(*args, **kwargs)
+            self.met = True
+            with _plain(), _NoHalves():
+                return apply_of(cls, original)(*tree_map(_wide, args), **kwargs)
+
+        return classmethod(apply)
+
+
+class _NoHalves(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return _in_float32(func, args, kwargs or {})
+
+
+def _in_float32(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call with operands and dtypes of low precision as float32."""
+    if func in (torch.Tensor.half, torch.Tensor.bfloat16):
+        return args[0].float()
+    return func(*tree_map(_wide, args), **tree_map(_wide, kwargs))
+
+
+class Scaled(TorchFunctionMode):
+    """Every root is multiplied by this before it is backpropagated."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self._scale = scale
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.backward and args[0].numel() == 1 and len(args) == 1:
+            return func(args[0] * self._scale, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _plain() -> Iterator[None]:
+    with torch.autocast("cpu", enabled=False):
+        if not torch.cuda.is_available():
+            yield
+            return
+        with torch.autocast("cuda", enabled=False):
+            yield
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return torch.float32 if value in LOW else value
+    if isinstance(value, torch.Tensor) and value.dtype in LOW:
+        return value.float()
+    return value

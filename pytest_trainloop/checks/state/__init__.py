@@ -1,0 +1,1 @@
+"""Whether a run under one seed repeats itself."""

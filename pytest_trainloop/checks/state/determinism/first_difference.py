@@ -1,0 +1,114 @@
+"""The first call of torch that gives another result in the second of two runs."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from pytest_trainloop import nested
+from pytest_trainloop.recording.source import here
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from pytest_trainloop.recording.events import Place
+    from pytest_trainloop.recording.watch import Watch
+
+MOST = 20_000
+"""Calls that are noted."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstOp:
+    """``given_same``: it was given the same tensors and numbers both times."""
+
+    op: str
+    place: Place
+    module: str
+    given_same: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    op: str
+    place: Place
+    module: str
+    given: tuple[object, ...]
+    result: tuple[object, ...]
+
+
+class Journal(TorchFunctionMode):
+    """Notes every call with a fingerprint of what it was given and of what it gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[_Entry] = []
+        self._watch: Watch | None = None
+
+    @contextlib.contextmanager
+    def watching(self, watch: Watch) -> Iterator[None]:
+        self._watch = watch
+        with self:
+            yield
+        self._watch = None
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        watch = self._watch
+        if watch is None or watch.quiet or watch.stepping or len(self.entries) >= MOST:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        given = () if name in ("__get__", "__set__") else _fingerprint((args, kwargs))
+        out = func(*args, **kwargs)
+        if name not in ("__get__", "__set__") and not name.startswith("_record_function"):
+            self.entries.append(_Entry(name, here(2)[0], watch.module_path(), given, _fingerprint(out)))
+        return out
+
+    def first_difference(self, other: Journal) -> FirstOp | None:
+        for mine, theirs in zip(self.entries, other.entries, strict=False):
+            if mine.op != theirs.op or mine.given != theirs.given or mine.result != theirs.result:
+                return FirstOp(mine.op, mine.place, mine.module, mine.op == theirs.op and mine.given == theirs.given)
+        return None
+
+
+def _fingerprint(value: Any) -> tuple[object, ...]:
+    """Shapes and sums of tensors, and plain numbers as they are: enough to see a difference."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        found: list[object] = [_sums(t) for t in nested.tensors(value)]
+    return (*found, *_numbers(value))
+
+
+def _sums(tensor: torch.Tensor) -> tuple[object, ...]:
+    plain = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() and not tensor.is_quantized
+    if not plain:
+        return (tuple(tensor.shape),)
+    values = tensor.detach()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    wide = values.to(torch.float64).flatten()
+    ramp = torch.arange(1, wide.numel() + 1, dtype=torch.float64, device=wide.device)
+    return (tuple(tensor.shape), repr(float(wide.sum())), repr(float(wide @ ramp)))
+
+
+def _numbers(value: Any) -> Iterator[object]:
+    for part in value if isinstance(value, (tuple, list)) else ():
+        if isinstance(part, (int, float, str, bool)):
+            yield part
+        elif isinstance(part, torch.Generator):
+            yield hashlib.sha256(part.get_state().numpy().tobytes()).hexdigest()
+        elif hasattr(part, "tobytes"):
+            yield hashlib.sha256(part.tobytes()).hexdigest()
+        elif isinstance(part, (tuple, list)):
+            yield from _numbers(part)
+        elif isinstance(part, dict):
+            yield from _numbers(tuple(part.values()))

@@ -1,0 +1,198 @@
+"""The same run again: bit for bit the same, or where it first differs.
+
+Two runs in one process may differ because something outside the function lives on between them: a generator at module
+level, a cache, a counter. Started twice as two processes such a loop is the same each time. So a difference is looked
+at again in two forked children, which begin from one and the same state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import select
+import signal
+import time
+import warnings
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from pytest_trainloop.checks.state.determinism.first_difference import FirstOp, Journal
+from pytest_trainloop.recording.events import Backward, Event, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pytest_trainloop.recording.events import Fact
+    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.runs.run import RunPlan
+
+Source = Literal["random", "kernel", "kept", "settled", "unknown"]
+"""``settled``: something lived on from the first run to the second, and no longer changes after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first thing in which two records differ: ``what`` in words and ``culprit`` by its name, before the optimizer
+    step of number ``step``."""
+
+    what: str
+    culprit: str
+    step: int
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """Two runs of one plan: ``difference`` is None where they are the same bit for bit."""
+
+    difference: Difference | None
+    source: Source = "unknown"
+    op: FirstOp | None = None
+
+
+def repetition(first: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -> Repetition:
+    """Run the plan again and compare it with its first record; look for the source where they differ."""
+    difference = first_difference(first, run(plan))
+    if difference is None:
+        return Repetition(None)
+    with _calm():
+        calm = [run(plan) for _ in range(2)]
+    if first_difference(*calm) is None:
+        settled = first_difference(*(run(plan) for _ in range(2))) is None
+        return Repetition(difference, "settled" if settled else "kernel")
+    apart = _in_children(plan, run)
+    if apart is None:
+        return Repetition(difference, "unknown")
+    if apart[0] == apart[1]:
+        return Repetition(difference, "kept")
+    return Repetition(difference, "random", _first_op(plan, run))
+
+
+def first_difference(a: Record, b: Record) -> Difference | None:
+    """Compare two records up to the last step that both made."""
+    for p, q in zip(a.parameters, b.parameters, strict=False):
+        if p.name == q.name and p.declared and not p.start.same(q.start):
+            return Difference(f"the initial {p.name}", p.name, 0)
+    steps = 0
+    for mine, other in zip(_until_last_step(a), _until_last_step(b), strict=False):
+        if type(mine) is not type(other):
+            return Difference("the order of events", "fit", steps, str(mine.place))
+        if isinstance(mine, Backward) and isinstance(other, Backward) and (found := _backwards(a, mine, other)):
+            return Difference(*found, steps, str(mine.place))
+        if isinstance(mine, Step) and isinstance(other, Step):
+            if found := _steps(a, mine, other):
+                return Difference(*found, steps, str(mine.place))
+            steps += 1
+    return None
+
+
+def _until_last_step(record: Record) -> Iterator[Event]:
+    watched = [e for e in record.events if isinstance(e, (Backward, Step)) and e.at <= record.full_until]
+    last = max((i for i, e in enumerate(watched) if isinstance(e, Step)), default=len(watched))
+    return iter(watched[: last + 1])
+
+
+def _backwards(record: Record, a: Backward, b: Backward) -> tuple[str, str] | None:
+    """What differs, and its name."""
+    for x, y in zip(a.roots, b.roots, strict=False):
+        if x.shape != y.shape or not _same(x.value, y.value):
+            return f"the loss ({x.value:.9g}, then {y.value:.9g})", "loss"
+    for index in a.arrivals.keys() & b.arrivals.keys():
+        for arrival, other in zip(a.arrivals[index], b.arrivals[index], strict=False):
+            if not arrival.incoming.same(other.incoming):
+                return f"the gradient of {record.name(index)}", record.name(index)
+    return None
+
+
+def _steps(record: Record, a: Step, b: Step) -> tuple[str, str] | None:
+    if not all(map(_same, a.rates, b.rates)):
+        return f"the learning rate ({a.rates[0]:.9g}, then {b.rates[0]:.9g})", "lr"
+    for read, other in zip(a.reads, b.reads, strict=False):
+        for index in read.grads.keys() & other.grads.keys():
+            if not _same_fact(read.grads[index], other.grads[index]):
+                return f"the gradient of {record.name(index)} that the step consumed", record.name(index)
+    for index in a.left.keys() & b.left.keys():
+        if not _same_fact(a.left[index], b.left[index]):
+            return f"the gradient of {record.name(index)} after the step", record.name(index)
+    return None
+
+
+def _same(a: float, b: float) -> bool:
+    return a == b or (a != a and b != b)
+
+
+def _same_fact(a: Fact | None, b: Fact | None) -> bool:
+    return a is b if a is None or b is None else a.same(b)
+
+
+@contextlib.contextmanager
+def _calm() -> Iterator[None]:
+    """One thread and deterministic kernels; put back by the caller's ``preserved``."""
+    threads = torch.get_num_threads()
+    strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(strict[0], warn_only=strict[1])
+
+
+def _first_op(plan: RunPlan, run: Callable[[RunPlan], Record]) -> FirstOp | None:
+    journals = [Journal(), Journal()]
+    for journal in journals:
+        run(replace(plan, contexts=lambda watch, journal=journal: (journal.watching(watch),)))  # type: ignore[misc]
+    return journals[0].first_difference(journals[1])
+
+
+def _in_children(plan: RunPlan, run: Callable[[RunPlan], Record]) -> tuple[bytes, bytes] | None:
+    """Digests of the run as two children make it from the same state; None where a process cannot be forked safely."""
+    if not hasattr(os, "fork") or (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        return None
+    digests = [_in_child(lambda: _digest(run(plan)), plan.seconds) for _ in range(2)]
+    return None if None in digests else (digests[0] or b"", digests[1] or b"")
+
+
+def _in_child(work: Callable[[], bytes], seconds: float) -> bytes | None:
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python warns of forks where threads run: the child uses only its own
+        pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            torch.set_num_threads(1)
+            os.write(write, work())
+        os._exit(0)
+    os.close(write)
+    try:
+        ready, _, _ = select.select([read], [], [], min(seconds, 60.0))
+        return (os.read(read, 64) or None) if ready else None
+    finally:
+        os.close(read)
+        _reap(pid)
+
+
+def _reap(pid: int) -> None:
+    """Wait for a child that is through; end one that is not."""
+    for _ in range(100):
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            return
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def _digest(record: Record) -> bytes:
+    digest = hashlib.sha256()
+    for parameter in record.parameters:
+        digest.update(parameter.start.sample)
+        digest.update(record.end[parameter.index].sample if parameter.index in record.end else b"")
+    for backward in record.of(Backward):
+        digest.update(repr([root.value for root in backward.roots]).encode())
+    return digest.digest()

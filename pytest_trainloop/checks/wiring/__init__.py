@@ -1,0 +1,1 @@
+"""Whether every parameter is held, reached and stepped, in the right order and mode."""

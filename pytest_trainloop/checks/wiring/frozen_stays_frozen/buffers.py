@@ -1,0 +1,67 @@
+"""What forward passes do to modules that are meant to rest: buffers they write, and whether trained parts feed them."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from pytest_trainloop import nested
+from pytest_trainloop.recording.parameters import RUNNING
+from pytest_trainloop.recording.record import within
+from pytest_trainloop.recording.samples import readable
+from pytest_trainloop.recording.source import here
+from pytest_trainloop.runs.hooks import hooked
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from torch import nn
+
+    from pytest_trainloop.recording.watch import Watch
+
+
+class Resting:
+    """Watches modules below some paths: ``written`` are floating buffers that a module changes in its own forward pass,
+    by where it was called; ``fed`` are modules whose input has a history, so that trained parts lie before them."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = tuple(paths)
+        self.written: dict[str, str] = {}
+        self.fed: set[str] = set()
+
+    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        return (self._hooked(watch),)
+
+    @contextlib.contextmanager
+    def _hooked(self, watch: Watch) -> Iterator[None]:
+        before: dict[int, dict[str, torch.Tensor]] = {}
+
+        def enter(module: nn.Module, args: Any) -> None:
+            with watch.quietly():
+                if not within(watch.book.path_of(module), self._paths):
+                    return
+                before[id(module)] = {name: b.detach().clone() for name, b in _buffers(module)}
+                if torch.is_grad_enabled() and any(t.requires_grad for t in nested.tensors(args)):
+                    self.fed.add(watch.book.path_of(module))
+
+        def leave(module: nn.Module, _args: Any, _output: Any) -> None:
+            old = before.pop(id(module), None)
+            if not old:
+                return
+            with watch.quietly():
+                path = watch.book.path_of(module)
+                for name, buffer in _buffers(module):
+                    if name in old and not torch.equal(old[name], buffer):
+                        self.written.setdefault(f"{path}.{name}" if path else name, str(here(2)[0]))
+
+        with hooked(register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)):
+            yield
+
+
+def _buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Floating buffers of its own, but for the running statistics of norms."""
+    found = module.named_buffers(recurse=False)
+    return [(name, b) for name, b in found if b.is_floating_point() and name not in RUNNING and readable(b)]

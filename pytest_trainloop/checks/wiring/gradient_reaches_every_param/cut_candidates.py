@@ -1,0 +1,306 @@
+"""A diagnostic run: operations that take a tensor with a history and give one without, and what happens with some of
+them changed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from pytest_trainloop.recording.patches import Taps
+from pytest_trainloop.recording.source import here
+from pytest_trainloop.recording.torch_internals import apply_of
+from pytest_trainloop.tracing.arguments import in_place
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from pytest_trainloop.recording.events import Place, Site
+    from pytest_trainloop.recording.watch import Watch
+
+Kind = Literal["detach", "grad_off", "value", "custom", "flat", "dead"]
+
+_DETACHES = frozenset({"detach", "detach_", "data"})
+_VALUES = frozenset(
+    {"item", "tolist", "numpy", "__float__", "__array__", "__int__", "__complex__", "__index__", "tensor", "as_tensor"}
+)
+_NOT_A_TENSOR = frozenset({"numpy", "tolist", "__float__", "__array__", "__int__", "__complex__", "__index__"})
+_FLAT = frozenset(
+    """round round_ floor floor_ ceil ceil_ trunc trunc_ fix sign sign_ sgn heaviside clamp clamp_ clip clamp_min
+    clamp_max hardtanh hardtanh_
+    hardsigmoid hardswish relu6 threshold""".split()
+)
+_CAN_DIE = frozenset(
+    {
+        "relu",
+        "relu_",
+        "softmax",
+        "log_softmax",
+        "layer_norm",
+        "group_norm",
+        "instance_norm",
+        "batch_norm",
+        "rms_norm",
+        "normalize",
+    }
+)
+
+
+_LAYERS = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One operation at one line; for ``grad_off`` the line that switched gradients off."""
+
+    kind: Kind
+    op: str
+    place: Place
+    site: Site
+    module: str
+    by_shape: bool = False
+    """Whether the shape of a weight makes it so, whatever the batch."""
+
+    @property
+    def key(self) -> tuple[str, Site]:
+        return self.op, self.site
+
+
+class Tracer(TorchFunctionMode):
+    """Lists candidates in ``found``, in order, and changes the ``chosen`` ones: left out, or (``nudge``) their result
+    moved a little.
+
+    ``touched`` are the parameters that entered some computation with gradients on.
+    """
+
+    def __init__(self, watch: Watch, chosen: Sequence[Candidate] = (), *, nudge: bool = False) -> None:
+        super().__init__()
+        self._watch = watch
+        self._chosen = {c.key: c for c in chosen}
+        self._nudge = nudge
+        self._region: tuple[Place, Site] | None = None
+        self._inside = 0
+        self._detached: list[Any] = []
+        self._closed: list[tuple[Candidate, list[bool]]] = []
+        self._one_wide: list[torch.Tensor] = []
+        self.found: dict[tuple[str, Site], Candidate] = {}
+        self.touched: set[int] = set()
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Trace what runs inside."""
+        taps = Taps()
+        taps.put(torch.autograd.Function, "apply", self._tapped_apply)
+        try:
+            with self:
+                yield
+        finally:
+            taps.remove()
+            for candidate, passed in self._closed:
+                if passed[0] and not all(passed[1:]):
+                    self.found[candidate.key] = candidate
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._watch.quiet or self._watch.stepping or self._inside or self._watch.backward is not None:
+            return func(*args, **kwargs)
+        name = _name(func)
+        if name == "_set_grad_enabled":
+            self._region = here(2) if args and args[0] is False else None
+            return func(*args, **kwargs)
+        given = list(_tensors(args, kwargs))
+        if self._chosen and name == "__set__" and given and given[0].grad_fn is not None and _sets_requires_grad(func):
+            return None  # it has its history now, and torch sets the flag of leaves only
+        off = not torch.is_grad_enabled() or torch.is_inference_mode_enabled()
+        if off and self._left_out("grad_off", self._region_site()):
+            with torch.inference_mode(False), torch.enable_grad():
+                return func(*args, **kwargs)
+        if not off:
+            self._touch(given)
+        if name in ("data", "detach"):
+            self._detached = [*self._detached[-63:], out := func(*args, **kwargs)]
+            if not given[0].requires_grad:
+                return out
+        if not any(t.requires_grad for t in given):
+            return func(*args, **kwargs)
+        return self._with_history(name, func, args, kwargs, given)
+
+    def _with_history(
+        self, name: str, func: Callable[..., Any], args: Any, kwargs: Any, given: list[torch.Tensor]
+    ) -> Any:
+        place, site = here(3)
+        kind: Kind | None
+        if chosen := self._chosen.get((name, site)):
+            return self._changed(chosen, func, args, kwargs, given)
+        out = func(*args, **kwargs)
+        kind = "value" if _writes(name) and any(args[0] is d for d in self._detached) else _kind(name, args, given, out)
+        if kind == "dead" and not self._watch.inside_parameters():
+            kind = None  # a hinge in the loss that every example meets is no dead layer
+        if kind == "grad_off":
+            self._note_region(name, place, site)
+            if self._nudge and ("grad_off", self._region_site()) in self._chosen:
+                return _nudged(out)
+        elif kind is not None:
+            by_shape = any(given[0] is one for one in self._one_wide) and list(given[0].shape).count(1) == 1
+            self._note(Candidate(kind, name, place, site, self._watch.module_path(), by_shape))
+        if name in _LAYERS and len(given) > 1 and given[1].shape[0] == 1:
+            self._one_wide = [*self._one_wide[-15:], out]
+        return out
+
+    def _note(self, candidate: Candidate) -> None:
+        self.found.setdefault(candidate.key, candidate)
+
+    def _note_region(self, name: str, place: Place, site: Site) -> None:
+        """An operation without gradients: its region, and itself as a value that crosses without a history."""
+        region = self._region[0] if self._region else place
+        self._note(Candidate("grad_off", "grad_off", region, self._region_site(), self._watch.module_path()))
+
+    def _region_site(self) -> Site:
+        return self._region[1] if self._region else ()
+
+    def _left_out(self, op: str, site: Site) -> bool:
+        return not self._nudge and (op, site) in self._chosen
+
+    def _touch(self, given: list[torch.Tensor]) -> None:
+        for tensor in given:
+            index = self._watch.book.index(tensor)
+            if index is not None:
+                self.touched.add(index)
+
+    def _changed(self, chosen: Candidate, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
+        if self._nudge and _writes(chosen.op):
+            with torch.no_grad():
+                args = (args[0], *(_nudged(a) if isinstance(a, torch.Tensor) else a for a in args[1:]))
+            return func(*args, **kwargs)
+        if self._nudge:
+            with torch.no_grad():
+                return _nudged(func(*args, **kwargs))
+        if chosen.op in _NOT_A_TENSOR or (_writes(chosen.op) and chosen.kind == "value"):
+            return func(*args, **kwargs)
+        return _straight_through(given[0], func(*args, **kwargs))
+
+    def _tapped_apply(self, original: Callable[..., Any]) -> Any:
+        """Watch the project's own autograd functions: a gradient that comes in at the output must go on to each
+        input."""
+
+        @functools.wraps(original)
+        def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+            self._inside += 1  # autograd switches gradients off in there, which is no cut
+            try:
+                out = apply_of(cls, original)(*args, **kwargs)
+            finally:
+                self._inside -= 1
+            inputs = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
+            first = next((o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, torch.Tensor)), None)
+            if inputs and first is not None and first.requires_grad and not cls.__module__.startswith("torch."):
+                self._watch_passage(cls, inputs, first)
+            return out
+
+        return classmethod(apply)
+
+    def _watch_passage(self, cls: type, inputs: list[torch.Tensor], output: torch.Tensor) -> None:
+        place, site = here(3)
+        passed = [False] * (1 + len(inputs))
+        self._closed.append((Candidate("custom", cls.__name__, place, site, self._watch.module_path()), passed))
+        output.register_hook(functools.partial(_mark, passed, 0))  # type: ignore[no-untyped-call]
+        for i, tensor in enumerate(inputs, start=1):
+            tensor.register_hook(functools.partial(_mark, passed, i))  # type: ignore[no-untyped-call]
+
+
+def _mark(passed: list[bool], which: int, gradient: torch.Tensor | None) -> None:
+    if gradient is not None:
+        passed[which] = True
+
+
+def _kind(name: str, args: tuple[Any, ...], given: list[torch.Tensor], out: Any) -> Kind | None:
+    """What kind of candidate a call is, if any."""
+    if name in _DETACHES:
+        return "detach"
+    if name in _VALUES:
+        return "value"
+    outputs = [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, torch.Tensor)]
+    if _writes(name) and isinstance(args[0], torch.Tensor) and not args[0].requires_grad:
+        return "grad_off" if not torch.is_grad_enabled() else "value"
+    if name in _FLAT:
+        return "flat"
+    if name in _CAN_DIE and _constant(name, given, outputs):
+        return "dead"
+    if outputs and not any(t.requires_grad for t in outputs) and not name.startswith("__get"):
+        off = not torch.is_grad_enabled() or torch.is_inference_mode_enabled()
+        return "grad_off" if off and any(t.is_floating_point() or t.is_complex() for t in outputs) else "value"
+    return None
+
+
+def _writes(name: str) -> bool:
+    """Whether an operation changes the values of its first argument."""
+    return in_place(name) and name not in ("detach_", "requires_grad_")
+
+
+def _constant(name: str, given: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
+    """Whether an activation or a normalisation gives the same for whatever comes in: every unit off, or only one
+    entry to normalise."""
+    if not outputs or outputs[0].numel() == 0:
+        return False
+    out = outputs[0].detach()
+    if name in ("relu", "relu_"):
+        return not bool(out.any())
+    if name in ("softmax", "log_softmax"):
+        return bool((out == (1.0 if name == "softmax" else 0.0)).all())
+    rows = out.reshape(out.shape[0], -1) if out.dim() > 1 else out.reshape(1, -1)
+    return rows.shape[0] > 1 and bool((rows == rows[:1]).all()) and not _same_rows(given[0].detach())
+
+
+def _same_rows(values: torch.Tensor) -> bool:
+    return values.dim() > 1 and bool((values == values[:1]).all())
+
+
+def _sets_requires_grad(func: Callable[..., Any]) -> bool:
+    return getattr(getattr(func, "__self__", None), "__name__", "") == "requires_grad"
+
+
+def _straight_through(given: torch.Tensor, out: Any) -> Any:
+    """The same value with the slope of the identity, so that nothing after it runs differently."""
+    if isinstance(out, torch.Tensor) and out.shape == given.shape and out.is_floating_point():
+        return out.detach() + (given - given.detach())
+    return given
+
+
+def _nudged(out: Any) -> Any:
+    """The value moved by about five per cent, unevenly: an even move would be taken out again by a normalisation."""
+    if isinstance(out, torch.Tensor):
+        if not (out.is_floating_point() or out.is_complex()):
+            return out.roll(1, 0) if out.dim() else out
+        ramp = torch.linspace(-1.0, 1.0, max(2, out.numel()), device=out.device)[: out.numel()].reshape(out.shape)
+        return out + 0.05 * (out.abs() + 0.1) * (ramp if out.numel() > 1 else 1.0)
+    if isinstance(out, (float, complex)):
+        return out * 1.05 + 0.005
+    if isinstance(out, list):
+        return [_nudged(o) if isinstance(o, list) or i % 2 else o for i, o in enumerate(out)]
+    if hasattr(out, "astype") and out.dtype.kind == "f":
+        return _nudged(torch.from_numpy(out.copy())).numpy().astype(out.dtype)
+    return out
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (v for v in value if isinstance(v, torch.Tensor))
+
+
+def _name(func: Callable[..., Any]) -> str:
+    name: str = getattr(func, "__name__", "")
+    if name == "__get__":
+        return "data" if getattr(getattr(func, "__self__", None), "__name__", "") == "data" else "__get__"
+    return name

@@ -1,0 +1,136 @@
+"""Where a gradient is lost: candidate operations, each put to the test.
+
+The loop is run again with a candidate left out (a detach that passes its input on, a no_grad that is none, a rounding
+that is straight-through): if the
+gradient is there now, that operation is the cut. Where an operation cannot be left out (numpy, float), what it gave
+is moved instead: if the loss moves with
+it, the value crosses there without its gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_candidates import Candidate, Kind, Tracer
+from pytest_trainloop.gradients.dependence import difference, moved_a_little, roots_before_first_step
+
+if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Iterator, Sequence
+
+    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.runs.evidence import Evidence
+
+NOISE = 1e-5
+"""Share of the largest gradient entry of a run below which a gradient is rounding: a sum that cancels exactly (a bias
+before a batch norm, or before a softmax over keys) leaves a few machine epsilons of its terms, up to about 1e2 * 1.2e-7
+in float32."""
+
+MOST = 16
+"""Candidates put to the test one by one, those nearest to the loss first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The operation where the gradient is lost. ``gradient`` is the largest entry that arrives with it left out, at
+    the parameters ``reached``; None where its
+    value was moved instead, by which the loss changed by ``change``."""
+
+    candidate: Candidate
+    gradient: float | None
+    change: float = 0.0
+    reached: frozenset[str] = frozenset()
+    fired: frozenset[str] = frozenset()
+
+
+def find_cut(evidence: Evidence, names: Sequence[str], kinds: set[Kind]) -> tuple[Cut | None, set[str]]:
+    """The operation that keeps the gradient from these parameters, and the names of all parameters that entered some
+    computation."""
+    listed, tracer = _traced(evidence, names)
+    touched = {listed.parameters[i].name for i in tracer.touched}
+    candidates = [c for c in reversed(tracer.found.values()) if c.kind in kinds]
+    return _proven(evidence, names, candidates) or _crossing(evidence, names, candidates, listed), touched
+
+
+def _proven(evidence: Evidence, names: Sequence[str], candidates: list[Candidate]) -> Cut | None:
+    """A cut shown by leaving it out: all candidates at once, then halves, down to one; where several are needed, the
+    one nearest to the loss. One by one where leaving all out is too much for the loop."""
+    candidates = [c for c in candidates if c.kind != "custom"]
+    if len(candidates) > 1 and _without(evidence, names, candidates):
+        return _narrowed(evidence, names, candidates)
+    cuts = (_without(evidence, names, [c]) for c in candidates[:MOST])
+    return next((cut for cut in cuts if cut), None)
+
+
+def _narrowed(evidence: Evidence, names: Sequence[str], needed: list[Candidate]) -> Cut | None:
+    while len(needed) > 1:
+        half = len(needed) // 2
+        smaller = next((part for part in (needed[:half], needed[half:]) if _without(evidence, names, part)), None)
+        if smaller is None:
+            break
+        needed = smaller
+    for candidate in needed[:MOST] if len(needed) > 1 else ():
+        rest = [c for c in needed if c is not candidate]
+        if rest and _without(evidence, names, rest):
+            needed = rest
+    return _without(evidence, names, needed)
+
+
+def _crossing(evidence: Evidence, names: Sequence[str], candidates: list[Candidate], listed: Record) -> Cut | None:
+    """A cut shown by moving what it gives."""
+    broken = next((c for c in candidates if c.kind == "custom"), None)
+    if broken is not None:
+        return Cut(broken, None)
+    base = roots_before_first_step(listed, names)
+    for candidate in candidates[:MOST]:
+        if candidate.kind in ("value", "detach", "grad_off"):
+            moved, _ = _traced(evidence, names, [candidate], nudge=True)
+            change = difference(base, roots_before_first_step(moved, names))
+            if change > 1e-6:
+                return Cut(candidate, None, change)
+    return None
+
+
+def _without(evidence: Evidence, names: Sequence[str], left_out: list[Candidate]) -> Cut | None:
+    """The first of these operations as the cut, if a gradient reaches one of the parameters with all left out."""
+    record, _ = _traced(evidence, names, left_out)
+    peaks = arriving(record, names)
+    if evidence.run().raised is not None and _accepted(record) <= _accepted(evidence.run()):
+        return None  # torch refused a backward pass, and refuses it still
+    fired = frozenset(p.name for p in record.parameters if p.name in set(names) and any(record.arrivals(p.index)))
+    return Cut(left_out[0], max(peaks.values()), reached=frozenset(peaks), fired=fired) if peaks else None
+
+
+def _accepted(record: Record) -> int:
+    """Backward passes from a root with a history."""
+    return sum(all(root.history for root in b.roots) for b in record.of_backward())
+
+
+def arriving(record: Record, names: Sequence[str]) -> dict[str, float]:
+    """The largest gradient entry at each of the parameters that gets one that is not zero."""
+    peaks = {p.name: max((a.incoming.peak for a in record.arrivals(p.index)), default=0.0) for p in record.parameters}
+    largest = max((peak for peak in peaks.values() if math.isfinite(peak)), default=0.0)
+    return {name: peaks[name] for name in names if name in peaks and not peaks[name] <= NOISE * largest}
+
+
+def starts_at_saddle(evidence: Evidence, names: Sequence[str]) -> dict[str, float]:
+    """Parameters that start at exactly zero and get a gradient once all weights are moved a little: zero times zero
+    has no slope."""
+    zeros = {p.name for p in evidence.run().parameters if p.start.zero}
+    return arriving(evidence.short_run(moved_a_little, names), [n for n in names if n in zeros])
+
+
+def _traced(
+    evidence: Evidence, names: Sequence[str], chosen: Sequence[Candidate] = (), *, nudge: bool = False
+) -> tuple[Record, Tracer]:
+    made: list[Tracer] = []
+
+    def contexts(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
+        made.append(Tracer(watch, chosen, nudge=nudge))
+        yield made[0].tracing()
+
+    record = evidence.short_run(lambda watch: None, names, contexts)
+    return record, made[0]

@@ -1,0 +1,107 @@
+"""Which results that the loss does not use have a good reason to be there.
+
+A library's encoder returns a pooled output beside the hidden states, and the project takes only the latter; a component
+returns attention weights that its user drops; a model returns a head's output for a task that is not in this batch; an
+energy's last bias is in the graph that ``autograd.grad`` differentiates. A result that its module's parent drops has
+none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from pytest_trainloop import nested
+from pytest_trainloop.recording.patches import Taps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.runs.evidence import Evidence
+
+
+class _Exposure:
+    """Gathers the names of parameters whose result is given out: by a module as one of several results, of which a
+    batch
+    need not use all, or to autograd itself (``autograd.grad`` of an energy; a function of the project's own that
+    takes a
+    parameter and has no gradient for it)."""
+
+    def __init__(self, watch: Watch, wanted: set[int]) -> None:
+        self._watch = watch
+        self._wanted = wanted
+        self._given_out: set[int | None] = set()
+
+    @property
+    def names(self) -> set[str]:
+        return {self._watch.book.entries[i].name for i in self._given_out if i is not None}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        handle = register_module_forward_hook(self._leave)
+        taps = Taps()
+        for name in ("grad", "backward"):
+            taps.put(torch.autograd, name, self._tapped)
+        try:
+            yield
+        finally:
+            taps.remove()
+            handle.remove()
+
+    def _tapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def differentiate(*args: Any, **kwargs: Any) -> Any:
+            roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+            with self._watch.quietly():
+                self._given_out |= self._wanted & self._leaves(roots)
+            return original(*args, **kwargs)
+
+        return differentiate
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        holds = {self._watch.book.index(p) for p in module.parameters()} & self._wanted
+        direct = {self._watch.book.index(p) for p in module.parameters(recurse=False)}
+        if not holds or holds <= direct or self._watch.backward is not None:
+            return
+        with self._watch.quietly():
+            optional = holds & self._optional(output)
+        self._given_out |= optional
+
+    def _optional(self, output: Any) -> set[int | None]:
+        """The parameters behind some of several results, but not behind all of them."""
+        behind: list[set[int | None]] = [self._leaves(t) for t in nested.tensors(output) if t.grad_fn is not None]
+        return behind[0].union(*behind) - behind[0].intersection(*behind) if len(behind) > 1 else set()
+
+    def _leaves(self, output: Any) -> set[int | None]:
+        """The parameters that an output was computed with, read off its graph."""
+        todo = [t.grad_fn for t in nested.tensors(output) if t.grad_fn is not None]
+        seen, leaves = set(todo), set()
+        while todo:
+            node = todo.pop()
+            variable = getattr(node, "variable", None)
+            if isinstance(variable, torch.Tensor):
+                leaves.add(self._watch.book.index(variable))
+            for after, _ in node.next_functions:
+                if after is not None and after not in seen:
+                    seen.add(after)
+                    todo.append(after)
+        return leaves
+
+
+def exposed(evidence: Evidence, names: Sequence[str]) -> set[str]:
+    """Those of the parameters whose unused result is given out with good reason."""
+    made: list[_Exposure] = []
+
+    def contexts(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
+        wanted = {e.index for e in watch.book.entries if e.name in set(names)}
+        made.append(_Exposure(watch, wanted))
+        yield made[0].watching()
+
+    evidence.short_run(lambda watch: None, names, contexts)
+    return made[0].names

@@ -1,0 +1,83 @@
+"""Calls of ``step()`` that stand in the source of a loop and were not made: an optimizer that waits for its turn."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.recording.events import SchedulerStep, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.records.gradient_ledger import Account
+    from pytest_trainloop.runs.evidence import Evidence
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+def never_steps(evidence: Evidence, optimizer: int, mine: set[int], lost: Sequence[Account]) -> bool:
+    """Whether an optimizer whose gradients come with those of another is zeroed each time, no call of step() that was
+    not made stands in the loop, and a longer run makes none either: it may wait for its turn."""
+    if not all(mine & a.wiped for a in lost[:-1]) or may_step_later(evidence.run()):
+        return False
+    later = evidence.longer_run().optimizers
+    return optimizer < len(later) and not later[optimizer].steps
+
+
+def left_not_finite(mine: set[int], lost: Sequence[Account]) -> int:
+    """How many of these passes bring finite gradients to these parameters and find what is not finite in their place,
+    left by an earlier one."""
+    return sum(
+        any(a.incoming.finite and a.residual is not None and not a.residual.finite for a in arrived)
+        for account in lost
+        for arrived in [[a for i in mine for a in account.backward.arrivals.get(i, ())]]
+    )
+
+
+def may_step_later(record: Record) -> bool:
+    """Whether the functions that call backward, or a function of the same file that one of them calls by name, hold a
+    call of ``step()`` that this run did not reach; also where there is no source to look at."""
+    made: dict[tuple[str, int], set[object]] = defaultdict(set)
+    for step in record.of(Step):
+        for line in step.site:
+            made[line].add(step.optimizer)
+    for scheduled in record.of(SchedulerStep):
+        for line in scheduled.site:
+            made[line].add("scheduler")
+    places = {line for backward in record.backwards() for line in backward.site[:1]}
+    return any(_unmade(file, line, made) for file, line in places) or not places
+
+
+def _unmade(file: str, line: int, made: dict[tuple[str, int], set[object]]) -> bool:
+    source = "".join(linecache.getlines(file))
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return True
+    functions = [n for n in ast.walk(tree) if isinstance(n, _Function)]
+    around = [f for f in functions if f.lineno <= line <= (f.end_lineno or f.lineno)]
+    if not source or not around:
+        return True
+    innermost = min(around, key=lambda f: (f.end_lineno or f.lineno) - f.lineno)
+    called = set(_called(innermost))
+    helpers = [f for f in functions if isinstance(f, ast.FunctionDef) and f.name in called and f not in around]
+    calls: dict[int, int] = defaultdict(int)
+    for function in (innermost, *helpers):
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
+                calls[node.lineno] += 1
+    return any(count > len(made.get((file, at), ())) for at, count in calls.items())
+
+
+def _called(function: _Function) -> Iterator[str]:
+    """Names of functions and methods that are called in a function."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Attribute):
+                yield node.func.attr
+            elif isinstance(node.func, ast.Name):
+                yield node.func.id

@@ -1,1 +1,0 @@
-"""A loop with activation checkpointing against the same loop without it."""

@@ -1,1 +1,0 @@
-"""What reaches loss functions, and what they are promised."""

@@ -1,1 +1,0 @@
-"""What is known of the padding of a batch, and runs of a loop with more and with less of it."""

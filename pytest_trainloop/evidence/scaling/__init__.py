@@ -1,1 +1,0 @@
-"""Gradient scalers: the order of their calls, the trace of their scale, and runs at another scale."""

@@ -1,0 +1,189 @@
+"""Does what the loop backpropagates change when a parameter is moved? (RULINGS R2)
+
+Two base points: the initial weights, and all trainable weights moved a little (behind a zero-initialised gate nothing
+depends at first). At each the
+run is made twice under one seed to see its own noise; then with the parameters in question moved by half their root
+mean square.
+
+Runs are made in float64 (RULINGS R3); where a loop does not run so, in its own precision.
+
+Bound: moving a parameter that the loss does not depend on changes the roots by rounding alone. Rounding differences
+of one run are a few machine epsilons
+times the growth over the operations between (about the square root of their number: below 1e3 for these sizes), hence
+1e3 * eps of the
+lowest precision among root and parameters, and 10 times the difference that two identical runs show.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from pytest_trainloop.errors import Unreliable
+from pytest_trainloop.recording.events import Backward, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.runs.evidence import Evidence
+
+MOST = 12
+"""Parameters that are looked at one by one; beyond, one of each owning module stands for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dependence:
+    """By how much the roots change, relative to their size, when the parameter is moved; ``bound`` is what rounding
+    alone may do. ``alive``: in one of these runs a gradient arrived after all (an expert that other weights send
+    tokens to), so no wire is cut."""
+
+    change: float
+    bound: float
+    alive: bool = False
+
+    @property
+    def depends(self) -> bool:
+        return self.change > self.bound and not self.alive
+
+
+def dependence(evidence: Evidence, names: Sequence[str]) -> dict[str, Dependence]:
+    """For each named parameter, the largest change over both base points; none is looked for where a gradient arrives
+    after all."""
+    return _largest_changes(evidence, names, lambda probe: probe.arrived)
+
+
+def influence(evidence: Evidence, names: Sequence[str]) -> dict[str, Dependence]:
+    """For each named parameter, the largest change over both base points, whether or not gradients arrive."""
+    return _largest_changes(evidence, names, lambda _probe: set())
+
+
+def _largest_changes(
+    evidence: Evidence, names: Sequence[str], settled: Callable[[_Probe], set[str]]
+) -> dict[str, Dependence]:
+    probe = _Probe(evidence, names, _runs_in_double(evidence, names))
+    found: dict[str, Dependence] = {}
+    for jitter in (False, True):
+        base = probe.roots((), jitter)
+        noise = difference(base, probe.roots((), jitter))
+        if noise > 1e-3:
+            raise Unreliable(
+                f"two identical runs of the loop backpropagate values that differ by {noise:.1e}; seed every random "
+                "source inside the function"
+            )
+        bound = max(1e3 * _epsilon(evidence, probe.double), 10 * noise)
+        known = settled(probe)
+        found.update({n: Dependence(0.0, bound) for n in names if n in known and n not in found})
+        todo = [n for n in names if n not in known and (n not in found or not found[n].change > bound)]
+        if difference(base, probe.roots(todo, jitter)) <= bound:
+            found.update({n: Dependence(0.0, bound) for n in todo if n not in found})
+            continue
+        for group in _groups(evidence, todo):
+            change = difference(base, probe.roots(group[:1] if len(todo) > MOST else group, jitter))
+            for n in group:
+                if n not in found or change > found[n].change:
+                    found[n] = Dependence(change, bound)
+    return {n: replace(d, alive=n in probe.arrived) for n, d in found.items()}
+
+
+class _Probe:
+    """Short runs with some parameters moved; ``arrived`` gathers the names that a gradient reached in any of them."""
+
+    def __init__(self, evidence: Evidence, names: Sequence[str], double: bool) -> None:
+        self._evidence = evidence
+        self._names = names
+        self._watched = evidence.run().raised is None
+        self.double = double
+        self.arrived: set[str] = set()
+
+    def roots(self, moved: Sequence[str], jitter: bool) -> list[float]:
+        record = self._evidence.short_run(mover(moved, jitter), self._names, double=self.double)
+        if self._watched:
+            self.arrived |= {p.name for p in record.parameters if record.reached(p.index)}
+        return roots_before_first_step(record, self._names)
+
+
+def difference(a: list[float], b: list[float]) -> float:
+    """The largest relative difference between two sequences of roots; infinite where one is non-finite only there or
+    longer."""
+    if len(a) != len(b):
+        return math.inf
+    worst = 0.0
+    for x, y in zip(a, b, strict=True):
+        if math.isfinite(x) and math.isfinite(y):
+            worst = max(worst, abs(x - y) / max(abs(x), abs(y), 1e-12))
+        elif not (x == y or (math.isnan(x) and math.isnan(y))):
+            return math.inf
+    return worst
+
+
+def _groups(evidence: Evidence, names: Sequence[str]) -> list[list[str]]:
+    if len(names) <= MOST:
+        return [[n] for n in names]
+    owners: dict[str, list[str]] = {}
+    owner_of = {p.name: p.owner for p in evidence.run().parameters}
+    for n in names:
+        owners.setdefault(owner_of.get(n, n), []).append(n)
+    return list(owners.values())
+
+
+def _runs_in_double(evidence: Evidence, names: Sequence[str]) -> bool:
+    record = evidence.short_run(mover((), False), names, double=True)
+    native = evidence.run().raised
+    return record.double and (record.raised is None or (native is not None and record.raised.kind == native.kind))
+
+
+def roots_before_first_step(record: Record, names: Sequence[str]) -> list[float]:
+    """The values backpropagated until every optimizer that holds one of the names has stepped; without a step, all of
+    them."""
+    wanted = {p.index for p in record.parameters if p.name in set(names)}
+    holders = {o.index for o in record.optimizers if wanted & set(o.parameters)}
+    steps = [s for s in record.of(Step) if not s.nested]
+    consumed_at = {h: [s.reads[0].at if s.reads else s.at for s in steps if s.optimizer == h] for h in holders}
+    first = [min(consumed_at[h], default=None) for h in holders]  # a closure's backward comes inside the step
+    until = max((at for at in first if at is not None), default=math.inf)
+    mine = {i for o in record.optimizers if o.index in holders for i in o.parameters}
+    backwards = [b for b in record.of(Backward) if b.at < until]
+    relevant = [b for b in backwards if mine & set(b.arrivals)] or backwards
+    return [root.value for b in relevant for root in b.roots]
+
+
+def mover(names: Sequence[str], jitter: bool) -> Callable[[Watch], None]:
+    """Moves the named parameters by half their root mean square, and with ``jitter`` all trainable ones by a tenth."""
+    chosen = set(names)
+
+    def move(watch: Watch) -> None:
+        random = torch.Generator().manual_seed(20_240)
+        with torch.no_grad():
+            for entry, tensor in zip(watch.book.entries, watch.book.tensors, strict=True):
+                if not (tensor.is_floating_point() or tensor.is_complex()) or torch.nn.parameter.is_lazy(tensor):
+                    continue
+                noise = torch.randn(tensor.shape, generator=random).to(tensor)
+                size = float(tensor.abs().square().mean().sqrt())
+                if jitter and tensor.requires_grad:
+                    tensor.add_(noise, alpha=0.1 * size or 0.02)
+                if entry.name in chosen:
+                    tensor.add_(noise.flip(0) if noise.dim() else -noise, alpha=0.5 * size or 0.1)
+
+    return move
+
+
+def moved_a_little(watch: Watch) -> None:
+    """Every trainable weight moved by a tenth of its root mean square (those at zero by 0.02)."""
+    mover((), True)(watch)
+
+
+def _epsilon(evidence: Evidence, double: bool) -> float:
+    if double:
+        return torch.finfo(torch.float64).eps
+    dtypes = {p.dtype for p in evidence.run().parameters if p.requires_grad}
+    epsilons = [
+        torch.finfo(d).eps
+        for name in dtypes
+        if isinstance(d := getattr(torch, name), torch.dtype) and (d.is_floating_point or d.is_complex)
+    ]
+    return max(epsilons, default=torch.finfo(torch.float32).eps)

@@ -1,0 +1,104 @@
+"""Gradients as vectors, and a gradient written as a weighted sum of others (RULINGS R4).
+
+A vector holds the sampled entries of every parameter, always at the same places: a linear map of the whole gradient, so
+that a weighted sum of gradients is the same weighted sum of vectors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pytest_trainloop.checks.batch.accumulation_equivalence.weights import Combination
+from pytest_trainloop.recording.events import GradWrite, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pytest_trainloop.recording.events import Fact
+    from pytest_trainloop.recording.record import Record
+
+Gradient = dict[str, torch.Tensor]
+"""The sampled entries by parameter, in float64."""
+
+ALIKE = 1e-7
+"""Smallest relative singular value at which weights are still told apart: with gradients good to 1e-15 they are then
+good to 1e-8."""
+
+
+def steps_of(record: Record, optimizer: int) -> list[Step]:
+    """The innermost steps of one optimizer that were watched in full, in order."""
+    return [s for s in record.of(Step) if s.optimizer == optimizer and not s.nested and s.full and s.reads]
+
+
+def consumed(record: Record, optimizer: int, nth: int) -> Gradient | None:
+    """What the optimizer's nth step consumed, as it was before any clipping; None where there was no such step."""
+    steps = steps_of(record, optimizer)
+    if nth >= len(steps):
+        return None
+    step = steps[nth]
+    facts = {i: fact for i, fact in step.reads[0].grads.items() if fact is not None}
+    since = steps[nth - 1].reads[0].at if nth else 0
+    for write in record.of(GradWrite):
+        if write.how == "clipped" and since < write.at < step.reads[0].at:
+            last = {i: fact for i, fact in write.before.items() if i in facts and not _written(record, i, write, step)}
+            facts.update(last)
+    return {
+        record.name(i): values(fact, record.parameters[i].dtype)
+        for i, fact in facts.items()
+        if not fact.sparse and fact.sample
+    }
+
+
+def _written(record: Record, index: int, clip: GradWrite, step: Step) -> bool:
+    """Whether the gradient was written to, or added to, between a clip and the step's look at it."""
+    until = step.reads[0].at
+    others = any(clip.at < w.at < until and index in w.parameters for w in record.of(GradWrite))
+    return others or any(clip.at < a.at < until for a in record.arrivals(index))
+
+
+def values(fact: Fact, dtype: str) -> torch.Tensor:
+    """The sampled entries of a tensor of this dtype, in float64; complex ones as pairs."""
+    raw = torch.frombuffer(bytearray(fact.sample), dtype=getattr(torch, dtype))
+    return (torch.view_as_real(raw).reshape(-1) if raw.is_complex() else raw).to(torch.float64)
+
+
+def ends(record: Record) -> tuple[Gradient, Gradient]:
+    """Sampled entries of every parameter, as they were at the start and at the end of a run."""
+    start = {p.name: values(p.start, p.dtype) for p in record.parameters if p.start.sample and p.index in record.end}
+    end = {
+        p.name: values(record.end[p.index], p.dtype)
+        for p in record.parameters
+        if p.name in start and record.end[p.index].sample
+    }
+    return start, end
+
+
+def vectors(gradients: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
+    """The gradients as vectors over the same parameters; one that got none counts as zero there."""
+    sizes = {name: len(found) for g in gradients for name, found in g.items()}
+    names = sorted(n for n in sizes if all(len(g[n]) == sizes[n] for g in gradients if n in g))
+    if not names:
+        return [torch.zeros(1, dtype=torch.float64) for _ in gradients]
+    zeros = {n: torch.zeros(sizes[n], dtype=torch.float64) for n in names}
+    return [torch.cat([g.get(n, zeros[n]) for n in names]) for g in gradients]
+
+
+def combination(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> Combination | None:
+    """The whole as a weighted sum of the parts, by least squares; None where the parts are too alike to be told apart,
+    or as many as the entries: anything is a sum of these.
+
+    Every part is scaled to length 1 first, so that a small one is not taken for a dependent one.
+    """
+    lengths = [float(torch.linalg.vector_norm(p)) for p in parts]
+    if len(whole) <= len(parts) or not all(0.0 < n < float("inf") for n in lengths):
+        return None
+    basis = torch.stack([p / n for p, n in zip(parts, lengths, strict=True)], dim=1)
+    left, singular, right = torch.linalg.svd(basis, full_matrices=False)
+    if float(singular[-1]) < ALIKE * float(singular[0]):
+        return None
+    scaled = right.T @ ((left.T @ whole) / singular)
+    outside = float(torch.linalg.vector_norm(whole - basis @ scaled))
+    size = float(torch.linalg.vector_norm(whole))
+    return Combination(tuple(float(w) / n for w, n in zip(scaled, lengths, strict=True)), outside / size if size else 0)

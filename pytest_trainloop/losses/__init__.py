@@ -1,0 +1,1 @@
+"""Calls of a criterion, and the search for the smallest failing one."""

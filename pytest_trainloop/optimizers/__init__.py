@@ -1,0 +1,1 @@
+"""Steps of torch's optimizers made again on copies."""

@@ -1,0 +1,12 @@
+"""Where this package's files are: frames in them are not the user's. Standard library only."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+PACKAGE = str(Path(__file__).parent) + os.sep
+"""The folder of the package, with a separator at its end: a filename that starts so is ours."""
+
+FIT_CALLER = str(Path(PACKAGE) / "runs" / "guard.py")
+"""The file that calls ``fit``: frames below it belong to whoever called the plugin."""

@@ -1,0 +1,58 @@
+"""What ``--trainloop`` and ``--trainloop-json`` switch on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_trainloop.errors import UsageError
+from pytest_trainloop.plugin import settings as chosen
+from pytest_trainloop.plugin.summary import Ledger
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def configure(config: pytest.Config) -> None:
+    """Check the options and register the hooks that they need."""
+    settings = chosen.settings(config)
+    try:
+        chosen.wishes(config)
+    except UsageError as error:
+        raise pytest.UsageError(str(error)) from None
+    worker = hasattr(config, "workerinput")
+    if config.getoption("trainloop"):
+        from pytest_trainloop.plugin import outcomes, runtest, xdist
+
+        if settings.device == "cuda" and not _cuda(config, worker=worker):
+            raise pytest.UsageError(
+                "the device of the loops is cuda, but torch finds no CUDA device here; run where there is one, "
+                "or leave --trainloop-device out"
+            )
+        for module in (xdist, outcomes, runtest):
+            config.pluginmanager.register(module)
+    if not worker:
+        config.pluginmanager.register(Ledger(config, settings, _json_file(config)))
+
+
+def _json_file(config: pytest.Config) -> Path | None:
+    given = config.getoption("trainloop_json")
+    if given is None:
+        return None
+    file: Path = config.invocation_params.dir / given
+    if not given or file.is_dir():
+        raise pytest.UsageError(f"--trainloop-json is {given!r}, a folder; a file to write is needed")
+    return file
+
+
+def _cuda(config: pytest.Config, *, worker: bool) -> bool:
+    if not worker and config.getoption("dist", "no") != "no":
+        # The controller of xdist runs no test and shall not load torch.
+        question = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+        return subprocess.run([sys.executable, "-c", question], check=False).returncode == 0
+    import torch
+
+    return torch.cuda.is_available()

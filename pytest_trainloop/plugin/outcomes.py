@@ -1,0 +1,102 @@
+"""Outcomes: what pytest is told about a result, and the result as data on the item."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_trainloop.errors import CheckFailed
+from pytest_trainloop.finding import Result
+from pytest_trainloop.plugin.collect import duty_of
+from pytest_trainloop.plugin.nodeids import loop_of
+from pytest_trainloop.report import Entry
+from pytest_trainloop.report.text import failure_text
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+
+PROPERTY = "trainloop"
+"""The key in an item's user properties; the value is one JSON string, which JUnit XML and xdist take as it is."""
+
+_RESULT = pytest.StashKey[Result]()
+
+
+def settle(item: pytest.Item, result: Result) -> None:
+    """End the item's call phase as the result asks."""
+    __tracebackhide__ = True
+    item.stash[_RESULT] = result
+    if result.outcome in ("skipped", "unreliable"):
+        pytest.skip(skip_reason(result))
+    if result.outcome in ("failed", "error"):
+        raise CheckFailed(failure_text(result, causes(result.check)), [result])
+
+
+def skip_reason(result: Result) -> str:
+    return f"unreliable: {result.reason}" if result.outcome == "unreliable" else result.reason
+
+
+def causes(check: str) -> Mapping[str, str]:
+    from pytest_trainloop import registry
+
+    known = registry.registered()
+    return known[check].proofs if check in known else {}
+
+
+def location(item: pytest.Item) -> tuple[str, int]:
+    """Where a skip is reported: at the user's test, not here."""
+    path, line, _ = item.location
+    return path, (line or 0) + 1
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    found = duty_of(item)
+    if found is None:
+        return report
+    if report.when == "setup" and not report.passed:
+        result = _never_called(found[0], report)
+    elif report.when == "call":
+        result = _show(item, report, found[0], call)
+    else:
+        return report
+    entry = Entry(loop=loop_of(item.nodeid, found[0]), nodeid=item.nodeid, result=result)
+    kept = [pair for pair in item.user_properties if pair[0] != PROPERTY]  # a plugin may run an item again
+    # JUnit XML reads the teardown report, whose properties come from the item; the other readers read this report.
+    item.user_properties[:] = report.user_properties[:] = [*kept, (PROPERTY, json.dumps(entry.to_json()))]
+    return report
+
+
+def _show(item: pytest.Item, report: pytest.TestReport, check: str, call: pytest.CallInfo[None]) -> Result:
+    result = item.stash.get(_RESULT, None)
+    if result is None:
+        if report.skipped and isinstance(report.longrepr, tuple):  # by the user's own function
+            return Result(check=check, outcome="skipped", reason=report.longrepr[2].removeprefix("Skipped: "))
+        reason = call.excinfo.exconly() if call.excinfo else "the check gave no result"
+        return Result(check=check, outcome="error", reason=reason)
+    del item.stash[_RESULT]
+    if result.outcome == "xfailed" and report.passed:
+        report.outcome, report.wasxfail = "skipped", result.reason
+    elif result.outcome in ("skipped", "unreliable") and report.skipped and not hasattr(report, "wasxfail"):
+        report.longrepr = (*location(item), f"Skipped: {skip_reason(result)}")
+    elif result.outcome in ("failed", "error") and report.failed:
+        report.longrepr = failure_text(result, causes(check))
+    elif hasattr(report, "wasxfail") and report.skipped:  # pytest's own xfail marker
+        return result.with_outcome("xfailed", report.wasxfail)
+    elif report.failed:  # pytest's own strict xfail marker on a check that passed
+        return result.with_outcome("failed", report.longreprtext)
+    return result
+
+
+def _never_called(check: str, report: pytest.TestReport) -> Result:
+    """A skip mark, or a fixture that skipped or failed, before the function was called."""
+    if isinstance(report.longrepr, tuple):
+        return Result(check=check, outcome="skipped", reason=report.longrepr[2].removeprefix("Skipped: "))
+    if hasattr(report, "wasxfail"):
+        return Result(check=check, outcome="xfailed", reason=report.wasxfail)
+    last = (report.longreprtext.strip() or "the setup failed").splitlines()[-1]
+    return Result(check=check, outcome="error", reason=f"setup failed: {last}")

@@ -1,0 +1,110 @@
+"""Run one check as one test item."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_trainloop.errors import UsageError
+from pytest_trainloop.finding import Result
+from pytest_trainloop.plugin import outcomes, progress
+from pytest_trainloop.plugin import settings as chosen
+from pytest_trainloop.plugin.collect import RETURNED, Duty, duty_of
+from pytest_trainloop.plugin.nodeids import loop_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from pytest_trainloop.battery import Subject
+
+
+@dataclass(slots=True)
+class _Loops:
+    """The subjects of this session; each is let go when the last item of its loop has run."""
+
+    subjects: dict[str, Subject] = field(default_factory=dict)
+    waiting: dict[str, set[str]] = field(default_factory=dict)
+    refused: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def subject(self, item: pytest.Function, loop: str, duty: Duty) -> Subject:
+        make = _make(item)
+        if loop not in self.subjects:
+            from pytest_trainloop import battery
+
+            settings = chosen.settings(item.config)
+            self.subjects[loop] = battery.Subject(loop, make, settings=settings, knobs=duty.knobs, judges=duty.judges)
+        self.subjects[loop].bind(make)
+        return self.subjects[loop]
+
+    def refuse(self, loop: str, check: str, nodeid: str, sentence: str) -> Result:
+        """A loop that cannot be judged is an error once; the other checks that meet it say where."""
+        first = self.refused.setdefault((loop, sentence), nodeid)
+        if first == nodeid:
+            return Result(check=check, outcome="error", reason=sentence)
+        return Result(check=check, outcome="skipped", reason=f"{sentence} (see {first})")
+
+    def done(self, nodeid: str, loop: str) -> None:
+        waiting = self.waiting.get(loop, set())
+        waiting.discard(nodeid)
+        if not waiting:
+            self.subjects.pop(loop, None)
+
+
+_LOOPS = pytest.StashKey[_Loops]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    loops = session.config.stash.setdefault(_LOOPS, _Loops())
+    for item in session.items:
+        found = duty_of(item)
+        if found is not None:
+            loops.waiting.setdefault(loop_of(item.nodeid, found[0]), set()).add(item.nodeid)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    try:
+        return (yield)
+    finally:
+        found = duty_of(item)
+        if found is not None:
+            item.config.stash[_LOOPS].done(item.nodeid, loop_of(item.nodeid, found[0]))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    __tracebackhide__ = True
+    found = duty_of(pyfuncitem)
+    if found is None:
+        late = next((name for name in RETURNED if pyfuncitem.get_closest_marker(name)), None)
+        if late:
+            pytest.fail(
+                f"{pyfuncitem.nodeid} got its {late} marker after collection; put it on the function itself",
+                pytrace=False,
+            )
+        return None
+    outcomes.settle(pyfuncitem, _judged(pyfuncitem, *found))
+    return True
+
+
+def _judged(item: pytest.Function, check: str, duty: Duty) -> Result:
+    # The subject stays out of the frame that raises: a failure's traceback would keep it alive.
+    loops = item.config.stash[_LOOPS]
+    loop = loop_of(item.nodeid, check)
+    subject = loops.subject(item, loop, duty)
+    try:
+        with progress.shown(item.config) as subject.progress:
+            result = subject.run_check(check, options=duty.plan.options.get(check), reporter=item.nodeid)
+    except UsageError as error:
+        return loops.refuse(loop, check, item.nodeid, str(error))
+    return duty.plan.judge(result)
+
+
+def _make(item: pytest.Function) -> Callable[..., Any]:
+    """The user's function with this item's own fixture values; the knobs stay open."""
+    given = {name: item.funcargs[name] for name in inspect.signature(item.obj).parameters if name in item.funcargs}
+    return functools.partial(item.obj, **given)

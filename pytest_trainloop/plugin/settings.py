@@ -1,0 +1,79 @@
+"""What the command line and the ini file say, read and checked."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+import pytest
+
+from pytest_trainloop.battery import Settings
+from pytest_trainloop.errors import UsageError
+from pytest_trainloop.selection import Wishes
+
+
+def settings(config: pytest.Config) -> Settings:
+    """How loops are judged; the command line goes before the ini file."""
+    seed = _number(config, "seed", int, 0)
+    seconds = _number(config, "budget", float, 120.0)
+    if seed < 0:
+        raise pytest.UsageError(f"--trainloop-seed is {seed}; a number from 0 on is needed")
+    if not seconds > 0:
+        raise pytest.UsageError(f"--trainloop-budget is {seconds:g}; a number of seconds above 0 is needed")
+    device = config.getoption("trainloop_device") or config.getini("trainloop_device") or "auto"
+    if device not in ("auto", "cpu", "cuda"):
+        raise pytest.UsageError(f"ini key trainloop_device is {device!r}; auto, cpu or cuda is needed")
+    given = str(config.getoption("--hypothesis-seed", None) or "")
+    return Settings(seed=int(seed), seconds=float(seconds), device=device, hypothesis_seed=given)
+
+
+def strict(config: pytest.Config) -> bool:
+    return bool(config.getoption("trainloop_strict") or config.getini("trainloop_strict"))
+
+
+def wishes(config: pytest.Config) -> tuple[Wishes, Wishes]:
+    """What the ini file and the command line ask for; raises ``UsageError`` for a line that cannot be read."""
+    only = [name.strip() for given in config.getoption("trainloop_only") or () for name in given.split(",")]
+    return (
+        Wishes(
+            where="the ini file",
+            only=config.getini("trainloop_only") or None,
+            skip=_pairs(config, "trainloop_skip"),
+            xfail=_pairs(config, "trainloop_xfail"),
+            options={check: _literal(check, text) for check, text in _pairs(config, "trainloop_options").items()},
+            knobs=_pairs(config, "trainloop_knobs"),
+        ),
+        Wishes(where="--trainloop-only", only=[name for name in only if name] if only else None),
+    )
+
+
+def _number(config: pytest.Config, name: str, kind: type[int] | type[float], default: float) -> float:
+    given = config.getoption(f"trainloop_{name}")
+    if given is None:
+        given = config.getini(f"trainloop_{name}") or default
+    try:
+        return kind(given)
+    except ValueError:
+        raise pytest.UsageError(f"ini key trainloop_{name} is {given!r}; a number is needed") from None
+
+
+def _pairs(config: pytest.Config, key: str) -> dict[str, str]:
+    """Lines of ``name: text``; the name ends at the first colon before a blank, since causes have colons too."""
+    pairs: dict[str, str] = {}
+    for line in config.getini(key):
+        name, colon, text = line.partition(": ")
+        if not colon or not text.strip():
+            raise UsageError(
+                f"the ini file: {key} has the line {line!r}; 'name: text' is needed, with a blank after the colon"
+            )
+        pairs[name.strip()] = text.strip()
+    return pairs
+
+
+def _literal(check: str, text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        raise UsageError(
+            f"the ini file: trainloop_options gives {check} {text!r}; a dict of values is needed: {{'steps': 400}}"
+        ) from None

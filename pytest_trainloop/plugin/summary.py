@@ -1,0 +1,91 @@
+"""The closing section and the JSON file, from the reports of all items; under xdist in the controller only."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_trainloop.finding import Result
+from pytest_trainloop.plugin.nodeids import check_in, loop_of
+from pytest_trainloop.plugin.outcomes import PROPERTY
+from pytest_trainloop.report import Entry, Report
+from pytest_trainloop.report.json import document, environment
+from pytest_trainloop.report.section import checked_nothing, section
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pytest_trainloop.battery import Settings
+
+_COLOURS = {
+    "plain": {},
+    "good": {"green": True},
+    "bad": {"red": True},
+    "warn": {"yellow": True},
+    "loud": {"red": True, "bold": True},
+}
+
+
+class Ledger:
+    """Collects the results of a session and writes them out at its end."""
+
+    def __init__(self, config: pytest.Config, settings: Settings, file: Path | None) -> None:
+        self._config = config
+        self._settings = settings
+        self._file = file
+        self._entries: dict[str, list[Entry]] = {}
+
+    def pytest_report_header(self) -> str | None:
+        if not self._config.getoption("trainloop"):
+            return None
+        s = self._settings
+        return f"trainloop: seed {s.seed}, device {s.device}, {s.seconds:g} s a run of fit at most"
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or (report.when == "setup" and not report.passed):
+            found = [Entry.from_json(json.loads(str(v))) for name, v in report.user_properties if name == PROPERTY]
+            if found:
+                self._entries[report.nodeid] = found
+        elif report.when not in ("setup", "teardown"):
+            self._crashed(report)
+
+    def _crashed(self, report: pytest.TestReport) -> None:
+        """A worker of xdist died: its report has no phase and no properties."""
+        from pytest_trainloop import registry
+
+        check = check_in(report.nodeid)
+        if check in registry.registered():
+            reason = (str(report.longrepr or "").strip() or "the worker crashed").splitlines()[0]
+            result = Result(check=check, outcome="error", reason=reason)
+            self._entries[report.nodeid] = [
+                Entry(loop=loop_of(report.nodeid, check), nodeid=report.nodeid, result=result)
+            ]
+
+    def _report(self) -> Report:
+        from pytest_trainloop import registry
+
+        entries = tuple(entry for found in self._entries.values() for entry in found)
+        return Report(entries).in_causal_order(list(registry.registered()))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self) -> None:
+        if self._file is None or self._config.getoption("collectonly"):
+            return
+        data = document(self._report(), environment(device=self._settings.device, seed=self._settings.seed))
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self._config.getoption("trainloop") or self._config.getoption("collectonly"):
+            return
+        report = self._report()
+        terminalreporter.write_sep("=", "trainloop")
+        for line in section(report):
+            terminalreporter.write_line(line.text, **_COLOURS[line.style])
+        nothing = checked_nothing(report)
+        if nothing:
+            if not report.entries and terminalreporter.stats.get("error"):
+                nothing = "the session met errors before any check ran"
+            terminalreporter.write_line(f"trainloop: NOTHING WAS CHECKED: {nothing}", **_COLOURS["loud"])

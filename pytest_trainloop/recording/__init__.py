@@ -1,0 +1,1 @@
+"""Record one run of a training loop through torch's own hooks."""

@@ -1,0 +1,130 @@
+"""Backward passes: their roots, and the gradient that each brings to each parameter."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle, unserializable_hook
+
+from pytest_trainloop.recording.autocast import autocast
+from pytest_trainloop.recording.events import Arrival, Backward, Root
+from pytest_trainloop.recording.source import NOWHERE, here
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from pytest_trainloop.recording.patches import Taps
+    from pytest_trainloop.recording.watch import Watch
+
+
+class Gradients:
+    """Tensor hooks on every watched parameter, and taps on the two doors of autograd."""
+
+    def __init__(self, watch: Watch, taps: Taps) -> None:
+        self._watch = watch
+        self._handles: dict[int, RemovableHandle] = {}
+        self.originals: dict[Any, str] = {torch.autograd.backward: "backward", torch.autograd.grad: "grad"}
+        for name in ("backward", "grad"):
+            taps.put(torch.autograd, name, functools.partial(self._tapped, name))
+
+    def hook(self, indices: Iterable[int]) -> None:
+        """Watch what arrives at these parameters, as soon as they require grad."""
+        for index in indices:
+            tensor = self._watch.book.tensors[index]
+            if index not in self._handles and not is_lazy(tensor) and tensor.requires_grad and tensor.is_leaf:
+                self._handles[index] = tensor.register_hook(self._arrival_hook(index))  # type: ignore[no-untyped-call]
+
+    def hooked(self, index: int) -> bool:
+        return index in self._handles
+
+    def remove(self) -> None:
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def _tapped(self, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            return self.during(kind, original, args, kwargs)
+
+        return watched
+
+    def during(self, kind: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call one of autograd's doors with a backward event open."""
+        watch = self._watch
+        if watch.backward is not None:
+            return function(*args, **kwargs)
+        args, kwargs = tuple(map(_listed, args)), {name: _listed(value) for name, value in kwargs.items()}
+        with watch.quietly():
+            event = self._open(kind, args, kwargs)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            event.until = watch.tick()
+            watch.backward = None
+
+    def _open(self, kind: str, args: Any, kwargs: Any) -> Backward:
+        watch = self._watch
+        watch.optimizers.drop_aborted()
+        watch.motion.look()
+        place, site = here(3)
+        watch.backward_opened()
+        event = Backward(at=watch.tick(), place=place, site=site, kind="grad" if kind == "grad" else "backward")
+        event.item, event.autocast = watch.items(), autocast()
+        given = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+        for tensor in [given] if isinstance(given, torch.Tensor) else list(given or ()):
+            if isinstance(tensor, torch.Tensor):
+                event.roots.append(self._root(tensor))
+        watch.add(event)
+        watch.backward = event
+        return event
+
+    def _root(self, tensor: torch.Tensor) -> Root:
+        root = Root(requires_grad=tensor.requires_grad, shape=tuple(tensor.shape), history=tensor.grad_fn is not None)
+        if tensor.is_floating_point() and tensor.numel():
+            self._watch.reader.scalar(
+                tensor if tensor.numel() == 1 else tensor.detach().sum(), functools.partial(setattr, root, "value")
+            )
+        return root
+
+    def _arrival_hook(self, index: int) -> Callable[[torch.Tensor | None], None]:
+        watch = self._watch
+
+        @unserializable_hook  # type: ignore[untyped-decorator]
+        def arrived(gradient: torch.Tensor | None) -> None:
+            if gradient is None:
+                return  # a custom function gave none
+            with watch.quietly(), torch.no_grad():
+                event = watch.backward or self._unseen_backward()
+                residual = watch.book.tensors[index].grad if event.kind == "backward" else None
+                event.arrivals.setdefault(index, []).append(
+                    Arrival(
+                        at=watch.tick(),
+                        incoming=watch.reader.fact(gradient),
+                        residual=None if residual is None else watch.reader.fact(residual),
+                        # popped: a loss made by another method than forward() has no call of its own to compare with
+                        steps_since_forward=watch.steps_on[index]
+                        - watch.steps_at_forward.pop(index, watch.steps_on[index]),
+                    )
+                )
+
+        return arrived  # type: ignore[no-any-return]
+
+    def _unseen_backward(self) -> Backward:
+        """A backward that passed neither door (started from C++): one event until the next of another kind."""
+        watch = self._watch
+        last = watch.record.events[-1] if watch.record.events else None
+        if isinstance(last, Backward) and not last.roots:
+            return last
+        event = Backward(at=watch.tick(), place=NOWHERE, site=(), kind="backward")
+        watch.add(event)
+        return event
+
+
+def _listed(given: Any) -> Any:
+    """An iterator as a tuple, so that looking at it does not use it up."""
+    return tuple(given) if isinstance(given, Iterator) else given

@@ -1,0 +1,77 @@
+"""Activation checkpointing: which functions run under it, called from where."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.checkpoint import CheckpointFunction
+
+from pytest_trainloop.recording.events import CheckpointCall
+from pytest_trainloop.recording.source import here
+from pytest_trainloop.recording.torch_internals import apply_of, checkpoint_generators
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pytest_trainloop.recording.patches import Taps
+    from pytest_trainloop.recording.watch import Watch
+
+
+class Checkpoints:
+    """Taps on the two doors through which every checkpoint of torch passes, whoever captured ``checkpoint`` before."""
+
+    def __init__(self, watch: Watch, taps: Taps) -> None:
+        self._watch = watch
+        taps.put(CheckpointFunction, "apply", self._reentrant)
+        for owner, name in checkpoint_generators():
+            taps.put(owner, name, self._generator)
+
+    def _reentrant(self, original: Callable[..., Any]) -> Any:
+        def apply(cls: type, function: Any, preserves: bool, *args: Any) -> Any:
+            self._note(args, reentrant=True, preserves=preserves)
+            return apply_of(cls, original)(function, preserves, *args)
+
+        return classmethod(apply)
+
+    def _generator(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def opened(*args: Any, **kwargs: Any) -> Any:
+            given = bound(original, args, kwargs).arguments
+            self._note(given["args"], reentrant=False, preserves=given["preserve_rng_state"])
+            return original(*args, **kwargs)
+
+        return opened
+
+    def _note(self, args: Sequence[Any], *, reentrant: bool, preserves: bool) -> None:
+        watch = self._watch
+        if not watch.full or watch.quiet or watch.backward is not None:
+            return
+        with watch.quietly():
+            place, site = here(3)
+            watch.record.checkpoints.append(
+                CheckpointCall(
+                    at=watch.tick(),
+                    place=place,
+                    site=site,
+                    reentrant=reentrant,
+                    preserves=bool(preserves),
+                    needs_grad=needs_grad(args),
+                    grad_enabled=torch.is_grad_enabled(),
+                )
+            )
+
+
+def bound(generator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+    """The arguments of torch's generator by name, with their defaults: the function is ``fn``, ``args`` and ``kwargs``
+    are what it is given."""
+    given = inspect.signature(generator).bind(*args, **kwargs)
+    given.apply_defaults()
+    return given
+
+
+def needs_grad(args: Sequence[Any]) -> bool:
+    """Whether one of the tensors that a function is handed requires grad."""
+    return any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)

@@ -1,0 +1,135 @@
+"""Forward passes: which module is called from outside, in which grad, training and autocast mode."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from pytest_trainloop import nested
+from pytest_trainloop.recording.autocast import autocast
+from pytest_trainloop.recording.events import Forward, Place
+from pytest_trainloop.recording.source import frame_in, here, layer, place_of
+from pytest_trainloop.recording.train_mode import acts_by_mode
+
+if TYPE_CHECKING:
+    from pytest_trainloop.recording.watch import Watch
+
+
+_CHECKPOINT = str(Path("torch") / "utils" / "checkpoint.py")
+
+
+class Modules:
+    """Global module hooks."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        watch = self._watch
+        with watch.quietly():
+            if not watch.thread.modules:
+                self._root_called(module)
+            watch.thread.modules.append(module)
+            self._note_use(module, args)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        thread = self._watch.thread
+        if thread.modules:
+            thread.modules.pop()
+        if not thread.modules and thread.forward is not None and torch.is_grad_enabled():
+            with self._watch.quietly():
+                self._follow(thread.forward, output)
+
+    def _follow(self, forward: Forward, output: Any) -> None:
+        """See which backward passes go through what the call gave."""
+        watch = self._watch
+
+        def answer(_gradient: torch.Tensor) -> None:
+            if watch.backward is not None:
+                forward.answered.append(watch.backward.at)
+
+        for tensor in nested.tensors(output):
+            if tensor.requires_grad:
+                with contextlib.suppress(RuntimeError):  # functorch's and other wrapped tensors take no hooks
+                    tensor.register_hook(answer)  # type: ignore[no-untyped-call]
+
+    def _root_called(self, module: nn.Module) -> None:
+        watch = self._watch
+        watch.optimizers.drop_aborted()
+        if not watch.book.knows(module) or watch.book_may_be_stale(module):
+            watch.enter_module(module)
+        place, site = here(2)
+        modes = self._modes(module)
+        watch.thread.forward = Forward(
+            at=watch.tick(),
+            place=place,
+            site=site,
+            module=watch.book.path_of(module),
+            grad_enabled=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            training=module.training,
+            autocast=autocast(),
+            in_backward=watch.backward is not None,
+            in_eval=modes["eval"],
+            in_training=modes["training"],
+            apart=modes["apart"],
+            below=frozenset(i for p in module.parameters() if (i := watch.book.index(p)) is not None),
+        )
+        watch.add(watch.thread.forward)
+
+    def _modes(self, root: nn.Module) -> dict[str, tuple[str, ...]]:
+        """Modules that act by mode, by the mode that they are in, and those in another mode than what holds them."""
+        found: dict[str, list[str]] = {"eval": [], "training": [], "apart": []}
+        inside = dict(root.named_modules())
+        for name, module in inside.items():
+            if acts_by_mode(module):
+                path = self._watch.book.path_of(module)
+                found["training" if module.training else "eval"].append(path)
+                if name and inside[name.rpartition(".")[0]].training is not module.training:
+                    found["apart"].append(path)
+        return {kind: tuple(paths) for kind, paths in found.items()}
+
+    def _checkpoint_place(self) -> Place:
+        """The line that called the checkpoint."""
+        frame = frame_in(_CHECKPOINT)
+        while frame is not None and layer(frame.f_code.co_filename) == 0:
+            frame = frame.f_back
+        return here(3)[0] if frame is None else place_of(frame.f_code.co_filename, frame.f_lineno)
+
+    def _note_use(self, module: nn.Module, args: Any) -> None:
+        watch = self._watch
+        grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        empty = any(isinstance(a, torch.Tensor) and a.numel() == 0 for a in args)
+        checkpointed = not grad and frame_in(_CHECKPOINT) is not None
+        for parameter in module.parameters(recurse=False):
+            index = watch.book.index(parameter)
+            if index is None:
+                continue
+            entry = watch.book.entries[index]
+            entry.asked = entry.asked or parameter.requires_grad
+            if empty:
+                entry.calls_empty += 1
+            elif grad:
+                entry.calls_with_grad += 1
+                entry.calls_in_eval += not module.training
+            elif checkpointed:
+                entry.calls_in_checkpoint += 1
+                entry.checkpoint = entry.checkpoint or self._checkpoint_place()
+            else:
+                entry.calls_without_grad += 1
+            if watch.backward is None:
+                watch.steps_at_forward[index] = watch.steps_on[index]

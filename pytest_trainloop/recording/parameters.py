@@ -1,0 +1,210 @@
+"""Which tensors are watched as parameters, by name: declared, found in modules that run, or held by an optimizer."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pytest_trainloop.recording.record import Parameter, Role, Statistics
+from pytest_trainloop.recording.samples import readable
+from pytest_trainloop.recording.source import layer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from pytest_trainloop.recording.samples import Reader
+
+
+RUNNING = ("running_mean", "running_var")
+
+
+class Book:
+    """Every watched parameter, its index by identity. Holds the tensors for the time of the run, so that no identity
+    is used twice."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.entries: list[Parameter] = []
+        self.tensors: list[torch.Tensor] = []
+        self._index: dict[int, int] = {}
+        self._names: set[str] = set()
+        self._reader = reader
+        self._unmade: list[int] = []
+        self.declaring = False
+        self._declared: set[int] = set()
+        self._within_declared = False
+        self.modules: dict[int, str] = {}
+        self._kept: list[nn.Module] = []
+        self._statistics: list[tuple[Statistics, nn.Module, str]] = []
+
+    def index(self, tensor: torch.Tensor) -> int | None:
+        return self._index.get(id(tensor))
+
+    def add(self, tensor: torch.Tensor, name: str, role: Role, owner: str = "") -> int:
+        """The tensor's index, newly entered if it was not known."""
+        known = self._index.get(id(tensor))
+        if known is not None:
+            self._adopt(self.entries[known], name, role, owner)
+            return known
+        index = len(self.entries)
+        entry = Parameter(
+            index=index,
+            name=self._fresh(name),
+            role=role,
+            shape=(),
+            dtype="",
+            device=str(tensor.device),
+            requires_grad=tensor.requires_grad,
+            owner=owner,
+            declared=self.declaring or self._within_declared,
+        )
+        self._index[id(tensor)] = index
+        self.entries.append(entry)
+        self.tensors.append(tensor)
+        self._unmade.append(index)
+        self.settle()
+        return index
+
+    def settle(self) -> list[int]:
+        """Note shape and start of those that have entries only now (lazy ones get them in the first forward)."""
+        made = [i for i in self._unmade if not nn.parameter.is_lazy(self.tensors[i])]
+        for index in made:
+            tensor, entry = self.tensors[index], self.entries[index]
+            entry.shape, entry.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            entry.start = self._reader.fact(tensor)
+        self._unmade = [i for i in self._unmade if i not in made]  # another thread may have settled some
+        return made
+
+    def begin_anew(self) -> None:
+        """Note all starts again: what was entered has been given other values on purpose."""
+        for index, entry in enumerate(self.entries):
+            if index not in self._unmade:
+                entry.start = self._reader.fact(self.tensors[index])
+
+    def _adopt(self, entry: Parameter, name: str, role: Role, owner: str) -> None:
+        """A tensor that was seen in an optimizer first takes the name that it has in the module where it turns up."""
+        if entry.role == "foreign" and role != "foreign":
+            self._names.discard(entry.name)
+            entry.name, entry.role, entry.owner = self._fresh(name), role, owner
+
+    def _fresh(self, name: str) -> str:
+        if name in self._names:
+            name = next(f"{name} ({n})" for n in range(2, 10_000) if f"{name} ({n})" not in self._names)
+        self._names.add(name)
+        return name
+
+    def knows(self, module: nn.Module) -> bool:
+        return id(module) in self.modules
+
+    def add_module(self, root: nn.Module, prefix: str = "") -> list[int]:
+        """Enter a module with all its parameters, registered or kept in plain lists and dicts; the indices that are
+        new."""
+        before = len(self.entries)
+        if self.declaring:
+            self._declared.update(id(module) for module in root.modules())
+        self._within_declared = id(root) in self._declared
+        for path, module in root.named_modules(prefix=prefix):
+            if id(module) not in self.modules:
+                self.modules[id(module)] = path
+                self._kept.append(module)
+                self._add_statistics(module, path)
+            for name, parameter in module.named_parameters(recurse=False):
+                if isinstance(parameter, nn.Parameter):  # functional_call puts plain tensors there for one call
+                    index = self.add(parameter, f"{path}.{name}" if path else name, "model", owner=path)
+                    self.entries[index].layer = type(module).__module__.startswith("torch.")
+        registered = {id(m) for m in root.modules()}
+        for path, module in list(root.named_modules(prefix=prefix)):
+            for name, hidden in _hidden(module):
+                self._add_hidden(f"{path}.{name}" if path else name, hidden, registered)
+        return list(range(before, len(self.entries)))
+
+    def _add_statistics(self, module: nn.Module, path: str) -> None:
+        for name in RUNNING:
+            buffer = getattr(module, name, None)
+            if isinstance(buffer, torch.Tensor) and readable(buffer):
+                known = Statistics(f"{path}.{name}" if path else name, path, self._reader.sample_only(buffer))
+                self._statistics.append((known, module, name))
+
+    def statistics(self) -> list[Statistics]:
+        """Running statistics as they were when their module was entered, and as they are now."""
+        for known, module, name in self._statistics:
+            buffer = getattr(module, name, None)
+            known.end = self._reader.sample_only(buffer) if isinstance(buffer, torch.Tensor) else known.start
+        return [known for known, _, _ in self._statistics]
+
+    def _add_hidden(self, path: str, hidden: nn.Module | torch.Tensor, registered: set[int]) -> None:
+        if isinstance(hidden, torch.Tensor):
+            if hidden.requires_grad and hidden.is_leaf:
+                self.add(hidden, path, "unregistered", owner=path)
+            return
+        if id(hidden) in registered:
+            return
+        for sub, module in hidden.named_modules(prefix=path):
+            if id(module) not in self.modules:
+                self.modules[id(module)] = sub
+                self._kept.append(module)
+            for name, parameter in module.named_parameters(recurse=False):
+                self.add(parameter, f"{sub}.{name}", "unregistered", owner=sub)
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Every module entered so far, by its path."""
+        for module in self._kept:
+            yield self.modules[id(module)], module
+
+    def note_gone(self) -> None:
+        """Mark the registered parameters that stand in none of the modules any more."""
+        present = {id(p) for module in self._kept for p in module.parameters(recurse=False)}
+        for entry, tensor in zip(self.entries, self.tensors, strict=True):
+            entry.gone = entry.role == "model" and id(tensor) not in present
+
+    def path_of(self, module: nn.Module) -> str:
+        """The module's path in the user's names; its class where it is the root or unknown."""
+        return self.modules.get(id(module), "") or type(module).__name__
+
+
+def _hidden(module: nn.Module) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
+    """Modules and parameters in the plain lists, tuples, sets and dicts among a module's attributes."""
+    for name, value in list(vars(module).items()):
+        if name.startswith("_") and name in _NN_INTERNALS:
+            continue
+        for path, item in _items(name, value):
+            if isinstance(item, (nn.Module, nn.Parameter)):
+                yield path, item
+
+
+def _items(name: str, value: Any, depth: int = 2) -> Iterable[tuple[str, Any]]:
+    if depth == 0:
+        return
+    dotted = False
+    if isinstance(value, dict):
+        pairs: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, (list, tuple)):
+        pairs = enumerate(value)
+    elif _is_plain_object(value):
+        pairs, dotted = vars(value).items(), True
+    else:
+        return
+    for key, item in list(pairs)[:256]:
+        path = f"{name}.{key}" if dotted else f"{name}[{key!r}]"
+        if isinstance(item, (nn.Module, nn.Parameter)):
+            yield path, item
+        else:
+            yield from _items(path, item, depth - 1)
+
+
+def _is_plain_object(value: Any) -> bool:
+    """An object of the project's own (or a namespace) that may carry layers; not a tensor, module, class or function,
+    nor a library's."""
+    if isinstance(value, (torch.Tensor, nn.Module, type)) or not hasattr(value, "__dict__") or inspect.isroutine(value):
+        return False
+    return (
+        isinstance(value, types.SimpleNamespace)
+        or layer(getattr(sys.modules.get(type(value).__module__), "__file__", None) or "<frozen>") == 2
+    )
+
+
+_NN_INTERNALS = frozenset(vars(nn.Module()))

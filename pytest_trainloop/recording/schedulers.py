@@ -1,0 +1,165 @@
+"""Scheduler steps and gradient scalers, which have no hooks of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from pytest_trainloop.recording.events import ScalerCall, SchedulerStep
+from pytest_trainloop.recording.source import here
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pytest_trainloop.recording.patches import Taps
+    from pytest_trainloop.recording.watch import Watch
+
+
+class Schedules:
+    """Taps on ``step`` of every scheduler class known when the run begins."""
+
+    def __init__(self, watch: Watch, taps: Taps) -> None:
+        self._watch = watch
+        self._depth = 0
+        for cls in _with_subclasses(LRScheduler):
+            if "step" in vars(cls):
+                taps.put(cls, "step", self._tapped)
+
+    def _tapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._depth == 0 and not _under_construction():
+                self._note(scheduler, args, kwargs)
+            self._depth += 1
+            try:
+                return original(scheduler, *args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return step
+
+    def _note(self, scheduler: Any, args: Any, kwargs: Any) -> None:
+        watch = self._watch
+        with watch.quietly():
+            optimizer = getattr(scheduler, "optimizer", None)
+            place, site = here(3)
+            watch.add(
+                SchedulerStep(
+                    at=watch.tick(),
+                    place=place,
+                    site=site,
+                    scheduler=type(scheduler).__name__,
+                    optimizer=None if optimizer is None else watch.optimizers.index(optimizer),
+                    metric=isinstance(scheduler, ReduceLROnPlateau) or bool(args or kwargs),
+                )
+            )
+
+
+def _under_construction() -> bool:
+    """Whether torch itself steps the scheduler for the first time, inside its constructor."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") == LRScheduler.__module__:
+        if frame.f_code.co_name in ("__init__", "_initial_step"):
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
+
+
+_PLAIN_SCALE = GradScaler.scale
+
+
+class Scalers:
+    """Taps on the gradient scaler's calls: the order of scale, unscale, step and update, and the steps it skipped."""
+
+    def __init__(self, watch: Watch, taps: Taps) -> None:
+        self._watch = watch
+        self._kept: dict[int, Any] = {}
+        self._open: list[tuple[int, str]] = []
+        for cls in _with_subclasses(GradScaler):
+            for name, watched in (
+                ("scale", self._scale),
+                ("unscale_", self._unscale),
+                ("step", self._step),
+                ("update", self._update),
+            ):
+                if name in vars(cls):
+                    taps.put(cls, name, functools.partial(_around, watched))
+
+    @contextlib.contextmanager
+    def _call(self, scaler: Any, what: Any, optimizer: Any = None) -> Iterator[ScalerCall]:
+        """The event of a call, open for as long as the call; a subclass that passes it on makes none of its own."""
+        watch = self._watch
+        self._kept[id(scaler)] = scaler
+        with watch.quietly():
+            place, site = here(5)
+            call = ScalerCall(
+                at=watch.tick(),
+                place=place,
+                site=site,
+                what=what,
+                enabled=scaler.is_enabled(),
+                scaler=list(self._kept).index(id(scaler)),
+            )
+            if optimizer is not None:
+                call.optimizer = watch.optimizers.index(optimizer)
+            if (id(scaler), what) not in self._open:
+                watch.add(call)
+        self._open.append((id(scaler), what))
+        try:
+            yield call
+            call.until = watch.tick()
+        finally:
+            self._open.pop()
+
+    def _scale(self, original: Callable[..., Any], scaler: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._call(scaler, "scale") as call:
+            out = original(scaler, outputs, *args, **kwargs)
+        given = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+        first = next((t for t in given if isinstance(t, torch.Tensor)), None)
+        if first is not None and call.enabled:
+            with self._watch.quietly(), torch.no_grad():
+                one = torch.ones((), device=first.device)  # the loss itself may be zero or infinite
+                self._watch.reader.scalar(_PLAIN_SCALE(scaler, one), functools.partial(setattr, call, "factor"))
+        return out
+
+    def _unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
+        with self._call(scaler, "unscale", optimizer):
+            return original(scaler, optimizer)
+
+    def _step(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        before = self._watch.record.steps
+        with self._call(scaler, "step", optimizer) as call:
+            out = original(scaler, optimizer, *args, **kwargs)
+            call.stepped = self._watch.record.steps > before
+        return out
+
+    def _update(self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._call(scaler, "update"):
+            return original(scaler, *args, **kwargs)
+
+
+def _around(watched: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        return watched(original, scaler, *args, **kwargs)
+
+    return call
+
+
+def _with_subclasses(cls: type) -> Iterator[type]:
+    seen: set[type] = set()
+    todo = [cls]
+    while todo:
+        one = todo.pop()
+        if one not in seen:
+            seen.add(one)
+            todo.extend(one.__subclasses__())
+            yield one

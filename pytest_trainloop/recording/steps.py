@@ -1,0 +1,221 @@
+"""Optimizer steps: what the innermost step consumed, at which rates, and how far each parameter moved."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from pytest_trainloop.recording.events import Fact, Read, Step
+from pytest_trainloop.recording.record import Optimizer as Held
+from pytest_trainloop.recording.source import here
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+    from torch.utils.hooks import RemovableHandle
+
+    from pytest_trainloop.recording.watch import Watch
+
+
+class Optimizers:
+    """Torch's global step hooks."""
+
+    def __init__(self, watch: Watch, before_step: Callable[[], None]) -> None:
+        self._watch = watch
+        self._before_step = before_step
+        self._index: dict[int, int] = {}
+        self._kept: list[Any] = []
+        self._late: list[RemovableHandle] = []
+        self._handles = [
+            register_optimizer_step_pre_hook(self._pre),
+            register_optimizer_step_post_hook(self._post),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._drop_late()
+
+    def index(self, optimizer: Any, declared: bool = False) -> int:
+        """The index of an optimizer, a wrapper counted as what it wraps; newly entered if it was not known."""
+        inner = unwrap(optimizer)
+        known = self._index.get(id(inner))
+        if known is not None:
+            return known
+        index = len(self._watch.record.optimizers)
+        self._index[id(inner)] = index
+        self._kept.append(inner)
+        ours = type(inner).__module__.startswith("torch.")
+        held = Held(index=index, kind=type(inner).__name__, declared=declared, from_torch=ours)
+        self._watch.record.optimizers.append(held)
+        self.refresh(inner)
+        return index
+
+    def refresh(self, optimizer: Any) -> list[int]:
+        """Note which parameters the optimizer's groups hold now, repetitions kept."""
+        held: list[int] = []
+        groups: list[int] = []
+        peaks: list[float] = []
+        decays: list[float] = []
+        eps: list[float] = []
+        maximizes = False
+        watch = self._watch
+        for g, group in enumerate(getattr(optimizer, "param_groups", None) or ()):
+            if not isinstance(group, dict):
+                continue
+            known = [r for r in (group.get("initial_lr"), group.get("max_lr")) if isinstance(r, (int, float))]
+            peaks.append(float(max(known, default=float("nan"))))
+            for name, into in (("weight_decay", decays), ("eps", eps)):
+                value = group.get(name)
+                into.append(float(value) if isinstance(value, (int, float)) else 0.0)
+            maximizes = maximizes or group.get("maximize") is True
+            for i, tensor in enumerate(group.get("params", ())):
+                if isinstance(tensor, torch.Tensor):
+                    held.append(watch.book.add(tensor, f"{type(optimizer).__name__}.param_groups[{g}][{i}]", "foreign"))
+                    groups.append(g)
+        entry = watch.record.optimizers[self._index[id(optimizer)]]
+        entry.parameters, entry.groups = tuple(held), tuple(groups)
+        entry.peaks, entry.decays, entry.eps, entry.maximizes = tuple(peaks), tuple(decays), tuple(eps), maximizes
+        watch.hook_gradients(held)
+        return held
+
+    def _pre(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        watch = self._watch
+        if watch.quiet:  # a copy that we step
+            return None
+        with watch.quietly():
+            self._before_step()
+            self.drop_aborted()
+            if watch.thread.open:
+                watch.thread.open[-1].nested = True
+            place, site = here(2)
+            step = Step(at=watch.tick(), place=place, site=site, optimizer=self.index(optimizer), full=watch.full)
+            step.in_backward = step.asked = step.computed = (
+                watch.backward is not None
+            )  # inside backward the function mode sees nothing
+            step.rates = self._rates(optimizer, step)
+            late = bool(optimizer._optimizer_step_pre_hooks)  # they may yet write gradients: it begins after them
+            if not late:
+                watch.add(step)
+            held = list(dict.fromkeys(self.refresh(optimizer))) if watch.full else []
+            step.resting = tuple(i for i in held if not watch.book.tensors[i].requires_grad)
+            watch.motion.look()
+            watch.thread.open.append(step)
+            watch.thread.frames.append(sys._getframe(1))
+            wrapped = self._with_closure_read(step, held, args, kwargs)
+
+            def begin(*_call: Any) -> None:
+                with watch.quietly():
+                    if late:
+                        step.at = watch.tick()
+                        watch.add(step)
+                    if wrapped is None:
+                        step.reads.append(self._read(held))
+                watch.thread.stepping += 1
+
+            if late:
+                self._late.append(optimizer.register_step_pre_hook(begin))
+                return wrapped
+        begin()
+        return wrapped
+
+    def _rates(self, optimizer: Any, step: Step) -> tuple[float, ...]:
+        rates: list[float] = []
+        for g, group in enumerate(optimizer.param_groups):
+            rate = group.get("lr", float("nan"))
+            if isinstance(rate, torch.Tensor):
+                self._watch.reader.scalar(rate, functools.partial(self._late_rate, step, g))
+                rate = float("nan")
+            rates.append(float(rate) if isinstance(rate, (int, float)) else float("nan"))
+        return tuple(rates)
+
+    @staticmethod
+    def _late_rate(step: Step, group: int, value: float) -> None:
+        step.rates = (*step.rates[:group], value, *step.rates[group + 1 :])
+
+    def _with_closure_read(self, step: Step, held: list[int], args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """The call with its closure wrapped, so that gradients are read when it returns; None where there is no
+        closure."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            return None
+        watch = self._watch
+
+        @functools.wraps(closure, updated=())
+        def watched(*a: Any, **k: Any) -> Any:
+            outer, watch.thread.stepping = watch.thread.stepping, 0
+            try:
+                return closure(*a, **k)
+            finally:
+                watch.thread.stepping = outer
+                with watch.quietly():
+                    step.reads.append(self._read(held))
+
+        if len(args) > 1:
+            return (args[0], watched, *args[2:]), kwargs
+        return args, {**kwargs, "closure": watched}
+
+    def _read(self, held: list[int]) -> Read:
+        watch = self._watch
+        grads: dict[int, Fact | None] = {}
+        for index in held:
+            grad = watch.book.tensors[index].grad
+            grads[index] = None if grad is None else watch.reader.fact(grad)
+        return Read(at=watch.tick(), grads=grads)
+
+    def _post(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        watch, thread = self._watch, self._watch.thread
+        if watch.quiet or not thread.open:
+            return
+        self._drop_late()
+        thread.stepping = max(0, thread.stepping - 1)
+        with watch.quietly():
+            watch.motion.look()
+            step = thread.open.pop()
+            thread.frames.pop()
+            if not step.nested and step.reads:
+                step.left = self._read(list(step.reads[-1].grads)).grads
+            step.until = watch.tick()
+            watch.step_done(step)
+
+    def _drop_late(self) -> None:
+        for handle in self._late:
+            handle.remove()
+        self._late.clear()
+
+    def drop_aborted(self) -> None:
+        """Forget steps that an exception ended: torch runs no post hook for them."""
+        self._drop_late()
+        thread = self._watch.thread
+        if not thread.open:
+            return
+        frame: FrameType | None = sys._getframe(1)
+        running = set()
+        while frame is not None:
+            running.add(id(frame))
+            frame = frame.f_back
+        while thread.frames and id(thread.frames[-1]) not in running:
+            thread.frames.pop()
+            thread.open.pop()
+            thread.stepping = max(0, thread.stepping - 1)
+
+
+def unwrap(optimizer: Any) -> Any:
+    """The torch optimizer inside a wrapper that carries one as ``optimizer`` (Accelerate, Lightning), else itself."""
+    seen = 0
+    while not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        inner = getattr(optimizer, "optimizer", None)
+        if inner is None or seen > 5:
+            return optimizer
+        optimizer, seen = inner, seen + 1
+    return optimizer

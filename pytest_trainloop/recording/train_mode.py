@@ -1,0 +1,71 @@
+"""Training and evaluation mode: who switches what, and which modules act differently in the two."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from pytest_trainloop.recording.events import ModeCall
+from pytest_trainloop.recording.source import here
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pytest_trainloop.recording.patches import Taps
+    from pytest_trainloop.recording.watch import Watch
+
+
+class Modes:
+    """A tap on ``nn.Module.train``, through which ``eval()`` and overridden ``train()`` go as well."""
+
+    def __init__(self, watch: Watch, taps: Taps) -> None:
+        self._watch = watch
+        self._inside = threading.local()
+        taps.put(nn.Module, "train", self._tapped)
+
+    def _tapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def train(module: nn.Module, mode: bool = True) -> Any:
+            if getattr(self._inside, "depth", 0):
+                return original(module, mode)
+            self._inside.depth = 1
+            try:
+                self._note(module, mode)
+                return original(module, mode)
+            finally:
+                self._inside.depth = 0
+
+        return train
+
+    def _note(self, module: nn.Module, mode: bool) -> None:
+        watch = self._watch
+        if not watch.full:
+            return
+        with watch.quietly():
+            place, site = here(3)
+            path = watch.book.modules.get(id(module))
+            if path is not None:
+                watch.add(ModeCall(at=watch.tick(), place=place, site=site, below=path, on=bool(mode)))
+
+
+def acts_by_mode(module: nn.Module) -> bool:
+    """Whether a module does other things in training mode than in evaluation mode."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return bool(module.p > 0)
+    if isinstance(module, nn.modules.batchnorm._NormBase):
+        return bool(module.track_running_stats)
+    if isinstance(module, nn.RNNBase):
+        return bool(module.dropout > 0 and module.num_layers > 1)
+    if isinstance(module, nn.MultiheadAttention):
+        return bool(module.dropout > 0)
+    return isinstance(module, nn.RReLU) or _reads_mode(module)
+
+
+def _reads_mode(module: nn.Module) -> bool:
+    """Whether a class of the user's or a library's asks for ``self.training`` in its forward pass."""
+    code = getattr(inspect.getattr_static(type(module), "forward", None), "__code__", None)
+    return code is not None and "training" in code.co_names and not type(module).__module__.startswith("torch.nn.")

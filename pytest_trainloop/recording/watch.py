@@ -1,0 +1,234 @@
+"""One watched run: every hook put in, two densities, every hook taken out again."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pytest_trainloop.recording.backward import Gradients
+from pytest_trainloop.recording.checkpoints import Checkpoints
+from pytest_trainloop.recording.forward import Modules
+from pytest_trainloop.recording.parameters import Book
+from pytest_trainloop.recording.patches import Taps
+from pytest_trainloop.recording.record import Record
+from pytest_trainloop.recording.samples import Reader, readable
+from pytest_trainloop.recording.schedulers import Scalers, Schedules
+from pytest_trainloop.recording.steps import Optimizers
+from pytest_trainloop.recording.threads import Thread
+from pytest_trainloop.recording.torch_functions import Functions
+from pytest_trainloop.recording.torch_internals import no_torch_function
+from pytest_trainloop.recording.train_mode import Modes
+from pytest_trainloop.recording.weight_changes import Motion
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from types import TracebackType
+
+    from pytest_trainloop.recording.events import Backward, Event, Step
+
+FULL_ROUNDS = 12
+"""Optimizer steps that are watched in full (RULINGS R10)."""
+
+
+FULL_BACKWARDS = 400
+"""Backward passes after which no run is watched in full any more, whatever its steps."""
+
+
+class Watch:
+    """Watches whatever trains inside its ``with`` block; ``record`` is complete once the block is left.
+
+    ``modules`` and ``optimizers`` may be given beforehand; what is not is found from what runs. ``before_step`` is
+    called before each optimizer
+    step and may raise to end the run. Hooks come out after an exception too.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module] | None = None,
+        optimizers: Sequence[Any] = (),
+        *,
+        before_step: Callable[[Watch], None] | None = None,
+        full_rounds: int = FULL_ROUNDS,
+    ) -> None:
+        self._declared = (dict(modules or {}), list(optimizers))
+        self._before_step = before_step
+        self._full_rounds = full_rounds
+        self._clock = itertools.count(1)
+        self._counts: dict[int, int] = {}
+        self.record = Record()
+        self.reader = Reader()
+        self.book = Book(self.reader)
+        self.backward: Backward | None = None
+        self.full = True
+        self.items: Callable[[], int] = lambda: 0
+        self._backwards = 0
+        self.thread = Thread()
+        self.steps_on: dict[int, int] = defaultdict(int)
+        self.steps_at_forward: dict[int, int] = {}
+
+    def __enter__(self) -> Watch:
+        self._taps = Taps()
+        self._exit = contextlib.ExitStack()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._taps.remove)
+            self.gradients = Gradients(self, self._taps)
+            undo.callback(self.gradients.remove)
+            self.motion = Motion(self)
+            self.optimizers = Optimizers(self, self._on_step)
+            undo.callback(self.optimizers.remove)
+            self._schedules = Schedules(self, self._taps)
+            self._scalers = Scalers(self, self._taps)
+            self._modes = Modes(self, self._taps)
+            self._checkpoints = Checkpoints(self, self._taps)
+            self._enter_declared()
+            self._modules = Modules(self)
+            undo.callback(self._modules.remove)
+            undo.enter_context(_compiled_models_run_eagerly())
+            self.functions = Functions(self)
+            self.functions.put_on()
+            undo.callback(self.functions.take_off)
+            self._exit = undo.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            with self.quietly():
+                self._note_end()
+        finally:
+            self._exit.close()
+        self._finish()
+
+    def _enter_declared(self) -> None:
+        modules, optimizers = self._declared
+        self.book.declaring = True
+        for prefix, module in modules.items():
+            self.enter_module(module, prefix)
+        self.book.declaring = not modules
+        for optimizer in optimizers:
+            self.optimizers.index(optimizer, declared=True)
+
+    def _note_end(self) -> None:
+        self.motion.look()
+        self.book.note_gone()
+        for index, tensor in enumerate(self.book.tensors):
+            if readable(tensor):
+                self.record.end[index] = self.reader.sample_only(tensor)
+        self.record.statistics = self.book.statistics()
+
+    def _finish(self) -> None:
+        self.record.parameters = self.book.entries
+        self.reader.resolve()
+        self.record.moves = self.motion.resolve()
+        if self.full:
+            self.record.full_until = self.tick()
+
+    @contextlib.contextmanager
+    def quietly(self) -> Iterator[None]:
+        """Torch calls in here are ours and are not looked at."""
+        thread = self.thread
+        thread.quiet += 1
+        try:
+            with no_torch_function():
+                yield
+        finally:
+            thread.quiet -= 1
+
+    @property
+    def quiet(self) -> int:
+        return self.thread.quiet
+
+    @property
+    def stepping(self) -> int:
+        return self.thread.stepping
+
+    def tick(self) -> int:
+        return next(self._clock)
+
+    def add(self, event: Event) -> None:
+        self.record.events.append(event)
+
+    def enter_module(self, module: nn.Module, prefix: str = "") -> None:
+        """Watch a module's parameters."""
+        self._counts[id(module)] = sum(1 for _ in module.parameters())
+        self.book.add_module(module, prefix)
+        self.hook_gradients(range(len(self.book.tensors)))
+
+    def book_may_be_stale(self, module: nn.Module) -> bool:
+        """Whether a known module has other parameters than when it was entered, or some that only now require grad."""
+        if not self.full:
+            return False
+        count = 0
+        for parameter in module.parameters():
+            count += 1
+            index = self.book.index(parameter)
+            if index is None or self.book.entries[index].role == "foreign":
+                if isinstance(parameter, nn.Parameter):
+                    return True
+            elif parameter.requires_grad and not self.gradients.hooked(index):
+                return True
+        return count != self._counts.get(id(module), count)
+
+    def module_path(self) -> str:
+        """The innermost module being called, in the user's names."""
+        modules = self.thread.modules
+        return self.book.path_of(modules[-1]) if modules else ""
+
+    def inside_parameters(self) -> bool:
+        """Whether a module that holds parameters is being called."""
+        return any(True for module in self.thread.modules for _ in module.parameters())
+
+    def hook_gradients(self, indices: Any) -> None:
+        if self.full:
+            self.gradients.hook(indices)
+
+    def _on_step(self) -> None:
+        if self._before_step is not None:
+            self._before_step(self)
+
+    def step_done(self, step: Step) -> None:
+        """Count a step and change to the light density when enough were seen in full."""
+        if step.nested:
+            return
+        record = self.record
+        record.steps += 1
+        optimizer = record.optimizers[step.optimizer]
+        optimizer.steps += 1
+        record.rounds = max(record.rounds, optimizer.steps)
+        for index, grad in (step.reads[-1].grads if step.reads else {}).items():
+            if grad is not None:
+                self.steps_on[index] += 1
+        if self.full and record.rounds >= self._full_rounds:
+            self._lighten()
+        elif not self.full:
+            self.functions.take_off()
+
+    def backward_opened(self) -> None:
+        """Count a backward pass: a run that makes an optimizer for every batch leaves the full density too."""
+        self._backwards += 1
+        if self.full and self._backwards > FULL_BACKWARDS:
+            self._lighten()
+
+    def _lighten(self) -> None:
+        """Roots, rates and counts only from here on."""
+        self.motion.look()
+        self.full = False
+        self.record.full_until = self.tick()
+        self.gradients.remove()
+        self._modules.remove()
+        self.functions.take_off()
+
+
+@contextlib.contextmanager
+def _compiled_models_run_eagerly() -> Iterator[None]:
+    """Under a function mode they would be compiled anew, and they warn of global module hooks."""
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
+        yield

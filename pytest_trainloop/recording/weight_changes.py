@@ -1,0 +1,104 @@
+"""When parameters change, and through whom: samples of all of them, compared after the run."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pytest_trainloop.recording.events import Move, Step
+from pytest_trainloop.recording.samples import _dense, readable, spaced
+
+if TYPE_CHECKING:
+    from pytest_trainloop.recording.watch import Watch
+
+
+@dataclass(slots=True)
+class _Part:
+    """The samples of all parameters of one device and dtype, one after the other."""
+
+    entries: torch.Tensor
+    order: list[int]
+    counts: list[int]
+
+
+@dataclass(slots=True)
+class _Look:
+    at: int
+    step: Step | None
+    parts: list[_Part]
+
+
+class Motion:
+    """``look`` is called before each backward and around each step; the change between two looks belongs to what ran
+    between."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._looks: list[_Look] = []
+
+    def look(self) -> None:
+        """Sample every watched parameter; nothing in light density."""
+        watch = self._watch
+        if not watch.full:
+            return
+        watch.hook_gradients(watch.book.settle())
+        found: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = defaultdict(dict)
+        for index, tensor in enumerate(watch.book.tensors):
+            if readable(tensor):
+                found[tensor.device, tensor.dtype][index] = spaced(_dense(tensor.detach()))
+        parts = [_Part(torch.cat(list(p.values())), list(p), [e.numel() for e in p.values()]) for p in found.values()]
+        step = watch.thread.open[-1] if watch.thread.open else None
+        self._looks.append(_Look(watch.tick(), step, parts))
+
+    def resolve(self) -> list[Move]:
+        """The moves, in order; each step's relative updates are noted on it."""
+        moves: list[Move] = []
+        before: dict[int, _Chunk] = {}
+        since = 0
+        for look in self._looks:
+            now = _split(look)
+            moved = tuple(i for i, chunk in now.items() if i in before and before[i] != chunk)
+            if moved:
+                moves.append(Move(since, look.at, moved, look.step.optimizer if look.step else None))
+                if look.step is not None:
+                    self._note_updates(look.step, moved, before, now)
+            before, since = {**before, **now}, look.at
+        self._looks.clear()
+        return moves
+
+    def _note_updates(
+        self, step: Step, moved: tuple[int, ...], before: dict[int, _Chunk], now: dict[int, _Chunk]
+    ) -> None:
+        for i in moved:
+            if (before[i][0], len(before[i][1])) == (now[i][0], len(now[i][1])):
+                old, new = _values(*before[i]), _values(*now[i])
+                size = float((new - old).abs().max() / old.abs().max().clamp_min(torch.finfo(torch.float64).tiny))
+                step.updates[i] = max(step.updates.get(i, 0.0), size)
+                moved_by = new - old
+                lengths = torch.linalg.vector_norm(moved_by) * torch.linalg.vector_norm(old)
+                step.along[i] = float(moved_by.flatten() @ old.flatten() / lengths) if lengths else 0.0
+
+
+_Chunk = tuple[torch.dtype, bytes]
+
+
+def _split(look: _Look) -> dict[int, _Chunk]:
+    chunks: dict[int, _Chunk] = {}
+    for part in look.parts:
+        joined = part.entries.cpu()
+        raw = ctypes.string_at(joined.data_ptr(), joined.numel() * joined.itemsize)
+        start = 0
+        for index, count in zip(part.order, part.counts, strict=True):
+            end = start + count * joined.itemsize
+            chunks[index] = joined.dtype, raw[start:end]
+            start = end
+    return chunks
+
+
+def _values(dtype: torch.dtype, raw: bytes) -> torch.Tensor:
+    values = torch.frombuffer(bytearray(raw), dtype=dtype)
+    return (torch.view_as_real(values) if values.is_complex() else values).to(torch.float64)

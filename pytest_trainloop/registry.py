@@ -1,0 +1,137 @@
+"""The registry of checks: a check is a function from evidence to findings, plus data about it.
+
+Every ``checks/<family>/<name>/check.py`` registers the check of its folder's name and is found by its being there.
+Nothing in these files imports torch at module top.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from pytest_trainloop.finding import Finding
+
+    Property = Callable[[Any], Iterable[Finding]]
+
+Judged = Literal["loop", "loss"]
+"""What a check judges: a ``TrainLoop``, or a ``LossContract``."""
+
+FAMILIES = ("wiring", "loss", "numerics", "batch", "learning", "state", "loss_function", "project")
+"""The families in causal order: a fault in an earlier one may explain failures in a later one.
+
+Each is a folder in ``checks``, but for "project", the family of checks that are registered elsewhere."""
+
+_CHECKS = "pytest_trainloop.checks"
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """One fault that a check can name."""
+
+    proof: str
+    """The observation that separates this cause from its neighbours."""
+    repair: str = ""
+    """What to change, and where. A finding that knows more of the loop gives its own."""
+    explains: tuple[str, ...] = ()
+    """Checks whose failure follows from this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One registered check."""
+
+    name: str
+    decide: Property
+    family: str
+    rank: int
+    needs: frozenset[str]
+    """Fields of its subject without which it is skipped; "fit" is met by ``fit`` or ``step``."""
+    causes: Mapping[str, Cause]
+    page: str
+    """Its rule page: the docstring of its module, or for a project's check of its function."""
+    module: str
+    subject: Judged = "loop"
+    instrument: str = ""
+    """What ``observe()`` opens during its single run for this check, as ``module:class``."""
+
+    @property
+    def proofs(self) -> dict[str, str]:
+        """The observation behind each cause, as failure texts show it."""
+        return {slug: cause.proof for slug, cause in self.causes.items()}
+
+    @property
+    def headline(self) -> str:
+        """The first line of the rule page."""
+        return self.page.strip().partition("\n")[0].rstrip(".")
+
+
+_registered: dict[str, Check] = {}
+
+
+def check(
+    *,
+    causes: Mapping[str, str | Cause],
+    needs: Iterable[str] = (),
+    rank: int = 100,
+    subject: Judged = "loop",
+    instrument: str = "",
+) -> Callable[[Property], Property]:
+    """Register a function from evidence to findings as a check of the function's name.
+
+    ``causes`` maps each cause that the check may name to a ``Cause``, or to the observation that proves it; a finding
+    of any other cause is an error. ``rank`` orders the checks of one family; ``subject`` is "loss" for a property of a
+    loss function. ``instrument`` names what must look on during the single run of ``observe()``, as ``module:class``.
+    Raises ``ValueError`` for a name that another module has registered, and for no causes.
+
+    >>> @check(needs={"fit"}, causes={"too_few_steps": "fewer than two optimizer steps in the record"})
+    ... def steps_at_all(evidence): ...
+    """
+    if not causes:
+        raise ValueError("a check needs at least one cause: causes={'slug': 'the observation that proves it'}")
+
+    def register(function: Property) -> Property:
+        name, module = function.__name__, function.__module__
+        earlier = _registered.get(name)
+        if earlier is not None and earlier.module != module:
+            raise ValueError(f"a check named {name!r} is already registered by {earlier.module}")
+        ours = module.startswith(f"{_CHECKS}.")
+        page = inspect.getdoc(inspect.getmodule(function) if ours else function)
+        _registered[name] = Check(
+            name=name,
+            decide=function,
+            family=module.split(".")[2] if ours else "project",
+            rank=rank,
+            needs=frozenset(needs),
+            causes={slug: Cause(given) if isinstance(given, str) else given for slug, given in causes.items()},
+            page=page or name,
+            module=module,
+            subject=subject,
+            instrument=instrument,
+        )
+        return function
+
+    return register
+
+
+def registered() -> dict[str, Check]:
+    """Every check by name, in causal order: ours, and those that the project has registered so far."""
+    for family in pkgutil.iter_modules(importlib.import_module(_CHECKS).__path__, f"{_CHECKS}."):
+        for found in pkgutil.iter_modules(importlib.import_module(family.name).__path__, f"{family.name}."):
+            if found.ispkg:
+                importlib.import_module(f"{found.name}.check")
+    return dict(sorted(_registered.items(), key=lambda kv: (*_place(kv[1]), kv[0])))
+
+
+def of(subject: Judged) -> dict[str, Check]:
+    """The checks that judge one kind of subject, in causal order."""
+    return {name: check for name, check in registered().items() if check.subject == subject}
+
+
+def _place(check: Check) -> tuple[bool, int, int]:
+    return check.subject == "loss", FAMILIES.index(check.family), check.rank

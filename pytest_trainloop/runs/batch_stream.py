@@ -1,0 +1,166 @@
+"""The batches that ``fit`` is given: sized, re-iterable, fresh copies, and empty once the budget is spent."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pytest_trainloop import nested
+from pytest_trainloop.errors import UsageError, UserCodeError
+from pytest_trainloop.runs.float64 import widen_batch
+from pytest_trainloop.runs.user_traceback import user_error
+
+if TYPE_CHECKING:
+    from pytest_trainloop.loop import TrainLoop
+
+EMPTY_PASSES = 64
+"""Passes over the spent batches after which a loop is taken for one that never ends."""
+
+PASSES_WITHOUT_STEP = 2
+"""Passes over all batches after which, without an optimizer step so far, each further one counts as one over spent
+batches: statistics take a few, and a loop that never steps may take passes for ever."""
+
+
+class Batches(Sequence[Any]):
+    """``count`` batches. ``spent`` says whether the loop has done enough; ``stepped`` whether it has made a step yet;
+    ``stop`` raises and ends a loop that goes on and on over batches that are spent.
+
+    A pass in which no step happens ends after ``read_ahead`` items: such a loop collects its batches first. Unknown
+    attributes are asked of the project's own loader, so that ``batches.dataset`` or ``batches.batch_size`` work.
+    ``items`` take the place of the loop's own batches; a pass over them is never cut short, and is the only one;
+    ``stream`` takes their place and changes nothing else. ``before`` is called with the number of each batch and
+    the batch, as it is handed over.
+    ``cut_short`` tells that enough was seen before the loop was through, ``held_back`` that a pass ended for want of a
+    step.
+    """
+
+    def __init__(
+        self,
+        loop: TrainLoop,
+        count: int,
+        *,
+        spent: Callable[[], bool],
+        stepped: Callable[[], bool],
+        stop: Callable[[], None],
+        read_ahead: int | None,
+        items: Sequence[Any] | None = None,
+        stream: Iterator[Any] | None = None,
+        before: Callable[[int, Any], None] = lambda number, item: None,
+        double: bool = False,
+    ) -> None:
+        self._double = double
+        self._loop = loop
+        self._count = count
+        self._spent = spent
+        self._stepped = stepped
+        self._stop = stop
+        self._read_ahead = read_ahead
+        self._source = stream if stream is not None else _source(loop, count) if items is None else iter(items)
+        self._before = before
+        self._once = items is not None
+        self._through = False
+        self._cache: list[Any] = []
+        self._empty_passes = 0
+        self.taken = 0
+        self.cut_short = False
+        self.held_back = False
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or self._loop.batches is None:
+            raise AttributeError(f"the batches given to fit have no attribute {name!r}; they are a sized sequence")
+        return getattr(self._loop.batches, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._count))]
+        return self._handed(self._fresh(range(self._count)[index]))
+
+    def __iter__(self) -> Iterator[Any]:
+        spent = self._over() or (self._once and self._through and self._stepped())
+        self.cut_short = self.cut_short or spent
+        if spent or (self.taken >= PASSES_WITHOUT_STEP * self._count and not self._stepped()):
+            self._empty_passes += 1
+            if self._empty_passes > EMPTY_PASSES:
+                self._stop()
+        return self._pass()
+
+    def _pass(self) -> Iterator[Any]:
+        for position in range(self._count):
+            if self._over():
+                self.cut_short = True
+                return
+            if self._read_ahead is not None and position >= self._read_ahead and not self._stepped():
+                self.held_back = True
+                return
+            try:
+                item = self._fresh(position)
+            except IndexError:
+                return
+            yield self._handed(item)
+        self._through = True
+
+    def _handed(self, item: Any) -> Any:
+        self._before(self.taken, item)
+        self.taken += 1
+        return item
+
+    def _over(self) -> bool:
+        """Whether enough was seen in the middle of a pass; items that were chosen one by one are all given."""
+        return not self._once and self._spent()
+
+    def _fresh(self, position: int) -> Any:
+        field = "batch" if self._loop.batches is None else f"batches[{position}]"
+        copy = nested.copy(self._nth(position), field)
+        return widen_batch(copy) if self._double else copy
+
+    def _nth(self, position: int) -> Any:
+        while len(self._cache) <= position:
+            try:
+                item = next(self._source)
+                if self._loop.batches is not None:
+                    nested.require_batch(item, f"batches[{len(self._cache)}]")
+                self._cache.append(item)
+            except StopIteration:
+                if not self._cache:
+                    raise UsageError("TrainLoop.batches gave no batch; at least one is needed") from None
+                if self._loop.batch is None and not _re_iterable(self._loop.batches):
+                    raise IndexError(position) from None
+                self._source = itertools.cycle(list(self._cache))
+        return self._cache[position]
+
+
+def _source(loop: TrainLoop, count: int) -> Iterator[Any]:
+    if loop.batches is None:
+        return itertools.repeat(loop.batch)
+    given = loop.batches
+    if callable(given) and not hasattr(given, "__iter__"):
+        try:
+            given = given(count)
+        except Exception as error:
+            raise UserCodeError(user_error(error, f"TrainLoop.batches({count})")) from error
+    if not isinstance(given, Iterable) or isinstance(given, (str, bytes, Mapping)):
+        gave = " is" if given is loop.batches else f"({count}) gave"
+        raise UsageError(
+            f"TrainLoop.batches{gave} {nested.describe(given)}; a DataLoader, an iterable, or a function "
+            "batches(n) is needed"
+        )
+    return iter(given)
+
+
+def first_batches(loop: TrainLoop, count: int) -> list[Any]:
+    """The loop's own first batches: repeated where it gives one only, from the start again where it has too few. Raises
+    ``UserCodeError`` where the project's own source of batches raises."""
+    source = _source(loop, count)
+    try:
+        given = list(itertools.islice(source, count))
+    except Exception as error:
+        raise UserCodeError(user_error(error, "TrainLoop.batches")) from error
+    return [given[i % len(given)] for i in range(count)] if given else []
+
+
+def _re_iterable(batches: Any) -> bool:
+    return not isinstance(batches, Iterator)

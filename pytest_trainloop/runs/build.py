@@ -1,0 +1,177 @@
+"""Build a fresh loop under a seed with chosen knobs, and refuse what cannot be judged, in one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from pytest_trainloop import nested
+from pytest_trainloop.errors import UsageError, UserCodeError
+from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop.recording.patches import Taps
+from pytest_trainloop.recording.record import within
+from pytest_trainloop.runs.process_state import seed_all
+from pytest_trainloop.runs.user_traceback import user_error
+
+Make = Callable[..., Any]
+
+
+def build(make: Make, knobs: Mapping[str, Any], seed: int) -> TrainLoop:
+    """A fresh loop. Raises ``UsageError`` for what is no loop and ``UserCodeError`` where the user's function
+    raised."""
+    seed_all(seed)
+    try:
+        loop = make(**knobs)
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserCodeError(user_error(error, "building the loop")) from error
+    if not isinstance(loop, TrainLoop):
+        raise UsageError(f"{_name(make)} returned {_what(loop)}; it must return a TrainLoop")
+    _require_loop(loop)
+    return loop
+
+
+Origin = Literal["loaded", "drawn"]
+
+
+def origins(first: TrainLoop, second: TrainLoop) -> dict[str, Origin]:
+    """Of each weight matrix that trains, whether two loops built under two seeds have the same (it was loaded) or not.
+
+    Constant ones (zeros, ones) are left out: they are neither.
+    """
+    named = [
+        {f"{prefix}.{name}" if prefix else name: p for name, p in module.named_parameters()}
+        for prefix, module in first.modules.items()
+    ]
+    others = [p for module in second.modules.values() for p in module.parameters()]
+    found: dict[str, Origin] = {}
+    for (name, p), other in zip([item for names in named for item in names.items()], others, strict=False):
+        if p.requires_grad and not nn.parameter.is_lazy(p) and not nn.parameter.is_lazy(other) and p.dim() > 1:
+            with torch.no_grad():
+                if p.numel() > 1 and not bool((p == p.flatten()[0]).all()):
+                    found[name] = "loaded" if torch.equal(p, other) else "drawn"
+    return found
+
+
+def same_under_other_seeds(make: Make, knobs: Mapping[str, Any], seed: int) -> bool:
+    """Whether the weight matrices that train are the same whatever the seed: they were loaded, and not drawn.
+
+    Seeds that the function itself sets are passed over, or drawn weights would look the same too.
+    """
+    with _seeds_passed_over():
+        first, second = (build(make, knobs, seed + other) for other in (0, 1))
+    pairs = list(zip(_matrices(first), _matrices(second), strict=False))
+    return bool(pairs) and all(torch.equal(a, b) for a, b in pairs)
+
+
+def _matrices(loop: TrainLoop) -> list[torch.Tensor]:
+    found = [p for module in loop.modules.values() for p in module.parameters()]
+    return [p for p in found if p.requires_grad and p.dim() > 1 and not nn.parameter.is_lazy(p)]
+
+
+@contextlib.contextmanager
+def _seeds_passed_over() -> Iterator[None]:
+    taps = Taps()
+
+    def passed_over(original: Callable[..., Any]) -> Callable[..., Any]:
+        def seed(value: Any) -> Any:
+            ours = sys._getframe(1).f_code is seed_all.__code__
+            return original(value) if ours else torch.default_generator
+
+        return seed
+
+    taps.put(torch, "manual_seed", passed_over)
+    try:
+        yield
+    finally:
+        taps.remove()
+
+
+def require_fresh(first: TrainLoop, second: TrainLoop) -> None:
+    """Raise ``UsageError`` if two calls of the user's function share a parameter, buffer or optimizer."""
+    known = {id(thing): name for name, thing in _parts(first)}
+    for name, thing in _parts(second):
+        if id(thing) in known:
+            raise UsageError(
+                f"two calls of the function share {name}; build the model and the optimizer inside the function, so "
+                "that every call gives a fresh"
+                " loop (a model from a fixture or a module-level variable would be trained by every check)"
+            )
+
+
+def require_on_cuda(loop: TrainLoop, knobs: Mapping[str, str]) -> None:
+    """Raise ``UsageError`` if a loop that is to run on a CUDA device was built elsewhere."""
+    devices = sorted({str(p.device) for module in loop.modules.values() for p in module.parameters()})
+    if devices and not any(device.startswith("cuda") for device in devices):
+        how = (
+            f"its parameter {knobs['device']!r} was given 'cuda': move the model there"
+            if "device" in knobs
+            else "it has no knob 'device': give it the keyword default device=\"cpu\" and move model and batch there"
+        )
+        raise UsageError(f"the device of the loops is cuda, but this model is on {', '.join(devices)}; {how}")
+
+
+def _parts(loop: TrainLoop) -> Iterator[tuple[str, Any]]:
+    for prefix, module in loop.modules.items():
+        dot = f"{prefix}." if prefix else ""
+        for name, parameter in module.named_parameters():
+            yield f"the parameter {dot}{name}", parameter
+        for name, buffer in module.named_buffers():
+            yield f"the buffer {dot}{name}", buffer
+    for optimizer in loop.optimizers:
+        yield f"the optimizer {type(optimizer).__name__}", optimizer
+
+
+def _require_loop(loop: TrainLoop) -> None:
+    if not any(True for module in loop.modules.values() for _ in module.parameters()) and not _hidden_parameters(loop):
+        kinds = ", ".join(type(m).__name__ for m in loop.modules.values())
+        raise UsageError(f"TrainLoop.model ({kinds}) has no parameters; a model that can be trained is needed")
+    if loop.fit is None and loop.step is None and loop.loss is None:
+        raise UsageError(
+            "TrainLoop got neither fit nor step nor loss; give the project's own loop as a function: "
+            "fit=lambda batches: train(model, batches) (fit=train(...) would call it, and give what it returns: None)"
+        )
+    if loop.batch is None and loop.batches is None:
+        raise UsageError("TrainLoop got neither batch nor batches; an example batch is needed")
+    if loop.batch is not None:
+        nested.require_batch(loop.batch, "batch")
+    for prefix in loop.frozen or ():
+        names = [n for n, t in _parts(loop) if n.startswith("the parameter ")]
+        if not any(within(n.removeprefix("the parameter "), [prefix]) for n in names):
+            raise UsageError(
+                f"TrainLoop.frozen: no parameter is {prefix!r} or lies below it; the first names are "
+                f"{_first_names(names)}"
+            )
+
+
+def _hidden_parameters(loop: TrainLoop) -> bool:
+    from pytest_trainloop.recording.parameters import Book
+    from pytest_trainloop.recording.samples import Reader
+
+    book = Book(Reader())
+    for prefix, module in loop.modules.items():
+        book.add_module(module, prefix)
+    return bool(book.entries)
+
+
+def _first_names(names: list[str]) -> str:
+    return ", ".join(n.removeprefix("the parameter ") for n in names[:4])
+
+
+def _what(value: Any) -> str:
+    if isinstance(value, nn.Module):
+        return f"a model ({type(value).__name__})"
+    if isinstance(value, (tuple, list, dict)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return nested.describe(value)
+
+
+def _name(make: Make) -> str:
+    function = getattr(make, "func", make)
+    return str(getattr(function, "__qualname__", None) or getattr(function, "__name__", "the function"))

@@ -1,0 +1,146 @@
+"""What runs under torch's checkpoints, run in another way for the length of a run: plainly, or with something done
+around it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
+
+from pytest_trainloop.recording.checkpoints import bound, needs_grad
+from pytest_trainloop.recording.patches import Taps
+from pytest_trainloop.recording.torch_internals import apply_of, checkpoint_generators
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How a checkpoint is asked for."""
+
+    reentrant: bool
+    preserves: bool
+    needs_grad: bool
+
+
+class Piece:
+    """One function under a checkpoint: ``first`` is entered where it runs, ``again`` where it is run again. A ``plain``
+    one runs without the checkpoint, a ``modern`` one under one that is not re-entrant; ``preserves`` has the state of
+    torch's generator put back for it."""
+
+    plain = False
+    modern = False
+    preserves = False
+
+    def first(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def again(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+
+class Plain(Piece):
+    plain = True
+
+
+class Modern(Piece):
+    modern = True
+
+
+def without(_asked: Asked) -> Piece:
+    """Every checkpoint as a plain call."""
+    return Plain()
+
+
+def without_cut_off(asked: Asked) -> Piece | None:
+    """Those as plain calls that no gradient can come through: re-entrant ones whose inputs require none."""
+    return Plain() if asked.reentrant and not asked.needs_grad else None
+
+
+def not_reentrant(asked: Asked) -> Piece | None:
+    """Every re-entrant checkpoint as one that is not."""
+    return Modern() if asked.reentrant else None
+
+
+@contextlib.contextmanager
+def switched(how: Callable[[Asked], Piece | None]) -> Iterator[None]:
+    """Every checkpoint that is asked for in here goes as ``how`` says; None leaves it as it is."""
+    taps = Taps()
+    taps.put(CheckpointFunction, "apply", functools.partial(_reentrant, how))
+    for owner, name in checkpoint_generators():
+        taps.put(owner, name, functools.partial(_generator, how))
+    try:
+        yield
+    finally:
+        taps.remove()
+
+
+def _reentrant(how: Callable[[Asked], Piece | None], original: Callable[..., Any]) -> Any:
+    def apply(cls: type, function: Callable[..., Any], preserves: bool, *args: Any) -> Any:
+        piece = how(Asked(True, bool(preserves), needs_grad(args))) if cls is CheckpointFunction else None
+        if piece is None:
+            return apply_of(cls, original)(function, preserves, *args)
+        if piece.plain:
+            return function(*args)
+        if piece.modern:
+            return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=bool(preserves))
+        times = 0
+
+        def around(*given: Any) -> Any:
+            nonlocal times
+            times += 1
+            with piece.first() if times == 1 else piece.again():
+                return function(*given)
+
+        return apply_of(cls, original)(around, preserves or piece.preserves, *args)
+
+    return classmethod(apply)
+
+
+def _generator(how: Callable[[Asked], Piece | None], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        call = bound(original, args, kwargs)
+        given = call.arguments
+        piece = how(Asked(False, bool(given["preserve_rng_state"]), needs_grad(given["args"])))
+        if piece is None:
+            return original(*args, **kwargs)
+        if piece.plain:
+            return _once(given["context_fn"])
+        function = given["fn"]
+
+        @functools.wraps(function, updated=())
+        def around(*inputs: Any, **options: Any) -> Any:
+            with piece.again():
+                return function(*inputs, **options)
+
+        given["fn"], given["preserve_rng_state"] = around, given["preserve_rng_state"] or piece.preserves
+        return _within(piece, original(*call.args, **call.kwargs))
+
+    return opened
+
+
+def _once(context_fn: Callable[[], tuple[Any, Any]]) -> Iterator[None]:
+    """In place of torch's generator: the function is run between its two halves, by whoever asked."""
+    if not torch.is_grad_enabled():
+        yield
+        return
+    with context_fn()[0]:
+        yield
+
+
+def _within(piece: Piece, generator: Generator[None, None, None]) -> Iterator[None]:
+    """Both halves of torch's generator, and the piece around nothing but the function between them."""
+    next(generator)
+    try:
+        with piece.first():
+            yield
+    except BaseException as error:
+        generator.throw(error)
+        raise
+    next(generator, None)

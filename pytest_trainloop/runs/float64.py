@@ -1,0 +1,152 @@
+"""Runs in float64 by construction (RULINGS R3).
+
+The default dtype is float64 before the user's function runs; a dispatch mode turns every lower floating ``dtype=`` of
+building and ``fit`` into float64 and widens lower operands that meet float64 ones; gradient scalers are switched off
+(their factor is 1). Whether every result was float64 is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from pytest_trainloop import nested
+from pytest_trainloop.recording.patches import Taps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from pytest_trainloop.loop import TrainLoop
+
+_WIDER = {
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128,
+    torch.complex32: torch.complex128,
+}
+
+
+class _Promote(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Every floating dtype that an operation is asked for becomes float64, and so does every lower operand of one that
+    makes a tensor of its own. ``lower`` names the first operations that gave a lower precision all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.lower: dict[str, None] = {}
+        self.copying = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.copying:
+            return func(*args, **(kwargs or {}))
+        args = tuple(map(_wide_dtype, args))
+        kwargs = {name: _wide_dtype(value) for name, value in (kwargs or {}).items()}
+        aliased, written = _aliases(func)
+        if func is torch.ops.aten.copy_.default:
+            return func(*args, **kwargs)  # it converts by itself
+        if _lower_among(args) and (not aliased or _mixed(args)):
+            args = tuple(a if i in written or i in aliased else tree_map(_wide, a) for i, a in enumerate(args))
+        out = func(*args, **kwargs)
+        if not aliased:
+            out = tree_map(_wide, out) if func is torch.ops.aten.lift_fresh.default else out
+            for tensor in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(tensor, torch.Tensor) and tensor.dtype in _WIDER and len(self.lower) < MOST:
+                    self.lower[f"{func} gave {str(tensor.dtype).removeprefix('torch.')}"] = None
+        return out
+
+
+MOST = 8
+"""Operations that are named at most."""
+
+
+@functools.cache
+def _aliases(func: Any) -> tuple[frozenset[int], frozenset[int]]:
+    """Which arguments the result is a view of, and which are written to."""
+    known = [(i, a.alias_info) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None]
+    written = frozenset(i for i, info in known if info.is_write)
+    return frozenset(i for i, _ in known) - written, written
+
+
+def _wide_dtype(value: Any) -> Any:
+    return _WIDER.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+def _wide(value: Any) -> Any:
+    return value.to(_WIDER[value.dtype]) if isinstance(value, torch.Tensor) and value.dtype in _WIDER else value
+
+
+def _operands(args: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for a in args:
+        for t in a if isinstance(a, (list, tuple)) else (a,):
+            if isinstance(t, torch.Tensor):
+                yield t
+
+
+def _lower_among(args: Iterable[Any]) -> bool:
+    return any(t.dtype in _WIDER for t in _operands(args))
+
+
+def _mixed(args: Iterable[Any]) -> bool:
+    dtypes = {t.dtype for t in _operands(args)}
+    return bool(dtypes & set(_WIDER)) and bool(dtypes & {torch.float64, torch.complex128})
+
+
+@contextlib.contextmanager
+def double_precision() -> Iterator[_Promote]:
+    """Build and run in float64 inside; the caller preserves the default dtype."""
+    taps = Taps()
+    taps.put(GradScaler, "__init__", _switched_off)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Promote() as mode:
+            taps.put(torch.Tensor, "__deepcopy__", functools.partial(_copied_as_it_is, mode))
+            yield mode
+    finally:
+        taps.remove()
+        torch.set_default_dtype(torch.float32)
+
+
+def _copied_as_it_is(mode: _Promote, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A deep copy puts an empty tensor of the same dtype over a copy of the storage: neither may be widened alone."""
+
+    def deepcopy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        mode.copying += 1
+        try:
+            return original(tensor, memo)
+        finally:
+            mode.copying -= 1
+
+    return deepcopy
+
+
+def _switched_off(original: Callable[..., None]) -> Callable[..., None]:
+    def init(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
+        original(scaler, *args[:5], **{**kwargs, "enabled": False})
+
+    return init
+
+
+def widen(loop: TrainLoop) -> None:
+    """Parameters and buffers that were made in a lower precision all the same (from numpy, from a file)."""
+    for module in loop.modules.values():
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.dtype in _WIDER and not torch.nn.parameter.is_lazy(tensor):
+                tensor.data = tensor.data.to(_WIDER[tensor.dtype])
+
+
+def widen_batch(batch: Any) -> Any:
+    """The same batch with its floating tensors in float64."""
+    if isinstance(batch, torch.Tensor):
+        return _wide(batch)
+    for tensor in nested.tensors(batch):
+        if tensor.dtype in _WIDER:
+            tensor.data = tensor.data.to(_WIDER[tensor.dtype])
+    return batch

@@ -1,0 +1,217 @@
+"""Run the user's ``fit`` so that it always comes back: exits, forks, endless loops and swallowed stops included."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_trainloop.errors import UsageError
+from pytest_trainloop.paths import PACKAGE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+SWALLOWED = 3
+"""Stops that a loop may swallow before it is pressed harder."""
+
+PRESS = 0.01
+"""Seconds between two stops of a loop that swallows them."""
+
+DELICATE = 50
+"""Times that a stop waits because hooks, torch's modes or finalizers are at work."""
+
+_DELICATE = (
+    *("contextlib.py", "_weakrefset.py", "weakref.py", str(Path("torch") / "overrides.py")),
+    *(str(Path("torch") / "_dynamo" / "utils.py"), str(Path("torch") / "utils" / "weak.py")),
+)
+"""Where hooks, modes and callbacks of weak references run: what such a callback raises, Python prints and goes on."""
+
+
+class StopFit(BaseException):
+    """Ends ``fit`` once enough was seen; not an Exception, so that ``except Exception`` in a loop lets it pass."""
+
+
+class _Exited(BaseException):
+    """``os._exit`` was called."""
+
+
+class Guard:
+    """Calls ``fit``. ``stop`` is for hooks: it raises, and presses harder when the loop swallows what it raises."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._stops = 0
+        self._presses = 0
+        self._waited = 0
+        self._timed_out = False
+        self.stopped = False
+
+    def stop(self) -> None:
+        """Raise ``StopFit`` in the user's stack."""
+        self._stops += 1
+        self.stopped = True
+        if self._stops == SWALLOWED + 1:  # once: to set the timer again would put it off
+            self._interrupt_within(PRESS)
+        raise StopFit
+
+    def call(self, fit: Callable[[], Any], progress: Callable[[], str]) -> BaseException | None:
+        """What ``fit`` raised, if anything; ``UsageError`` where it left in a way that no loop may."""
+        pid, tracer = os.getpid(), sys.gettrace()
+        with self._deadline(), _no_hard_exit(pid):
+            try:
+                raised = next(_fenced(fit))
+            except BaseException as error:
+                raised = error
+            finally:
+                if self._presses > SWALLOWED:
+                    sys.settrace(tracer)
+            if os.getpid() != pid:
+                os._exit(_status(raised))
+        settled = self._settled(raised, progress)
+        if self._timed_out:
+            raise UsageError(
+                f"fit did not come back within {self._seconds:g} s {progress()}; it must end when the batches it is "
+                "given end (--trainloop-budget SECONDS allows more)"
+            )
+        return settled
+
+    def _settled(self, error: BaseException | None, progress: Callable[[], str]) -> BaseException | None:
+        """The exception if it is one of the loop's own; what a loop makes of being stopped is not."""
+        if isinstance(error, StopFit):
+            self.stopped = True
+            return None
+        if self.stopped and isinstance(error, (SystemExit, _Exited)):
+            return None
+        if isinstance(error, SystemExit):
+            raise UsageError(f"fit called sys.exit({_code(error)}) {progress()}; return from fit instead") from None
+        if isinstance(error, _Exited):
+            raise UsageError(f"fit called os._exit({error}) {progress()}; return from fit instead") from None
+        if error is not None and not isinstance(error, Exception) and type(error).__module__ == "builtins":
+            raise error  # KeyboardInterrupt, and what pytest.skip raises, are for the session
+        return error
+
+    @contextlib.contextmanager
+    def _deadline(self) -> Iterator[None]:
+        """Interrupt the main thread when the time is over; nothing where there is no such timer or another one runs."""
+        possible = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
+        if not possible or signal.getitimer(signal.ITIMER_REAL)[0] > 0:
+            yield
+            return
+        before = signal.signal(signal.SIGALRM, self._alarm)
+        self._interrupt_within(self._seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    def _interrupt_within(self, seconds: float) -> None:
+        if hasattr(signal, "setitimer") and signal.getsignal(signal.SIGALRM) == self._alarm:
+            signal.setitimer(signal.ITIMER_REAL, seconds, PRESS)
+
+    def _alarm(self, number: int, frame: FrameType | None) -> None:
+        """Raise ``StopFit`` in ``fit``, but not once it has come back; past a few, once more at a later line."""
+        frames = _frames_of_fit(frame)
+        if not frames:
+            return
+        if _delicate(frames) and self._waited < DELICATE:
+            self._waited += 1
+            return
+        self._timed_out = self._timed_out or self._stops == 0
+        self.stopped = True
+        self._presses += 1
+        if self._presses > SWALLOWED:
+            _raise_again(frames, self._presses - SWALLOWED)
+        raise StopFit
+
+
+def _fenced(fit: Callable[[], Any]) -> Iterator[BaseException | None]:
+    """The outermost frame that an alarm may raise in: nothing is half done when it is left.
+
+    A generator, since it keeps to itself which exception is being handled: a stop that strikes at the end of an
+    ``except`` clause would leave that set for good. No StopIteration may leave one, so it is handed out.
+    """
+    try:
+        fit()
+    except StopIteration as error:
+        yield error
+    yield None
+
+
+def _frames_of_fit(frame: FrameType | None) -> list[FrameType]:
+    """The frames inside ``_fenced``, innermost first; none where ``fit`` is not running."""
+    frames: list[FrameType] = []
+    while frame is not None:
+        if frame.f_code is _fenced.__code__:
+            return frames or [frame]
+        frames.append(frame)
+        frame = frame.f_back
+    return []
+
+
+def _delicate(frames: list[FrameType]) -> bool:
+    """Whether a stop would strike half-done work of ours or torch's, or be lost in what Python calls by itself."""
+    name = frames[0].f_code.co_filename
+    collecting = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    lost = any(frame.f_code.co_name == "__del__" or frame.f_code in collecting for frame in frames)
+    return lost or name.startswith(PACKAGE) or name.endswith(_DELICATE)
+
+
+def _raise_again(frames: list[FrameType], after: int) -> None:
+    """Raise at the so-manieth line that the frames under way come to.
+
+    A loop that swallows every exception does so between its ``try`` and its ``except``; a count that grows with each
+    attempt comes to a line outside of them, where nothing holds the exception.
+    """
+    left = after
+
+    def at_line(_frame: FrameType, event: str, _arg: Any) -> Any:
+        nonlocal left
+        left -= event == "line"
+        if left <= 0:
+            raise StopFit
+        return at_line
+
+    sys.settrace(lambda *_called: None)
+    for frame in frames:
+        if not frame.f_code.co_filename.startswith(PACKAGE):  # a lock of ours would stay held
+            frame.f_trace = at_line
+
+
+@contextlib.contextmanager
+def _no_hard_exit(pid: int) -> Iterator[None]:
+    """``os._exit`` raises in this process for the time of a run; in forked children it works as ever."""
+    original = os._exit
+
+    def refused(status: int) -> Any:
+        if os.getpid() != pid:
+            original(status)
+        raise _Exited(status)
+
+    os._exit = refused
+    try:
+        yield
+    finally:
+        os._exit = original
+
+
+def _status(error: BaseException | None) -> int:
+    """How a forked child leaves, as Python would: it never goes on with the test session."""
+    if error is None:
+        return 0
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+        return 1
+    return error.code if isinstance(error.code, int) else int(error.code is not None)
+
+
+def _code(error: SystemExit) -> str:
+    return "" if error.code is None else repr(error.code)

@@ -1,0 +1,53 @@
+"""Hooks that are in place for the length of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from pytest_trainloop.recording.events import Forward
+    from pytest_trainloop.recording.watch import Watch
+
+
+@contextlib.contextmanager
+def hooked(*handles: RemovableHandle) -> Iterator[None]:
+    """Remove the hooks at the end, whatever happens in between."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def on_arrival(
+    watch: Watch, arrived: Callable[[Watch, torch.Tensor, torch.Tensor | None], None]
+) -> list[RemovableHandle]:
+    """Hooks that hand every weight that trains and the gradient that arrives at it to ``arrived``."""
+    return [
+        tensor.register_hook(functools.partial(arrived, watch, tensor))  # type: ignore[no-untyped-call]
+        for tensor in watch.book.tensors
+        if tensor.is_leaf and tensor.requires_grad and not torch.nn.parameter.is_lazy(tensor)
+    ]
+
+
+def stepped_by(optimizer: Any) -> Iterator[tuple[int, float, torch.Tensor]]:
+    """The group, the sign that the gradient is to be taken with, and each weight that an optimizer steps."""
+    for number, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if isinstance(p, torch.Tensor) and not torch.nn.parameter.is_lazy(p) and p.requires_grad:
+                yield number, -1.0 if group.get("maximize") is True else 1.0, p
+
+
+def call_from_outside(watch: Watch, module: nn.Module) -> Forward | None:
+    """The call that is under way, where this module is the one that was called from outside any module."""
+    forward = watch.thread.forward
+    return forward if forward is not None and watch.book.path_of(module) == forward.module else None

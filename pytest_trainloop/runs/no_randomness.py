@@ -1,0 +1,87 @@
+"""Runs in which nothing is left to chance: dropout passes its input on, batch norms use their running statistics, and
+what torch draws is the same for every row.
+
+What is left is a function of weights and batch alone, in which examples meet only where the loss makes them meet.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from pytest_trainloop.recording.torch_internals import on_in_engine
+from pytest_trainloop.runs.shared_draws import shared
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_DROPOUTS = frozenset(
+    """dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout feature_dropout_
+    feature_alpha_dropout feature_alpha_dropout_""".split()
+)
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+
+
+class Still(TorchFunctionMode):
+    """Switches off what draws and what joins examples, call by call; no module of the user's is changed. The draws that
+    ``keeps`` names are left as they are."""
+
+    def __init__(self, keeps: frozenset[str] = frozenset()) -> None:
+        super().__init__()
+        self._keeps = keeps
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == "backward" and args and isinstance(args[0], torch.Tensor):
+            with self:  # a checkpoint runs its part of the model again in there
+                return torch.autograd.backward(*_of_backward(*args, **kwargs))
+        if func is torch.autograd.backward:
+            with on_in_engine(self):
+                return func(*args, **kwargs)
+        if name in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if name == "scaled_dot_product_attention":
+            args, kwargs = _placed(args, kwargs, 4, "dropout_p", 0.0)
+        elif name == "multi_head_attention_forward":
+            kwargs["training"] = False
+        elif name in _RECURRENT:
+            args = tuple(0.0 if isinstance(a, float) else a for a in args)
+        elif name == "batch_norm":
+            args, kwargs = _running(args, kwargs)
+        out = func(*args, **kwargs)
+        return out if name in self._keeps else shared(name, out, args, kwargs)
+
+
+def _of_backward(
+    tensor: torch.Tensor,
+    gradient: torch.Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> tuple[Any, ...]:
+    """The arguments of ``torch.autograd.backward`` from those of ``Tensor.backward``."""
+    return tensor, gradient, retain_graph, create_graph, None, inputs
+
+
+def _running(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call with the running statistics in place of the batch's, where there are any."""
+    mean = args[1] if len(args) > 1 else kwargs.get("running_mean")
+    return (args, kwargs) if mean is None else _placed(args, kwargs, 5, "training", False)
+
+
+def _placed(
+    args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str, value: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call with this value for one argument, given by position or by name."""
+    if len(args) > position:
+        return (*args[:position], value, *args[position + 1 :]), kwargs
+    return args, {**kwargs, name: value}

@@ -1,0 +1,60 @@
+"""Other rates inside every optimizer step, and the loop's own again after it: what the loop sees and writes stays."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from pytest_trainloop.runs.hooks import hooked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from pytest_trainloop.recording.watch import Watch
+
+    Rate = Callable[[Any, Any], Any]
+
+
+def times(factor: float) -> Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]]:
+    """Every rate times this factor."""
+    return lambda _watch: (_with_rates(lambda _key, rate: rate * factor),)
+
+
+def held_at_their_peak() -> Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]]:
+    """Every rate as high as it has been so far."""
+    peaks: dict[Any, float] = {}
+
+    def highest(key: Any, rate: Any) -> Any:
+        peaks[key] = max(peaks.get(key, 0.0), float(rate))
+        return peaks[key] if isinstance(rate, float | int) else torch.full_like(rate, peaks[key])
+
+    return lambda _watch: (_with_rates(highest),)
+
+
+@contextlib.contextmanager
+def _with_rates(changed: Rate) -> Iterator[None]:
+    inside: dict[int, list[Any]] = {}
+
+    def enter(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if id(optimizer) in inside:  # a step that calls the step of the class above
+            inside[id(optimizer)].append(None)
+            return
+        inside[id(optimizer)] = [[group.get("lr") for group in optimizer.param_groups]]
+        for number, group in enumerate(optimizer.param_groups):
+            if isinstance(group.get("lr"), float | int | torch.Tensor):
+                group["lr"] = changed((id(optimizer), number), group["lr"])
+
+    def leave(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        kept = inside[id(optimizer)].pop()
+        if kept is None:
+            return
+        del inside[id(optimizer)]
+        for group, rate in zip(optimizer.param_groups, kept, strict=False):
+            if rate is not None:
+                group["lr"] = rate
+
+    with hooked(register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)):
+        yield

@@ -1,0 +1,133 @@
+"""The user's process is left as it was: random states, modes, flags and threads are put back bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_trainloop.adapters.accelerate import gradient_state_kept
+from pytest_trainloop.recording.torch_internals import default_device
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_FP32 = (
+    *("backends", "backends.cuda.matmul", "backends.cudnn", "backends.cudnn.conv", "backends.cudnn.rnn"),
+    *("backends.mkldnn", "backends.mkldnn.matmul", "backends.mkldnn.conv", "backends.mkldnn.rnn"),
+)
+
+
+@contextlib.contextmanager
+def preserved() -> Iterator[None]:
+    """Put back, also after an exception: python, numpy, torch and CUDA random states, default dtype and device, grad
+    mode, thread count,
+    determinism, matmul and cuDNN flags, anomaly mode, autocast, the working directory and the warning filters."""
+    before = _states()
+    try:
+        with warnings.catch_warnings(), gradient_state_kept():
+            yield
+    finally:
+        _restore(before)
+
+
+def seed_all(seed: int) -> None:
+    """Seed every generator that a loop may draw from."""
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _states() -> dict[str, Any]:
+    numpy = sys.modules.get("numpy")
+    return {
+        "python": random.getstate(),
+        "numpy": None if numpy is None else numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if _cuda_in_use() else None,
+        "dtype": torch.get_default_dtype(),
+        "device": default_device(),
+        "grad": torch.is_grad_enabled(),
+        "threads": torch.get_num_threads(),
+        "deterministic": _deterministic(),
+        "matmul": _told(torch.get_float32_matmul_precision),
+        "tf32": _told(lambda: torch.backends.cudnn.allow_tf32),
+        "fp32": {path: owner.fp32_precision for path, owner in _fp32_owners()},
+        "cudnn": (torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
+        "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        "autocast": {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")},
+        "cwd": _told(Path.cwd),
+    }
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _told(read: Callable[[], Any]) -> Any:
+    """None where torch won't tell one value for flags that were set one by one, and where the directory is gone."""
+    try:
+        return read()
+    except (RuntimeError, OSError):
+        return None
+
+
+def _fp32_owners() -> Iterator[tuple[str, Any]]:
+    """Where the precision of float32 products is set one by one (torch 2.9 and later)."""
+    for path in _FP32:
+        owner: Any = torch
+        for name in path.split("."):
+            owner = getattr(owner, name, None)
+        if hasattr(owner, "fp32_precision"):
+            yield path, owner
+
+
+def _cuda_in_use() -> bool:
+    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _restore(before: dict[str, Any]) -> None:
+    random.setstate(before["python"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and before["numpy"] is not None:
+        numpy.random.set_state(before["numpy"])
+    if default_device() != before["device"]:
+        torch.set_default_device(None if before["device"].type == "cpu" else before["device"])
+    torch.set_rng_state(before["torch"])
+    if before["cuda"] is not None:
+        torch.cuda.set_rng_state_all(before["cuda"])
+    torch.set_default_dtype(before["dtype"])
+    torch.set_grad_enabled(before["grad"])
+    if torch.get_num_threads() != before["threads"]:
+        torch.set_num_threads(before["threads"])
+    if _deterministic() != before["deterministic"]:  # to set it imports a compiler
+        torch.use_deterministic_algorithms(before["deterministic"][0], warn_only=before["deterministic"][1])
+    cudnn = torch.backends.cudnn
+    cudnn.enabled, cudnn.benchmark, cudnn.deterministic = before["cudnn"]
+    _restore_precisions(before)
+    if (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()) != before["anomaly"]:
+        torch.autograd.set_detect_anomaly(*before["anomaly"])
+    for device, (enabled, dtype) in before["autocast"].items():
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+    if before["cwd"] is not None and _told(Path.cwd) != before["cwd"]:
+        os.chdir(before["cwd"])
+
+
+def _restore_precisions(before: dict[str, Any]) -> None:
+    """The two older switches first: each of them sets several of the newer ones."""
+    if before["matmul"] is not None and _told(torch.get_float32_matmul_precision) != before["matmul"]:
+        torch.set_float32_matmul_precision(before["matmul"])
+    if before["tf32"] is not None and _told(lambda: torch.backends.cudnn.allow_tf32) != before["tf32"]:
+        torch.backends.cudnn.allow_tf32 = before["tf32"]
+    for path, owner in _fp32_owners():
+        if owner.fp32_precision != before["fp32"][path]:
+            owner.fp32_precision = before["fp32"][path]

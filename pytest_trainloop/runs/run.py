@@ -1,0 +1,204 @@
+"""One watched run of a fresh loop: build, seed, guard, watch; the outcome is a record."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_trainloop import nested
+from pytest_trainloop.errors import UsageError, UserCodeError
+from pytest_trainloop.recording.torch_internals import modes_kept
+from pytest_trainloop.recording.watch import FULL_ROUNDS, Watch
+from pytest_trainloop.runs.batch_stream import Batches
+from pytest_trainloop.runs.build import Make, build
+from pytest_trainloop.runs.float64 import double_precision, widen
+from pytest_trainloop.runs.guard import Guard
+from pytest_trainloop.runs.process_state import preserved, seed_all
+from pytest_trainloop.runs.user_traceback import raised, user_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.recording.events import Raised
+    from pytest_trainloop.recording.record import Record
+
+READ_AHEAD_BUDGETS = (25, 100, 400)
+"""Batches given to a loop that reads ahead, on fresh loops, until it has made enough steps (DESIGN, fit)."""
+
+ENOUGH_ROUNDS = 3
+"""Steps of one optimizer below which a run is tried again with more batches."""
+
+STEPLESS_BACKWARDS = 256
+"""Backward passes without a step after which a run is given no more batches, and none is made with more: no loop's
+window is meant to be longer than this."""
+
+SKIPPED_STEPS = 64
+"""Steps skipped by a gradient scaler, with none made, that come to the same: its scale falls from 2**40 to 2**-24."""
+
+MOST_STEPS = 9
+"""Steps of one optimizer in a run over chosen items, at most; none needs more than two windows of four."""
+
+_SCALARS_ONLY = "grad can be implicitly created only for scalar outputs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """How one run goes: ``enough`` ends it; ``prepare`` sees the fresh loop and its watch before ``fit``;
+    ``around`` is entered around building and ``fit``, ``contexts`` around ``fit`` alone; ``items`` makes the
+    batches in place of the loop's own, ``stream`` those of a run that is else like any; ``before_item`` is called
+    with the number of each batch and the batch; ``fit_seed`` is another seed for ``fit`` than for the building;
+    ``fit`` is what is run in place of the project's own loop."""
+
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    seconds: float = 120.0
+    count: int = FULL_ROUNDS
+    read_ahead: int | None = None
+    enough: Callable[[Record], bool] = lambda record: record.rounds >= FULL_ROUNDS
+    prepare: Callable[[Watch], None] = lambda watch: None
+    contexts: Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]] = lambda watch: ()
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    double: bool = False
+    items: Callable[[TrainLoop], Sequence[Any]] | None = None
+    stream: Callable[[TrainLoop], Iterator[Any]] | None = None
+    before_item: Callable[[int, Any], None] = lambda number, item: None
+    fit_seed: int | None = None
+    fit: Callable[[TrainLoop], Callable[[Any], Any]] = lambda loop: fit_of(loop)
+
+
+def run(make: Make, plan: RunPlan) -> Record:
+    """Watch one run. Raises ``UsageError`` and ``UserCodeError`` as ``build`` does, and ``UsageError`` where ``fit``
+    never comes back."""
+    began = time.perf_counter()
+    with preserved(), modes_kept(), contextlib.ExitStack() as precision:
+        torch.set_grad_enabled(True)
+        wide = precision.enter_context(double_precision()) if plan.double else None
+        precision.enter_context(plan.around())
+        loop = build(make, plan.knobs, plan.seed)
+        if wide is not None:
+            widen(loop)
+            wide.lower.clear()  # what was built in a lower precision (from numpy, from a file) is wide by now
+        guard = Guard(plan.seconds)
+        watch = Watch(loop.modules, loop.optimizers, before_step=lambda w: _stop_if_past(w, guard, plan))
+        record = watch.record
+        items = None if plan.items is None else plan.items(loop)
+        batches = Batches(
+            loop,
+            plan.count if items is None else len(items),
+            items=items,
+            stream=None if plan.stream is None else plan.stream(loop),
+            before=plan.before_item,
+            spent=lambda: plan.enough(record) or stepless(record),
+            stepped=lambda: record.steps > 0,
+            stop=guard.stop,
+            read_ahead=plan.read_ahead,
+            double=plan.double,
+        )
+        watch.items = lambda: batches.taken
+        fit = plan.fit(loop)
+        with watch, contextlib.ExitStack() as around:
+            with watch.quietly():
+                plan.prepare(watch)
+            for context in plan.contexts(watch):
+                around.enter_context(context)
+            seed_all(plan.seed if plan.fit_seed is None else plan.fit_seed)
+            error = guard.call(lambda: fit(batches), lambda: f"after {record.steps} steps")
+        record.items = batches.taken
+        record.double = wide is not None and not wide.lower
+        record.lower = () if wide is None else tuple(wide.lower)
+    record.knobs = dict(plan.knobs)
+    record.frozen = None if loop.frozen is None else tuple(loop.frozen)
+    record.seconds = time.perf_counter() - began
+    if isinstance(error, UsageError):
+        raise error
+    if error is not None and batches.held_back and record.steps:
+        return run(make, replace(plan, read_ahead=None))  # it may have raised for want of batches only
+    if error is not None and _SCALARS_ONLY in str(error):
+        raise _no_scalar(record, error) from error
+    if error is not None:
+        ended = guard.stopped or plan.enough(record) or (batches.cut_short and record.steps > 0)
+        _note_raised(record, raised(error), after_end=ended)
+    record.cut_short = batches.cut_short or batches.held_back
+    record.ended = error is None and not guard.stopped
+    if error is None and not batches.taken:
+        raise UsageError("fit came back without taking a batch; it must iterate over the batches it is given")
+    return record
+
+
+def stepless(record: Record) -> bool:
+    """Whether backward passes came and came, and no optimizer step."""
+    if record.steps:
+        return False
+    tried = sum(call.what == "step" for call in record.scaler_calls())
+    return tried >= SKIPPED_STEPS or len(record.backwards()) >= STEPLESS_BACKWARDS
+
+
+def _no_scalar(record: Record, error: BaseException) -> UserCodeError:
+    """Torch's own exception, with what was given to backward."""
+    user = user_error(error, "fit")
+    shape = next((root.shape for b in record.backwards()[-1:] for root in b.roots), ())
+    return UserCodeError(replace(user, summary=f"{user.summary}; this one has shape {shape}: take its mean"))
+
+
+def _stop_if_past(watch: Watch, guard: Guard, plan: RunPlan) -> None:
+    """The last guard: a loop that has its own copy of the batches is ended from inside its optimizer's step."""
+    if plan.items is not None and watch.record.rounds >= MOST_STEPS:
+        guard.stop()
+    if watch.record.rounds >= max(2 * plan.count, 25) or (
+        plan.enough(watch.record) and watch.record.rounds >= 2 * FULL_ROUNDS
+    ):
+        guard.stop()
+
+
+def _note_raised(record: Record, what: Raised, *, after_end: bool) -> None:
+    """What a loop raises once its batches were cut off under its feet (a mean over no batches) is none of its
+    faults."""
+    if after_end:
+        record.notes.append(f"fit raised {what.summary} after the batches had ended")
+    else:
+        record.raised = what
+
+
+def fit_of(loop: TrainLoop) -> Callable[[Any], Any]:
+    """The project's loop; its per-batch step repeated; or, where only a loss was given, the plain canonical loop."""
+    if loop.fit is not None:
+        return loop.fit
+    step = loop.step
+    if step is not None:
+
+        def fit(batches: Any) -> None:
+            for batch in batches:
+                step(batch)
+
+        return fit
+    return canonical(loop)
+
+
+def canonical(loop: TrainLoop) -> Callable[[Any], None]:
+    """The plain loop over the declared loss."""
+    loss: Any = loop.loss
+    optimizers = loop.optimizers or [
+        torch.optim.SGD([p for m in loop.modules.values() for p in m.parameters()], lr=1e-2)
+    ]
+
+    def fit(batches: Any) -> None:
+        for batch in batches:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            value = loss(loop.model, batch)
+            if not isinstance(value, torch.Tensor):
+                raise UsageError(
+                    f"TrainLoop.loss returned {nested.describe(value)}; a scalar tensor with a history is needed"
+                )
+            if value.numel() != 1:
+                raise UsageError(f"TrainLoop.loss returned {nested.describe(value)}; a scalar is needed: take its mean")
+            value.backward()  # type: ignore[no-untyped-call]
+            for optimizer in optimizers:
+                optimizer.step()
+
+    return fit

@@ -1,0 +1,89 @@
+"""The same loop, varied: runs in float64 from one and the same start, with one thing changed between them (R3).
+
+The runs are made under one seed, with nothing drawn (``Still``). Their first weights and buffers are compared by name
+with those of the first run; where they differ (a knob that changes how the model is built draws other numbers), they
+are overwritten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.runs.no_randomness import Still
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.runs.run import RunPlan
+
+
+class SameStart:
+    """Gives every run the weights and buffers that the first one began with. To be used as ``RunPlan.prepare``.
+    ``rename`` makes names alike that differ by how the model is wrapped."""
+
+    def __init__(self, rename: Callable[[str], str] = str) -> None:
+        self._first: dict[str, torch.Tensor] | None = None
+        self._rename = rename
+
+    def __call__(self, watch: Watch) -> None:
+        """Raises ``CannotDecide`` where the two have other tensors, or tensors of other shapes."""
+        state = {self._rename(name): tensor for name, tensor in _state(watch)}
+        if self._first is None:
+            self._first = {name: tensor.detach().clone() for name, tensor in state.items()}
+            return
+        if state.keys() != self._first.keys():
+            other = sorted(state.keys() ^ self._first.keys())[0]
+            raise CannotDecide(f"the model is built differently from one run to the next: {other} is only in one")
+        for name, tensor in state.items():
+            first = self._first[name]
+            if first.shape != tensor.shape or first.dtype != tensor.dtype:
+                raise CannotDecide(f"{name} is built in shape {tuple(first.shape)} once and {tuple(tensor.shape)} then")
+            if not torch.equal(first, tensor):
+                with torch.no_grad():
+                    tensor.copy_(first)
+
+
+class SameValues:
+    """The same weights where the runs differ in precision, in the dtype of each run. Buffers are left as they were
+    built: what a project computes in low precision before it trains is wrong in them."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, torch.Tensor] = {}
+
+    def __call__(self, watch: Watch) -> None:
+        """Raises ``CannotDecide`` where a later run has tensors of other shapes."""
+        state = dict(_weights(watch))
+        if not self._first:
+            self._first = {name: tensor.detach().clone() for name, tensor in state.items()}
+            return
+        for name, first in self._first.items():
+            tensor = state.get(name)
+            if tensor is None or tensor.shape != first.shape:
+                raise CannotDecide(f"the model is built differently in another precision: {name} is not the same")
+            with torch.no_grad():
+                tensor.copy_(first)
+
+
+def _weights(watch: Watch) -> Iterator[tuple[str, torch.Tensor]]:
+    for entry, tensor in zip(watch.book.entries, watch.book.tensors, strict=True):
+        if not torch.nn.parameter.is_lazy(tensor) and not tensor.is_meta:
+            yield entry.name, tensor
+
+
+def _state(watch: Watch) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from _weights(watch)
+    for path, module in watch.book.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if not torch.nn.parameter.is_lazy(buffer) and not buffer.is_meta:
+                yield f"{path}.{name}" if path else name, buffer
+
+
+def varied(plan: RunPlan, start: SameStart, items: Callable[[TrainLoop], Sequence[Any]]) -> RunPlan:
+    """The plan of one of the runs: one pass over the items, in float64, nothing drawn, from the same start."""
+    return replace(plan, prepare=start, contexts=lambda watch: (Still(),), items=items, double=True, read_ahead=None)

@@ -1,0 +1,64 @@
+"""The user's own traceback, without our frames in it."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from pathlib import Path
+
+import torch
+
+from pytest_trainloop.finding import UserError
+from pytest_trainloop.paths import PACKAGE
+from pytest_trainloop.recording.events import Place, Raised
+from pytest_trainloop.recording.source import NOWHERE, layer, place_of
+
+
+def user_error(error: BaseException, stage: str) -> UserError:
+    """The exception as text, the user's frames only."""
+    return UserError(stage=stage, summary=_summary(error), traceback=_text(error))
+
+
+def raised(error: BaseException) -> Raised:
+    """What ended ``fit``, with the user's line."""
+    return Raised(
+        kind=type(error).__name__,
+        summary=_summary(error),
+        traceback=_text(error),
+        place=_place(error),
+        message=str(error),
+    )
+
+
+def _summary(error: BaseException) -> str:
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _text(error: BaseException) -> str:
+    told = traceback.TracebackException.from_exception(error, capture_locals=False)
+    _strip(told)
+    return "".join(told.format()).rstrip()
+
+
+def _strip(told: traceback.TracebackException) -> None:
+    kept = [frame for frame in told.stack if not _ours(frame.filename)]
+    told.stack = traceback.StackSummary.from_list(kept)
+    for linked in (told.__cause__, told.__context__):
+        if linked is not None:
+            _strip(linked)
+
+
+@functools.cache
+def _ours(filename: str) -> bool:
+    return filename.startswith(PACKAGE) or (
+        filename.startswith(str(Path(torch.__file__).parent)) and filename.endswith("overrides.py")
+    )
+
+
+def _place(error: BaseException) -> Place:
+    place = NOWHERE
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if layer(frame.f_code.co_filename) == 2:
+            place = place_of(frame.f_code.co_filename, line)
+    return place

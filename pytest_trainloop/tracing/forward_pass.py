@@ -1,0 +1,307 @@
+"""One forward pass of a fresh loop, with every place where data comes in made a leaf that a gradient can reach.
+
+All trainable weights are moved a little first: behind a layer that starts at zero nothing depends on anything yet.
+Nothing is drawn, and batch norms use their running statistics (``Still``); checkpoints are plain calls, since what
+they would run again comes after all of that is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from pytest_trainloop.checks.learning.swapped_rows import takes_data
+from pytest_trainloop.gradients.dependence import moved_a_little
+from pytest_trainloop.recording.source import here
+from pytest_trainloop.recording.torch_functions import LOSSES
+from pytest_trainloop.runs.checkpoint_bypass import switched, without
+from pytest_trainloop.runs.hooks import hooked
+from pytest_trainloop.runs.no_randomness import Still
+from pytest_trainloop.tracing.provenance import Lineage, Node, name_of, watched
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from pytest_trainloop.recording.events import Place
+    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.runs.run import RunPlan
+
+MOST_OPS = 20_000
+"""Operations of one pass that are kept."""
+
+LONGEST = 16
+"""Backward passes after which a run ends, though no step has come: the pass was long before."""
+
+_EMBEDDINGS = frozenset({"embedding", "embedding_bag"})
+
+Change = Callable[["Op"], Any]
+"""What takes the place of an operation's result, seen from the operation."""
+
+
+@dataclass(slots=True, eq=False)
+class Op:
+    """One call of a torch function in the pass: its number, what it was given and gave, the line and the module."""
+
+    number: int
+    name: str
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    place: Place
+    module: str
+    out: Any = None
+
+    @property
+    def given(self) -> list[torch.Tensor]:
+        return list(flat((*self.args, *self.kwargs.values())))
+
+    @property
+    def gave(self) -> list[torch.Tensor]:
+        return list(flat((self.out,)))
+
+    @property
+    def named(self) -> str:
+        """The module and the function, for a message."""
+        return f"{self.name} in {self.module}" if self.module else self.name
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A place where data comes in: what to differentiate by, the ids that an embedding looked up, and what all this was
+    made of."""
+
+    leaf: torch.Tensor
+    ids: torch.Tensor | None = None
+    source: Node | None = None
+
+
+@dataclass(eq=False)
+class Pass(TorchFunctionMode):
+    """To be used by ``plan``. ``at_end`` is called with what each outermost call of a model gave, ``at_loss`` with each
+    call of a loss function: its name, its arguments and keywords.
+
+    ``evaluating`` puts the model into evaluation mode for the pass; ``turned`` swaps ``batch_first`` of the layers
+    at these paths; ``changes`` puts other results in place of operations, by their number. ``opens`` tells whether what
+    the model is called with is made a leaf, too: a model may refuse that (``x.numpy()``). What ``draws`` names is drawn
+    as ever.
+    """
+
+    at_end: Callable[[Pass, Any], None] = lambda seen, output: None
+    at_loss: Callable[[Pass, str, tuple[Any, ...], dict[str, Any]], None] = lambda seen, name, args, kwargs: None
+    evaluating: bool = False
+    turned: frozenset[str] = frozenset()
+    changes: Mapping[int, Change] = field(default_factory=dict)
+    opens: bool = True
+    draws: frozenset[str] = frozenset()
+    entries: list[Entry] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    lineage: Lineage = field(default_factory=Lineage)
+    given: Any = None
+    _depth: int = 0
+    _count: int = 0
+    _watch: Watch | None = None
+    _undo: list[Callable[[], None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        TorchFunctionMode.__init__(self)
+
+    def plan(self, base: RunPlan, **changed: Any) -> RunPlan:
+        """The run of this pass: until the first step."""
+        return replace(base, prepare=moved_a_little, contexts=self.contexts, enough=_over, **changed)
+
+    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        return (self._watching(watch), self, Still(self.draws), switched(without))
+
+    @contextlib.contextmanager
+    def _watching(self, watch: Watch) -> Iterator[None]:
+        self._watch = watch
+        handles = []
+        for _, module in list(watch.book.named_modules()):
+            with contextlib.suppress(RuntimeError):  # scripted modules take none
+                handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+                handles.append(module.register_forward_hook(self._leave, always_call=True))
+        try:
+            with hooked(*handles):
+                yield
+        finally:
+            self._close()
+            self._watch = None
+            self.lineage.forget()
+            self.ops.clear()
+            self.entries.clear()
+
+    @property
+    def inside(self) -> bool:
+        """Whether a pass that may be judged is under way."""
+        return self._depth > 0
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        watch = self._watch
+        if watch is None or watch.quiet:
+            return None
+        if self._depth:
+            self._depth += 1
+            if takes_data(module, args) and torch.is_grad_enabled():
+                with watch.quietly():
+                    return tuple(self._opened(a) for a in args), kwargs
+            return None
+        if not torch.is_grad_enabled() or watch.backward is not None or watch.record.steps or watch.stepping:
+            return None
+        self._depth = 1
+        self._switch(module)
+        self.given = (args, kwargs)
+        if not self.opens:
+            return None
+        with watch.quietly():
+            return tree_map(self._opened, args), tree_map(self._opened, kwargs)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        watch = self._watch
+        if watch is None or watch.quiet or not self._depth:
+            return
+        self._depth -= 1
+        if not self._depth:
+            self._close()
+            if output is not None:
+                with watch.quietly(), torch.enable_grad():
+                    self.at_end(self, output)
+
+    def _switch(self, root: nn.Module) -> None:
+        for part in root.modules():
+            if self.evaluating and part.training:
+                part.training = False
+                self._undo.append(lambda part=part: setattr(part, "training", True))  # type: ignore[misc]
+            first = getattr(part, "batch_first", None)
+            if isinstance(first, bool) and self._watch is not None and self._watch.book.path_of(part) in self.turned:
+                part.batch_first = not first  # type: ignore[assignment]
+                self._undo.append(lambda part=part, first=first: setattr(part, "batch_first", first))  # type: ignore[misc]
+
+    def _close(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+    def _opened(self, value: Any) -> Any:
+        if not _plain(value) or value.requires_grad or isinstance(value, nn.Parameter):
+            return value
+        leaf = value.detach().clone().requires_grad_()
+        self.entries.append(Entry(leaf, source=self.lineage.of(value)))
+        return leaf.clone()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        watch, name = self._watch, name_of(func)
+        if watch is None or watch.quiet or watch.record.steps or watch.backward is not None or not watched(name):
+            return func(*args, **kwargs)
+        with watch.quietly():
+            if name in LOSSES:
+                self.at_loss(self, name, args, kwargs)
+            parents = self.lineage.before(name, args, kwargs)
+            op = Op(self._count, name, func, args, kwargs, here(2)[0], watch.module_path())
+        out = func(*args, **kwargs)
+        if self._depth:
+            out = self._noted(watch, op, out)
+        with watch.quietly():
+            self.lineage.note(watch, func, name, args, kwargs, parents, out)
+        return out
+
+    def _noted(self, watch: Watch, op: Op, out: Any) -> Any:
+        self._count += 1
+        op.out = out
+        if op.number in self.changes:
+            with watch.quietly():
+                out = op.out = self.changes[op.number](op)
+        elif op.name in _EMBEDDINGS and isinstance(out, torch.Tensor) and torch.is_grad_enabled():
+            with watch.quietly():
+                out = op.out = self._looked_up(op, out)
+        if len(self.ops) < MOST_OPS:
+            self.ops.append(op)
+        return out
+
+    def _looked_up(self, op: Op, out: torch.Tensor) -> torch.Tensor:
+        ids = next((t for t in op.given if not t.is_floating_point()), None)
+        leaf = out.detach().clone().requires_grad_()
+        self.entries.append(Entry(leaf, ids, None if ids is None else self.lineage.of(ids)))
+        return leaf.clone()
+
+
+def _over(record: Record) -> bool:
+    return record.rounds >= 1 or len(record.backwards()) >= LONGEST
+
+
+def alone(op: Op) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What an operation is given, as leaves, and what it gives of these: gradients between them are its own, with no
+    way round through what else its arguments have in common. Weights are no leaves. Nothing where it cannot be called
+    again."""
+    leaves: list[torch.Tensor] = []
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        fresh = value.detach().clone()
+        if not value.requires_grad or isinstance(value, nn.Parameter):
+            return fresh
+        leaves.append(fresh.requires_grad_())
+        return fresh.clone()  # the operation may write in place
+
+    with torch.enable_grad():
+        given = tree_map(leaf, (op.args, dict(op.kwargs)))
+        try:
+            return leaves, list(flat((op.func(*given[0], **given[1]),)))
+        except Exception:  # whatever a function of the project's own needs besides its arguments
+            return [], []
+
+
+def _plain(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.layout is torch.strided
+        and not value.is_nested
+        and value.dim() > 0
+        and value.numel() > 0
+    )
+
+
+def axis_of(tensor: torch.Tensor, rows: int) -> int | None:
+    """The one axis that has so many entries; None where there is none, or more than one."""
+    found = [d for d, size in enumerate(tensor.shape) if size == rows]
+    return found[0] if len(found) == 1 else None
+
+
+def flat(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments or results, those in lists included."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from flat(value)
+
+
+def weighed(values: torch.Tensor) -> torch.Tensor:
+    """A sum in which every entry has a weight of its own: no two cancel by symmetry, as softmax outputs would."""
+    weights = torch.linspace(0.5, 1.5, values.numel(), dtype=torch.float64, device=values.device)
+    phases = torch.cos(torch.arange(values.numel(), dtype=torch.float64, device=values.device) * math.e)
+    return (values.double().flatten() * (weights + 0.3 * phases)).sum()
+
+
+def slopes(of: torch.Tensor, by: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The gradient with respect to each of these tensors; the graph stays."""
+    if not of.requires_grad or not by:
+        return [None] * len(by)
+    return list(torch.autograd.grad(of, by, retain_graph=True, allow_unused=True))

@@ -1,0 +1,271 @@
+"""What each tensor of a step was computed by: the calls of torch's functions, as nodes without the tensors."""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pytest_trainloop.recording.samples import readable
+from pytest_trainloop.recording.source import here
+from pytest_trainloop.recording.torch_functions import LOSSES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pytest_trainloop.recording.events import Place
+    from pytest_trainloop.recording.watch import Watch
+
+    Replay = Callable[[torch.Tensor], torch.Tensor]
+
+MOST = 50_000
+"""Nodes that are kept between two steps."""
+
+_RESHAPES = frozenset(
+    """view reshape flatten unflatten transpose t T mT permute swapaxes swapdims movedim moveaxis squeeze unsqueeze
+    ravel view_as reshape_as chunk split tensor_split unbind expand expand_as narrow select contiguous""".split()
+)
+_PICKS = frozenset(
+    "__getitem__ index_select masked_select gather take_along_dim flip roll repeat diagonal diag".split()
+)
+_CASTS = frozenset(
+    """clone to float double half bfloat16 type type_as cuda cpu detach data requires_grad_ alias
+    __deepcopy__ pin_memory""".split()
+)
+_IN_PLACE = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__setitem__"})
+_UNSEEN = frozenset({"backward", "grad", "register_hook", "retain_grad", "item", "tolist", "numpy"})
+
+ACTIVATIONS = frozenset(
+    """softmax log_softmax sigmoid log_sigmoid tanh relu relu6 gelu silu softplus elu selu celu mish hardsigmoid
+    leaky_relu log exp softmin""".split()
+)
+_PLACED = ACTIVATIONS | {"hardtanh", "dropout"}
+PRODUCTS = frozenset({"matmul", "mm", "bmm", "einsum", "linear"})
+_CONTRACTS = PRODUCTS | {"baddbmm"}
+CLAMPS = frozenset({"clamp", "clip", "clamp_min", "clamp_max"})
+CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One tensor: the ``op`` that made it ("" for one that came from outside), the nodes it was made of, its shape, and
+    the plain numbers among the arguments (the bounds of a clamp; NaN for none). ``value`` is that of a single number.
+    ``replay`` makes the same move with another tensor of the parent's shape,
+    where the operation only moves entries; ``picks`` tells that it does so by an index. ``unit`` tells of a product
+    whose both factors have rows of length 1."""
+
+    op: str
+    parents: tuple[Node, ...] = ()
+    shape: tuple[int, ...] = ()
+    numbers: tuple[float, ...] = ()
+    dim: int | None = None
+    place: Place | None = None
+    module: str = ""
+    replay: Replay | None = field(default=None, repr=False)
+    picks: bool = False
+    cast: bool = False
+    history: bool = False
+    parameter: bool = False
+    floating: bool = True
+    unit: bool = False
+    value: float = math.nan
+
+    @property
+    def moves(self) -> bool:
+        """Whether it only moves or casts entries."""
+        return self.cast or self.replay is not None
+
+
+class Lineage:
+    """Nodes by tensor, for the time until the next optimizer step."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], Node]] = {}
+
+    def forget(self) -> None:
+        self._known.clear()
+
+    def of(self, tensor: torch.Tensor) -> Node:
+        known = self._known.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            return known[1]
+        return Node(
+            "",
+            shape=tuple(tensor.shape),
+            value=_value(tensor),
+            history=tensor.requires_grad,
+            parameter=isinstance(tensor, nn.Parameter),
+            floating=tensor.is_floating_point(),
+        )
+
+    def adopt(self, tensor: torch.Tensor) -> None:
+        """Let what is made of this tensor be followed back to it: its node's ``op`` is "batch"."""
+        node = Node("batch", shape=tuple(tensor.shape), floating=tensor.is_floating_point())
+        self._known[id(tensor)] = (weakref.ref(tensor), node)
+
+    def before(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Node, ...]:
+        """The nodes of what a call is given, as they are before it (it may write in place)."""
+        return () if name in _UNSEEN else tuple(self.of(t) for t in _flat((*args, *kwargs.values())))
+
+    def note(
+        self,
+        watch: Watch,
+        func: Callable[..., Any],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        parents: tuple[Node, ...],
+        out: Any,
+    ) -> None:
+        if name in _UNSEEN or len(self._known) > MOST:
+            return
+        if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_"):
+            out = args[0] if args else out
+            name = name.strip("_").removeprefix("i") if name in _IN_PLACE else name.rstrip("_")
+        for number, result in enumerate(_flat((out,))):
+            node = self._node(watch, func, name, args, kwargs, parents, result, number)
+            self._known[id(result)] = (weakref.ref(result), node)
+
+    def _node(
+        self,
+        watch: Watch,
+        func: Callable[..., Any],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        parents: tuple[Node, ...],
+        result: torch.Tensor,
+        number: int,
+    ) -> Node:
+        node = Node(
+            name,
+            parents=parents,
+            shape=tuple(result.shape),
+            numbers=tuple(float(v) for v in args if isinstance(v, (int, float)) and not isinstance(v, bool)),
+            history=result.requires_grad,
+            floating=result.is_floating_point(),
+            cast=name in _CASTS,
+            value=_value(result),
+        )
+        if name == "contiguous":
+            node.replay = _as_it_is
+        elif name in _RESHAPES or name in _PICKS:
+            node.replay = _replay(func, args, kwargs, number)
+            node.picks = name in _PICKS and not _plain_index(name, args)
+        elif name in LOSSES:
+            node.place = here(4)[0]
+        elif name in _PLACED:
+            node.place, node.module, node.dim = here(4)[0], watch.module_path(), _dim(args, kwargs, result)
+            if name == "dropout":
+                node.numbers = (_dropped(args, kwargs),)
+        elif name in CLAMPS:
+            node.numbers = _bounds(name, args, kwargs)
+        elif name in _CONTRACTS or name in CONVOLUTIONS:
+            node.module = watch.module_path()
+            node.unit = name in _CONTRACTS and _unit_rows(name, args)
+        elif name == "normalize":
+            given = kwargs.get("dim", args[2] if len(args) > 2 else 1)
+            node.dim = given % result.dim() if isinstance(given, int) and result.dim() else None
+        return node
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """The function's name; of a property the attribute's."""
+    name: str = getattr(func, "__name__", "")
+    if name == "__get__":
+        return str(getattr(getattr(func, "__self__", None), "__name__", ""))
+    return name
+
+
+def _flat(value: Any) -> Iterator[torch.Tensor]:
+    for part in value:
+        if isinstance(part, torch.Tensor):
+            yield part
+        elif isinstance(part, (list, tuple)):
+            yield from _flat(part)
+
+
+def _as_it_is(other: torch.Tensor) -> torch.Tensor:
+    return other
+
+
+def _value(tensor: torch.Tensor) -> float:
+    plain = tensor.numel() == 1 and not tensor.is_complex() and readable(tensor)
+    return float(tensor.detach()) if plain else math.nan
+
+
+def _bounds(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, float]:
+    """Below and above; NaN where there is none, or none that is a number."""
+    names = {"clamp_min": ("min",), "clamp_max": ("max",)}.get(name, ("min", "max"))
+    given = dict(zip(names, args[1:], strict=False)) | kwargs
+    low, high = (given.get(side) for side in ("min", "max"))
+    return tuple(float(v) if isinstance(v, (int, float)) else math.nan for v in (low, high))  # type: ignore[return-value]
+
+
+def _replay(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> Replay | None:
+    if not args or not isinstance(args[0], torch.Tensor):
+        return None
+    rest = args[1:]
+    copying: dict[str, Callable[..., Any]] = {"view": torch.Tensor.reshape, "view_as": torch.Tensor.reshape_as}
+    move = copying.get(getattr(func, "__name__", ""), func)  # the numbers may lie otherwise in memory
+
+    def again(other: torch.Tensor) -> torch.Tensor:
+        out = move(other, *rest, **kwargs)
+        return next(t for i, t in enumerate(_flat((out,))) if i == number)
+
+    return again
+
+
+def _plain_index(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether an index takes whole axes, single entries and unbroken slices only."""
+    if name != "__getitem__" or len(args) < 2:
+        return False
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return all(
+        i is None or i is Ellipsis or (isinstance(i, int) and not isinstance(i, bool))
+        or (isinstance(i, slice) and i.step in (None, 1))
+        for i in index
+    )  # fmt: skip
+
+
+def _dim(args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> int | None:
+    """The axis of a softmax, from 0 on; torch's own choice where none was given."""
+    given = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if given is None:
+        given = 0 if result.dim() in (0, 1, 3) else 1
+    return int(given) % max(result.dim(), 1) if isinstance(given, int) and not isinstance(given, bool) else None
+
+
+def _dropped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """The share that a dropout takes out; 0 in evaluation mode."""
+    given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+    return float(given.get("p", 0.5)) if given.get("training", True) else 0.0
+
+
+def _unit_rows(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether both factors of a product are made of vectors of length 1 along the axis that is summed over."""
+    factors = [a for a in args if isinstance(a, torch.Tensor)][:2]
+    if len(factors) < 2 or any(f.dim() < 2 or not f.is_floating_point() or not readable(f) for f in factors):
+        return False
+    left, right = factors
+    over = -1 if name == "linear" else -2
+    if name == "einsum":
+        return all(any(_ones(f, axis) for axis in range(f.dim())) for f in factors)
+    return _ones(left, -1) and _ones(right, over)
+
+
+def _ones(tensor: torch.Tensor, axis: int) -> bool:
+    lengths = tensor.detach().double().norm(dim=axis)
+    off = (lengths - 1).abs().max() if lengths.numel() else torch.tensor(math.inf)
+    return bool(off <= 16 * torch.finfo(tensor.dtype).eps * math.sqrt(tensor.shape[axis]))
+
+
+@functools.cache
+def watched(name: str) -> bool:
+    """Whether a call of this name makes tensors of others, as far as lineage goes."""
+    return name not in ("grad", "shape", "dtype", "device", "requires_grad", "grad_fn", "is_leaf", "layout", "names")

@@ -1,0 +1,143 @@
+"""What the tensors of a batch are, and which positions are padding."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from pytest_trainloop import Padding
+from pytest_trainloop.batches.roles import read
+from tests.helpers.padded_batches import (
+    CLASSES,
+    FEATURES,
+    IDS,
+    KINDS,
+    LABELS,
+    LENGTHS,
+    PADDED,
+    text,
+    text_without_padding,
+)
+
+
+def told(batch, padding=None):
+    """Role, row axis and time axis by name."""
+    return {part.name: (part.role, part.row, part.time) for part in read(batch, padding).parts}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_is_seen_whatever_the_batch_is_made_of(kind):
+    roles = read(KINDS[kind])
+    assert roles.undecided == ""
+    assert (roles.rows, roles.length, roles.lengths) == (3, 5, (3, 5, 2))
+    assert roles.side == ("left" if kind == "left" else "right")
+    assert torch.equal(roles.padded, PADDED.flip(1) if kind == "left" else PADDED)
+
+
+def test_the_roles_of_a_batch_of_text():
+    more = {"token_type_ids": torch.zeros(3, 5, dtype=torch.long), "position_ids": torch.arange(5).expand(3, 5)}
+    assert read(text(**more)).undecided == ""
+    assert told(text(**more)) == {
+        "input_ids": ("ids", 0, 1),
+        "attention_mask": ("mask", 0, 1),
+        "labels": ("labels", 0, 1),
+        "token_type_ids": ("other", 0, 1),
+        "position_ids": ("other", 0, 1),
+    }
+
+
+@pytest.mark.parametrize(
+    ("batch", "fills"),
+    [
+        (text(), {"input_ids": 0, "attention_mask": 0, "labels": -100}),
+        ((FEATURES, PADDED), {"batch[0]": 0, "batch[1]": 1}),
+        (KINDS["additive"], {"x": 0, "mask": float("-inf")}),
+    ],
+)
+def test_what_stands_at_padded_positions(batch, fills):
+    assert {part.name: part.fill for part in read(batch).parts} == fills
+
+
+def test_axes_may_differ_from_tensor_to_tensor():
+    assert told((FEATURES.transpose(0, 1), PADDED, CLASSES)) == {
+        "batch[0]": ("features", 1, 0),
+        "batch[1]": ("mask", 0, 1),
+        "batch[2]": ("other", 0, None),
+    }
+    channels = {"x": FEATURES.transpose(1, 2), "lengths": LENGTHS}
+    assert told(channels, Padding(dim=2)) == {"x": ("features", 0, 2), "lengths": ("lengths", 0, None)}
+
+
+def test_the_declared_padding_is_enough():
+    roles = read((IDS, LABELS), Padding(pad_id=0, ignore_index=-100))
+    assert roles.undecided == ""
+    assert roles.lengths == (3, 5, 2)
+    assert [part.role for part in roles.parts] == ["ids", "labels"]
+
+
+def test_classes_of_rows_are_no_lengths():
+    classes = {"ids": IDS, "mask": ~PADDED, "label": torch.tensor([4, 1, 3])}
+    assert told(classes)["label"] == ("labels", 0, None)
+    unnamed = (IDS, ~PADDED, torch.tensor([4, 1, 3]))
+    assert told(unnamed)["batch[2]"] == ("other", 0, None)
+
+
+def test_a_mask_of_the_prompt_is_no_padding():
+    ids = torch.tensor([[5, 6, 7, 8], [3, 9, 2, 4]])
+    answers = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])
+    batch = {"input_ids": ids, "loss_mask": answers, "labels": ids.masked_fill(answers == 0, -100)}
+    assert read(batch).padded is None
+    full = read({**batch, "attention_mask": torch.ones_like(ids)}, Padding(pad_id=0))
+    assert full.lengths == (4, 4)
+    assert full.undecided == ""
+
+
+def test_ctc_has_lengths_of_frames_and_of_labels():
+    batch = {
+        "x": torch.randn(3, 8, 2, generator=torch.Generator().manual_seed(0)),
+        "labels": torch.tensor([[1, 2, 3], [4, 1, 0], [2, 0, 0]]),
+        "frames": torch.full((3,), 8),
+        "target_lengths": torch.tensor([3, 2, 1]),
+    }
+    assert told(batch)["frames"] == ("lengths", 0, None)
+    assert told(batch)["labels"] == ("labels", 0, None)
+    assert read(batch).lengths == (8, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("batch", "padding", "reason"),
+    [
+        ((IDS, LABELS), None, r"no mask and no lengths say where rows end; pass padding=Padding\(pad_id=, "),
+        ((torch.randn(4, 3, 8, 8), torch.arange(4)), None, "no mask and no lengths say where rows end"),
+        (
+            text_without_padding(),
+            None,
+            "positions of input_ids cannot be told: pass padding=",
+        ),
+        (
+            text_without_padding(),
+            Padding(pad_id=0),
+            r"padded positions of labels cannot be told: pass padding=Padding\(ignore_index=\)",
+        ),
+        (text(bias=torch.ones(3, 1, 5, 5).tril()), None, r"bias of shape \(3, 1, 5, 5\) has 5"),
+        (text(shifted=IDS[:, 1:]), None, r"shifted of shape \(3, 4\)"),
+        (text(causal=torch.ones(5, 5).tril()), None, r"causal of shape \(5, 5\)"),
+        ((IDS[:, [0, 3, 1, 2]], LABELS[:, :4]), Padding(pad_id=0), "pad_id 0 stands between real tokens"),
+        (
+            text(decoder_attention_mask=torch.tensor([[1, 1, 1, 1, 0]] * 3)),
+            None,
+            "padded positions of decoder_attention_mask cannot be told",
+        ),
+    ],
+)
+def test_what_cannot_be_told_says_what_to_give(batch, padding, reason):
+    roles = read(batch, padding)
+    assert re.search(reason, roles.undecided)
+
+
+def test_a_batch_without_tensors_of_rows_is_read_as_well():
+    assert read({"n": 3, "w": torch.tensor(1.0)}).rows == 0
+    assert read([]).parts == ()
+    assert read(torch.zeros(0, 3)).undecided

@@ -1,0 +1,196 @@
+"""What ``accumulation_equivalence`` says of windows and weights that are given to it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from pytest_trainloop.checks.batch.accumulation_equivalence.check import accumulation_equivalence
+from pytest_trainloop.checks.batch.accumulation_equivalence.runs import Split
+from pytest_trainloop.checks.batch.accumulation_equivalence.weights import Combination, Weighing
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.gradients.compare import Agreement
+from tests.helpers.records import ONE, parameter, record
+
+SAME = Agreement(1.0, 1.0, 1e-16)
+
+
+def split(k=2, *, first=SAME, second=SAME, **fields):
+    given = {
+        "accumulate": k,
+        "rows": 12,
+        "chunks": False,
+        "optimizer": 0,
+        "steps": 2,
+        "steps_expected": 2,
+        "first_window": k,
+        "backwards": k,
+        "windows": (first, second),
+        "updates": 0.0 if first is second is SAME else 0.1,
+        "rates_differ": False,
+        "bound": 2e-13,
+        "parameters": 4,
+        "precision": "float64",
+        "place": "train.py:7   loss.backward()",
+        "library": "",
+        "step_place": "train.py:9   optimizer.step()",
+    }
+    return Split(**{**given, **fields})
+
+
+class Windows:
+    """Comparisons made beforehand: ``weights`` are those of the whole batch and of the window."""
+
+    def __init__(
+        self, made, weights=(), *, outside=0.0, by_counts=False, carried=((), 1.0), grows=False, noise=1e-16, **more
+    ):
+        self._by_a_constant = more.get("by_a_constant", False)
+        self._made, self._weights, self._outside, self._by_counts = made, weights, outside, by_counts
+        self._carried, self._grows, self._noise = carried, grows, noise
+
+    def sizes(self):
+        return [2]
+
+    def split(self, k, **_how):
+        return self._made
+
+    def weigh(self, _split):
+        whole, got = self._weights
+        return Weighing(Combination(whole, 0.0), Combination(got, self._outside), self._by_counts)
+
+    def by_a_constant(self, _split):
+        return self._by_a_constant
+
+    def reordered(self, _split):
+        return self._noise
+
+    def carried(self, _split):
+        return self._carried
+
+    def grows_with_windows(self, _split):
+        return self._grows
+
+    def smallest(self, split):
+        return f"{split.rows} rows"
+
+
+NOT_FINITE = Agreement(math.nan, math.nan, 0.0)
+
+
+class Given:
+    offers = frozenset({"fit", "run"})
+
+    def __init__(self, windows):
+        self._windows = windows
+
+    def has_knob(self, name):
+        return name == "accumulate"
+
+    def accumulation(self):
+        return self._windows
+
+    def run(self, **_knobs):
+        return record([parameter(0, "w")], held=[0], gradients={0: ONE})
+
+
+def found(*made, **how):
+    return [(f.cause, f.level) for f in accumulation_equivalence(Given(Windows(*made, **how)))]
+
+
+def apart(ratio=1.1):
+    return split(first=Agreement(ratio, 0.9, 0.3), second=Agreement(ratio, 0.9, 0.3))
+
+
+HALVES = (0.5, 0.5)
+UNEVEN = (0.3, 0.7)
+
+
+def test_windows_that_agree_pass():
+    assert found(split()) == []
+
+
+def test_gradients_that_are_not_finite_agree_in_nothing():
+    with pytest.raises(CannotDecide, match="not finite"):
+        found(split(first=NOT_FINITE, second=NOT_FINITE))
+
+
+def test_a_divisor_that_is_a_constant_is_not_judged():
+    with pytest.raises(CannotDecide, match="divided by a constant"):
+        found(apart(0.5), (HALVES, (0.25, 0.25)), by_a_constant=True)
+
+
+@pytest.mark.parametrize(
+    ("whole", "got", "cause"),
+    [
+        (HALVES, (1.0, 1.0), "loss_not_divided"),
+        (HALVES, (2.0, 2.0), "loss_not_divided"),
+        (UNEVEN, (0.6, 1.4), "loss_not_divided"),
+        (HALVES, (0.25, 0.25), "divided_twice"),
+        (UNEVEN, (0.15, 0.35), "divided_twice"),
+        (HALVES, (0.0, 0.5), "only_last_counts"),
+        (HALVES, (0.0, 1.0), "only_last_counts"),
+        (HALVES, (0.5, 0.0), "stepped_inside_window"),
+        (UNEVEN, (1.0, 1.0), "loss_not_divided"),
+        (UNEVEN, (0.25, 0.25), "divided_twice"),
+        (HALVES, (0.25, 0.5), "divided_twice"),
+    ],
+)
+def test_the_weights_are_the_diagnosis(whole, got, cause):
+    assert found(apart(), (whole, got)) == [(cause, "fault")]
+
+
+def test_the_repair_is_that_of_the_framework():
+    for library, words in (("", "divide once only"), ("lightning", "training_step"), ("accelerate", "accelerator")):
+        made = split(first=Agreement(0.5, 1.0, 0.5), second=Agreement(0.5, 1.0, 0.5), library=library)
+        (finding,) = accumulation_equivalence(Given(Windows(made, (HALVES, (0.25, 0.25)))))
+        assert words in finding.repair
+
+
+def test_a_mean_of_means_is_a_fault_only_by_valid_targets():
+    assert found(apart(), (UNEVEN, HALVES), by_counts=True) == [("mean_of_means", "fault")]
+    assert found(apart(), (UNEVEN, HALVES)) == [("mean_of_means", "advice")]
+
+
+def test_weights_of_no_known_pattern_are_advice():
+    assert found(apart(), (HALVES, (0.2, 0.9))) == [("update_differs", "advice")]
+
+
+def test_what_lies_outside_is_a_part_of_the_loss_or_unknown():
+    assert found(apart(), (HALVES, HALVES), outside=1e-3, grows=True) == [("loss_not_divided", "fault")]
+    assert found(apart(), (HALVES, HALVES), outside=1e-3) == [("update_differs", "advice")]
+
+
+def test_equal_weights_in_the_end_excuse_other_gradients():
+    made = split(first=Agreement(2.0, 1.0, 0.5), second=Agreement(2.0, 1.0, 0.5), updates=1e-16)
+    assert found(made, (HALVES, (1.0, 1.0))) == []
+
+
+def test_too_many_steps_came_inside_a_window():
+    made = split(first=Agreement(0.5, 0.9, 0.6), second=Agreement(0.5, 0.9, 0.6), steps=4, updates=math.inf)
+    assert found(made) == [("stepped_inside_window", "fault")]
+
+
+def test_a_step_after_fewer_micro_batches():
+    made = split(first=Agreement(0.5, 0.9, 0.6), second=Agreement(0.5, 0.9, 0.6), first_window=1)
+    assert found(made) == [("stepped_inside_window", "fault")]
+
+
+def test_a_second_window_that_holds_the_first():
+    made = split(second=Agreement(1.4, 0.9, 0.4))
+    assert found(made, carried=((0.5, 0.5), 1e-15)) == [("carried_over", "fault")]
+
+
+def test_a_second_window_that_differs_by_the_rate():
+    made = split(second=Agreement(1.0, 0.99, 0.01), rates_differ=True)
+    assert found(made) == [("update_differs", "advice")]
+
+
+def test_a_second_window_that_differs_by_nothing_known_is_skipped():
+    with pytest.raises(CannotDecide, match="lives on from window to window"):
+        found(split(second=Agreement(1.0, 0.99, 0.01)))
+
+
+def test_rounding_decides_nothing():
+    with pytest.raises(CannotDecide, match="no equality is due"):
+        found(apart(), (HALVES, (1.0, 1.0)), noise=0.01)

@@ -1,0 +1,98 @@
+"""The fewest rows over which windows of micro-batches still show a fault."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop import TrainLoop
+from pytest_trainloop.checks.batch.accumulation_equivalence.shrink import TRIES, smallest
+from pytest_trainloop.runs.evidence import Evidence
+
+TAGS = 5
+COUNTS = [4, 7, 4, 2, 7, 7, 3, 7]
+
+
+def evidence(divide=lambda loss, k, rows: loss / k, *, rows=8, counts=None, fewest=1, **fields):
+    def make(accumulate=1):
+        model = nn.Linear(3, TAGS)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def fit(batches):
+            for i, (x, y) in enumerate(batches, start=1):
+                if len(x) < fewest:
+                    raise ValueError(f"at least {fewest} rows")
+                loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+                divide(loss, accumulate, len(x)).backward()
+                if i % accumulate == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        x, y = torch.randn(rows, 7, 3), torch.randint(TAGS, (rows, 7))
+        beyond = torch.arange(7) >= torch.tensor(counts or [7] * rows)[:, None]
+        return TrainLoop(model=model, optimizer=optimizer, batch=(x, y.masked_fill(beyond, -100)), fit=fit, **fields)
+
+    return Evidence(make, knobs={"accumulate": "accumulate"})
+
+
+def not_divided(loss, k, rows):
+    return loss
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_a_sum_is_shown_by_one_row_in_each_micro_batch(k):
+    made = evidence(not_divided).accumulation()
+    assert smallest(made, made.split(k)) == "rows " + " | ".join(f"[{row}]" for row in range(k))
+
+
+def test_a_mean_of_means_is_shown_by_rows_with_unequal_counts():
+    made = evidence(counts=COUNTS).accumulation()
+    assert smallest(made, made.split(2)) == "rows [3] | [7]; 2 against 7 valid targets"
+    assert smallest(made, made.split(4)) == "rows [3] | [6] | [0] | [7]; 2, 3, 4, 7 valid targets"
+
+
+def test_counts_that_do_not_matter_are_not_told():
+    made = evidence(not_divided, counts=COUNTS).accumulation()
+    assert smallest(made, made.split(2)) == "rows [0] | [2]"
+
+
+@pytest.mark.parametrize(
+    ("fewest", "rows", "expected"),
+    [
+        (2, 8, "rows [0, 1] | [2, 3]"),
+        (3, 8, "rows [0, 1, 2, 3] | [4, 5, 6, 7]"),
+        (7, 24, "24 examples as [12, 12]"),
+    ],
+)
+def test_a_loop_that_refuses_few_rows_is_shown_more(fewest, rows, expected):
+    made = evidence(not_divided, fewest=fewest, rows=rows).accumulation()
+    assert smallest(made, made.split(2)) == expected
+
+
+def test_another_fault_of_few_rows_is_not_taken_for_this_one():
+    def divide(loss, k, rows):
+        return loss if rows > 1 else loss * 3 / k
+
+    made = evidence(divide).accumulation()
+    assert smallest(made, made.split(2)) == "rows [0, 1] | [2, 3]"
+
+
+def test_batches_that_the_project_cuts_are_told_by_their_sizes():
+    def halves(batch, k):
+        return zip(*(tensor.chunk(k) for tensor in batch), strict=True)
+
+    made = evidence(not_divided, split=halves).accumulation()
+    assert smallest(made, made.split(2)) == "2 examples as [1, 1]"
+
+
+def test_few_runs_are_made_and_the_verdict_stays():
+    found = evidence(not_divided, fewest=12, rows=96)
+    made = found.accumulation()
+    before = made.split(2)
+    runs = []
+    own, made._run_plan = made._run_plan, lambda plan: runs.append(plan) or own(plan)
+    smallest(made, before)
+    assert len(runs) <= 2 * TRIES
+    assert made.split(2) == before

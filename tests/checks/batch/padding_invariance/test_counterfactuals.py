@@ -1,0 +1,194 @@
+"""Each way that is closed gives what the same rows give when they are cut."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import Closed
+from pytest_trainloop.checks.batch.padding_invariance.slices import Span
+
+TOTAL, REAL, WIDTH = 7, 4, 6
+RIGHT, LEFT = Span(TOTAL, 0, REAL), Span(TOTAL, TOTAL - REAL, TOTAL)
+
+
+def watch():
+    return SimpleNamespace(quiet=0, stepping=0, quietly=contextlib.nullcontext)
+
+
+def run(compute, x, span, *ways):
+    closed = Closed(span, frozenset(ways))
+    with torch.enable_grad():
+        given = x.clone().requires_grad_()
+        with contextlib.ExitStack() as around:
+            for context in closed.contexts(watch()):
+                around.enter_context(context)
+            return compute(given), closed.seen
+
+
+def rows(seed=0):
+    return torch.randn(3, TOTAL, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def real(x, span):
+    return x[:, span.start : span.stop]
+
+
+def heads(x):
+    return x.unflatten(-1, (2, 3)).transpose(1, 2)
+
+
+MHA = nn.MultiheadAttention(WIDTH, 2, batch_first=True, dtype=torch.float64)
+LSTM = nn.LSTM(WIDTH, 5, batch_first=True, dtype=torch.float64)
+GRU = nn.GRU(WIDTH, 5, dtype=torch.float64)
+TABLE = torch.randn(9, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def by_hand(x):
+    return (x @ x.transpose(1, 2)).softmax(-1) @ x
+
+
+@pytest.mark.parametrize("span", [RIGHT, LEFT], ids=["right", "left"])
+@pytest.mark.parametrize(
+    "compute",
+    [
+        by_hand,
+        lambda x: F.softmax(x @ x.transpose(1, 2), dim=2) @ x,
+        lambda x: F.scaled_dot_product_attention(heads(x), heads(x), heads(x)).transpose(1, 2).flatten(2),
+        lambda x: (
+            F.scaled_dot_product_attention(heads(x), heads(x), heads(x), is_causal=True).transpose(1, 2).flatten(2)
+        ),
+        lambda x: MHA(x, x, x)[0],
+        lambda x: MHA(x, x, x, need_weights=False, key_padding_mask=torch.zeros(x.shape[:2], dtype=torch.bool))[0],
+        lambda x: MHA(x, x, x, attn_mask=torch.ones(len(x[0]), len(x[0]), dtype=torch.bool).triu(1))[0],
+    ],
+)
+def test_real_positions_look_at_no_padding(compute, span):
+    out, seen = run(compute, rows(), span, "attention")
+    torch.testing.assert_close(real(out, span), compute(real(rows(), span)))
+    assert [m.way for m in seen.closed] == ["attention"] or (span is RIGHT and not seen.closed)
+    assert seen.inverted is None
+
+
+@pytest.mark.parametrize("span", [RIGHT, LEFT], ids=["right", "left"])
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: x.mean(1),
+        lambda x: torch.mean(x, dim=1, keepdim=True),
+        lambda x: x.transpose(1, 2).sum(-1),
+        lambda x: x.max(dim=1).values,
+        lambda x: x.transpose(1, 2).amax((2,)),
+        lambda x: F.adaptive_avg_pool1d(x.transpose(1, 2), 1),
+        lambda x: nn.AdaptiveMaxPool1d(1)(x.transpose(1, 2)),
+        lambda x: F.max_pool1d(x.transpose(1, 2), x.shape[1]),
+        lambda x: (x[..., :1].softmax(1) * x).sum(1),
+        lambda x: LSTM(x)[1][0][-1],
+        lambda x: LSTM(x)[1][1],
+        lambda x: GRU(x.transpose(0, 1))[1][-1],
+        lambda x: GRU(x.transpose(0, 1))[0][-1],
+    ],
+)
+def test_pooling_over_real_positions(compute, span):
+    out, seen = run(compute, rows(), span, "pooling", "attention")
+    torch.testing.assert_close(out, compute(real(rows(), span)))
+    assert seen.closed
+
+
+@pytest.mark.parametrize(
+    ("compute", "span"),
+    [
+        (lambda x: x[:, -1], RIGHT),
+        (lambda x: x[:, TOTAL - 1] if x.shape[1] == TOTAL else x[:, -1], RIGHT),
+        (lambda x: x[:, -1:, :2], RIGHT),
+        (lambda x: x[..., -1, :], RIGHT),
+        (lambda x: x.transpose(0, 1)[-1], RIGHT),
+        (lambda x: x.select(1, -1), RIGHT),
+        (lambda x: x[:, 0], LEFT),
+    ],
+)
+def test_ends_that_are_read(compute, span):
+    out, seen = run(compute, rows(), span, "pooling")
+    torch.testing.assert_close(out, compute(real(rows(), span)))
+    assert [m.way for m in seen.closed] == ["pooling"]
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: x + F.embedding(torch.arange(x.shape[1]), TABLE),
+        lambda x: x + F.embedding(torch.arange(x.shape[1]).expand(3, -1), TABLE),
+        lambda x: x + TABLE[: x.shape[1]],
+        lambda x: x + TABLE[None][:, : x.shape[1]],
+        lambda x: x + TABLE[torch.arange(x.shape[1])],
+    ],
+)
+def test_positions_from_the_first_real_one(compute):
+    out, seen = run(compute, rows(), LEFT, "positions")
+    torch.testing.assert_close(real(out, LEFT), compute(real(rows(), LEFT)))
+    assert [m.way for m in seen.closed] == ["positions"]
+    _, untouched = run(compute, rows(), RIGHT, "positions")
+    assert not untouched.closed
+
+
+def test_nothing_is_closed_that_was_not_asked_for():
+    def everything(x):
+        return LSTM(by_hand(x) + TABLE[: x.shape[1]])[0].mean(1)
+
+    out, seen = run(everything, rows(), RIGHT)
+    torch.testing.assert_close(out, everything(rows()))
+    assert not seen.closed
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [
+        lambda x, out: MHA(x, x, x, key_padding_mask=out)[0],
+        lambda x, out: (x @ x.transpose(1, 2)).masked_fill(out[:, None], -1e9).softmax(-1) @ x,
+        lambda x, out: F.scaled_dot_product_attention(heads(x), heads(x), heads(x), attn_mask=~out[:, None, None]),
+    ],
+)
+def test_masks_the_wrong_way_round(attend):
+    padded = (torch.arange(TOTAL) >= REAL).expand(3, -1)
+    assert run(lambda x: attend(x, padded), rows(), RIGHT)[1].inverted is None
+    assert run(lambda x: attend(x, ~padded), rows(), RIGHT)[1].inverted is not None
+
+
+@pytest.mark.parametrize(
+    ("read", "behind"),
+    [
+        (lambda out, state: out[:, :REAL].sum(), False),
+        (lambda out, state: out[:, -1].sum(), True),
+        (lambda out, state: state.sum(), True),
+    ],
+)
+def test_what_is_used_of_a_recurrent_net(read, behind):
+    def compute(x):
+        out, (state, _) = LSTM(x)
+        read(out, state).backward()
+
+    assert run(compute, rows(), RIGHT)[1].behind == behind
+
+
+def test_outputs_in_padded_places_get_no_gradient():
+    head = nn.Linear(WIDTH, 2, dtype=torch.float64)
+    x = rows().requires_grad_()
+    closed = Closed(RIGHT, frozenset({"outputs"}))
+    with contextlib.ExitStack() as around:
+        for context in closed.contexts(watch()):
+            around.enter_context(context)
+        head(x).square().sum().backward()
+    assert bool(x.grad[:, :REAL].any())
+    assert not bool(x.grad[:, REAL:].any())
+
+
+def test_draws_and_what_mixes_neighbours_are_noted():
+    conv = nn.Conv1d(WIDTH, 2, 3, padding=1, dtype=torch.float64)
+    _, seen = run(lambda x: conv(x.transpose(1, 2)) + torch.randint(0, x.shape[1], (3, 1, 1)), rows(), RIGHT)
+    assert [m.op for m in seen.met] == ["conv1d"]
+    assert seen.drawn == [("randint", (1, 1), (0, TOTAL))]

@@ -1,0 +1,168 @@
+"""Where a loss says nothing of learning, and what is said instead."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop import TrainLoop
+from pytest_trainloop.checks.learning.outcome import learning, single_loss
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.runs.evidence import Evidence
+
+
+def evidence(train=None, *, lr=1e-7, model=None):
+    def make():
+        net = (model or (lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))))()
+        optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+        batch = (torch.randn(6, 3), torch.randn(6, 1))
+        loop = train or plain
+        return TrainLoop(model=net, optimizer=optimizer, batch=batch, fit=lambda b: loop(net, optimizer, b))
+
+    made = Evidence(make)
+    made.run()
+    return made
+
+
+def plain(model, optimizer, batches):
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+def ends_early(model, optimizer, batches):
+    plain(model, optimizer, list(batches)[:40])
+
+
+def annealed(model, optimizer, batches):
+    for number, (x, y) in enumerate(batches):
+        optimizer.zero_grad()
+        ((1 + number) * F.mse_loss(model(x), y)).backward()
+        optimizer.step()
+
+
+def half_cut_off(model, optimizer, batches):
+    for x, y in batches:
+        optimizer.zero_grad()
+        error = model(x) - y
+        (error * error.detach()).mean().backward()
+        optimizer.step()
+
+
+def without_floor(model, optimizer, batches):
+    for x, _ in batches:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+
+def warming_up(model, optimizer, batches):
+    for number, (x, y) in enumerate(batches):
+        optimizer.param_groups[0]["lr"] = 1e-9 * number
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+def raising(model, optimizer, batches):
+    plain(model, optimizer, [b for b, _ in zip(batches, range(20), strict=False)])
+    raise ValueError("no more data")
+
+
+REASONS = {
+    ends_early: "fit ends by itself, and 40 steps are too few to tell",
+    annealed: "changes from step to step while no weight moves",
+    half_cut_off: "does not change as its gradients say",
+    without_floor: "the loss has no floor",
+    warming_up: "the rate still rises after 300 steps",
+    raising: "on one fixed batch fit raised ValueError: no more data after 20 steps",
+}
+
+
+@pytest.mark.parametrize("train", REASONS, ids=lambda train: train.__name__)
+def test_nothing_is_said_of(train):
+    with pytest.raises(CannotDecide, match=REASONS[train]):
+        learning(evidence(train).one_batch(), 60.0)
+
+
+def test_a_reference_that_takes_too_long_is_not_made():
+    batch = evidence().one_batch()
+    with pytest.raises(CannotDecide, match=r"allow them with overfit_one_batch=\{'seconds': \d+\}"):
+        learning(batch, 1e-6)
+    assert batch.spent == 0
+
+
+def test_a_loop_whose_steps_take_long_is_left_in_time():
+    def slow(model, optimizer, batches):
+        for batch in batches:
+            time.sleep(0.02)
+            plain(model, optimizer, [batch])
+
+    batch = evidence(slow).one_batch()
+    batch.plan = replace(batch.plan, seconds=2.0)
+    with pytest.raises(CannotDecide, match=r"steps on one fixed batch took \d+ s and did not settle it"):
+        learning(batch, 60.0)
+
+
+def test_several_losses_for_several_optimizers():
+    def make():
+        nets = {"a": nn.Linear(3, 1), "b": nn.Linear(3, 1)}
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets.values()]
+
+        def fit(batches):
+            for x in batches:
+                for net, optimizer in zip(nets.values(), optimizers, strict=True):
+                    optimizer.zero_grad()
+                    net(x).square().mean().backward() if net is nets["a"] else net(x).abs().mean().backward()
+                    optimizer.step()
+
+        return TrainLoop(model=nets, optimizer=optimizers, batch=torch.randn(6, 3), fit=fit)
+
+    with pytest.raises(CannotDecide, match="no single loss"):
+        single_loss(Evidence(make).run())
+
+
+def test_what_came_of_it():
+    found = learning(evidence(lr=1e-7).one_batch(), 60.0)
+    assert found.start > found.reference
+    assert found.too_small
+    assert found.descent == pytest.approx(1.0, abs=0.1)  # plain gradient descent, rounded
+    assert not found.learned
+    assert not found.astray
+    assert not found.too_far
+
+
+def test_the_loop_is_left_as_soon_as_the_loss_is_halved():
+    curve = evidence(lr=0.3).one_batch().curve
+    assert curve.halved
+    assert curve.steps < 300
+
+
+def test_other_numbers_of_steps_may_be_asked_for():
+    made = evidence(lr=1e-7)
+    assert made.one_batch(240).curve.steps == 240
+    assert made.one_batch(240) is made.one_batch(240)
+
+
+def test_its_own_steps_are_counted_and_ours_are_not():
+    made = evidence(lr=1e-7)
+    before = made.own_steps
+    learning(made.one_batch(), 60.0)
+    assert made.own_steps - before == 300
+
+
+def test_a_loop_that_makes_many_optimizers_does_not_go_on_for_ever():
+    def anew(model, _optimizer, batches):
+        for x, y in batches:
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-7)
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert evidence(anew).one_batch().curve.steps <= 304

@@ -1,0 +1,265 @@
+"""What ``checkpointing_equivalence`` says of verdicts that are given to it, and when it makes no runs."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pytest_trainloop import TrainLoop
+from pytest_trainloop.api import check_loop, observe
+from pytest_trainloop.checks.numerics.checkpointing_equivalence.check import checkpointing_equivalence
+from pytest_trainloop.checks.numerics.checkpointing_equivalence.first_difference import Other
+from pytest_trainloop.checks.numerics.checkpointing_equivalence.passes import Apart, plain_name
+from pytest_trainloop.checks.numerics.checkpointing_equivalence.runs import Verdict
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.gradients.compare import Agreement
+from pytest_trainloop.recording import torch_internals
+from pytest_trainloop.recording.events import CheckpointCall, Place
+from pytest_trainloop.runs.evidence import Evidence
+from tests.helpers.records import ONE, parameter, record
+
+HERE = Place("model.py", 9, "x = checkpoint(block, x, use_reentrant=True)")
+CALL = CheckpointCall(at=1, place=HERE, site=(), reentrant=True, preserves=True, needs_grad=False, grad_enabled=True)
+
+
+class Made:
+    """The runs, with what they show given beforehand."""
+
+    place = str(HERE)
+
+    def __init__(self, verdict=None, twice=()):
+        self.verdict = lambda: verdict
+        self.twice = lambda: twice
+
+    def moved(self, name):
+        return 2.0, 1.0
+
+
+class Given:
+    def __init__(self, made, calls=(CALL,)):
+        self._made = made
+        self._record = record([parameter(0, "a.weight")], held=[0], gradients={0: ONE})
+        self._record.checkpoints.extend(calls)
+
+    def run(self):
+        return self._record
+
+    def has_knob(self, name):
+        return False
+
+    def further(self, kind):
+        return self._made
+
+
+def findings(made):
+    return list(checkpointing_equivalence(Given(made)))
+
+
+def apart(*, loss=(1.0, 1.0), names=("a.weight",), bare=(), forward=False):
+    return Apart(0, loss, Agreement(1.0, 0.5, 0.3), names, bare, "train.py:7", forward)
+
+
+def test_all_is_the_same():
+    assert findings(Made()) == []
+
+
+def test_no_gradient_comes_through():
+    verdict = Verdict(cause="inputs_need_grad", apart=apart(), bare=("a.weight",), place=str(HERE))
+    (found,) = findings(Made(verdict))
+    assert found.cause == "inputs_need_grad"
+    assert "a.weight gets no gradient" in found.summary
+    assert "gradient_reaches_every_param" in found.explains
+
+
+def test_a_part_of_the_gradient_only():
+    (found,) = findings(Made(Verdict(cause="inputs_need_grad", apart=apart(), place=str(HERE))))
+    assert "a part of its gradient only" in found.summary
+
+
+def test_a_generator_is_named():
+    verdict = Verdict(cause="rng_not_preserved", apart=apart(), generators=("python's random",))
+    (found,) = findings(Made(verdict))
+    assert found.culprits == ("python's random",)
+    assert "draw before the checkpoint" in found.repair
+
+
+def test_the_call_that_goes_otherwise_is_named():
+    verdict = Verdict(cause="state_changed", apart=apart(), other=Other("mul", "blocks.0", "model.py:4", by=0.5))
+    (found,) = findings(Made(verdict))
+    assert found.where == "model.py:4"
+    assert "mul() in blocks.0 gives something else" in found.shown_by
+
+
+def test_what_is_kept_beside_the_result():
+    (found,) = findings(Made(Verdict(cause="side_result_cut", apart=apart(), place=str(HERE))))
+    assert (found.cause, found.culprits, found.where) == ("side_result_cut", ("a.weight",), str(HERE))
+
+
+def test_no_call_goes_otherwise():
+    (found,) = findings(Made(Verdict(cause="state_changed", apart=apart(), place=str(HERE))))
+    assert "not determined" in found.shown_by
+    assert found.where == str(HERE)
+
+
+def test_fit_raises_with_checkpointing_only():
+    (found,) = findings(Made(Verdict(cause="state_changed", raised="CheckpointError: other", place=str(HERE))))
+    assert "fit raises CheckpointError: other" in found.measured
+
+
+def test_the_loss_differs_at_once():
+    (found,) = findings(Made(Verdict(cause="other_computation", apart=apart(loss=(1.5, 1.0), forward=True))))
+    assert "loss 1.5 with checkpointing and 1 without" in found.measured
+
+
+def test_statistics_are_advice():
+    (found,) = findings(Made(twice=("norm.running_mean", "norm.num_batches_tracked")))
+    assert (found.cause, found.level) == ("statistics_updated_twice", "advice")
+    assert "norm.num_batches_tracked is 2 with checkpointing and 1 without" in found.measured
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        (),
+        (
+            CheckpointCall(
+                **{
+                    **{n: getattr(CALL, n) for n in CALL.__slots__},
+                    **{n: getattr(CALL, n) for n in ("at", "place", "site")},
+                    "grad_enabled": False,
+                }
+            ),
+        ),
+    ],
+)
+def test_nothing_to_compare(calls):
+    with pytest.raises(CannotDecide, match="no activation checkpointing was seen"):
+        list(checkpointing_equivalence(Given(None, calls)))
+
+
+def test_names_of_wrapped_modules():
+    assert plain_name("blocks.0._checkpoint_wrapped_module.weight") == "blocks.0.weight"
+
+
+class Net(nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.first, self.second, self.call = nn.Linear(3, 4), nn.Linear(4, 1), call
+
+    def forward(self, x):
+        return self.call(lambda h: self.second(h.tanh()), self.first(x))
+
+
+def loop(call, *, after=lambda loss: loss):
+    model = Net(call)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fit(batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            after(F.mse_loss(model(x), y)).backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=(torch.randn(6, 3), torch.randn(6, 1)), fit=fit)
+
+
+def plain(function, x):
+    return function(x)
+
+
+saved = functools.partial(checkpoint, use_reentrant=False)
+
+
+def result(make, **how):
+    (found,) = check_loop(make, only=["checkpointing_equivalence"], raises=False, **how).results
+    return found
+
+
+def test_a_loop_without_checkpoints_costs_no_run():
+    evidence = Evidence(lambda: loop(plain))
+    evidence.run()
+    before = evidence.own_steps
+    with pytest.raises(CannotDecide):
+        list(checkpointing_equivalence(evidence))
+    assert evidence.own_steps == before
+
+
+def test_a_loop_with_checkpoints_costs_two_short_runs():
+    evidence = Evidence(lambda: loop(saved))
+    evidence.run()
+    before = evidence.own_steps
+    assert list(checkpointing_equivalence(evidence)) == []
+    assert evidence.own_steps == before + 2
+
+
+def test_a_knob_that_is_no_switch_is_left_alone():
+    def make(checkpoint="blocks"):
+        assert checkpoint == "blocks"
+        return loop(plain)
+
+    assert result(make).outcome == "skipped"
+
+
+def test_a_knob_that_cannot_be_switched():
+    def make(checkpoint=False):
+        if checkpoint:
+            raise RuntimeError("needs another library")
+        return loop(plain)
+
+    found = result(make)
+    assert found.outcome == "skipped"
+    assert "with checkpoint=True the loop could not be run" in found.reason
+
+
+def test_a_knob_that_builds_another_model():
+    def make(checkpoint=False):
+        made = loop(plain)
+        if checkpoint:
+            made.model.third = nn.Linear(2, 2)
+        return made
+
+    assert "third" in result(make).reason
+
+
+def test_an_exception_of_the_loops_own_is_no_finding():
+    def broken(function, x):
+        saved(function, x)
+        raise RuntimeError("broken")
+
+    found = result(lambda: loop(broken))
+    assert not found.findings
+    assert found.outcome == "error"
+
+
+def test_gradients_that_are_not_finite():
+    found = result(lambda: loop(saved, after=lambda loss: loss * float("inf")))
+    assert found.outcome == "skipped"
+    assert "not finite" in found.reason
+
+
+def test_unseeded_draws_under_a_checkpoint_are_for_determinism():
+    def noisy(function, x):
+        generator = torch.Generator()
+        generator.seed()
+        return saved(lambda h: function(h * torch.rand(h.shape, generator=generator)), x)
+
+    assert result(lambda: loop(noisy)).outcome == "unreliable"
+
+
+def test_a_torch_with_other_names(monkeypatch):
+    monkeypatch.setattr(torch_internals, "_GENERATORS", ("_renamed",))
+    assert result(lambda: loop(saved)).outcome == "skipped"
+
+
+def test_a_loop_that_was_watched_once():
+    made = loop(saved)
+    with observe(made.model, made.optimizer) as watched:
+        made.fit([made.batch] * 3)
+    (found,) = watched.check("checkpointing_equivalence").results
+    assert found.outcome == "skipped"
+    assert "further runs" in found.reason

@@ -1,0 +1,131 @@
+"""Where two runs first differ, and by what."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pytest_trainloop import TrainLoop
+from pytest_trainloop.checks.state.determinism.repeat import first_difference
+from pytest_trainloop.recording.events import Backward, Fact, Step
+from pytest_trainloop.runs.evidence import Evidence
+from tests.helpers.story import Story
+
+
+def told(change=lambda story: None, steps=3):
+    story = Story([0, 1])
+    for _ in range(steps):
+        story.zero()
+        story.backward()
+        story.step()
+    change(story)
+    return story.record()
+
+
+def nth(story, kind, n=1):
+    return [e for e in story.events if isinstance(e, kind)][n]
+
+
+def test_two_equal_runs():
+    assert first_difference(told(), told()) is None
+
+
+def test_what_comes_after_the_last_common_step_is_not_compared():
+    assert first_difference(told(steps=2), told(steps=3)) is None
+
+
+def other_loss(story):
+    nth(story, Backward).roots[0].value = 2.0
+
+
+def other_gradient(story):
+    nth(story, Backward).arrivals[1][0].incoming = Fact(9.0, b"other")
+
+
+def other_order(story):
+    a, b = (i for i, e in enumerate(story.events) if isinstance(e, (Backward, Step)) and i > 2)
+    story.events[a], story.events[b] = story.events[b], story.events[a]
+
+
+def other_start(story):
+    story.parameters[1].start = Fact(1.0, b"other")
+
+
+@pytest.mark.parametrize(
+    ("change", "culprit", "step"),
+    [(other_loss, "loss", 1), (other_gradient, "p1", 1), (other_order, "fit", 1), (other_start, "p1", 0)],
+    ids=["loss", "gradient", "order", "start"],
+)
+def test_the_first_difference_is_named(change, culprit, step):
+    found = first_difference(told(steps=2), told(change, steps=2))
+    assert found is not None
+    assert (found.culprit, found.step) == (culprit, step)
+
+
+def test_the_rate_is_compared():
+    def slow(story):
+        nth(story, Step).rates = (0.1,)
+
+    def fast(story):
+        nth(story, Step).rates = (0.2,)
+
+    found = first_difference(told(slow), told(fast))
+    assert found is not None
+    assert (found.culprit, found.step) == ("lr", 1)
+
+
+COUNT = itertools.count()
+KEPT = np.random.default_rng(0)
+
+
+def system():
+    return int.from_bytes(os.urandom(2), "little") / 2**16
+
+
+def kept():
+    return float(KEPT.random())
+
+
+def unordered():
+    return 0.0 if torch.are_deterministic_algorithms_enabled() else next(COUNT) * 1e-7
+
+
+def evidence(draw):
+    def make():
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def fit(batches):
+            for x in batches:
+                optimizer.zero_grad()
+                model(x + draw()).square().mean().backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=torch.randn(4, 3), fit=fit)
+
+    return Evidence(make)
+
+
+@pytest.mark.parametrize(("draw", "source"), [(system, "random"), (kept, "kept"), (unordered, "kernel")])
+def test_the_source_is_told(draw, source):
+    again = evidence(draw).repetition()
+    assert again.difference is not None
+    assert (again.source, again.difference.culprit) == (source, "loss")
+
+
+def test_the_operation_that_differs_first_is_named():
+    op = evidence(system).repetition().op
+    assert op is not None
+    assert op.op in ("add", "__add__")
+    assert "model(x + draw())" in str(op.place)
+
+
+def test_the_settings_of_torch_are_given_back():
+    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    evidence(unordered).repetition()
+    assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before

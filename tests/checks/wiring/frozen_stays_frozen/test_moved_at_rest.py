@@ -1,0 +1,184 @@
+"""What moves although it rests, told event by event."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_trainloop.checks.wiring.frozen_stays_frozen.moved_at_rest import Moved, drifting, moved_at_rest, told_apart
+from pytest_trainloop.recording.events import Fact, Forward, Place
+from pytest_trainloop.recording.record import Statistics
+from tests.helpers.records import parameter
+from tests.helpers.story import Story
+
+
+def trained(story, *on, moves=(0, 1), resting=(), along=0.1):
+    """One batch: zeroed, backward on some parameters, and a step that moves some."""
+    story.backward(*on)
+    step = story.step()
+    step.updates = dict.fromkeys(moves, 1e-3)
+    step.along = dict.fromkeys(moves, along)
+    step.resting = resting
+    return step
+
+
+def causes(record):
+    return {m.name: m.cause for m in moved_at_rest(record)}
+
+
+def test_what_trains_may_move():
+    story = Story([0, 1])
+    for _ in range(3):
+        story.zero()
+        trained(story)
+    assert causes(story.record()) == {}
+
+
+def test_what_is_declared_frozen_and_trains():
+    story = Story([0, 1])
+    for _ in range(3):
+        story.zero()
+        trained(story)
+    record = story.record()
+    record.frozen = ("p1",)
+    assert causes(record) == {"p1": "still_trainable"}
+
+
+@pytest.mark.parametrize(("along", "cause"), [(-1.0, "weight_decay"), (0.3, "momentum")])
+def test_a_resting_parameter_moves_without_a_gradient(along, cause):
+    story = Story([0, 1])
+    trained(story)
+    for _ in range(3):
+        story.zero(to_none=False)
+        trained(story, 0, resting=(1,), along=along)
+    assert causes(story.record()) == {"p1": cause}
+
+
+def test_without_an_earlier_gradient_there_is_no_momentum():
+    story = Story([0, 1])
+    for _ in range(3):
+        story.zero()
+        trained(story, 0, resting=(1,), along=0.3)
+    assert causes(story.record()) == {}
+
+
+def test_a_resting_parameter_moves_by_an_old_gradient():
+    story = Story([0, 1])
+    trained(story)
+    for _ in range(3):
+        story.zero(0)
+        trained(story, 0, resting=(1,))
+    assert causes(story.record()) == {"p1": "stale_gradient"}
+
+
+def test_a_gradient_put_there_by_hand_is_meant():
+    story = Story([0, 1])
+    for _ in range(3):
+        story.zero()
+        story.assign(1)
+        trained(story, 0, resting=(1,))
+    assert causes(story.record()) == {}
+
+
+def test_a_gradient_that_is_zeroed_before_every_step_is_a_way_to_freeze():
+    story = Story([0, 1])
+    for _ in range(3):
+        story.backward()
+        story.zero(1, to_none=False, line=25)
+        step = story.step()
+        step.updates, step.along = {0: 1e-3, 1: 1e-3}, {0: 0.1, 1: -1.0}
+        story.zero()
+    assert causes(story.record()) == {"p1": "weight_decay"}
+
+
+def test_gradients_that_are_all_zeroed_freeze_nothing():
+    story = Story([0, 1])
+    for _ in range(3):
+        story.backward()
+        story.zero(to_none=False, line=25)
+        step = story.step()
+        step.updates, step.along = {0: 1e-3, 1: 1e-3}, {0: -1.0, 1: -1.0}
+    assert causes(story.record()) == {}
+
+
+def test_gradients_that_arrive_inside_a_closure_are_new():
+    story = Story([0, 1])
+    for _ in range(3):
+        story.zero()
+        step = story.step(closure=[story.backward])
+        step.updates = {0: 1e-3, 1: 1e-3}
+    record = story.record()
+    record.frozen = ("p1",)
+    assert causes(record) == {"p1": "still_trainable"}
+
+
+def normed(*, rests=True, grad_enabled=True, within="", drifts=True, layer=True):
+    """A body with a norm before a head that trains."""
+    story = Story([0, 1])
+    for _ in range(3):
+        story.zero()
+        trained(story, 1, moves=(1,), resting=(0,) if rests else ())
+    story.parameters[0].name, story.parameters[0].owner = "body.norm.weight", "body.norm"
+    story.parameters[1].name, story.parameters[1].owner = "head.weight", "head"
+    story.parameters[0].requires_grad = not rests
+    forward = Forward(
+        at=0,
+        place=Place("train.py", 5, "model(x)"),
+        site=(("train.py", 5),),
+        module=within,
+        training=True,
+        grad_enabled=grad_enabled,
+        inference=False,
+        in_training=("body.norm",),
+    )
+    record = story.record()
+    if layer:
+        record.parameters.append(parameter(2, "body.conv.weight", requires_grad=False))
+    record.events.insert(0, forward)
+    record.statistics = [
+        Statistics("body.norm.running_mean", "body.norm", Fact(0.0, b"0"), Fact(1.0, b"1" if drifts else b"0"))
+    ]
+    if not drifts:
+        record.statistics[0].end = record.statistics[0].start
+    return record
+
+
+def drifted(record):
+    return {level: names for level, names, _ in drifting(record) if names}
+
+
+def test_the_statistics_of_a_resting_norm_drift():
+    assert drifted(normed()) == {"fault": ("body.norm.running_mean",)}
+
+
+def test_a_norm_that_rests_with_no_layer_beside_it_may_follow_the_data():
+    record = normed(layer=False)
+    assert drifted(record) == {}
+    record.frozen = ("body.norm",)
+    assert drifted(record) == {"fault": ("body.norm.running_mean",)}
+
+
+def test_a_norm_that_trains_may_follow_the_data():
+    assert drifted(normed(rests=False)) == {}
+
+
+def test_statistics_that_stay_are_fine():
+    assert drifted(normed(drifts=False)) == {}
+
+
+def test_those_of_a_net_that_is_called_by_itself_are_advice_unless_declared():
+    record = normed(within="body")
+    assert drifted(record) == {"advice": ("body.norm.running_mean",)}
+    record.frozen = ("body.",)
+    assert drifted(record) == {"fault": ("body.norm.running_mean",)}
+
+
+def test_without_decay_tells_what_decay_did_from_what_momentum_did():
+    by_decay = Moved("p0", "momentum", 0.1, 3, "", "", may_decay=True)
+    by_momentum = Moved("p1", "momentum", 0.1, 3, "momentum", "", may_decay=True)
+    by_nobody_knows = Moved("p1", "unknown", 0.1, 3, "", "", may_decay=True)
+    story = Story([0, 1])
+    for _ in range(3):
+        story.step().updates = {1: 1e-3}
+    without = story.record()
+    told = told_apart([by_decay, by_momentum, by_nobody_knows], without)
+    assert [(m.name, m.cause) for m in told] == [("p0", "weight_decay"), ("p1", "momentum")]

@@ -1,0 +1,126 @@
+"""What ``gradient_reaches_every_param`` says of a record and of the runs that it asks for."""
+
+import pytest
+
+from pytest_trainloop.checks.wiring.gradient_reaches_every_param.check import gradient_reaches_every_param
+from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_candidates import Candidate
+from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import Cut
+from pytest_trainloop.recording.events import Move, Raised
+from tests.helpers.records import HERE, ONE, ZERO, Given, parameter, record
+
+
+def cut(kind, op, gradient=0.1, reached=("body.weight",)):
+    return Cut(Candidate(kind, op, HERE, (), "Net"), gradient, 0.2, frozenset(reached))
+
+
+def made(body=None, **fields):
+    parameters = [parameter(0, "body.weight", **fields), parameter(1, "head.weight")]
+    return record(parameters, held=[0, 1], gradients={0: body, 1: ONE})
+
+
+def found(evidence):
+    return [(f.cause, f.level, f.culprits) for f in gradient_reaches_every_param(evidence)]
+
+
+def test_gradients_everywhere_are_fine():
+    assert found(Given(made(ONE))) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "op", "gradient", "cause"),
+    [
+        ("detach", "detach", 0.1, "graph_cut"),
+        ("value", "item", None, "graph_cut"),
+        ("custom", "Square", None, "graph_cut"),
+        ("grad_off", "grad_off", 0.1, "no_grad_forward"),
+        ("grad_off", "grad_off", None, "graph_cut"),
+    ],
+)
+def test_no_gradient_where_the_loss_depends_is_a_cut(kind, op, gradient, cause):
+    evidence = Given(made(), depends=["body.weight"], cut=cut(kind, op, gradient))
+    assert found(evidence) == [(cause, "fault", ("body.weight",))]
+
+
+def test_a_cut_that_no_operation_explains_says_what_was_ruled_out():
+    (finding,) = gradient_reaches_every_param(Given(made(), depends=["body.weight"]))
+    assert finding.cause == "graph_cut"
+    assert "tried without" in finding.shown_by
+
+
+def test_no_gradient_and_no_dependence_on_what_never_ran_is_advice():
+    assert found(Given(made(calls_with_grad=0))) == [("unused", "advice", ("body.weight",))]
+
+
+def test_a_result_thrown_away_is_a_fault_and_one_given_out_is_advice():
+    assert found(Given(made(), touched=["body.weight"])) == [("unused", "fault", ("body.weight",))]
+    assert found(Given(made(), touched=["body.weight"], exposed=["body.weight"])) == [
+        ("unused", "advice", ("body.weight",))
+    ]
+
+
+def test_a_zero_gradient_is_a_fault_only_with_the_operation_that_makes_it():
+    assert found(Given(made(ZERO), cut=cut("flat", "round"))) == [("vanished", "fault", ("body.weight",))]
+    assert found(Given(made(ZERO), cut=cut("dead", "relu"))) == [("dead", "fault", ("body.weight",))]
+    assert found(Given(made(ZERO), depends=["body.weight"])) == [("vanished", "advice", ("body.weight",))]
+    assert found(Given(made(ZERO))) == []
+
+
+def test_zero_times_zero_is_dead():
+    assert found(Given(made(ZERO), saddle={"body.weight": 0.3})) == [("dead", "fault", ("body.weight",))]
+
+
+def test_a_loss_at_its_floor_has_nothing_to_teach():
+    at_floor = made(ZERO)
+    for backward in at_floor.backwards():
+        backward.roots[0].value = 0.0
+    assert found(Given(at_floor, cut=cut("dead", "relu"))) == []
+
+
+def test_the_excuses():
+    declared = made()
+    declared.frozen = ("body.",)
+    assert found(Given(declared, depends=["body.weight"])) == []
+    by_hand = made()
+    by_hand.moves = [Move(1, 5, (0,), None)]
+    assert found(Given(by_hand, depends=["body.weight"])) == []
+    assert found(Given(made(shape=(0,)), depends=["body.weight"])) == []
+
+
+def test_what_only_ran_inside_a_checkpoint_lies_behind_it():
+    evidence = Given(made(calls_with_grad=0, checkpoint=HERE), depends=["body.weight"])
+    assert found(evidence) == [("checkpoint_cut", "fault", ("body.weight",))]
+
+
+def test_a_refused_backward_puts_every_parameter_under_suspicion():
+    refused = made(ONE)
+    refused.raised = Raised("RuntimeError", "...", "", HERE, "element 0 of tensors does not require grad")
+    refused.backwards()[-1].arrivals.clear()
+    refused.backwards()[-1].roots[0].history = False
+    (finding,) = gradient_reaches_every_param(
+        Given(
+            refused,
+            depends=["body.weight", "head.weight"],
+            cut=cut("grad_off", "grad_off", 0.1, ("body.weight", "head.weight")),
+        )
+    )
+    assert (finding.cause, finding.culprits) == ("no_grad_forward", ("body.weight", "head.weight"))
+
+
+def test_nothing_trains():
+    frozen = record([parameter(0, "weight", requires_grad=False)], held=[0], gradients={})
+    assert found(Given(frozen)) == [("nothing_trainable", "fault", ("weight",))]
+
+
+def test_adapters():
+    base = {"name": "proj.weight", "index": 0}
+    frozen = [
+        parameter(**base, requires_grad=False),
+        parameter(1, "proj.lora_A", requires_grad=False),
+        parameter(2, "head.weight"),
+    ]
+    assert found(Given(record(frozen, held=[2], gradients={2: ONE})))[0][0] == "adapters_frozen"
+    open_base = [parameter(**base), parameter(1, "proj.lora_A"), parameter(2, "head.weight")]
+    trained = record(open_base, held=[0, 1, 2], gradients={0: ONE, 1: ONE, 2: ONE})
+    assert found(Given(trained)) == [("base_left_trainable", "fault", ("proj.weight",))]
+    closed = [parameter(**base, requires_grad=False), parameter(1, "proj.lora_A"), parameter(2, "head.weight")]
+    assert found(Given(record(closed, held=[1, 2], gradients={1: ONE, 2: ONE}))) == []

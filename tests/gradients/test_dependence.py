@@ -1,0 +1,144 @@
+"""Whether what the loop backpropagates changes with a parameter, on tiny loops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop import TrainLoop
+from pytest_trainloop.errors import Unreliable
+from pytest_trainloop.gradients.dependence import difference
+from pytest_trainloop.runs.evidence import Evidence
+from tests.helpers.tiny_loops import BODY, HEAD, evidence
+
+
+def depends(made, names=BODY):
+    return {name: found.depends for name, found in made.dependence(names).items()}
+
+
+def test_a_detached_body_still_decides_the_loss():
+    assert depends(evidence(lambda h: h.detach())) == dict.fromkeys(BODY, True)
+
+
+def test_rounding_does_not_hide_it():
+    assert depends(evidence(torch.round)) == dict.fromkeys(BODY, True)
+
+
+def test_a_result_that_is_thrown_away_decides_nothing():
+    assert depends(evidence(lambda h: torch.ones_like(h))) == dict.fromkeys(BODY, False)
+
+
+def test_it_is_no_cut_wire_where_a_gradient_arrives():
+    made = evidence(torch.tanh)
+    found = made.dependence(["body.weight"])["body.weight"]
+    assert found.alive
+    assert not found.depends
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.gate = nn.Linear(3, 4), nn.Linear(4, 1), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        return self.head(self.body(x).detach() * self.gate + x.mean())
+
+
+def test_behind_a_gate_at_zero_it_shows_at_the_second_base_point():
+    def make():
+        model = Gated()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batch = (torch.randn(6, 3), torch.randn(6, 1))
+        return TrainLoop(
+            model=model, optimizer=optimizer, batch=batch, loss=lambda model, b: F.mse_loss(model(b[0]), b[1])
+        )
+
+    made = Evidence(make)
+    made.run()
+    assert depends(made) == dict.fromkeys(BODY, True)
+
+
+def test_a_bias_before_a_batch_norm_changes_the_loss_by_rounding_only():
+    found = evidence(lambda h: F.batch_norm(h.detach(), None, None, training=True)).dependence(BODY)
+    assert found["body.weight"].depends
+    assert not found["body.bias"].depends
+    assert found["body.bias"].change < 1e-12
+    assert found["body.bias"].bound < 1e-9
+
+
+def test_it_is_judged_in_float64():
+    bound = evidence(lambda h: h.detach()).dependence(BODY)["body.weight"].bound
+    assert bound == pytest.approx(1e3 * torch.finfo(torch.float64).eps)
+
+
+def test_it_is_judged_in_its_own_precision_where_a_loop_does_not_run_in_float64():
+    def only_single(h):
+        if h.dtype != torch.float32:
+            raise TypeError("single precision only")
+        return h.detach()
+
+    found = evidence(only_single).dependence(BODY)["body.weight"]
+    assert found.bound == pytest.approx(1e3 * torch.finfo(torch.float32).eps)
+    assert found.depends
+
+
+def test_dropout_under_one_seed_is_no_noise():
+    found = evidence(lambda h: F.dropout(h.detach(), 0.5)).dependence(BODY)
+    assert found["body.weight"].depends
+    assert found["body.weight"].bound < 1e-9
+
+
+def test_a_loop_that_no_seed_holds_is_unreliable():
+    outside = torch.Generator().manual_seed(0)
+    made = evidence(lambda h: h.detach() + torch.randn(h.shape, generator=outside, dtype=torch.float32).to(h.dtype))
+    with pytest.raises(Unreliable, match=r"^two identical runs of the loop backpropagate values that differ by "):
+        made.dependence(BODY)
+
+
+def test_many_parameters_are_judged_by_their_modules():
+    def make():
+        model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(8)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def fit(batches):
+            for x in batches:
+                optimizer.zero_grad()
+                model[4:](model[:4](x).detach()).square().mean().backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=torch.randn(4, 2), fit=fit)
+
+    made = Evidence(make)
+    names = [p.name for p in made.run().parameters]
+    found = depends(made, names)
+    assert [n for n in names if found[n]] == names[:8]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "apart"),
+    [
+        ([], [], 0.0),
+        ([1.0], [1.0], 0.0),
+        ([1.0, 2.0], [1.0, 2.2], 0.2 / 2.2),
+        ([-1.0], [1.0], 2.0),
+        ([0.0], [0.0], 0.0),
+        ([1.0], [1.0, 2.0], math.inf),
+        ([math.nan], [math.nan], 0.0),
+        ([math.inf], [math.inf], 0.0),
+        ([math.inf], [-math.inf], math.inf),
+        ([math.nan], [1.0], math.inf),
+    ],
+)
+def test_the_difference_of_two_runs(a, b, apart):
+    assert difference(a, b) == pytest.approx(apart)
+    assert difference(b, a) == pytest.approx(apart)
+
+
+def test_the_whole_model_at_once():
+    assert depends(evidence(after=lambda loss: loss.detach().requires_grad_()), [*BODY, *HEAD]) == dict.fromkeys(
+        [*BODY, *HEAD], True
+    )

@@ -1,0 +1,359 @@
+"""The batches that ``fit`` is given."""
+
+from __future__ import annotations
+
+import itertools
+from collections import namedtuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from pytest_trainloop import TrainLoop, nested
+from pytest_trainloop.errors import UsageError, UserCodeError
+from pytest_trainloop.runs.batch_stream import EMPTY_PASSES, PASSES_WITHOUT_STEP, Batches
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop():
+    raise Stopped
+
+
+class State:
+    """What the loop has done so far, as the batches ask for it."""
+
+    def __init__(self, spent=False, stepped=True):
+        self.spent, self.stepped = spent, stepped
+
+
+def given(count=5, state=None, read_ahead=None, double=False, **fields):
+    state = state or State()
+    loop = TrainLoop(model=nn.Linear(2, 1), fit=print, **fields)
+    return Batches(
+        loop,
+        count,
+        spent=lambda: state.spent,
+        stepped=lambda: state.stepped,
+        stop=stop,
+        read_ahead=read_ahead,
+        double=double,
+    )
+
+
+def numbered():
+    for i in itertools.count():
+        yield torch.full((2,), float(i))
+
+
+def seen(batches):
+    return [float(batch[0]) for batch in batches]
+
+
+def test_one_batch_is_given_as_often_as_is_asked_for():
+    batches = given(batch=torch.ones(2))
+    assert isinstance(batches, Sequence)
+    assert len(batches) == 5
+    assert seen(batches) == [1.0] * 5
+    assert seen(batches) == [1.0] * 5
+    assert batches.taken == 10
+    assert not batches.cut_short
+
+
+def test_every_batch_is_a_copy_of_its_own():
+    mine = {"x": torch.ones(2), "names": ["a"]}
+    batches = given(batch=mine)
+    for batch in batches:
+        assert batch["x"].tolist() == [1.0, 1.0]
+        batch["x"].zero_()
+        batch["names"].append("b")
+    assert mine["x"].tolist() == [1.0, 1.0]
+    assert mine["names"] == ["a"]
+    assert batches[0]["names"] == ["a"]
+    kept = list(batches)
+    assert len({batch["x"].data_ptr() for batch in kept}) == 5
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass
+class Text:
+    ids: Any
+    mask: Any
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self):
+        self.x = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.ones(2, dtype=torch.int32),
+        Pair(torch.ones(2), torch.zeros(2)),
+        Text(torch.ones(2), None),
+        {"x": [torch.ones(2), 3], "y": "text"},
+        Slotted(),
+        [1.5, 2.5],
+    ],
+    ids=["tensor", "namedtuple", "dataclass", "nest", "slots", "numbers"],
+)
+def test_a_copy_is_of_the_same_kind(batch):
+    (copy,) = given(1, batch=batch)
+    assert type(copy) is type(batch)
+    assert [t.dtype for t in nested.tensors(copy)] == [t.dtype for t in nested.tensors(batch)]
+    assert copy is not batch
+
+
+def test_what_shares_a_tensor_within_a_batch_still_does():
+    x = torch.ones(2)
+    (first, second), *_ = given(batch=(x, x))
+    assert first is second
+    assert first is not x
+
+
+def test_they_can_be_indexed():
+    batches = given(batches=numbered())
+    assert float(batches[3][0]) == 3.0
+    assert float(batches[-1][0]) == 4.0
+    assert seen(batches[1:3]) == [1.0, 2.0]
+    assert seen(reversed(batches)) == [4.0, 3.0, 2.0, 1.0, 0.0]
+    with pytest.raises(IndexError):
+        batches[5]
+
+
+def test_they_are_empty_once_enough_was_seen():
+    state = State()
+    batches = given(state=state, batch=torch.ones(2))
+    stream = iter(batches)
+    next(stream)
+    state.spent = True
+    assert list(stream) == []
+    assert list(batches) == []
+    assert batches.taken == 1
+    assert batches.cut_short
+
+
+def test_a_loop_that_goes_on_over_spent_batches_is_stopped():
+    batches = given(state=State(spent=True), batch=torch.ones(2))
+    for _ in range(EMPTY_PASSES):
+        assert list(batches) == []
+    with pytest.raises(Stopped):
+        iter(batches)
+
+
+def test_a_loop_that_collects_its_batches_first_reads_ahead_so_far_only():
+    state = State(stepped=False)
+    batches = given(20, state=state, read_ahead=10, batch=torch.ones(2))
+    assert len(list(batches)) == 10
+    assert batches.held_back
+    assert not batches.cut_short
+    state.stepped = True
+    assert len(list(batches)) == 20
+
+
+def test_a_step_within_the_first_items_lifts_the_limit():
+    state = State(stepped=False)
+    batches = given(20, state=state, read_ahead=10, batch=torch.ones(2))
+    for number, _ in enumerate(batches):
+        state.stepped = number >= 9
+    assert batches.taken == 20
+
+
+def test_passes_without_a_step_do_not_go_on_for_ever():
+    batches = given(2, state=State(stepped=False), batch=torch.ones(2))
+    for _ in range(PASSES_WITHOUT_STEP + EMPTY_PASSES):
+        assert len(list(batches)) == 2
+    assert not batches.cut_short
+    with pytest.raises(Stopped):
+        iter(batches)
+
+
+def loader(rows=6, **options):
+    return DataLoader(TensorDataset(torch.arange(float(rows))), **options)
+
+
+def test_a_data_loader_gives_its_batches_over_and_over():
+    batches = given(5, batches=loader(batch_size=2))
+    assert [x.tolist() for (x,) in batches] == [[0, 1], [2, 3], [4, 5], [0, 1], [2, 3]]
+    assert [x.tolist() for (x,) in batches] == [[0, 1], [2, 3], [4, 5], [0, 1], [2, 3]]
+
+
+def test_what_else_is_asked_of_them_the_loader_answers():
+    batches = given(batches=loader(batch_size=2))
+    assert batches.batch_size == 2
+    assert len(batches.dataset) == 6
+    assert batches.drop_last is False
+    with pytest.raises(AttributeError):
+        _ = batches.nothing_of_the_kind
+
+
+def test_without_a_loader_there_is_nobody_to_ask():
+    batches = given(batch=torch.ones(2))
+    with pytest.raises(AttributeError, match="have no attribute 'dataset'; they are a sized sequence"):
+        _ = batches.dataset
+
+
+def test_private_names_are_not_asked_of_the_loader():
+    with pytest.raises(AttributeError):
+        _ = given(batches=loader())._iterator
+
+
+@pytest.mark.parametrize("make", [list, tuple, set], ids=["list", "tuple", "set"])
+def test_a_collection_goes_round(make):
+    batches = given(5, batches=make([torch.zeros(2), torch.ones(2)]))
+    assert sorted(seen(batches)[:2]) == [0.0, 1.0]
+    assert seen(batches)[:2] == seen(batches)[2:4]
+
+
+def test_a_function_is_asked_for_so_many():
+    asked = []
+
+    def make(n):
+        asked.append(n)
+        return itertools.islice(numbered(), n)
+
+    batches = given(4, batches=make)
+    assert seen(batches) == [0.0, 1.0, 2.0, 3.0]
+    assert seen(batches) == [0.0, 1.0, 2.0, 3.0]
+    assert asked == [4]
+
+
+def test_a_generator_that_ends_early_ends_every_pass():
+    batches = given(5, batches=itertools.islice(numbered(), 3))
+    assert seen(batches) == [0.0, 1.0, 2.0]
+    assert seen(batches) == [0.0, 1.0, 2.0]
+
+
+def test_an_endless_generator_is_read_no_further_than_needed():
+    read = []
+
+    def stream() -> Iterator[torch.Tensor]:
+        for i in itertools.count():
+            read.append(i)
+            yield torch.full((2,), float(i))
+
+    batches = given(3, batches=stream())
+    assert read == []
+    assert seen(batches) == [0.0, 1.0, 2.0]
+    assert read == [0, 1, 2]
+
+
+def test_the_rows_of_a_tensor_are_batches_too():
+    assert seen(given(2, batches=torch.tensor([[3.0], [4.0]]))) == [3.0, 4.0]
+
+
+def test_batches_go_before_batch():
+    assert seen(given(2, batch=torch.ones(2), batches=numbered())) == [0.0, 1.0]
+
+
+def test_in_float64_only_floating_tensors_change():
+    (x, ids, half, z), *_ = given(
+        batch=(torch.ones(2), torch.arange(2), torch.ones(2).bfloat16(), torch.ones(2, dtype=torch.complex64)),
+        double=True,
+    )
+    assert [t.dtype for t in (x, ids, half, z)] == [torch.float64, torch.int64, torch.float64, torch.complex128]
+
+
+@pytest.mark.parametrize(
+    ("batches", "sentence"),
+    [
+        ([], "TrainLoop.batches gave no batch; at least one is needed"),
+        (5, "TrainLoop.batches is 5; a DataLoader, an iterable, or a function batches(n) is needed"),
+        (lambda n: 3, "TrainLoop.batches(5) gave 3; a DataLoader, an iterable, or a function batches(n) is needed"),
+        ([None], "TrainLoop.batches[0] is None; a batch with at least one tensor is needed"),
+        ([torch.ones(1), torch.ones(0)], "TrainLoop.batches[1] is empty: a float32 tensor of shape (0,); at least *"),
+        ([torch.ones(1, device="meta")], "TrainLoop.batches[0] holds a tensor on the meta device, *"),
+        ([(torch.ones(1), open)], None),
+    ],
+)
+def test_what_cannot_be_batches_is_refused(batches, sentence):
+    if sentence is None:
+        assert len(list(given(batches=batches))) == 5
+        return
+    with pytest.raises(UsageError) as refused:
+        list(given(batches=batches))
+    pytest.LineMatcher([str(refused.value)]).fnmatch_lines([sentence.replace("[", "[[]")])
+
+
+def test_a_function_that_raises_is_the_users_own():
+    def make(n):
+        raise OSError("disk")
+
+    with pytest.raises(UserCodeError, match=r"^TrainLoop.batches\(5\) raised OSError: disk$"):
+        given(batches=make)
+
+
+@pytest.mark.parametrize(
+    ("batch", "sentence"),
+    [
+        ((torch.ones(1), open(__file__)), "TrainLoop.batch cannot be copied (TypeError: cannot pickle *"),  # noqa: PTH123, SIM115
+        (torch.ones(1, requires_grad=True) * 2, "TrainLoop.batch holds a tensor with a history; detach it: *"),
+    ],
+    ids=["file", "history"],
+)
+def test_a_batch_that_cannot_be_copied_is_refused(batch, sentence):
+    with pytest.raises(UsageError) as refused:
+        list(given(batch=batch))
+    pytest.LineMatcher([str(refused.value)]).fnmatch_lines([sentence])
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "None"),
+        ("data.csv", "the string 'data.csv'"),
+        (1.5, "1.5"),
+        (True, "True"),
+        (torch.ones(2, 3), "a float32 tensor of shape (2, 3)"),
+        ((), "a tuple without tensors"),
+        ([torch.ones(2)], "a list with tensors of shapes (2,)"),
+        (stop, "the function stop"),
+        (Stopped, "the class Stopped"),
+        (Slotted(), "a Slotted with tensors of shapes (2,)"),
+    ],
+)
+def test_a_batch_in_a_few_words(value, words):
+    assert nested.describe(value) == words
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        None,
+        "text",
+        b"bytes",
+        Path("data.csv"),
+        True,
+        (),
+        [],
+        {},
+        [None],
+        (None, ()),
+        stop,
+        Stopped,
+        nn.Linear(2, 1),
+        torch.ones(0, 2),
+    ],
+)
+def test_what_is_no_batch(batch):
+    with pytest.raises(UsageError):
+        nested.require_batch(batch, "batch")
+
+
+@pytest.mark.parametrize(
+    "batch", [5, [1, 2], ["a", "b"], {"x": 1.5}, object(), Slotted(), (torch.ones(0), torch.ones(1))]
+)
+def test_what_may_well_be_a_batch(batch):
+    nested.require_batch(batch, "batch")

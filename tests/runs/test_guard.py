@@ -1,0 +1,325 @@
+"""``fit`` always comes back, and the process is as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from pytest_trainloop.errors import UsageError
+from pytest_trainloop.runs.guard import SWALLOWED, Guard, StopFit
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind():
+    before = [os._exit, signal.getsignal(signal.SIGALRM), sys.gettrace()]
+    yield
+    assert sys.exc_info() == (None, None, None)
+    assert [os._exit, signal.getsignal(signal.SIGALRM), sys.gettrace()] == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def call(fit, seconds=60.0, guard=None):
+    return (guard or Guard(seconds)).call(fit, lambda: "after 2 steps")
+
+
+def test_a_fit_that_comes_back():
+    guard = Guard(60)
+    assert call(lambda: 3, guard=guard) is None
+    assert not guard.stopped
+
+
+def test_what_fit_raised_is_given_back():
+    error = ValueError("bad")
+
+    def fit():
+        raise error
+
+    assert call(fit) is error
+
+
+def test_a_base_exception_of_the_users_own_is_given_back():
+    class Done(BaseException):
+        pass
+
+    def fit():
+        raise Done
+
+    assert isinstance(call(fit), Done)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), pytest.skip.Exception("no data")], ids=["interrupt", "skip"])
+def test_what_is_for_the_session_passes(error):
+    def fit():
+        raise error
+
+    with pytest.raises(type(error)):
+        call(fit)
+
+
+@pytest.mark.parametrize(
+    ("leave", "said"),
+    [
+        (lambda: sys.exit(), "sys.exit()"),
+        (lambda: sys.exit(0), "sys.exit(0)"),
+        (lambda: sys.exit("no data"), "sys.exit('no data')"),
+        (lambda: os._exit(1), "os._exit(1)"),
+    ],
+    ids=["exit", "exit-0", "exit-text", "hard-exit"],
+)
+def test_leaving_the_process_is_refused(leave, said):
+    with pytest.raises(UsageError) as refused:
+        call(leave)
+    assert str(refused.value) == f"fit called {said} after 2 steps; return from fit instead"
+
+
+def test_a_stop_ends_fit():
+    guard = Guard(60)
+    assert call(guard.stop, guard=guard) is None
+    assert guard.stopped
+
+
+def test_an_except_clause_for_exceptions_lets_a_stop_pass():
+    guard = Guard(60)
+
+    def fit():
+        while True:
+            try:
+                guard.stop()
+            except Exception:
+                continue
+
+    assert call(fit, guard=guard) is None
+
+
+@pytest.mark.parametrize("leave", [lambda: sys.exit(2), lambda: os._exit(2)], ids=["exit", "hard-exit"])
+def test_an_exit_that_a_stop_brought_about_is_not_held_against_the_loop(leave):
+    guard = Guard(60)
+
+    def fit():
+        try:
+            guard.stop()
+        except BaseException:
+            leave()
+
+    assert call(fit, guard=guard) is None
+    assert guard.stopped
+
+
+def bare(step):
+    while True:
+        try:  # noqa: SIM105
+            step()
+        except:  # noqa: E722
+            pass
+
+
+def suppressing(step):
+    while True:
+        with contextlib.suppress(BaseException):
+            step()
+
+
+def continuing(step):
+    while True:
+        try:
+            step()
+        except BaseException:
+            continue
+        finally:
+            time.sleep(0)
+
+
+def counting(step):
+    failures, running = 0, True
+    while running:
+        try:
+            for _ in range(10):
+                step()
+        except BaseException as error:
+            failures += 1
+            reason = repr(error)
+            running = bool(reason)
+
+
+def in_a_function(step):
+    def safely():
+        try:
+            step()
+        except BaseException:
+            return False
+        return True
+
+    while True:
+        safely()
+
+
+SWALLOWING = [bare, suppressing, continuing, counting, in_a_function]
+
+
+@pytest.mark.parametrize("loop", SWALLOWING)
+def test_a_loop_that_swallows_every_stop_is_ended_all_the_same(loop):
+    guard = Guard(60)
+    asked = []
+
+    def step():
+        asked.append(1)
+        guard.stop()
+
+    began = time.monotonic()
+    assert call(lambda: loop(step), guard=guard) is None
+    assert time.monotonic() - began < 10
+    assert len(asked) > SWALLOWED
+    assert guard.stopped
+
+
+def spin():
+    while True:
+        sum(range(100))
+
+
+def nap():
+    time.sleep(0.05)
+
+
+@pytest.mark.parametrize("step", [spin, nap])
+@pytest.mark.parametrize("loop", SWALLOWING)
+def test_the_time_ends_a_loop_that_swallows_everything(loop, step):
+    with pytest.raises(UsageError, match=r"^fit did not come back within 0\.05 s after 2 steps; it must end when "):
+        call(lambda: loop(step), seconds=0.05)
+
+
+def test_the_time_is_not_over_for_a_loop_that_was_stopped_before():
+    guard = Guard(0.05)
+
+    def fit():
+        try:
+            guard.stop()
+        except BaseException:
+            spin()
+
+    assert call(fit, guard=guard) is None
+
+
+@pytest.mark.parametrize("how", [lambda: 1 / 0, lambda: sys.exit(3)], ids=["raises", "exits"])
+def test_what_a_loop_makes_of_its_time_being_over_does_not_count(how):
+    def fit():
+        try:
+            spin()
+        finally:
+            how()
+
+    with pytest.raises(UsageError, match="did not come back"):
+        call(fit, seconds=0.05)
+
+
+def test_an_alarm_that_comes_too_late_harms_nobody():
+    guard = Guard(60)
+    assert call(lambda: None, guard=guard) is None
+    guard._alarm(signal.SIGALRM, sys._getframe())
+    assert not guard.stopped
+
+
+def test_another_timer_is_left_alone():
+    rung = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(1))
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        assert call(lambda: time.sleep(0.1), seconds=0.01) is None
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert rung == [1]
+
+
+def test_outside_the_main_thread_there_is_no_deadline():
+    came_back = []
+    thread = threading.Thread(target=lambda: came_back.append(call(lambda: time.sleep(0.05), seconds=0.01)))
+    thread.start()
+    thread.join()
+    assert came_back == [None]
+
+
+def raise_in_child():
+    raise ValueError("in the child")
+
+
+LEAVES = {
+    "returns": (lambda: None, 0),
+    "raises": (raise_in_child, 1),
+    "exits": (lambda: sys.exit(), 0),
+    "exits-5": (lambda: sys.exit(5), 5),
+    "exits-text": (lambda: sys.exit("no data"), 1),
+    "hard": (lambda: os._exit(6), 6),
+}
+
+
+@pytest.mark.parametrize(("leave", "status"), LEAVES.values(), ids=list(LEAVES))
+def test_a_forked_child_leaves_as_it_would_without_us(leave, status):
+    children = []
+
+    def fit():
+        child = os.fork()
+        if not child:
+            leave()
+            return
+        children.append(child)
+
+    assert call(fit) is None
+    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == status
+
+
+def test_a_stop_is_no_exception_that_a_loop_would_catch():
+    assert not issubclass(StopFit, Exception)
+
+
+class Finalized:
+    """Waits in its finalizer, where Python swallows what is raised."""
+
+    def __init__(self, until):
+        self.until = until
+
+    def __del__(self):
+        wait(self.until)
+
+
+def wait(until):
+    while time.perf_counter() < until:
+        pass
+
+
+def in_a_finalizer():
+    Finalized(time.perf_counter() + 0.1)
+
+
+def in_a_callback_of_the_collector():
+    until = time.perf_counter() + 0.1
+
+    def collecting(phase, info):
+        wait(until)
+
+    gc.callbacks.append(collecting)
+    try:
+        gc.collect(0)
+    finally:
+        gc.callbacks.remove(collecting)
+
+
+@pytest.mark.parametrize("swallowing", [in_a_finalizer, in_a_callback_of_the_collector])
+def test_no_stop_is_raised_where_python_would_swallow_it(swallowing, monkeypatch):
+    swallowed = []
+    monkeypatch.setattr(sys, "unraisablehook", swallowed.append)
+
+    def fit():
+        swallowing()
+        while True:
+            pass
+
+    with pytest.raises(UsageError, match="did not come back"):
+        Guard(0.05).call(fit, lambda: "after 0 steps")
+    assert swallowed == []

@@ -1,0 +1,134 @@
+"""The first operation that makes what is not finite of what is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop import TrainLoop
+from pytest_trainloop.runs.evidence import Evidence
+
+
+class Net(nn.Module):
+    def __init__(self, between):
+        super().__init__()
+        self.body, self.head, self._between = nn.Linear(3, 4), nn.Linear(4, 1), between
+
+    def forward(self, x):
+        return self.head(self._between(self.body(x)))
+
+
+def births(between=torch.tanh, loss_of=lambda out: out.square().mean(), given=None):
+    def make():
+        model = Net(between)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        def fit(batches):
+            for x in batches:
+                optimizer.zero_grad()
+                loss_of(model(x)).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=torch.randn(6, 3) if given is None else given, fit=fit)
+
+    made = Evidence(make)
+    made.run()
+    return made.births()
+
+
+def zero(h):
+    return h - h
+
+
+@pytest.mark.parametrize(
+    ("between", "op", "value"),
+    [
+        (lambda h: zero(h) / zero(h), "div", "NaN"),
+        (lambda h: h / zero(h), "div", "inf"),
+        (lambda h: torch.exp(h + 1e4), "exp", "inf"),
+        (lambda h: (h.square() + 1).neg().sqrt(), "sqrt", "NaN"),
+        (lambda h: zero(h).log(), "log", "inf"),
+        (lambda h: h.masked_fill(h.abs() >= 0, float("-inf")).softmax(1), "softmax", "NaN"),
+        (lambda h: h[:0].mean(0) + h, "mean", "NaN"),
+    ],
+    ids=["0 / 0", "x / 0", "exp", "sqrt of negative", "log 0", "softmax of a masked row", "mean of nothing"],
+)
+def test_the_operation_is_named_with_its_module(between, op, value):
+    birth = births(between).root
+    assert (birth.op, birth.value, birth.direction, birth.step) == (op, value, "forward", 0)
+    assert birth.module == "Net"
+    assert "between" in birth.place.code or "lambda" in birth.place.code
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda h: h.masked_fill(h > 0, float("-inf")).softmax(1).nan_to_num() + 0 * h,
+        lambda h: torch.where(h > 0, h, torch.tensor(float("-inf"))).logsumexp(1, keepdim=True).clamp_min(-9) + 0 * h,
+        lambda h: torch.sigmoid(torch.full_like(h, float("inf"))) * h,
+    ],
+    ids=["softmax of a mask", "logsumexp of a mask", "sigmoid of inf"],
+)
+def test_what_is_written_out_is_meant(between):
+    found = births(between)
+    assert (found.root, found.gradient, found.masked) == (None, None, [])
+
+
+def test_what_was_handed_in_was_made_by_nobody_here():
+    found = births(given=torch.full((6, 3), float("nan")))
+    assert (found.root, found.gradient) == (None, None)
+    assert (found.handed.op, found.handed.module) == ("linear", "body")
+
+
+@pytest.mark.parametrize(
+    ("between", "op"),
+    [
+        (lambda h: zero(h).square().sum(1, keepdim=True).sqrt() + h, "sqrt"),
+        (lambda h: torch.where(h > 0, h.sqrt(), h), "sqrt"),
+        (lambda h: (zero(h) + 1).acos() + h, "acos"),
+    ],
+    ids=["root of zero", "the side not taken", "acos at one"],
+)
+def test_a_slope_is_found_behind_a_finite_loss(between, op):
+    found = births(between)
+    assert found.root is None
+    assert (found.gradient.op, found.gradient.direction) == (op, "backward")
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "op"),
+    [
+        (lambda out: torch.nan_to_num(out.mean() / zero(out).sum()) + out.mean(), "nan_to_num"),
+        (lambda out: (out.mean() / zero(out).sum()).clamp(max=9) + out.mean(), "clamp"),
+    ],
+    ids=["nan_to_num", "clamp"],
+)
+def test_a_loss_that_is_made_finite_is_noted(loss_of, op):
+    (first, *_) = births(loss_of=loss_of).masked
+    assert (first.op, first.birth.op) == (op, "div")
+
+
+def test_rows_of_a_loss_that_are_set_in_place_are_noted():
+    def loss_of(out):
+        rows = F.mse_loss(out, torch.cat([out.detach()[:-1], out.detach()[-1:] / 0]), reduction="none")
+        rows[rows.isinf()] = 0.0
+        return rows.mean() + out.mean()
+
+    (first, *_) = births(loss_of=loss_of).masked
+    assert first.op == "__setitem__"
+
+
+def test_a_number_for_the_log_is_no_loss():
+    def loss_of(out):
+        (out.mean() / zero(out).sum()).clamp(max=9).item()
+        return out.square().mean()
+
+    assert births(loss_of=loss_of).masked == []
+
+
+def test_modules_before_it_are_shown_with_their_ranges():
+    trail = births(lambda h: zero(h) / zero(h)).root.trail
+    assert len(trail) == 1
+    assert trail[0].startswith("body [")
