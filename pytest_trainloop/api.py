@@ -29,7 +29,7 @@ def check_loop(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     knobs: Mapping[str, str] | None = None,
     seed: int = 0,
-    seconds: float = 120.0,
+    timeout: float = 120.0,
     device: str = "auto",
     strict: bool = False,
     raises: bool = True,
@@ -47,7 +47,7 @@ def check_loop(
     from pytest_trainloop.registry import of
 
     plan = _plan("check_loop", of("loop"), only, skip, xfail, options, strict)
-    name, settings = getattr(make, "__name__", "loop"), Settings(seed=seed, seconds=seconds, device=device)
+    name, settings = getattr(make, "__name__", "loop"), Settings(seed=seed, timeout=timeout, device=device)
     subject = Subject(name, make, settings=settings, knobs=read_knobs(make, knobs))
     return _reported(name, _battery(subject, plan), raises)
 

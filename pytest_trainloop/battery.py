@@ -33,12 +33,12 @@ _FIELDS_FOR = {"fit": "fit (or step)", "run": "fit, step or loss"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How loops are judged: ``seed`` for every build and run, ``seconds`` that one run of ``fit`` may take,
+    """How loops are judged: ``seed`` for every build and run, ``timeout``: seconds that one run of ``fit`` may take,
     ``device`` for a device knob. ``hypothesis_seed`` is Hypothesis' own option, for the search behind a loss's
     checks."""
 
     seed: int = 0
-    seconds: float = 120.0
+    timeout: float = 120.0
     device: str = "auto"
     hypothesis_seed: str = ""
 
@@ -192,7 +192,7 @@ class Subject:
 
         settings = self._settings
         device = None if settings.device == "auto" else settings.device
-        evidence = Evidence(self._make, knobs=self._knobs, seed=settings.seed, seconds=settings.seconds, device=device)
+        evidence = Evidence(self._make, knobs=self._knobs, seed=settings.seed, timeout=settings.timeout, device=device)
         evidence.behind = self._behind
         evidence.progress = lambda *at: self.progress(*at)
         return evidence

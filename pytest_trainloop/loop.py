@@ -63,15 +63,15 @@ class TrainLoop:
         ``evaluate()``, called once after a short run, for the mode in which it runs the model
     padding
         ``Padding(pad_id=..., ignore_index=..., dim=...)``: which entries of the batch stand for nothing
-    axis
+    batch_dim
         the dimension along which rows lie in every tensor of the batch, where it is not 0
-    split
-        ``split(batch, k)``, the project's own cutting of a batch into k micro-batches
-    interacts
+    split_batch
+        ``split_batch(batch, k)``, the project's own cutting of a batch into k micro-batches
+    rows_interact
         whether the examples of a batch are to meet (contrastive losses, batch statistics)
-    stochastic
+    nondeterministic
         that two runs under one seed are to differ: ``determinism`` is left out
-    init_loss
+    expected_init_loss
         what the first loss is to be, within half as much again
     scheduler, scaler
         the loop's own; both are found from what runs as well
@@ -93,18 +93,18 @@ class TrainLoop:
     load: Callable[[Any], Any] | None = None
     frozen: Sequence[str] | None = None
     padding: Padding | None = None
-    axis: Any = None
-    split: Callable[[Any, int], Sequence[Any]] | None = None
+    batch_dim: Any = None
+    split_batch: Callable[[Any, int], Sequence[Any]] | None = None
     parts: Any = None
-    init_loss: float | None = None
+    expected_init_loss: float | None = None
     pretrained: bool | Sequence[str] | None = None
-    interacts: bool | None = None
-    stochastic: bool | None = None
+    rows_interact: bool | None = None
+    nondeterministic: bool | None = None
     _modules: dict[str, nn.Module] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._modules = _named_modules(self.model)
-        for name in ("loss", "fit", "step", "evaluate", "save", "load", "split"):
+        for name in ("loss", "fit", "step", "evaluate", "save", "load", "split_batch"):
             given = getattr(self, name)
             if given is not None and not callable(given):
                 raise UsageError(f"TrainLoop.{name} is {_a(given)}; a function is needed")

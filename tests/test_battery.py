@@ -268,7 +268,7 @@ def test_the_time_is_up():
             pass
 
     with pytest.raises(UsageError, match=r"^fit did not come back within 0\.1 s after 0 steps; "):
-        check_loop(Loops(spin), seconds=0.1, only=["step_order"])
+        check_loop(Loops(spin), timeout=0.1, only=["step_order"])
 
 
 def test_a_report_is_the_same_every_time():

@@ -38,7 +38,7 @@ def planted(tmp_path_factory):
         "-q",
         "-p",
         "no:randomly",
-        "--trainloop-budget=600",  # a slow machine shall change no verdict
+        "--trainloop-timeout=600",  # a slow machine shall change no verdict
         "-k",
         " or ".join(chosen(number, row) for number, row in enumerate(rows())),
     ]

@@ -38,17 +38,17 @@ class MicroBatches:
     def of(cls, loop: TrainLoop, seen: Record, count: int) -> MicroBatches:
         """Take ``count`` batches of a fresh loop; ``seen`` is a run of it. Raises ``CannotDecide`` where they have no
         rows to split."""
-        axis = loop.axis if isinstance(loop.axis, int) else 0
+        axis = loop.batch_dim if isinstance(loop.batch_dim, int) else 0
         batches = [nested.copy(b) for b in first_batches(loop, count)]
         rows = min(nested.rows(b, axis) for b in batches)
         if rows < 2:
             raise CannotDecide(
                 f"the batch ({nested.describe(batches[0])}) has {rows} rows along axis {axis}: micro-batches take at "
-                "least 2; give a larger one, or axis= or split="
+                "least 2; give a larger one, or batch_dim= or split_batch="
             )
         valid = valid_entries(batches[0], rows, axis, loop.padding, seen)
-        beside = {} if loop.split else counts.beside_rows(batches[0], rows)
-        return cls(batches, axis, loop.split, valid, beside, counts.totals(beside, rows, valid.counts))
+        beside = {} if loop.split_batch else counts.beside_rows(batches[0], rows)
+        return cls(batches, axis, loop.split_batch, valid, beside, counts.totals(beside, rows, valid.counts))
 
     @property
     def unknown(self) -> dict[counts.Path, float]:
@@ -83,6 +83,6 @@ class MicroBatches:
             taken = nested.take(batch, rows, self.axis)
         except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:
             raise CannotDecide(
-                f"rows cannot be taken from {nested.describe(batch)} ({type(error).__name__}): give split="
+                f"rows cannot be taken from {nested.describe(batch)} ({type(error).__name__}): give split_batch="
             ) from error
         return counts.recounted(taken, len(rows), rows, self.totals) if self.recount else taken

@@ -75,7 +75,7 @@ class ByHand:
         """All checks on ``make``, with the keywords of :func:`pytest_trainloop.check_loop`."""
         __tracebackhide__ = True
         settings = _settings(self._item)
-        return self._all(api.check_loop, make, {"seconds": settings.seconds}, choice)
+        return self._all(api.check_loop, make, {"timeout": settings.timeout}, choice)
 
     def check_loss(self, make: Any, **choice: Any) -> Report:
         """Every property of a loss function, with the keywords of :func:`pytest_trainloop.check_loss`."""

@@ -16,7 +16,7 @@ def add(parser: pytest.Parser) -> None:
     option("--trainloop-explain", metavar="NAME", help="print the rule page of a check, or of check:cause, and exit")
     option("--trainloop-only", metavar="NAME,...", action="append", help="run these checks only; patterns are allowed")
     option("--trainloop-seed", metavar="N", type=int, help="seed of every build and run (default: 0)")
-    option("--trainloop-budget", metavar="SECONDS", type=float, help="seconds one run of fit may take (default: 120)")
+    option("--trainloop-timeout", metavar="SECONDS", type=float, help="seconds one run of fit may take (default: 120)")
     option(
         "--trainloop-device",
         choices=("auto", "cpu", "cuda"),
@@ -34,5 +34,5 @@ def add(parser: pytest.Parser) -> None:
     ini("trainloop_knobs", "your names of knobs, a line each: use_checkpoint: checkpoint", type="linelist")
     ini("trainloop_strict", "advice fails", type="bool", default=False)
     ini("trainloop_seed", "as --trainloop-seed", default="")
-    ini("trainloop_budget", "as --trainloop-budget", default="")
+    ini("trainloop_timeout", "as --trainloop-timeout", default="")
     ini("trainloop_device", "as --trainloop-device", default="")

@@ -15,16 +15,16 @@ from pytest_trainloop.selection import Wishes
 def settings(config: pytest.Config) -> Settings:
     """How loops are judged; the command line goes before the ini file."""
     seed = _number(config, "seed", int, 0)
-    seconds = _number(config, "budget", float, 120.0)
+    timeout = _number(config, "timeout", float, 120.0)
     if seed < 0:
         raise pytest.UsageError(f"--trainloop-seed is {seed}; a number from 0 on is needed")
-    if not seconds > 0:
-        raise pytest.UsageError(f"--trainloop-budget is {seconds:g}; a number of seconds above 0 is needed")
+    if not timeout > 0:
+        raise pytest.UsageError(f"--trainloop-timeout is {timeout:g}; a number of seconds above 0 is needed")
     device = config.getoption("trainloop_device") or config.getini("trainloop_device") or "auto"
     if device not in ("auto", "cpu", "cuda"):
         raise pytest.UsageError(f"ini key trainloop_device is {device!r}; auto, cpu or cuda is needed")
     given = str(config.getoption("--hypothesis-seed", None) or "")
-    return Settings(seed=int(seed), seconds=float(seconds), device=device, hypothesis_seed=given)
+    return Settings(seed=int(seed), timeout=float(timeout), device=device, hypothesis_seed=given)
 
 
 def strict(config: pytest.Config) -> bool:

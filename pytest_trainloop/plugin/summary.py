@@ -41,7 +41,7 @@ class Ledger:
         if not self._config.getoption("trainloop"):
             return None
         s = self._settings
-        return f"trainloop: seed {s.seed}, device {s.device}, {s.seconds:g} s a run of fit at most"
+        return f"trainloop: seed {s.seed}, device {s.device}, {s.timeout:g} s a run of fit at most"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or (report.when == "setup" and not report.passed):

@@ -59,13 +59,13 @@ class Evidence:
         *,
         knobs: Mapping[str, str] | None = None,
         seed: int = 0,
-        seconds: float = 120.0,
+        timeout: float = 120.0,
         device: str | None = None,
     ) -> None:
         self.make = make
         self.knobs = dict(knobs or {})
         self._seed = seed
-        self._seconds = seconds
+        self._timeout = timeout
         self._on_cuda = device == "cuda"
         self._fixed = {self.knobs["device"]: device} if device is not None and "device" in self.knobs else {}
         self._records: dict[tuple[tuple[str, Any], ...], Record] = {}
@@ -95,7 +95,7 @@ class Evidence:
         return name in self.knobs
 
     def declared(self, name: str) -> Any:
-        """What the loop says of itself by ``stochastic=``, ``interacts=`` or ``init_loss=``."""
+        """What the loop says of itself by ``nondeterministic=``, ``rows_interact=`` or ``expected_init_loss=``."""
         return self._declared.get(name) if self.offers else None
 
     def run(self, **knobs: Any) -> Record:
@@ -339,7 +339,10 @@ class Evidence:
             if self._on_cuda:
                 require_on_cuda(first, self.knobs)
             self._origins = origins(first, second)
-        self._declared = {name: getattr(first, name) for name in ("stochastic", "interacts", "init_loss", "padding")}
+        self._declared = {
+            name: getattr(first, name)
+            for name in ("nondeterministic", "rows_interact", "expected_init_loss", "padding")
+        }
         given = {name for name in TrainLoop.field_names() if getattr(first, name) is not None}
         if given & {"fit", "step"}:
             given.add("fit")
@@ -358,7 +361,7 @@ class Evidence:
         return RunPlan(
             knobs={**self._fixed, **user},
             seed=self._seed,
-            seconds=self._seconds,
+            seconds=self._timeout,
             count=FULL_ROUNDS + 1 if accumulate == 1 else WINDOWS * accumulate + 1,
             read_ahead=2 * accumulate + 8,
         )

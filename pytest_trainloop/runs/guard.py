@@ -79,7 +79,7 @@ class Guard:
         if self._timed_out:
             raise UsageError(
                 f"fit did not come back within {self._seconds:g} s {progress()}; it must end when the batches it is "
-                "given end (--trainloop-budget SECONDS allows more)"
+                "given end (--trainloop-timeout SECONDS allows more)"
             )
         return settled
 

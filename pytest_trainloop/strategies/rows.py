@@ -40,10 +40,10 @@ class Rows:
         printer.text(repr(self))
 
 
-def row_selections(batch: Any, axis: int = 0, *, least: int = 1, most: int | None = None) -> SearchStrategy[Rows]:
+def row_selections(batch: Any, batch_dim: int = 0, *, least: int = 1, most: int | None = None) -> SearchStrategy[Rows]:
     """Batches made of chosen rows of ``batch``: some of them, in another order, a row twice, a single one, odd numbers.
 
-    Rows lie along ``axis``, or along the first one of tensors that have them there only (labels beside time-first
+    Rows lie along ``batch_dim``, or along the first one of tensors that have them there only (labels beside time-first
     features). Each has ``least`` to ``most`` rows; if not given, one more than the batch, and 64 of a large one. They
     shrink to few rows, in order, and to one that stands twice only where that matters. Types, keys, dtypes and devices
     stay; every batch is a fresh copy.
@@ -55,17 +55,18 @@ def row_selections(batch: Any, axis: int = 0, *, least: int = 1, most: int | Non
     if _holds_packed(batch):
         raise UsageError("rows cannot be chosen from a PackedSequence; pass the padded tensor and its lengths")
     listed = _listed_rows(batch)
-    count = len(listed[0]) if listed else nested.rows(batch, axis)
+    count = len(listed[0]) if listed else nested.rows(batch, batch_dim)
     if count < 1:
         raise UsageError(
-            f"rows cannot be chosen from {nested.describe(batch)}: no tensor of it has an axis {axis}; pass axis="
+            f"rows cannot be chosen from {nested.describe(batch)}: no tensor of it has an axis {batch_dim}; "
+            "pass batch_dim="
         )
     most = max(least, min(count + 1, MOST_CHOSEN)) if most is None else most
     if not 1 <= least <= most:
         raise UsageError(f"no selection has {least} to {most} rows: give least= from 1 to most=")
 
     def made(indices: tuple[int, ...]) -> Rows:
-        return Rows(indices, _of_lists(batch, listed, indices) if listed else _taken(batch, indices, count, axis))
+        return Rows(indices, _of_lists(batch, listed, indices) if listed else _taken(batch, indices, count, batch_dim))
 
     return _indices(count, least, most).map(made)
 

@@ -246,7 +246,9 @@ def test_a_loss_divided_too_often_or_too_seldom(module, windows, cause, root_fau
 
 
 def test_half_of_the_parameters_in_no_optimizer(root_fault):
-    fault = root_fault(lambda: from_lightning(HeadOnly(), batch=labelled()), "optimizer_holds_every_param:missing")
+    fault = root_fault(
+        lambda: from_lightning(HeadOnly(), batch=labelled()), "optimizer_holds_every_param:not_in_optimizer"
+    )
     assert set(fault.culprits) == {"trunk.0.weight", "trunk.0.bias"}
 
 

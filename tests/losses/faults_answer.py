@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from ._pair import pair
 
-CHECK = "right_answer_costs_least"
+CHECK = "correct_answer_has_lowest_loss"
 CLASSES = {"expects": "logits", "num_classes": 4}
 
 
@@ -104,7 +104,7 @@ def binary_checked(logits, target):
     return binary_by_hand(logits, target)
 
 
-TARGETS = "bad_target_raises"
+TARGETS = "invalid_target_raises"
 pair(TARGETS, "broadcasts", huber, huber_checked, level="advice", expects="values", target="value")
 pair(TARGETS, "broadcasts", binary_by_hand, binary_checked, level="advice", expects="logits", target="binary")
 

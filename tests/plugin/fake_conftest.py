@@ -59,7 +59,7 @@ class Subject:
         judges: str = "loop",
     ) -> None:
         self.name, self.make, self.log = name, make, os.environ["FAKE_LOG"]
-        _log("subject", name, knobs, settings.seed, settings.seconds, settings.device)
+        _log("subject", name, knobs, settings.seed, settings.timeout, settings.device)
 
     def bind(self, make: Callable[..., Any]) -> None:
         self.make = make

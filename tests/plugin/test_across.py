@@ -71,9 +71,9 @@ def test_usage_errors_stay_clean(pytester, session):
     assert "test_b.py::test_gpt is marked trainloop and is a coroutine function" in text
     assert "Traceback" not in text
     assert "INTERNALERROR" not in text
-    result = session.runpytest_subprocess("--trainloop", "-n2", "--trainloop-budget=-1")
+    result = session.runpytest_subprocess("--trainloop", "-n2", "--trainloop-timeout=-1")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: --trainloop-budget is -1; a number of seconds above 0 is needed"])
+    result.stderr.fnmatch_lines(["ERROR: --trainloop-timeout is -1; a number of seconds above 0 is needed"])
 
 
 @pytest.mark.processes

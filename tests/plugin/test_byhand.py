@@ -120,7 +120,7 @@ def observe(**settings):
     yield Observation()
 
 def check_loop(make, **choice):
-    assert choice == {"seed": 9, "seconds": 120.0, "strict": False, "only": ["overfit"]}
+    assert choice == {"seed": 9, "timeout": 120.0, "strict": False, "only": ["overfit"]}
     if make is dict:
         return Report.of("make", [Result(check="overfit", outcome="passed")])
     raise CheckFailed("two", [fault("overfit", "stuck")])

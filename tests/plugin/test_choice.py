@@ -138,7 +138,7 @@ def test_the_ini_file(pytester, run, log):
         trainloop_xfail = ["step_order:stale: ticket 12"]
         trainloop_knobs = ["use_checkpoint: checkpoint", "other: compile"]
         trainloop_seed = "7"
-        trainloop_budget = "2.5"
+        trainloop_timeout = "2.5"
         trainloop_device = "cpu"
     """)
     result = run("--trainloop", "-rs")
@@ -150,7 +150,7 @@ def test_the_ini_file(pytester, run, log):
 def test_the_command_line_goes_before_the_ini_file(pytester, run, log):
     pytester.makepyfile(one_loop())
     pytester.makeini("[pytest]\ntrainloop_seed = 7\n")
-    run("--trainloop", "--trainloop-seed=3", "--trainloop-budget=9", "--trainloop-device=cpu")
+    run("--trainloop", "--trainloop-seed=3", "--trainloop-timeout=9", "--trainloop-device=cpu")
     assert log("subject")[0].endswith("{} 3 9.0 cpu")
 
 

@@ -118,7 +118,7 @@ def test_each_property_is_an_item_and_no_check_of_loops_is(pytester, run):
     write(pytester)
     lines = [line for line in run("--trainloop", "--collect-only", "-q").outlines if "::" in line]
     names = "loss_is_finite loss_input_as_declared loss_gradient ignored_positions reductions_agree precisions_agree"
-    expected = [*names.split(), "right_answer_costs_least", "bad_target_raises"]
+    expected = [*names.split(), "correct_answer_has_lowest_loss", "invalid_target_raises"]
     assert lines == [f"test_criteria.py::test_mean[{name}]" for name in expected]
 
 
@@ -130,7 +130,7 @@ def test_without_the_flag_it_is_skipped(pytester, run):
 
 
 def test_a_fault_fails_with_its_smallest_call_and_reaches_the_reports(pytester, run):
-    write(pytester, '(only=["ignored_positions", "bad_target_raises"])')
+    write(pytester, '(only=["ignored_positions", "invalid_target_raises"])')
     result = run("--trainloop", "--trainloop-json=out.json")
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(
@@ -156,7 +156,7 @@ def test_a_fault_fails_with_its_smallest_call_and_reaches_the_reports(pytester, 
         ('(only=["ignored_*"], skip={"ignored_positions": "later"})', {"skipped": 1}),
         ('(only=["ignored_*"], skip={"ignored_positions:counted_in_mean": "by all tokens"})', {"passed": 1}),
         ('(only=["ignored_*"], xfail={"ignored_positions:counted_in_mean": "issue 5"})', {"xfailed": 1}),
-        ('(only=["bad_target_raises"], xfail={"bad_target_raises": "issue 5"})', {"failed": 1}),
+        ('(only=["invalid_target_raises"], xfail={"invalid_target_raises": "issue 5"})', {"failed": 1}),
     ],
 )
 def test_choice_suppression_and_expectation(pytester, run, marker, outcomes):
@@ -167,12 +167,12 @@ def test_choice_suppression_and_expectation(pytester, run, marker, outcomes):
 def test_fixtures_and_parametrize_reach_the_function(pytester, run):
     write(
         pytester,
-        '(only=["bad_target_raises"])',
+        '(only=["invalid_target_raises"])',
         """
     @pytest.fixture
     def smoothing(): return 0.1
 
-    @pytest.mark.trainloop_loss(only=["bad_target_raises"])
+    @pytest.mark.trainloop_loss(only=["invalid_target_raises"])
     @pytest.mark.parametrize("weight", [1.0, 2.0])
     def test_weighted(weight, smoothing, tmp_path):
         return contract(lambda o, t: weight * F.cross_entropy(o, t, label_smoothing=smoothing))
@@ -180,12 +180,12 @@ def test_fixtures_and_parametrize_reach_the_function(pytester, run):
     )
     result = run("--trainloop", "-v")
     result.assert_outcomes(passed=3)
-    result.stdout.fnmatch_lines(["*::test_weighted[[]1.0-bad_target_raises[]] PASSED*"])
+    result.stdout.fnmatch_lines(["*::test_weighted[[]1.0-invalid_target_raises[]] PASSED*"])
 
 
 def test_the_command_line_chooses_among_both_kinds(pytester, run):
     write(pytester)
-    run("--trainloop", "--trainloop-only=bad_target_raises").assert_outcomes(passed=1)
+    run("--trainloop", "--trainloop-only=invalid_target_raises").assert_outcomes(passed=1)
     result = run("--trainloop", "--trainloop-only=step_order", "-rs")
     result.assert_outcomes(skipped=1)
     result.stdout.fnmatch_lines(["*no check is left*"])
@@ -214,11 +214,11 @@ def test_the_users_profile_and_seed_count(pytester, run, monkeypatch):
     monkeypatch.setattr(hypothesis.core, "global_force_seed", None)  # where the option is kept
     write(
         pytester,
-        '(only=["bad_target_raises"])',
+        '(only=["invalid_target_raises"])',
         """
     calls = []
 
-    @pytest.mark.trainloop_loss(only=["right_answer_costs_least"])
+    @pytest.mark.trainloop_loss(only=["correct_answer_has_lowest_loss"])
     def test_counted():
         return contract(lambda o, t: calls.append(float(o.sum())) or F.cross_entropy(o, t))
 
@@ -241,7 +241,7 @@ def test_the_users_profile_and_seed_count(pytester, run, monkeypatch):
 def test_a_loss_by_hand(pytester, run):
     write(
         pytester,
-        '(only=["bad_target_raises"])',
+        '(only=["invalid_target_raises"])',
         """
     def test_by_hand(trainloop):
         trainloop.check("reductions_agree", lambda: contract(mean_of_all))
@@ -256,13 +256,15 @@ def test_the_list_and_the_pages_show_losses(run):
     listed = run("--trainloop-list").stdout.str()
     assert listed.index("check of a loss") > listed.index("step_order")
     assert listed.index("ignored_positions") > listed.index("check of a loss")
-    run("--trainloop-explain=bad_target_raises:broadcasts").stdout.fnmatch_lines(["bad_target_raises:broadcasts"])
+    run("--trainloop-explain=invalid_target_raises:broadcasts").stdout.fnmatch_lines(
+        ["invalid_target_raises:broadcasts"]
+    )
 
 
 @pytest.mark.processes
 def test_under_xdist_the_properties_of_a_loss_stay_on_one_worker(pytester):
     pytest.importorskip("xdist")
-    write(pytester, '(only=["bad_target_raises", "right_answer_costs_least", "ignored_positions"])')
+    write(pytester, '(only=["invalid_target_raises", "correct_answer_has_lowest_loss", "ignored_positions"])')
     result = pytester.runpytest_subprocess("-p", "no:randomly", "--trainloop", "-n2", "-v")
     result.assert_outcomes(passed=2, failed=1)
     result.stdout.fnmatch_lines(["test_criteria.py::test_mean  3 run, 1 failed*"])

@@ -61,8 +61,8 @@ def test_explain_an_unknown_name(run, name, sentence):
     ("option", "sentence"),
     [
         ("--trainloop-seed=-2", "ERROR: --trainloop-seed is -2; a number from 0 on is needed"),
-        ("--trainloop-budget=0", "ERROR: --trainloop-budget is 0; a number of seconds above 0 is needed"),
-        ("--trainloop-budget=nan", "ERROR: --trainloop-budget is nan; a number of seconds above 0 is needed"),
+        ("--trainloop-timeout=0", "ERROR: --trainloop-timeout is 0; a number of seconds above 0 is needed"),
+        ("--trainloop-timeout=nan", "ERROR: --trainloop-timeout is nan; a number of seconds above 0 is needed"),
         ("--trainloop-device=tpu", "*argument --trainloop-device: invalid choice: 'tpu'*"),
         ("--trainloop-seed=x", "*argument --trainloop-seed: invalid int value: 'x'"),
     ],
@@ -111,7 +111,7 @@ def test_items_on_cuda_carry_the_marker(pytester, run, monkeypatch, log):
 
 def test_the_help_names_every_option_and_ini_key(run):
     text = run("--help").stdout.str()
-    for name in ("", "-list", "-explain", "-only", "-seed", "-budget", "-device", "-strict", "-json"):
+    for name in ("", "-list", "-explain", "-only", "-seed", "-timeout", "-device", "-strict", "-json"):
         assert f"--trainloop{name}" in text
-    for key in ("only", "skip", "xfail", "options", "knobs", "strict", "seed", "budget", "device"):
+    for key in ("only", "skip", "xfail", "options", "knobs", "strict", "seed", "timeout", "device"):
         assert f"trainloop_{key}" in text

@@ -47,11 +47,11 @@ def test_refused_in_one_sentence(run, source, sentence):
     ids=["spins", "spins-and-swallows"],
 )
 def test_a_fit_that_never_ends(run, body):
-    result = run(fit(body), "--trainloop-budget=0.2", "--trainloop-only=step_order")
+    result = run(fit(body), "--trainloop-timeout=0.2", "--trainloop-only=step_order")
     result.assert_outcomes(failed=1, passed=1)
     assert failure(result) == [
         "fit did not come back within 0.2 s after 0 steps; it must end when the batches it is given end "
-        "(--trainloop-budget SECONDS allows more)"
+        "(--trainloop-timeout SECONDS allows more)"
     ]
 
 

@@ -140,7 +140,7 @@ def test_rows_that_are_tensors_of_their_own():
 
 def test_rows_along_another_axis_and_of_what_lies_beside_them():
     x, y = torch.arange(24).view(4, 3, 2), torch.arange(3)
-    for rows in drawn(row_selections((x, y, torch.arange(3.0).view(3, 1)), axis=1), 20):
+    for rows in drawn(row_selections((x, y, torch.arange(3.0).view(3, 1)), batch_dim=1), 20):
         chosen = list(rows.indices)
         assert torch.equal(rows.batch[0], x[:, chosen])
         assert rows.batch[1].tolist() == chosen
@@ -163,7 +163,7 @@ def test_the_same_rows_each_time():
 @pytest.mark.parametrize(
     ("batch", "options", "reason"),
     [
-        (torch.tensor(1.0), {}, "no tensor of it has an axis 0; pass axis="),
+        (torch.tensor(1.0), {}, "no tensor of it has an axis 0; pass batch_dim="),
         (BATCH, {"least": 0}, "least= from 1"),
         (BATCH, {"least": 3, "most": 2}, "no selection has 3 to 2 rows"),
         ({"p": pack_sequence([torch.ones(3)])}, {}, "PackedSequence; pass the padded tensor"),

@@ -132,7 +132,7 @@ def require_a_curve(curve: Curve) -> None:
     if curve.late:
         raise CannotDecide(
             f"{curve.steps} steps on one fixed batch took {curve.record.seconds:.0f} s and did not settle it; give a "
-            "smaller model, or more time with --trainloop-budget"
+            "smaller model, or more time with --trainloop-timeout"
         )
     if curve.ended or curve.steps < STILL_STEPS:
         raise CannotDecide(

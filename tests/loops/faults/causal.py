@@ -123,7 +123,7 @@ for title, cause, faulty in (
     ("the_mask_comes_after_the_softmax", "masked_after_softmax", decoder(masked_too_late)),
     ("the_softmax_runs_over_the_queries", "softmax_over_queries", decoder(over_queries)),
     ("heads_split_by_a_reshape", "view_mixes_positions", decoder(causal, attention=ReshapedHeads)),
-    ("the_mask_is_lost_in_evaluation", "lost_in_evaluation", decoder(causal, in_training_only)),
+    ("the_mask_is_lost_in_evaluation", "mask_missing_in_eval", decoder(causal, in_training_only)),
 ):
     pair(
         title,

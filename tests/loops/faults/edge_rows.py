@@ -261,7 +261,7 @@ def policy(normalised):
 
         loader = DataLoader(rows, batch_size=12, shuffle=True, generator=generator)
         first = {name: torch.stack([row[name] for row in rows[:12]]) for name in rows[0]}
-        return epochs(model, loss_of, first, loader, stochastic=False)
+        return epochs(model, loss_of, first, loader, nondeterministic=False)
 
     return make
 

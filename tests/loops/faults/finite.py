@@ -39,7 +39,7 @@ def contrast(normalise):
             optimizer=optimizer,
             batch=data.views(),
             fit=lambda batches: train(optimizer, batches, loss_of),
-            interacts=True,
+            rows_interact=True,
         )
 
     return make
@@ -129,7 +129,7 @@ def metric(distance):
             optimizer=optimizer,
             batch=data.labelled(),
             fit=lambda batches: train(optimizer, batches, loss_of),
-            interacts=True,
+            rows_interact=True,
         )
 
     return make
@@ -212,7 +212,7 @@ pair(
     "parameter_never_initialised",
     "I2b",
     "finite",
-    "parameter_not_finite",
+    "nonfinite_parameter",
     culprits=("temperature",),
     faulty=tempered(float("nan")),
     fixed=tempered(1.0),
@@ -245,7 +245,7 @@ pair(
     "gradients_explode",
     "I2e",
     "finite",
-    "exploding",
+    "gradients_explode",
     mentions=("grow from step",),
     where="optimizer.step()",
     faulty=steep(None),
@@ -284,7 +284,7 @@ pair(
     "nan_loss_made_zero",
     "I3b",
     "finite",
-    "masked",
+    "nonfinite_masked",
     culprits=("nan_to_num",),
     mentions=("mean()",),
     where="torch.nan_to_num(part)",
@@ -327,7 +327,7 @@ pair(
     "nan_loss_replaced_by_a_new_zero",
     "I3b",
     "finite",
-    "masked",
+    "nonfinite_masked",
     culprits=("a new tensor",),
     where="loss.backward()",
     faulty=fresh(openly=False),
@@ -354,7 +354,7 @@ def cleaned(clean):
                         p.grad.copy_(torch.nan_to_num(p.grad, nan=1e-6))
                 optimizer.step()
 
-        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit, interacts=True)
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit, rows_interact=True)
 
     return make
 
@@ -363,7 +363,7 @@ pair(
     "nan_gradients_cleaned",
     "I3b",
     "finite",
-    "masked",
+    "nonfinite_masked",
     mentions=("sqrt()",),
     where="p.grad.copy_",
     faulty=cleaned(clean=True),
@@ -394,7 +394,7 @@ pair(
     "target_that_is_nan",
     "I2a",
     "finite",
-    "given_not_finite",
+    "nonfinite_input",
     culprits=("smooth_l1_loss",),
     where="F.smooth_l1_loss",
     faulty=measured(lambda y: y),
@@ -581,7 +581,7 @@ pair(
     "nan_gradients_of_one_table_set_to_zero",
     "I3b",
     "finite",
-    "masked",
+    "nonfinite_masked",
     mentions=("sqrt()",),
     where="nan_to_num_",
     faulty=gated(eps=0.0),

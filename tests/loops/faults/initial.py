@@ -134,10 +134,10 @@ pair(
     "O1",
     "loss_at_init",
     "not_as_declared",
-    culprits=("init_loss",),
+    culprits=("expected_init_loss",),
     where="loss_of(batch).backward()",
-    faulty=language_model(2.0, init_loss=math.log(16)),
-    fixed=language_model(0.02, init_loss=math.log(16)),
+    faulty=language_model(2.0, expected_init_loss=math.log(16)),
+    fixed=language_model(0.02, expected_init_loss=math.log(16)),
 )
 
 

@@ -45,7 +45,7 @@ def dead(name, row, culprits, broken, whole, batch, loss, *, broken_loss=None, l
         name,
         row,
         CHECK,
-        "dead",
+        "dead_activation",
         culprits=culprits,
         level=level,
         faulty=loop(broken, batch, broken_loss or loss, **options),

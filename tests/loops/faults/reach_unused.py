@@ -43,7 +43,7 @@ def unused(name, culprits, broken, whole, batch, loss, *, broken_loss=None, leve
         name,
         row,
         CHECK,
-        "unused",
+        "parameter_unused",
         level=level,
         culprits=culprits,
         faulty=loop(broken, batch, broken_loss or loss, **options),

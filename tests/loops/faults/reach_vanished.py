@@ -43,7 +43,7 @@ def vanished(name, where, culprits, broken, whole, batch=data.table, loss=regres
         name,
         "O3b",
         CHECK,
-        "vanished",
+        "gradient_vanished",
         culprits=culprits,
         where=where,
         faulty=loop(broken, batch, loss),

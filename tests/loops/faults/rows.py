@@ -309,8 +309,8 @@ pair(
     "R8",
     "batch_independence",
     "rows_interact",
-    faulty=lambda: loop(Neighbours(True), data.labelled(), cross_entropy, interacts=False),
-    fixed=lambda: loop(Neighbours(False), data.labelled(), cross_entropy, interacts=False),
+    faulty=lambda: loop(Neighbours(True), data.labelled(), cross_entropy, rows_interact=False),
+    fixed=lambda: loop(Neighbours(False), data.labelled(), cross_entropy, rows_interact=False),
 )
 
 

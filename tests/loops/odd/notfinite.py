@@ -253,7 +253,7 @@ def notfinite_forward_algorithm_by_hand():
             loss.backward()
             optimizer.step()
 
-    return TrainLoop(model=model, optimizer=optimizer, batch=torch.randn(6, 8), fit=fit, interacts=True)
+    return TrainLoop(model=model, optimizer=optimizer, batch=torch.randn(6, 8), fit=fit, rows_interact=True)
 
 
 @odd(notes="choices that lost are ruled out by hand: their weights are set to -inf (architecture search)")

@@ -108,7 +108,7 @@ def unrepeatable_and_declared():
         return F.mse_loss(model(x + torch.as_tensor(generator.normal(scale=0.01, size=x.shape)).to(x.dtype)), y)
 
     return TrainLoop(
-        model=model, optimizer=optimizer, batch=curves(), fit=plain(model, optimizer, loss_of), stochastic=True
+        model=model, optimizer=optimizer, batch=curves(), fit=plain(model, optimizer, loss_of), nondeterministic=True
     )
 
 

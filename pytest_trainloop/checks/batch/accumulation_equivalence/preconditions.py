@@ -26,5 +26,6 @@ def require_divisor_by_rows(made: Accumulation, split: Split, factor: float) -> 
     if factor < 1 and made.by_a_constant(split):
         raise CannotDecide(
             f"the loss is divided by a constant: {split.accumulate} whole batches a window give the gradient of one, "
-            "and parts of it give less, having fewer rows; give split= where micro-batches of a fixed size are due"
+            "and parts of it give less, having fewer rows; give split_batch= where micro-batches of a fixed "
+            "size are due"
         )

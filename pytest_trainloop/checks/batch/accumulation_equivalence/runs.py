@@ -141,7 +141,7 @@ class Accumulation:
             places = ", ".join(".".join(map(str, path)) for path in unknown)
             raise CannotDecide(
                 f"the batch holds {places} beside its rows: the gradient depends on it, and what it should be for a "
-                "part of the rows is not known; give split="
+                "part of the rows is not known; give split_batch="
             )
         return found
 
@@ -344,8 +344,9 @@ class Accumulation:
                 return self._made(key, knob, items, fit_seed)
             if record.raised is not None and not may_raise:
                 raise CannotDecide(
-                    f"fit raised {record.raised.summary} on {'part of ' if knob > 1 else ''}the batch; give axis= or "
-                    "split= if rows are told apart in another way"
+                    f"fit raised {record.raised.summary} on {'part of ' if knob > 1 else ''}the batch; give "
+                    "batch_dim= or "
+                    "split_batch= if rows are told apart in another way"
                 )
             self._records[key] = record
         return self._records[key]

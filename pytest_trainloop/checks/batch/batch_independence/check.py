@@ -36,8 +36,8 @@ Fixed
 
 Known limits
     Outputs with two axes of rows (all pairs), or with other numbers of rows than the batch, are not judged. What leaks
-    without a gradient (a running state, an argmax over the rows) is not seen. ``interacts=True`` says that rows are to
-    meet, ``interacts=False`` that they must not, whatever lets them.
+    without a gradient (a running state, an argmax over the rows) is not seen. ``rows_interact=True`` says that rows
+    are to meet, ``rows_interact=False`` that they must not, whatever lets them.
 
 References
     https://docs.pytorch.org/docs/stable/generated/torch.nn.LSTM.html (batch_first)
@@ -66,7 +66,9 @@ CAUSES = {
     "normalised_over_rows": "with the norm of each row alone, or its statistics as constants, none does",
     "view_mixes_rows": "with a transpose in place of the view none does",
     "rows_as_positions": "with batch_first turned round none does",
-    "rows_interact": "a gradient of one row's output arrives at another row: a fault where interacts=False is declared",
+    "rows_interact": (
+        "a gradient of one row's output arrives at another row: a fault where rows_interact=False is declared"
+    ),
     "labels_of_other_rows": "outputs that depend on one row are compared with targets of others, in no fixed order",
 }
 
@@ -77,7 +79,7 @@ _REPAIRS = {
     ),
     "view_mixes_rows": "use transpose or permute to swap axes: view and reshape only cut the numbers up anew",
     "rows_as_positions": "batch_first=True, or give the layer (positions, rows, features)",
-    "rows_interact": "let each output depend on its own row, or declare interacts=True",
+    "rows_interact": "let each output depend on its own row, or declare rows_interact=True",
     "labels_of_other_rows": "bring outputs and targets into one order: put sorted rows back, transpose both or neither",
 }
 
@@ -107,9 +109,9 @@ _SHOWN = {
 def batch_independence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.batch_independence.passes import Rows
 
-    declared = evidence.declared("interacts")
+    declared = evidence.declared("rows_interact")
     if declared:
-        raise CannotDecide("interacts=True says that rows are to meet")
+        raise CannotDecide("rows_interact=True says that rows are to meet")
     strangers = tuple(_strangers(evidence))
     if strangers:
         yield from strangers
@@ -122,17 +124,18 @@ def batch_independence(evidence: Evidence) -> Iterator[Finding]:
     elif found.why == "data_normalised" and found.told and declared is None:
         yield replace(_finding(found, "normalised_over_rows", _SHOWN["normalised"]), level="advice", explains=())
     elif declared is False:
-        yield _finding(found, "rows_interact", "interacts=False")
+        yield _finding(found, "rows_interact", "rows_interact=False")
     elif not found.told:
         raise CannotDecide(
             f"entries of the batch's first axis meet in the model{_through(found)}, and whether these are rows or "
-            "positions cannot be told: give axis=0 if they are rows, axis=1 if the second axis holds them"
+            "positions cannot be told: give batch_dim=0 if they are rows, axis=1 if the second axis holds them"
         )
     elif found.ops and found.ops[0].name not in _MEANT:
         yield replace(_finding(found, "rows_interact", "the gradient of single rows"), level="advice", explains=())
     else:
         raise CannotDecide(
-            f"rows meet in the model{_through(found)}: declare interacts=True if they are to, interacts=False if not"
+            f"rows meet in the model{_through(found)}: declare rows_interact=True if they are to, "
+            "rows_interact=False if not"
         )
 
 

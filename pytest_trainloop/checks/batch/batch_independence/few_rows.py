@@ -34,16 +34,16 @@ def few_rows(loop: TrainLoop, sizes: Sequence[int], counts: Sequence[int] = COUN
     """Rows of a fresh loop's first batch, one of these numbers of them, or all; ``sizes`` are other lengths to keep
     away from. Raises ``CannotDecide`` where there are no two rows."""
     batch = first_batches(loop, 1)[0] if loop.batch is None else loop.batch
-    axis = loop.axis if isinstance(loop.axis, int) else 0
+    axis = loop.batch_dim if isinstance(loop.batch_dim, int) else 0
     count = nested.rows(batch, axis)
     if count < 2:
         raise CannotDecide(
             f"the batch ({nested.describe(batch)}) has {count} rows along axis {axis}: at least 2 are needed to see "
-            "whether they meet; give a larger one, or axis="
+            "whether they meet; give a larger one, or batch_dim="
         )
     taken = set(sizes) | set(_lengths(batch, axis))
     rows = next((n for n in counts if n <= count and n not in taken), count)
-    told = isinstance(loop.axis, int) or _told(batch, axis, count)
+    told = isinstance(loop.batch_dim, int) or _told(batch, axis, count)
     try:
         few = nested.copy(batch) if rows == count else nested.take(batch, range(rows), axis)
     except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:

@@ -88,7 +88,7 @@ CAUSES = {
     "bidirectional_layer": "a recurrent layer's result at a position depends on what it is given at later ones",
     "convolution_sees_ahead": "a convolution's result is the first that depends on later inputs",
     "statistics_over_time": "a mean, a norm or another statistic is taken over all positions",
-    "lost_in_evaluation": "no gradient comes from later inputs in training mode, and some does in evaluation mode",
+    "mask_missing_in_eval": "no gradient comes from later inputs in training mode, and some does in evaluation mode",
     "sees_the_future": "outputs depend on the inputs that they are to tell, through no operation that is known",
 }
 
@@ -104,7 +104,7 @@ _REPAIRS = {
     "bidirectional_layer": "bidirectional=False in a model that is to tell what comes next",
     "convolution_sees_ahead": "pad on the left only, by dilation * (kernel_size - 1), and cut nothing off the left",
     "statistics_over_time": "normalise or pool each position by itself, or over earlier positions only",
-    "lost_in_evaluation": "apply the mask in both modes: is_causal=True, not is_causal=self.training",
+    "mask_missing_in_eval": "apply the mask in both modes: is_causal=True, not is_causal=self.training",
     "sees_the_future": "follow the culprit's inputs: some operation joins all positions",
 }
 
@@ -129,7 +129,7 @@ def causality(evidence: Evidence) -> Iterator[Finding]:
 
 def _cause(found: Leak) -> str:
     if found.modes == ("evaluation",):
-        return "lost_in_evaluation"
+        return "mask_missing_in_eval"
     if found.kind != "attention":
         return _BY_KIND.get(found.kind or "", "sees_the_future")
     offsets = [o for a in found.looking for o in a.offsets]
@@ -154,10 +154,10 @@ def _finding(found: Leak, evaluates: bool) -> Finding:
         "bidirectional_layer": "a recurrent layer runs over the sequence from its end as well",
         "convolution_sees_ahead": "a convolution reaches beyond its own position",
         "statistics_over_time": f"{first.name if first else 'a statistic'} is taken over all positions",
-        "lost_in_evaluation": "in evaluation mode the model sees the input that it is to tell",
+        "mask_missing_in_eval": "in evaluation mode the model sees the input that it is to tell",
         "sees_the_future": "the model sees the input that it is to tell",
     }[cause]
-    only = found.honest or (cause == "lost_in_evaluation" and not evaluates)
+    only = found.honest or (cause == "mask_missing_in_eval" and not evaluates)
     return Finding(
         cause=cause,
         level="advice" if only else "fault",

@@ -117,8 +117,10 @@ class Edges:
             raise CannotDecide("the loop does not run through on its own batches: see the checks before this one")
         if not seen.steps:
             raise CannotDecide("the loop makes no optimizer step on its own batches")
-        if loop.split is not None or not isinstance(loop.axis, (int, type(None))):
-            raise CannotDecide("rows are told apart by split=: give axis= to have single rows taken from the batch")
+        if loop.split_batch is not None or not isinstance(loop.batch_dim, (int, type(None))):
+            raise CannotDecide(
+                "rows are told apart by split_batch=: give batch_dim= to have single rows taken from the batch"
+            )
         given = loop.batches
         if loop.batch is not None:
             loop.batches = None  # the example, which no shuffling changes

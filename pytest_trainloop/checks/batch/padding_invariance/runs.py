@@ -304,7 +304,7 @@ def _known(loop: TrainLoop, batch: Any) -> list[Padded]:
     modules = [m for module in loop.modules.values() for m in module.modules()]
     tables = [m for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     pads = [m.padding_idx for m in tables if m.padding_idx is not None]
-    return find(batch, loop.axis if isinstance(loop.axis, int) else int(time_first), loop.padding, pads)
+    return find(batch, loop.batch_dim if isinstance(loop.batch_dim, int) else int(time_first), loop.padding, pads)
 
 
 def _lengths(given: list[Any], batch: Any, padded: Padded) -> set[int]:

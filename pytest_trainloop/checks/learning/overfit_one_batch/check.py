@@ -73,12 +73,14 @@ FEW = 5.0
 
 CAUSES = {
     "input_unused": "plain Adam goes the same way whatever row stands beside a label, and no further than with one row",
-    "rate_decays": "the rates add up to a few steps at their peak, and held there they learn the batch",
-    "clipped_away": "gradients are clipped to a hundredth or less, and higher rates, which undo that, learn the batch",
+    "lr_decays_too_early": "the rates add up to a few steps at their peak, and held there they learn the batch",
+    "gradients_clipped_away": (
+        "gradients are clipped to a hundredth or less, and higher rates, which undo that, learn the batch"
+    ),
     "not_learning": "steps lead up the gradient, or other rates learn the batch, or an earlier check says why",
     "update_undone": "steps move the weights, and each finds them bit for bit where the first had found them",
-    "drowned_by_decay": "without weight decay, and with nothing else changed, the batch is learned",
-    "slow": "the loss stands on a plateau in steps in which plain Adam goes much further",
+    "weight_decay_dominates": "without weight decay, and with nothing else changed, the batch is learned",
+    "learns_slowly": "the loss stands on a plateau in steps in which plain Adam goes much further",
 }
 
 
@@ -214,7 +216,7 @@ def _stuck(batch: OneBatch, found: Learning, seconds: float) -> Finding:
 
 def _clipped(found: Learning, clip: Clip, helped: Cure) -> Finding:
     return Finding(
-        cause="clipped_away",
+        cause="gradients_clipped_away",
         summary=f"the clip leaves {clip.share:.1g} of the gradient, and the loop does not learn its batch",
         measured=f"{_reached(found)}; the clip's bound is {clip.limit:g}",
         shown_by=f"with rates {helped.factor:g} times as high the batch is learned in {helped.steps} steps",
@@ -228,7 +230,7 @@ def _clipped(found: Learning, clip: Clip, helped: Cure) -> Finding:
 def _drowned(batch: OneBatch, found: Learning, without: Curve) -> Finding:
     decay = max(d for o in batch.seen.optimizers for d in o.decays)
     return Finding(
-        cause="drowned_by_decay",
+        cause="weight_decay_dominates",
         summary=f"weight decay of {decay:g} drowns the gradient: the loop does not learn its batch",
         measured=_reached(found),
         shown_by=f"without decay, and with nothing else changed, the batch is learned in {without.steps} steps",
@@ -244,7 +246,7 @@ def _decays(batch: OneBatch, found: Learning, curve: Curve) -> Finding:
     gone = next(i for i, rate in enumerate(rates) if rate < 0.01 * max(rates))
     whole = sum(rates) / max(rates)
     return Finding(
-        cause="rate_decays",
+        cause="lr_decays_too_early",
         level="fault" if whole < FEW else "advice",
         summary=f"the rate is below a hundredth of its peak from step {gone + 1} on, before anything is learned",
         measured=(
@@ -310,7 +312,7 @@ def _by_eps(found: Learning, eps: float, steps: int) -> Finding:
 def _slow(batch: OneBatch, found: Learning, shown: str) -> Finding:
     rate = max(batch.curve.rates, default=float("nan"))
     return Finding(
-        cause="slow",
+        cause="learns_slowly",
         level="advice",
         summary=f"one fixed batch is learned slowly: {found.progress:.0%} of the way that plain Adam goes",
         measured=f"{_reached(found)}; this loop's rate is {rate:.1e} at most",

@@ -64,10 +64,12 @@ if TYPE_CHECKING:
 CONSEQUENCES = ("overfit_one_batch",)
 
 CAUSES = {
-    "one_rate": "weights that are the same under another seed train at the rate of weights that are drawn anew",
-    "rate_too_low": "no step moves the weights by more than 2e-6 of their size, and higher rates learn the batch",
+    "same_lr_for_pretrained_and_new": (
+        "weights that are the same under another seed train at the rate of weights that are drawn anew"
+    ),
+    "lr_too_low": "no step moves the weights by more than 2e-6 of their size, and higher rates learn the batch",
     "eps_too_large": "no step moves the weights by more than 2e-6 of their size, and with a usual eps alone they learn",
-    "rate_too_high": "the loss of one batch rises or stands still under large steps, and lower rates alone learn it",
+    "lr_too_high": "the loss of one batch rises or stands still under large steps, and lower rates alone learn it",
 }
 
 
@@ -127,7 +129,7 @@ def _one_rate(evidence: Evidence) -> Iterator[Finding]:
     loaded, drawn = rates["loaded"][rate], rates["drawn"][rate]
     if len(loaded) > len(drawn):
         yield Finding(
-            cause="one_rate",
+            cause="same_lr_for_pretrained_and_new",
             level="advice",
             summary=f"{len(loaded)} weight matrices that were loaded train at the rate of {some(drawn)}, drawn anew",
             measured=f"one rate for all, {rate:.1e} at the first step",
@@ -158,7 +160,7 @@ def _shown(helped: Cure) -> str:
 
 def _too_low(batch: OneBatch, found: Learning, helped: Cure) -> Finding:
     return Finding(
-        cause="rate_too_low",
+        cause="lr_too_low",
         summary=f"the rate is too low for anything to happen: {helped.factor:g} times as high it learns its batch",
         measured=_measured(batch, found),
         shown_by=_shown(helped),
@@ -184,7 +186,7 @@ def _eps(batch: OneBatch, found: Learning, eps: float, steps: int) -> Finding:
 
 def _nothing(batch: OneBatch, found: Learning) -> Finding:
     return Finding(
-        cause="rate_too_low",
+        cause="lr_too_low",
         summary=f"the rate is 0 in all of {found.steps} steps",
         measured=_measured(batch, found),
         shown_by="no group of the optimizer has a rate above 0 at any step, and it does not rise",
@@ -197,7 +199,7 @@ def _nothing(batch: OneBatch, found: Learning) -> Finding:
 
 def _too_high(batch: OneBatch, found: Learning, helped: Cure) -> Finding:
     return Finding(
-        cause="rate_too_high",
+        cause="lr_too_high",
         summary=(
             f"the rate is too high: the loss of one batch {'rises' if found.diverged else 'does not fall'}, and at "
             f"{helped.factor:g} times the rate is learned"

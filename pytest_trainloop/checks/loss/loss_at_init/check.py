@@ -19,8 +19,8 @@ How it decides
     usual initialisations (Glorot, He) end: not the weights are large, the targets are small. Targets that change with
     the weights (a target net, a codebook) are left alone. Far below the entropy of the labels, by 5 standard errors of
     their mean and under five seeds, is advice: the labels may stand in the input.
-    ``init_loss=`` is what the project expects of the first loss that it backpropagates; half as much again, or as
-    little, is a fault.
+    ``expected_init_loss=`` is what the project expects of the first loss that it backpropagates; half as much again,
+    or as little, is a fault.
     Of triplets, margins between distances, likelihoods with a variance and losses written by hand chance is not known.
 
 Faulty
@@ -72,7 +72,7 @@ CONSEQUENCES = ("update_ratio",)
 
 CAUSES = {
     "too_high": "ten times what an input that knows nothing gives, by outputs that shrink as the weights are halved",
-    "not_as_declared": "the first loss that is backpropagated is not what init_loss says",
+    "not_as_declared": "the first loss that is backpropagated is not what expected_init_loss says",
     "inputs_too_large": "the loss is three times chance or more, and not once the inputs are brought to unit size",
     "above_chance": "more than what an input that knows nothing gives, or so by a scale that no weight sets",
     "below_chance": "under five seeds the loss is five standard errors below the entropy of the labels at the start",
@@ -81,7 +81,7 @@ CAUSES = {
 
 @check(needs={"run"}, causes=CAUSES, rank=20)
 def loss_at_init(evidence: Evidence) -> Iterator[Finding]:
-    expected = evidence.declared("init_loss")
+    expected = evidence.declared("expected_init_loss")
     if expected is not None:
         yield from _declared(evidence, expected)
         return
@@ -92,7 +92,8 @@ def loss_at_init(evidence: Evidence) -> Iterator[Finding]:
         raise CannotDecide(
             f"what chance gives is not known of {names}"
             if names
-            else "no loss function of torch is called before the first step; say what is expected with init_loss="
+            else "no loss function of torch is called before the first step; say what is expected with "
+            "expected_init_loss="
         )
     high = [loss for loss in known if loss.times > ADVICE]
     for worst in sorted(high, key=lambda loss: -loss.times):
@@ -151,10 +152,10 @@ def _declared(evidence: Evidence, expected: float) -> Iterator[Finding]:
     if not expected / DECLARED <= value <= expected * DECLARED:
         yield Finding(
             cause="not_as_declared",
-            summary=f"the first loss is {value:.4g}, and init_loss says {expected:.4g}",
+            summary=f"the first loss is {value:.4g}, and expected_init_loss says {expected:.4g}",
             measured=f"{value / expected:.2f} times what is declared" if expected else f"{value:.4g}",
             shown_by="the first value that is backpropagated, before any step",
-            culprits=("init_loss",),
+            culprits=("expected_init_loss",),
             where=str(first.place),
             repair="look at the initialisation and at the inputs' scale; or mend what is declared",
             explains=CONSEQUENCES,

@@ -75,7 +75,7 @@ def _saturated(call: Call) -> Iterator[Breach]:
     if not share or call.number > 0:
         return
     yield Breach(
-        cause="saturated",
+        cause="probabilities_saturated",
         summary=f"{share:.0%} of the probabilities given to binary_cross_entropy are exactly 0 or 1, and wrong, before "
         "the first step: their loss is cut off at 100 and their gradient is nothing",
         measured=f"{int(wrong.sum())} of {wrong.numel()} entries; input in {bounds(given)}",
@@ -127,7 +127,7 @@ def _imbalance(call: Call, target: torch.Tensor) -> Iterator[Breach]:
     share = float((target > 0.5).double().mean())
     if target.numel() >= MANY and 0 < share < RARE:
         yield Breach(
-            cause="imbalanced",
+            cause="classes_imbalanced",
             level="advice",
             always=True,
             summary=f"{share:.1%} of the labels given to {call.name} are positive, and no pos_weight is given",

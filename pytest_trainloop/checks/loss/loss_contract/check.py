@@ -68,7 +68,7 @@ NOT_FINITE = frozenset(
 )
 """Causes by which a loss may become NaN or infinite."""
 
-NO_GRADIENT = frozenset({"activation_on_logits", "probabilities_as_logits", "saturated", "single_class"})
+NO_GRADIENT = frozenset({"activation_on_logits", "probabilities_as_logits", "probabilities_saturated", "single_class"})
 """Causes by which gradients may be nothing."""
 
 OUT_OF_ORDER = frozenset({"class_axis", "wrong_axis"})
@@ -89,7 +89,9 @@ CAUSES = {
     "logits_as_log_probabilities": "the exponentials of the input sum to more than 1, or it is what a layer gives",
     "probabilities_as_log_probabilities": "the input sums to 1, where its logarithm should",
     "logits_as_probabilities": "raw scores where a binary cross entropy or a divergence takes probabilities",
-    "saturated": "before the first step probabilities are exactly 0 or 1 and wrong: no gradient comes from them",
+    "probabilities_saturated": (
+        "before the first step probabilities are exactly 0 or 1 and wrong: no gradient comes from them"
+    ),
     "target_dtype": "torch refuses the dtype of the targets",
     "target_shape": "torch refuses the shape of the targets",
     "target_out_of_range": "labels below 0 or beyond the last class, or counts below 0",
@@ -118,7 +120,7 @@ CAUSES = {
     "part_detached": "the value of a loss is added to what is backpropagated, without its history",
     "part_left_out": "no gradient ever came in at a loss with a history, while others were backpropagated",
     "head_too_wide": "no label of the run lies in the lower eighth of the head",
-    "imbalanced": "fewer than 5 % of the labels are positive, without a weight",
+    "classes_imbalanced": "fewer than 5 % of the labels are positive, without a weight",
 }
 
 

@@ -63,7 +63,7 @@ _REPAIRS = {
 
 
 @check(causes=CAUSES, rank=70, subject="loss")
-def right_answer_costs_least(evidence: LossEvidence) -> Iterator[Finding]:
+def correct_answer_has_lowest_loss(evidence: LossEvidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.loss_function.correct_answer_has_lowest_loss import property as answers
     from pytest_trainloop.strategies import cases
 

@@ -64,7 +64,7 @@ _REPAIRS = {
 
 
 @check(causes=CAUSES, rank=80, subject="loss")
-def bad_target_raises(evidence: LossEvidence) -> Iterator[Finding]:
+def invalid_target_raises(evidence: LossEvidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.loss_function.invalid_target_raises import property as refusals
     from pytest_trainloop.strategies import cases
 

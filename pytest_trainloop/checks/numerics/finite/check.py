@@ -64,13 +64,15 @@ if TYPE_CHECKING:
 CONSEQUENCES = ("overfit_one_batch", "loss_at_init", "update_ratio", "every_param_moves")
 
 CAUSES = {
-    "parameter_not_finite": "a weight is not finite before the first step, and nothing sets it before it is used",
+    "nonfinite_parameter": "a weight is not finite before the first step, and nothing sets it before it is used",
     "made_in_forward": "the first result that is not finite while all it is made of is lies in the forward pass",
-    "given_not_finite": "an operation is given what is not finite, and none before it made it: the batch holds it",
+    "nonfinite_input": "an operation is given what is not finite, and none before it made it: the batch holds it",
     "made_in_backward": "forward pass and loss are finite, and an operation's slope is not",
-    "exploding": "gradients grow a hundredfold over the steps before a value is no longer finite",
+    "gradients_explode": "gradients grow a hundredfold over the steps before a value is no longer finite",
     "weights_lost": "a step leaves weights not finite that were finite before it, and so were its gradients",
-    "masked": "a loss or gradient that is not finite is made so by an operation, and the step is made all the same",
+    "nonfinite_masked": (
+        "a loss or gradient that is not finite is made so by an operation, and the step is made all the same"
+    ),
 }
 
 
@@ -115,7 +117,7 @@ def _spread(
 def _from_the_start(bad: Sequence[Parameter]) -> Finding:
     names = tuple(p.name for p in bad)
     return Finding(
-        cause="parameter_not_finite",
+        cause="nonfinite_parameter",
         summary=f"{some(names)} {be(names)} not finite before the first step",
         measured=f"{len(names)} parameters hold NaN or inf when training begins, and still when it ends",
         shown_by="seen before fit was called",
@@ -157,7 +159,7 @@ def _where_from(birth: Birth) -> str:
 
 def _handed(birth: Birth, lost: Sequence[Parameter], bad: int) -> Finding:
     return Finding(
-        cause="given_not_finite",
+        cause="nonfinite_input",
         summary=f"{_where_from(birth)} is given values that are not finite, and no operation of torch made them",
         measured=(
             f"{len(lost)} parameters are not finite in the end"
@@ -241,7 +243,7 @@ def _exploding(record: Record, grown: Explosion, lost: Sequence[Parameter], birt
     shown = ", ".join(f"{peak:.2g}" for peak in grown.peaks[-6:])
     first = f"; {_where_from(birth)} is the first whose result is not finite" if birth else ""
     return Finding(
-        cause="exploding",
+        cause="gradients_explode",
         summary=f"the gradients of {grown.name} grow from step {grown.since + 1} on, until nothing is finite",
         measured=f"largest entry by backward pass: {shown}"
         + (f"; {len(lost)} parameters are not finite in the end" if lost else ""),
@@ -256,7 +258,7 @@ def _exploding(record: Record, grown: Explosion, lost: Sequence[Parameter], birt
 def _masked(masked: Masked) -> Finding:
     source = f"{_where_from(masked.birth)} at {masked.birth.place}" if masked.birth else "what the batch holds"
     return Finding(
-        cause="masked",
+        cause="nonfinite_masked",
         summary=f"a loss that is not finite is replaced by {masked.op}(), and training goes on without the batch",
         measured=f"first in step {masked.step + 1}",
         shown_by=f"what was replaced comes from {source}",
@@ -270,7 +272,7 @@ def _masked(masked: Masked) -> Finding:
 def _gradient_masked(write: GradWrite, birth: Birth | None) -> Finding:
     source = f"{_where_from(birth)} at {birth.place}" if birth else "not determined"
     return Finding(
-        cause="masked",
+        cause="nonfinite_masked",
         summary="gradients that are not finite are replaced, and the step is made with what is left",
         measured=f"{len(set(write.parameters))} parameters' gradients were written by {write.by}",
         shown_by=f"gradients arrive with NaN or inf and are consumed without; they come from {source}",

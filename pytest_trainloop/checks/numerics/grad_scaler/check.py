@@ -86,7 +86,7 @@ CAUSES = {
     "clip_before_unscale": "gradients are clipped while they still carry the loss scale",
     "not_unscaled": "the gradient that a direct optimizer.step() consumes grows with the loss scale",
     "not_scaled": "the gradient consumed has a part that falls as the loss scale grows: it was never scaled",
-    "made_anew": "every step has a scaler of its own, so no scale ever adapts",
+    "scaler_recreated": "every step has a scaler of its own, so no scale ever adapts",
     "scale_collapsed": "the scale falls without end, and steps are skipped as often at the lowest scale of all",
 }
 
@@ -287,7 +287,7 @@ def _made_anew(found: Trace, count: int) -> Finding:
 
     lost = found.skipped >= 3 and 2 * found.skipped >= count
     return Finding(
-        cause="made_anew",
+        cause="scaler_recreated",
         level="fault" if lost else "advice",
         summary=f"every step has a new GradScaler: {found.skipped} of {count} steps are skipped, and the scale never "
         "adapts"

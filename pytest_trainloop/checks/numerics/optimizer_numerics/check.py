@@ -64,9 +64,9 @@ if TYPE_CHECKING:
 CONSEQUENCES = ("finite", "overfit_one_batch", "update_ratio", "precision_parity", "every_param_moves")
 
 CAUSES = {
-    "eps_vanishes": "eps is 0 in the dtype of the state, and a step divides by a second moment that is 0",
+    "eps_underflows": "eps is 0 in the dtype of the state, and a step divides by a second moment that is 0",
     "eps_missing": "eps is 0, and a step divides by a second moment that is 0",
-    "counter_stops": "1 added to the count of steps gives the same count, in the dtype that it is kept in",
+    "step_count_saturates": "1 added to the count of steps gives the same count, in the dtype that it is kept in",
     "betas_swapped": "copies stepped without gradients make ever larger steps",
     "variants_differ": "the same step on copies in float64 goes elsewhere",
 }
@@ -118,7 +118,7 @@ def _divided(record: Record, found: Sequence[DividedByZero]) -> Finding:
     why = "eps = 0" if missing else f"eps = {first.eps:g} is 0 in {first.dtype}"
     zero = f", {first.without} of them with a gradient of exactly 0 (0/0)" if first.without else ""
     return Finding(
-        cause="eps_missing" if missing else "eps_vanishes",
+        cause="eps_missing" if missing else "eps_underflows",
         summary=f"{first.kind} divides by zero at {some(names)}: {why}, the dtype of its second moment"
         if not missing
         else f"{first.kind} divides by zero at {some(names)}: {why}, and the second moment is 0",
@@ -140,7 +140,7 @@ def _divided(record: Record, found: Sequence[DividedByZero]) -> Finding:
 
 def _unhurt(record: Record, eps: Epsilon) -> Finding:
     return Finding(
-        cause="eps_vanishes",
+        cause="eps_underflows",
         level="advice",
         summary=f"eps = {eps.given:g} of {eps.kind} is 0 in {eps.dtype}, the dtype of its second moment",
         measured=f"{len(eps.names)} tensors; the smallest number above 0 in {eps.dtype} is 6e-08; none divided by 0",
@@ -153,7 +153,7 @@ def _unhurt(record: Record, eps: Epsilon) -> Finding:
 
 def _counter(record: Record, kind: str, dtype: str, last: int, names: tuple[str, ...]) -> Finding:
     return Finding(
-        cause="counter_stops",
+        cause="step_count_saturates",
         summary=f"{kind} counts the steps of {some(names)} in {dtype}, where {last} + 1 is {last}",
         measured=f"state['step'] is a {dtype} tensor for {len(names)} parameters; bias corrections stop at step {last}",
         shown_by=f"the next number after {last} in {dtype} is {last + 2}",

@@ -60,15 +60,15 @@ if TYPE_CHECKING:
 
 CAUSES = {
     "unseeded_random": "two child processes that begin from one state and one seed come to different bits",
-    "kernel": "with one thread and deterministic kernels the runs agree, and as they are they do not",
-    "state_kept": "two runs in one process differ, and two processes that begin alike agree, or later runs do",
+    "nondeterministic_kernel": "with one thread and deterministic kernels the runs agree, and as they are they do not",
+    "state_outside_loop": "two runs in one process differ, and two processes that begin alike agree, or later runs do",
 }
 
 
 @check(needs={"run"}, causes=CAUSES, rank=10)
 def determinism(evidence: Evidence) -> Iterator[Finding]:
-    if "stochastic" in evidence.offers and evidence.declared("stochastic"):
-        raise CannotDecide("stochastic=True says that runs differ on purpose")
+    if "nondeterministic" in evidence.offers and evidence.declared("nondeterministic"):
+        raise CannotDecide("nondeterministic=True says that runs differ on purpose")
     again = evidence.repetition()
     if again.difference is None:
         return
@@ -77,7 +77,7 @@ def determinism(evidence: Evidence) -> Iterator[Finding]:
             f"two runs differ ({again.difference.what} at step {again.difference.step}), and no process can be forked "
             "here to tell an unseeded source from state that lives on; run on the CPU to know"
         )
-    yield {"kernel": _kernel, "kept": _kept, "settled": _kept, "random": _random}[again.source](again)
+    yield {"nondeterministic_kernel": _kernel, "kept": _kept, "settled": _kept, "random": _random}[again.source](again)
 
 
 def _measured(again: Repetition) -> str:
@@ -119,7 +119,7 @@ def _random(again: Repetition) -> Finding:
 
 def _kernel(again: Repetition) -> Finding:
     return Finding(
-        cause="kernel",
+        cause="nondeterministic_kernel",
         level="advice",
         summary="two runs under one seed differ by the order in which a kernel sums",
         measured=_measured(again),
@@ -132,7 +132,7 @@ def _kernel(again: Repetition) -> Finding:
 
 def _kept(again: Repetition) -> Finding:
     return Finding(
-        cause="state_kept",
+        cause="state_outside_loop",
         level="advice",
         summary="two runs in one process differ: something outside the function lives on from one to the next",
         measured=_measured(again),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.run import RunPlan
 
-Source = Literal["random", "kernel", "kept", "settled", "unknown"]
+Source = Literal["random", "nondeterministic_kernel", "kept", "settled", "unknown"]
 """``settled``: something lived on from the first run to the second, and no longer changes after it."""
 
 
@@ -62,7 +62,7 @@ def repetition(first: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -
         calm = [run(plan) for _ in range(2)]
     if first_difference(*calm) is None:
         settled = first_difference(*(run(plan) for _ in range(2))) is None
-        return Repetition(difference, "settled" if settled else "kernel")
+        return Repetition(difference, "settled" if settled else "nondeterministic_kernel")
     apart = _in_children(plan, run)
     if apart is None:
         return Repetition(difference, "unknown")

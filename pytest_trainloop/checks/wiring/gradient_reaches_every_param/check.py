@@ -68,11 +68,13 @@ CAUSES = {
     ),
     "no_grad_forward": "the operations on the path ran with gradients switched off",
     "checkpoint_cut": "the module ran only inside a checkpointed segment none of whose inputs requires grad",
-    "vanished": "a gradient arrives that is exactly zero, and an operation with a slope of zero lies on the path",
-    "dead": (
+    "gradient_vanished": (
+        "a gradient arrives that is exactly zero, and an operation with a slope of zero lies on the path"
+    ),
+    "dead_activation": (
         "a gradient arrives that is exactly zero, and an activation or normalisation gives the same whatever comes in"
     ),
-    "unused": "the parameter is computed with in the training forward pass, and the result goes nowhere",
+    "parameter_unused": "the parameter is computed with in the training forward pass, and the result goes nowhere",
     "frozen_by_mistake": "frozen= says what is meant to rest, and a layer's weight outside of it does not require grad",
     "nothing_trainable": "no parameter of the model requires grad",
     "adapters_frozen": "adapters are in the model and none of them requires grad",
@@ -277,7 +279,7 @@ def _unused(evidence: Evidence, apart: Sequence[Parameter]) -> Iterator[Finding]
         ):
             if chosen:
                 yield Finding(
-                    cause="unused",
+                    cause="parameter_unused",
                     level="fault" if level == "fault" else "advice",
                     summary=(
                         f"{some(chosen)} {be(chosen)} computed with in every forward pass, and the result never "
@@ -295,7 +297,7 @@ def _unused(evidence: Evidence, apart: Sequence[Parameter]) -> Iterator[Finding]
     never = tuple(p.name for p in apart if p not in thrown_away)
     if never:
         yield Finding(
-            cause="unused",
+            cause="parameter_unused",
             level="advice",
             summary=f"{some(never)} {be(never)} held by an optimizer and took no part in these batches",
             measured="no gradient arrived and no operation used " + them(never),
@@ -336,7 +338,7 @@ def _bounds(cut: Cut) -> bool:
 
 def _zero_advice(names: Sequence[str]) -> Finding:
     return Finding(
-        cause="vanished",
+        cause="gradient_vanished",
         level="advice",
         summary=f"{some(names)} {verb(names, 'get')} only gradients that are exactly zero",
         measured="every gradient that arrived is zero in every entry, and moving " + them(names) + " changes the loss",
@@ -354,7 +356,7 @@ def _zero_advice(names: Sequence[str]) -> Finding:
 
 def _saddle(names: Sequence[str], gradient: float) -> Finding:
     return Finding(
-        cause="dead",
+        cause="dead_activation",
         summary=(
             f"{some(names)} {verb(names, 'start')} at exactly zero together with what multiplies {them(names)}: no "
             "gradient can ever leave that point"
@@ -372,7 +374,7 @@ def _zeroed_by(names: Sequence[str], cut: Cut, level: Level) -> Finding:
     op = cut.candidate.op.rstrip("_")
     module = f" in {cut.candidate.module}" if cut.candidate.module else ""
     return Finding(
-        cause="dead" if dead else "vanished",
+        cause="dead_activation" if dead else "gradient_vanished",
         level=level,
         summary=f"{some(names)} {verb(names, 'get')} only zero gradients: "
         + (f"{op}{module} gives the same whatever comes in" if dead else f"{op}{module} has a slope of zero there"),

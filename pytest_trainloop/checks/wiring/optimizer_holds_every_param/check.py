@@ -59,7 +59,7 @@ PASSES_OF_A_PART = 3
 a client's) are no parts of the model."""
 
 CAUSES = {
-    "missing": "a gradient arrives at the parameter, and no optimizer holds it",
+    "not_in_optimizer": "a gradient arrives at the parameter, and no optimizer holds it",
     "swapped_after_optimizer": (
         "the optimizer holds tensors that are no longer in the model, where the model has new ones that it does "
         "not hold"
@@ -237,7 +237,7 @@ def _missing(record: Record, missing: Sequence[Parameter], level: Level) -> Find
     trainable = [p for p in record.parameters if p.requires_grad and p.role != "foreign"]
     copies = _steps_copies(record)
     return Finding(
-        cause="missing",
+        cause="not_in_optimizer",
         level=level,
         summary=(
             f"{some(names)} {verb(names, 'get')} gradients but {be(names)} in no optimizer, so {they(names)} never "

@@ -110,7 +110,7 @@ def test_the_users_own_split_is_used():
         cuts.append(n)
         return list(zip(*(part.chunk(n) for part in batch), strict=True))
 
-    assert evidence(split=split).accumulation().split(2).equal
+    assert evidence(split_batch=split).accumulation().split(2).equal
     assert set(cuts) == {2}
 
 

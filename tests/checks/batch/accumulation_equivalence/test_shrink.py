@@ -83,7 +83,7 @@ def test_batches_that_the_project_cuts_are_told_by_their_sizes():
     def halves(batch, k):
         return zip(*(tensor.chunk(k) for tensor in batch), strict=True)
 
-    made = evidence(not_divided, split=halves).accumulation()
+    made = evidence(not_divided, split_batch=halves).accumulation()
     assert smallest(made, made.split(2)) == "2 examples as [1, 1]"
 
 

@@ -406,6 +406,6 @@ def test_a_new_scaler_for_every_step():
         (finding,) = grad_scaler(WithRuns(story.record()))
         return finding.cause, finding.level
 
-    assert anew("....") == ("made_anew", "advice")
-    assert anew("xx..") == ("made_anew", "advice")
-    assert anew("x.xx") == ("made_anew", "fault")
+    assert anew("....") == ("scaler_recreated", "advice")
+    assert anew("xx..") == ("scaler_recreated", "advice")
+    assert anew("x.xx") == ("scaler_recreated", "fault")

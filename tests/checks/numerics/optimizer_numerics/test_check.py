@@ -62,7 +62,7 @@ def test_no_further_run_is_made_where_nothing_steps():
 
 def test_a_count_of_steps_in_low_precision_is_a_fault():
     (found,) = optimizer_numerics(Looked(snap(), counted=[("AdamW", "bfloat16", 256, ("w",))]))
-    assert (found.level, found.cause, found.culprits) == ("fault", "counter_stops", ("w",))
+    assert (found.level, found.cause, found.culprits) == ("fault", "step_count_saturates", ("w",))
     assert "256 + 1 is 256" in found.summary
 
 
@@ -99,13 +99,13 @@ def test_an_eps_that_is_zero_and_was_divided_by_is_a_fault_and_hides_the_variant
         snap(dtype=torch.float16), zero=[Epsilon("Adam", 1e-8, "float16", ("w",))], divided=[divided(1e-8)]
     )
     (found,) = optimizer_numerics(evidence)
-    assert (found.level, found.cause) == ("fault", "eps_vanishes")
+    assert (found.level, found.cause) == ("fault", "eps_underflows")
     assert "3 of 64 entries of w" in found.measured
     assert "finite" in found.explains
 
 
 def test_an_eps_that_is_zero_and_did_no_harm_is_advice():
-    assert verdicts(Looked(snap(), zero=[Epsilon("Adam", 1e-8, "float16", ("w",))])) == [("advice", "eps_vanishes")]
+    assert verdicts(Looked(snap(), zero=[Epsilon("Adam", 1e-8, "float16", ("w",))])) == [("advice", "eps_underflows")]
 
 
 def test_an_eps_of_zero_is_a_fault_only_where_it_is_seen():

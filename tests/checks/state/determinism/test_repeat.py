@@ -111,7 +111,9 @@ def evidence(draw):
     return Evidence(make)
 
 
-@pytest.mark.parametrize(("draw", "source"), [(system, "random"), (kept, "kept"), (unordered, "kernel")])
+@pytest.mark.parametrize(
+    ("draw", "source"), [(system, "random"), (kept, "kept"), (unordered, "nondeterministic_kernel")]
+)
 def test_the_source_is_told(draw, source):
     again = evidence(draw).repetition()
     assert again.difference is not None

@@ -48,25 +48,25 @@ def test_a_cut_that_no_operation_explains_says_what_was_ruled_out():
 
 
 def test_no_gradient_and_no_dependence_on_what_never_ran_is_advice():
-    assert found(Given(made(calls_with_grad=0))) == [("unused", "advice", ("body.weight",))]
+    assert found(Given(made(calls_with_grad=0))) == [("parameter_unused", "advice", ("body.weight",))]
 
 
 def test_a_result_thrown_away_is_a_fault_and_one_given_out_is_advice():
-    assert found(Given(made(), touched=["body.weight"])) == [("unused", "fault", ("body.weight",))]
+    assert found(Given(made(), touched=["body.weight"])) == [("parameter_unused", "fault", ("body.weight",))]
     assert found(Given(made(), touched=["body.weight"], exposed=["body.weight"])) == [
-        ("unused", "advice", ("body.weight",))
+        ("parameter_unused", "advice", ("body.weight",))
     ]
 
 
 def test_a_zero_gradient_is_a_fault_only_with_the_operation_that_makes_it():
-    assert found(Given(made(ZERO), cut=cut("flat", "round"))) == [("vanished", "fault", ("body.weight",))]
-    assert found(Given(made(ZERO), cut=cut("dead", "relu"))) == [("dead", "fault", ("body.weight",))]
-    assert found(Given(made(ZERO), depends=["body.weight"])) == [("vanished", "advice", ("body.weight",))]
+    assert found(Given(made(ZERO), cut=cut("flat", "round"))) == [("gradient_vanished", "fault", ("body.weight",))]
+    assert found(Given(made(ZERO), cut=cut("dead", "relu"))) == [("dead_activation", "fault", ("body.weight",))]
+    assert found(Given(made(ZERO), depends=["body.weight"])) == [("gradient_vanished", "advice", ("body.weight",))]
     assert found(Given(made(ZERO))) == []
 
 
 def test_zero_times_zero_is_dead():
-    assert found(Given(made(ZERO), saddle={"body.weight": 0.3})) == [("dead", "fault", ("body.weight",))]
+    assert found(Given(made(ZERO), saddle={"body.weight": 0.3})) == [("dead_activation", "fault", ("body.weight",))]
 
 
 def test_a_loss_at_its_floor_has_nothing_to_teach():

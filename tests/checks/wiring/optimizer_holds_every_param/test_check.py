@@ -23,7 +23,7 @@ def test_a_parameter_that_gets_gradients_and_is_held_is_fine():
 
 def test_a_parameter_that_gets_gradients_and_is_not_held_is_missing():
     made = record(body_and_head(), held=[0], gradients={0: ONE, 1: ONE})
-    assert found(made) == [("missing", "fault", ("head.weight",))]
+    assert found(made) == [("not_in_optimizer", "fault", ("head.weight",))]
 
 
 def test_without_a_gradient_nothing_is_missing():
@@ -50,7 +50,7 @@ def test_a_part_kept_in_eval_mode_is_not_missing():
 def test_a_fixed_model_around_an_optimised_image_is_advice():
     parameters = [parameter(0, "image", role="foreign"), parameter(1, "net.weight")]
     made = record(parameters, held=[0], gradients={0: ONE, 1: ONE})
-    assert found(made) == [("missing", "advice", ("net.weight",))]
+    assert found(made) == [("not_in_optimizer", "advice", ("net.weight",))]
 
 
 def test_new_parameters_beside_left_over_tensors_were_swapped():
