@@ -41,6 +41,9 @@ LIGHT = ("plugin", "api", "explain", "battery", "selection", "knobs", "report", 
 PRIVATE_NAMES = "recording.torch_internals"
 """The only module that names anything of torch which begins with an underscore."""
 
+PRIVATE_BY_PYTHON = frozenset({"_getframe", "_exit", "_fields", "_asdict"})
+"""What ``sys``, ``os`` and named tuples offer to everyone in spite of the underscore."""
+
 FILES = sorted(ROOT.rglob("*.py"))
 IDS = [str(file.relative_to(ROOT)) for file in FILES]
 
@@ -143,6 +146,36 @@ def test_private_names_of_torch_stand_in_one_file(file):
         and ast.unparse(node).startswith("torch.")
     ]
     assert not private, f"{private}: {PRIVATE_NAMES} is the place for them"
+
+
+@every_file
+def test_no_private_name_is_read_that_the_package_does_not_define(file):
+    """``func._schema``, ``optimizer._optimizer_step_pre_hooks``: torch's private names on objects of any name."""
+    if module_of(file) == PRIVATE_NAMES or module_of(file).startswith("adapters."):
+        return
+    tree = parsed(file)
+    of_others = [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and node.attr not in PRIVATE_BY_PYTHON | bound(tree)
+    ]
+    assert not of_others, f"{of_others}: {PRIVATE_NAMES} is the place for what is torch's"
+
+
+def bound(tree: ast.Module) -> set[str]:
+    """The names that a file gives to functions, classes, fields and attributes of ``self``."""
+    names = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    targets = (t for node in ast.walk(tree) for t in _targets(node))
+    return names | {ast.unparse(target).rpartition(".")[2] for target in targets}
+
+
+def _targets(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, ast.Assign):
+        return [part for target in node.targets for part in getattr(target, "elts", [target])]
+    return [node.target] if isinstance(node, (ast.AnnAssign, ast.AugAssign)) else []
 
 
 @every_file

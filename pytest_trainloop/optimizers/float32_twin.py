@@ -19,6 +19,7 @@ from pytest_trainloop.checks.wiring.every_param_moves.bit_equal import growth, s
 from pytest_trainloop.optimizers.lost_updates import Losses, spaced_by_index
 from pytest_trainloop.optimizers.replay import around_steps, kind_of, step
 from pytest_trainloop.optimizers.widened import NoHalves, reached, widen
+from pytest_trainloop.recording.torch_internals import has_step_hooks, is_patched_by_scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -138,10 +139,9 @@ class Races:
 def _unknown(optimizer: Any) -> bool:
     """Whether its steps are not those of torch that are made again entry by entry, and no hooks or wrappers of its own
     do a part of them."""
-    hooks = (getattr(optimizer, f"_optimizer_step_{when}_hooks", True) for when in ("pre", "post"))
     patched = vars(optimizer).get("step")
-    wrapped = patched is None or getattr(patched, "_wrapped_by_lr_sched", False)
-    return kind_of(optimizer) is None and not any(hooks) and wrapped
+    wrapped = patched is None or is_patched_by_scheduler(patched)
+    return kind_of(optimizer) is None and not has_step_hooks(optimizer) and wrapped
 
 
 def _low_among(optimizer: Any, kinds: set[torch.dtype]) -> bool:

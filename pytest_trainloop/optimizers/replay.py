@@ -14,6 +14,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pytest_trainloop.recording.samples import readable
+from pytest_trainloop.recording.torch_internals import has_step_hooks
 from pytest_trainloop.runs.hooks import hooked
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def kind_of(optimizer: Any) -> type[Optimizer] | None:
     """Torch's class whose step this optimizer makes, if it is one that treats each entry by itself: its own class, or
     that of which its class changes no more than the way it is built. None where hooks of its own change what a step
     does, or a gradient scaler works inside of it."""
-    if getattr(optimizer, "_optimizer_step_pre_hooks", True) or getattr(optimizer, "_optimizer_step_post_hooks", True):
+    if has_step_hooks(optimizer):
         return None
     if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
         return None

@@ -10,7 +10,8 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from pytest_trainloop.recording.torch_internals import DispatchMode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 HALVES = (torch.bfloat16, torch.float16)
 
 
-class NoHalves(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class NoHalves(DispatchMode):  # type: ignore[no-untyped-call]
     """Every half-precision dtype that an operation is asked for becomes float32."""
 
     def __torch_dispatch__(

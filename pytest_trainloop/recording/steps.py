@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
 from pytest_trainloop.recording.events import Fact, Read, Step
 from pytest_trainloop.recording.record import Optimizer as Held
 from pytest_trainloop.recording.source import here
+from pytest_trainloop.recording.torch_internals import has_step_pre_hooks, is_initialised
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,7 +105,7 @@ class Optimizers:
                 watch.backward is not None
             )  # inside backward the function mode sees nothing
             step.rates = self._rates(optimizer, step)
-            late = bool(optimizer._optimizer_step_pre_hooks)  # they may yet write gradients: it begins after them
+            late = has_step_pre_hooks(optimizer)  # they may yet write gradients: it begins after them
             if not late:
                 watch.add(step)
             held = list(dict.fromkeys(self.refresh(optimizer))) if watch.full else []
@@ -213,7 +214,7 @@ class Optimizers:
 def unwrap(optimizer: Any) -> Any:
     """The torch optimizer inside a wrapper that carries one as ``optimizer`` (Accelerate, Lightning), else itself."""
     seen = 0
-    while not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    while not isinstance(optimizer, Optimizer) or not is_initialised(optimizer):
         inner = getattr(optimizer, "optimizer", None)
         if inner is None or seen > 5:
             return optimizer

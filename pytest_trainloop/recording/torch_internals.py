@@ -1,19 +1,48 @@
-"""The one place that reaches into torch's private names, each with its test per supported version."""
+"""The one place that reaches into torch's private names, each with its test per supported version.
+
+A name that a docstring gives without versions is the same from torch 2.6 to 2.15.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+__all__ = [
+    "DROPOUT_MODULES",
+    "FILES_OF_MODES",
+    "NORM_MODULES",
+    "DispatchMode",
+    "aliased_arguments",
+    "apply_of",
+    "checkpoint_generators",
+    "default_device",
+    "function_class",
+    "has_step_hooks",
+    "has_step_pre_hooks",
+    "is_functorch",
+    "is_initialised",
+    "is_patched_by_scheduler",
+    "modes_kept",
+    "no_dispatch_modes",
+    "no_torch_function",
+    "on_in_engine",
+    "take_off",
+    "tree_leaves",
+    "tree_map",
+]
 
 
 def is_functorch(tensor: torch.Tensor) -> bool:
@@ -121,6 +150,71 @@ def checkpoint_generators() -> list[tuple[Any, str]]:
     found = ([(module, name) for module in modules if hasattr(module, name)] for name in _GENERATORS)
     return next(filter(None, found), [])
 
+
+def function_class(node: Any) -> Any:
+    """The subclass of ``torch.autograd.Function`` whose backward a graph node runs, None for torch's own nodes.
+
+    Hides ``_forward_cls`` of the node's class.
+    """
+    return getattr(type(node), "_forward_cls", None)
+
+
+@functools.cache
+def aliased_arguments(func: Any) -> tuple[frozenset[int], frozenset[int]]:
+    """Which arguments of an aten overload its result is a view of, and which it writes to.
+
+    Hides ``OpOverload._schema``; no public name gives the aliases.
+    """
+    known = [(i, a.alias_info) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None]
+    written = frozenset(i for i, info in known if info.is_write)
+    return frozenset(i for i, _ in known) - written, written
+
+
+def is_initialised(optimizer: Any) -> bool:
+    """Whether ``Optimizer.__init__`` has run: wrappers that inherit from ``Optimizer`` may leave it out.
+
+    Hides ``_optimizer_step_pre_hooks``, which it sets.
+    """
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
+def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks run before each step. Hides ``_optimizer_step_pre_hooks``."""
+    return bool(optimizer._optimizer_step_pre_hooks)
+
+
+def has_step_hooks(optimizer: Any) -> bool:
+    """Whether hooks run before or after each step, or the optimizer is none of torch's.
+
+    Hides ``_optimizer_step_pre_hooks`` and ``_optimizer_step_post_hooks``.
+    """
+    return any(getattr(optimizer, f"_optimizer_step_{when}_hooks", True) for when in ("pre", "post"))
+
+
+def is_patched_by_scheduler(step: Any) -> bool:
+    """Whether a function in the place of ``optimizer.step`` is the one that a learning rate scheduler puts there.
+
+    Hides ``_wrapped_by_lr_sched``.
+    """
+    return bool(getattr(step, "_wrapped_by_lr_sched", False))
+
+
+DROPOUT_MODULES = torch.nn.modules.dropout._DropoutNd
+"""The base of torch's dropout modules: ``_DropoutNd``."""
+
+NORM_MODULES = torch.nn.modules.batchnorm._NormBase
+"""The base of torch's modules with running statistics, batch and instance norms: ``_NormBase``."""
+
+FILES_OF_MODES = tuple(
+    str(Path("torch", *parts)) for parts in (("overrides.py",), ("_dynamo", "utils.py"), ("utils", "weak.py"))
+)
+"""The ends of torch's files that enter and leave modes or call back from weak references."""
+
+DispatchMode = TorchDispatchMode
+"""The base of modes that see each aten operation: ``TorchDispatchMode`` of ``torch.utils._python_dispatch``.
+
+``tree_map`` and ``tree_leaves`` are here because ``torch.utils._pytree`` has no public twin in torch 2.6.
+"""
 
 no_torch_function = torch._C.DisableTorchFunction
 """A context in which torch calls no function mode and no ``__torch_function__``: the user's do not see our calls."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from pytest_trainloop.recording.events import ModeCall
 from pytest_trainloop.recording.source import here
+from pytest_trainloop.recording.torch_internals import DROPOUT_MODULES, NORM_MODULES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,9 +55,9 @@ class Modes:
 
 def acts_by_mode(module: nn.Module) -> bool:
     """Whether a module does other things in training mode than in evaluation mode."""
-    if isinstance(module, nn.modules.dropout._DropoutNd):
+    if isinstance(module, DROPOUT_MODULES):
         return bool(module.p > 0)
-    if isinstance(module, nn.modules.batchnorm._NormBase):
+    if isinstance(module, NORM_MODULES):
         return bool(module.track_running_stats)
     if isinstance(module, nn.RNNBase):
         return bool(module.dropout > 0 and module.num_layers > 1)

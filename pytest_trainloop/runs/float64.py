@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from pytest_trainloop import nested
 from pytest_trainloop.recording.patches import Taps
+from pytest_trainloop.recording.torch_internals import DispatchMode, aliased_arguments, tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -33,7 +32,7 @@ _WIDER = {
 }
 
 
-class _Promote(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Promote(DispatchMode):  # type: ignore[no-untyped-call]
     """Every floating dtype that an operation is asked for becomes float64, and so does every lower operand of one that
     makes a tensor of its own. ``lower`` names the first operations that gave a lower precision all the same."""
 
@@ -49,7 +48,7 @@ class _Promote(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         args = tuple(map(_wide_dtype, args))
         kwargs = {name: _wide_dtype(value) for name, value in (kwargs or {}).items()}
-        aliased, written = _aliases(func)
+        aliased, written = aliased_arguments(func)
         if func is torch.ops.aten.copy_.default:
             return func(*args, **kwargs)  # it converts by itself
         if _lower_among(args) and (not aliased or _mixed(args)):
@@ -65,14 +64,6 @@ class _Promote(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 MOST = 8
 """Operations that are named at most."""
-
-
-@functools.cache
-def _aliases(func: Any) -> tuple[frozenset[int], frozenset[int]]:
-    """Which arguments the result is a view of, and which are written to."""
-    known = [(i, a.alias_info) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None]
-    written = frozenset(i for i, info in known if info.is_write)
-    return frozenset(i for i, _ in known) - written, written
 
 
 def _wide_dtype(value: Any) -> Any:

@@ -9,11 +9,11 @@ import signal
 import sys
 import threading
 import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.paths import PACKAGE
+from pytest_trainloop.recording.torch_internals import FILES_OF_MODES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,10 +28,7 @@ PRESS = 0.01
 DELICATE = 50
 """Times that a stop waits because hooks, torch's modes or finalizers are at work."""
 
-_DELICATE = (
-    *("contextlib.py", "_weakrefset.py", "weakref.py", str(Path("torch") / "overrides.py")),
-    *(str(Path("torch") / "_dynamo" / "utils.py"), str(Path("torch") / "utils" / "weak.py")),
-)
+_DELICATE = ("contextlib.py", "_weakrefset.py", "weakref.py", *FILES_OF_MODES)
 """Where hooks, modes and callbacks of weak references run: what such a callback raises, Python prints and goes on."""
 
 

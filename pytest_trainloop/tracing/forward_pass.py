@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from pytest_trainloop.checks.learning.swapped_rows import takes_data
 from pytest_trainloop.gradients.dependence import moved_a_little
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_functions import LOSSES
+from pytest_trainloop.recording.torch_internals import tree_map
 from pytest_trainloop.runs.checkpoint_bypass import switched, without
 from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.runs.no_randomness import Still

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_map
 
+from pytest_trainloop.recording.torch_internals import tree_map
 from pytest_trainloop.tracing.forward_pass import axis_of
 from pytest_trainloop.tracing.provenance_queries import constant
 

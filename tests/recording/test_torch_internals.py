@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from pytest_trainloop.recording.torch_internals import is_functorch, modes_kept, take_off
+from pytest_trainloop.recording.torch_internals import (
+    DROPOUT_MODULES,
+    FILES_OF_MODES,
+    NORM_MODULES,
+    aliased_arguments,
+    function_class,
+    has_step_hooks,
+    has_step_pre_hooks,
+    is_functorch,
+    is_initialised,
+    is_patched_by_scheduler,
+    modes_kept,
+    take_off,
+)
 
 
 class Mode(TorchFunctionMode):
@@ -108,3 +124,67 @@ def test_modes_of_ours_that_are_left_on_are_taken_off():
         assert _get_current_function_mode_stack() == [outer, theirs]
         assert take_off(theirs)
     assert _get_current_function_mode_stack() == []
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(_context, x):
+        return x * 2
+
+    @staticmethod
+    def backward(_context, gradient):
+        return gradient * 2
+
+
+def test_the_function_behind_a_node():
+    x = torch.ones(1, requires_grad=True)
+    assert function_class(Doubled.apply(x).grad_fn) is Doubled
+    assert function_class((x * 2).grad_fn) is None
+    assert function_class(None) is None
+
+
+@pytest.mark.parametrize(
+    ("func", "viewed", "written"),
+    [
+        (torch.ops.aten.add.Tensor, set(), set()),
+        (torch.ops.aten.add_.Tensor, set(), {0}),
+        (torch.ops.aten.view.default, {0}, set()),
+    ],
+    ids=str,
+)
+def test_what_an_overload_views_and_writes(func, viewed, written):
+    assert aliased_arguments(func) == (viewed, written)
+
+
+def test_hooks_of_an_optimizer():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert is_initialised(optimizer)
+    assert not has_step_hooks(optimizer)
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert has_step_hooks(optimizer)
+    assert not has_step_pre_hooks(optimizer)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    assert has_step_pre_hooks(optimizer)
+
+
+def test_what_is_no_optimizer_of_torch():
+    assert not is_initialised(torch.optim.SGD.__new__(torch.optim.SGD))
+    assert has_step_hooks(object())
+
+
+def test_a_step_that_a_scheduler_has_patched():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert not is_patched_by_scheduler(optimizer.step)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert is_patched_by_scheduler(vars(optimizer)["step"])
+
+
+def test_the_bases_of_modules():
+    assert all(issubclass(kind, DROPOUT_MODULES) for kind in (nn.Dropout, nn.Dropout3d, nn.FeatureAlphaDropout))
+    assert all(issubclass(kind, NORM_MODULES) for kind in (nn.BatchNorm1d, nn.SyncBatchNorm, nn.LazyInstanceNorm2d))
+    assert not issubclass(nn.LayerNorm, NORM_MODULES)
+
+
+@pytest.mark.parametrize("file", FILES_OF_MODES)
+def test_the_files_of_modes(file):
+    assert (Path(torch.__file__).parents[1] / file).is_file()

@@ -6,12 +6,11 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.losses.calls import Answer, Caller, Refused
 from pytest_trainloop.losses.search import Seen
+from pytest_trainloop.recording.torch_internals import DispatchMode, tree_leaves
 from pytest_trainloop.strategies.loss_cases import Inputs, inputs_of
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ three products, two sums) makes eight in a row; a function of the math library i
 _DRAWS = ("rand", "normal_", "uniform_", "bernoulli", "exponential_", "multinomial", "dropout")
 
 
-class Magnitudes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Magnitudes(DispatchMode):  # type: ignore[no-untyped-call]
     """How many roundings lie on the way to the result, at most, and the largest number on it.
 
     A kernel that makes an entry of entries has ``KERNEL`` of them, and one that adds entries up one for each that goes

@@ -10,11 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from pytest_trainloop.checks.numerics.precision_parity.replay import PRODUCTS, name_of
-from pytest_trainloop.recording.torch_internals import no_dispatch_modes
+from pytest_trainloop.recording.torch_internals import DispatchMode, no_dispatch_modes, tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,7 +24,7 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-class Rounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Rounded(DispatchMode):  # type: ignore[no-untyped-call]
     """``low`` says of each product in turn whether it was made in low precision, where that is known to fit."""
 
     def __init__(self, dtype: torch.dtype, low: Sequence[tuple[str, bool]], *, noise: int | None = None) -> None:

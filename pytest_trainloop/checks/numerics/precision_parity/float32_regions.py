@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from pytest_trainloop.checks.numerics.precision_parity.replay import LOW
 from pytest_trainloop.recording.patches import tapped
 from pytest_trainloop.recording.source import here
-from pytest_trainloop.recording.torch_internals import apply_of
+from pytest_trainloop.recording.torch_internals import apply_of, tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

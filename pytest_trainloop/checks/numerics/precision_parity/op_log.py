@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop.recording.patches import tapped
 from pytest_trainloop.recording.source import NOWHERE, here, place_of
-from pytest_trainloop.recording.torch_internals import apply_of, no_dispatch_modes
+from pytest_trainloop.recording.torch_internals import apply_of, function_class, no_dispatch_modes
 from pytest_trainloop.tracing.arguments import floats, in_place
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class _Writing(TorchFunctionMode):
         """Tensors that a Function of the project's made unseen: ``f = MyFunction.apply`` passes no mode and no tap."""
         for tensor in given:
             node: Any = tensor.grad_fn
-            function = getattr(type(node), "_forward_cls", None)
+            function = function_class(node)
             if function is None or node in self._nodes:
                 continue
             if function.__module__.startswith("torch."):

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from pytest_trainloop.recording.torch_internals import DispatchMode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,7 +36,7 @@ PRODUCTS = frozenset(
 
 def name_of(func: Any) -> str:
     """``mm_`` for ``aten.mm_.default``."""
-    return str(func._schema.name).rpartition("::")[2]
+    return str(func.overloadpacket.__name__)
 
 
 @dataclass(slots=True)
@@ -50,7 +51,7 @@ class Tape:
     closed: bool = False
 
 
-class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recording(DispatchMode):  # type: ignore[no-untyped-call]
     """Fills a tape."""
 
     def __init__(self, tape: Tape) -> None:
@@ -79,7 +80,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tape.picks.append((name, given[-1].detach().clone()))
 
 
-class Replaying(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Replaying(DispatchMode):  # type: ignore[no-untyped-call]
     """Gives what a tape holds in place of what is drawn and, on wish, picked. ``apart`` says where the run asked for
     something else than the tape holds; ``picked_otherwise`` tells that it would have picked otherwise."""
 

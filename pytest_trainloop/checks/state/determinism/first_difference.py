@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop import nested
 from pytest_trainloop.recording.source import here
+from pytest_trainloop.recording.torch_internals import no_torch_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -84,7 +85,7 @@ class Journal(TorchFunctionMode):
 
 def _fingerprint(value: Any) -> tuple[object, ...]:
     """Shapes and sums of tensors, and plain numbers as they are: enough to see a difference."""
-    with torch.no_grad(), torch._C.DisableTorchFunction():
+    with torch.no_grad(), no_torch_function():
         found: list[object] = [_sums(t) for t in nested.tensors(value)]
     return (*found, *_numbers(value))
 

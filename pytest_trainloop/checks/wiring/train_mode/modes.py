@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pytest_trainloop.gradients.dependence import difference
 from pytest_trainloop.recording.events import Backward, Forward, ModeCall
+from pytest_trainloop.recording.torch_internals import NORM_MODULES
 from pytest_trainloop.records.gradient_ledger import keep
 from pytest_trainloop.runs.hooks import hooked
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.run import RunPlan
-
-NORMS = (nn.modules.batchnorm._NormBase,)
 
 Cause = Literal["trained_in_eval", "eval_left_on"]
 
@@ -158,7 +157,7 @@ class Kinds:
 
     def __call__(self, watch: Watch) -> None:
         for path, module in watch.book.named_modules():
-            if isinstance(module, NORMS):
+            if isinstance(module, NORM_MODULES):
                 self.norms.add(watch.book.path_of(module))
             if type(module).train is not nn.Module.train and not type(module).__module__.startswith("torch."):
                 self.own_train.add(path)
