@@ -16,8 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.runs.run import RunPlan, run
-from tests.loops.faults import PAIRS
-from tests.loops.odd import ODD
+from tests.loops.corpus import ODD, PAIRS
 
 if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Record

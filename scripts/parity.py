@@ -26,8 +26,7 @@ from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.evidence import Evidence
 from pytest_trainloop.runs.run import fit_of
-from tests.loops.faults import PAIRS
-from tests.loops.odd import ODD
+from tests.loops.corpus import ODD, PAIRS
 
 RIGHT = {
     "GPT": "mixed_gpt",

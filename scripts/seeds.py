@@ -14,8 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pytest_trainloop.api import check_loop
-from tests.loops.faults import PAIRS
-from tests.loops.odd import ODD
+from tests.loops.corpus import ODD, PAIRS
 
 LOOPS = {
     "a language model": PAIRS["epoch_schedule_stepped_per_batch"].fixed,

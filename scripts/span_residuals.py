@@ -18,8 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from pytest_trainloop.checks.batch.accumulation_equivalence.check import OUTSIDE
 from pytest_trainloop.errors import CannotDecide, TrainLoopError
 from pytest_trainloop.runs.evidence import Evidence
-from tests.loops.faults import PAIRS
-from tests.loops.odd import ODD
+from tests.loops.corpus import ODD, PAIRS
 
 
 def residuals(evidence: Evidence) -> dict[int, float]:

@@ -35,11 +35,10 @@ TIMEOUT = 600.0
 
 def subjects() -> Iterator[tuple[str, Callable[[], Report]]]:
     """Every loop and loss of the corpora by a name of its own, with the battery on it."""
-    from tests.loops.faults import PAIRS
-    from tests.loops.odd import ODD
-    from tests.losses import ODD as ODD_LOSSES
-    from tests.losses import PAIRS as LOSS_PAIRS
-    from tests.losses.modules import MODULES
+    from tests.loops.corpus import ODD, PAIRS
+    from tests.losses.corpus import MODULES
+    from tests.losses.corpus import ODD as ODD_LOSSES
+    from tests.losses.corpus import PAIRS as LOSS_PAIRS
 
     loops = {f"odd:{name}": loop.make for name, loop in ODD.items()}
     losses = {f"odd loss:{name}": loss for name, loss in {**ODD_LOSSES, **MODULES}.items()}

@@ -20,9 +20,9 @@ from pytest_trainloop import LossContract, TrainLoop, registry
 from pytest_trainloop.api import check_loop, check_loss
 from pytest_trainloop.finding import Finding, Result
 from pytest_trainloop.registry import FAMILIES, Check
-from tests.loops.faults import PAIRS, Pair
-from tests.losses import PAIRS as LOSS_PAIRS
-from tests.losses import LossPair
+from tests.loops.corpus import PAIRS, Pair
+from tests.losses.corpus import PAIRS as LOSS_PAIRS
+from tests.losses.corpus import LossPair
 
 HEADINGS = ["What it does", "Why is this bad?", "How it decides", "Faulty", "Fixed", "Known limits", "References"]
 CHECKS = {name: check for name, check in registry.registered().items() if check.family != "project"}

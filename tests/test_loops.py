@@ -11,8 +11,7 @@ import pytest
 
 from pytest_trainloop import registry
 from pytest_trainloop.api import check_loop
-from tests.loops.faults import PAIRS
-from tests.loops.odd import ODD
+from tests.loops.corpus import ODD, PAIRS
 
 SEEDS = 3
 """Seeds over which the odd loops are spread, each under one of them (scripts/seeds.py runs more)."""

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from pytest_trainloop import LossContract, check_loss
-from tests.losses import ODD, PAIRS
-from tests.losses.modules import MODULES
+from tests.losses.corpus import MODULES, ODD, PAIRS
 
 FEW = hypothesis.settings(max_examples=5)
 SOME = hypothesis.settings(max_examples=12)

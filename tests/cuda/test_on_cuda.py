@@ -11,7 +11,7 @@ from pytest_trainloop.api import check_loop
 from pytest_trainloop.recording.watch import Watch
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.run import fit_of
-from tests.loops.odd import ODD
+from tests.loops.corpus import ODD
 
 pytestmark = pytest.mark.trainloop_cuda
 

@@ -1,1 +1,1 @@
-"""Training loops that the tests share."""
+"""What the corpora of training loops are made of; ``corpus`` finds all of them."""

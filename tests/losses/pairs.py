@@ -1,15 +1,50 @@
-"""Losses with one fault each, beside their repaired twins, by the check and cause that must be named."""
+"""A pair: one loss twice, once with a fault and once repaired."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from pathlib import Path
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from ._pair import PAIRS, LossPair
+from pytest_trainloop import LossContract
 
-for _found in pkgutil.iter_modules([str(Path(__file__).parent)]):
-    if _found.name.startswith("faults_"):
-        importlib.import_module(f"tests.losses.{_found.name}")
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-__all__ = ["PAIRS", "LossPair"]
+
+@dataclass(frozen=True, slots=True)
+class LossPair:
+    """``faulty`` must fail ``check`` with ``cause``; ``fixed`` must pass every property and not name it."""
+
+    name: str
+    check: str
+    cause: str
+    faulty: LossContract
+    fixed: LossContract
+    level: Literal["fault", "advice"]
+
+
+PAIRS: dict[str, LossPair] = {}
+
+
+def pair(
+    check: str,
+    cause: str,
+    faulty: Callable[..., Any],
+    fixed: Callable[..., Any],
+    *,
+    level: Literal["fault", "advice"] = "fault",
+    fixed_contract: dict[str, Any] | None = None,
+    **contract: Any,
+) -> None:
+    """Register one pair; the contract is that of both, but for what ``fixed_contract`` changes."""
+    name = f"{cause}-{getattr(faulty, '__name__', type(faulty).__name__)}"
+    if name in PAIRS:
+        raise ValueError(f"two pairs are named {name!r}")
+    PAIRS[name] = LossPair(
+        name,
+        check,
+        cause,
+        LossContract(criterion=faulty, **contract),
+        LossContract(criterion=fixed, **{**contract, **(fixed_contract or {})}),
+        level,
+    )

@@ -1,0 +1,196 @@
+"""Padding that counts, and labels against the inputs of a causal model."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import Padding, TrainLoop
+from tests.loops import data
+from tests.loops.nets import GPT, CharLSTM
+from tests.loops.pairs import pair
+
+PAD = 0
+
+
+def train(optimizer, batches, loss_of):
+    for batch in batches:
+        optimizer.zero_grad()
+        loss_of(batch).backward()
+        optimizer.step()
+
+
+def loop(model, batch, loss_of, **fields):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batch=batch,
+        fit=lambda b: train(optimizer, b, lambda x: loss_of(model, x)),
+        **fields,
+    )
+
+
+def sentences(rows=6, length=12):
+    """Ids from 1 to 15, padded on the right, and a tag for each token."""
+    ids, _ = data.tokens(rows=rows, length=length, vocab=15)
+    ids = ids + 1
+    lengths = torch.tensor([length - 2 * (n % 4) for n in range(rows)])
+    mask = (torch.arange(length)[None] < lengths[:, None]).long()
+    return {"input_ids": ids * mask, "attention_mask": mask, "labels": (ids % 5) * mask, "lengths": lengths}
+
+
+class Tagger(CharLSTM):
+    def __init__(self, padding_idx=None):
+        super().__init__()
+        self.embed = nn.Embedding(16, 24, padding_idx=padding_idx)
+        self.head = nn.Linear(24, 5)
+
+
+def tagging(labels_of, keys, padding_idx=None, **kwargs):
+    def make():
+        batch = sentences()
+        batch = {key: batch[key] for key in ("input_ids", "labels", *keys)}
+
+        def loss_of(model, batch):
+            scores = model(batch["input_ids"])
+            return F.cross_entropy(scores.flatten(0, 1), labels_of(batch).flatten(), **kwargs)
+
+        return loop(Tagger(padding_idx), batch, loss_of)
+
+    return make
+
+
+def ignoring(batch):
+    return batch["labels"].masked_fill(batch["input_ids"] == PAD, -100)
+
+
+def as_they_are(batch):
+    return batch["labels"]
+
+
+for title, keys, index in (
+    ("attention_mask", ("attention_mask",), None),
+    ("lengths", ("lengths",), None),
+    ("padding_idx", (), PAD),
+):
+    pair(
+        f"padded_tags_count_known_by_{title}",
+        "loss_contract",
+        "padding_counted",
+        culprits=("ignore_index=-100",),
+        mentions=("are padding", "without"),
+        where="return F.cross_entropy(scores.flatten(0, 1), labels_of(batch).flatten(), **kwargs)",
+        faulty=tagging(as_they_are, keys, index),
+        fixed=tagging(ignoring, keys, index),
+    )
+pair(
+    "another_label_is_ignored_than_that_of_padding",
+    "loss_contract",
+    "ignore_index_mismatch",
+    mentions=("ignore_index is -1", "labelled 0"),
+    faulty=tagging(as_they_are, ("attention_mask",), ignore_index=-1),
+    fixed=tagging(
+        lambda b: b["labels"].masked_fill(b["attention_mask"] == 0, -1), ("attention_mask",), ignore_index=-1
+    ),
+)
+
+
+# A language model that learns to say padding after padding; the mean is taken by hand.
+
+
+def language(loss_of, **fields):
+    def make():
+        ids = torch.cat([sentences()["input_ids"], torch.zeros(6, 1, dtype=torch.long)], 1)
+        return loop(GPT(), {"ids": ids}, lambda model, batch: loss_of(model, batch["ids"]), **fields)
+
+    return make
+
+
+def mean_of_all(model, ids):
+    scores, labels = model(ids[:, :-1]), ids[:, 1:]
+    return F.cross_entropy(scores.transpose(1, 2), labels, reduction="none").mean()
+
+
+def mean_of_tokens(model, ids):
+    scores, labels = model(ids[:, :-1]), ids[:, 1:]
+    kept = (labels != PAD).to(scores.dtype)
+    return (F.cross_entropy(scores.transpose(1, 2), labels, reduction="none") * kept).sum() / kept.sum()
+
+
+pair(
+    "mean_over_padding_as_declared",
+    "loss_contract",
+    "padding_counted",
+    faulty=language(mean_of_all, padding=Padding(pad_id=PAD)),
+    fixed=language(mean_of_tokens, padding=Padding(pad_id=PAD)),
+)
+
+
+# The data set shifts the labels, and the model does it again.
+
+
+class ForCausalLM(nn.Module):
+    def __init__(self, shifts):
+        super().__init__()
+        self.lm = GPT(length=16)
+        self.shifts = shifts
+
+    def forward(self, input_ids, labels):
+        scores = self.lm(input_ids)
+        if self.shifts:
+            scores, labels = scores[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
+        return {"loss": F.cross_entropy(scores.view(-1, scores.size(-1)), labels.view(-1)), "logits": scores}
+
+
+def causal(shifts, shifted):
+    def make():
+        inputs, following = data.tokens(rows=6, length=16)
+        labels = following if shifted else inputs.clone()
+        batch = {"input_ids": inputs, "labels": labels}
+        return loop(ForCausalLM(shifts), batch, lambda model, batch: model(**batch)["loss"])
+
+    return make
+
+
+pair(
+    "labels_shifted_by_the_data_and_by_the_model",
+    "loss_contract",
+    "shifted_twice",
+    culprits=("labels",),
+    mentions=("two on",),
+    where='return {"loss": F.cross_entropy(',
+    faulty=causal(shifts=True, shifted=True),
+    fixed=causal(shifts=True, shifted=False),
+)
+pair(
+    "labels_shifted_by_nobody",
+    "loss_contract",
+    "not_shifted",
+    mentions=("asked for the token that it is given",),
+    faulty=causal(shifts=False, shifted=False),
+    fixed=causal(shifts=False, shifted=True),
+)
+
+
+def recurrent(labels_of):
+    def make():
+        inputs, following = data.tokens(rows=6)
+
+        def loss_of(model, batch):
+            return F.cross_entropy(model(batch[0]).transpose(1, 2), labels_of(*batch))
+
+        return loop(CharLSTM(), (inputs, following), loss_of)
+
+    return make
+
+
+pair(
+    "labels_of_the_token_before",
+    "loss_contract",
+    "not_shifted",
+    mentions=("the wrong way",),
+    faulty=recurrent(lambda ids, _next: ids.roll(1, 1).index_fill(1, torch.tensor([0]), -100)),
+    fixed=recurrent(lambda _ids, following: following),
+)

@@ -1,0 +1,208 @@
+"""Regression, likelihoods and CTC: shapes that are broadcast, variances, rates, alignments."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops import data
+from tests.loops.nets import mlp
+from tests.loops.pairs import pair
+
+
+def train(optimizer, batches, loss_of):
+    for batch in batches:
+        optimizer.zero_grad()
+        loss_of(batch).backward()
+        optimizer.step()
+
+
+def loop(model, batch, loss_of):
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    return TrainLoop(
+        model=model, optimizer=optimizer, batch=batch, fit=lambda b: train(optimizer, b, lambda x: loss_of(model, x))
+    )
+
+
+# A column of outputs against a row of targets.
+
+
+def regression(loss, squeeze=False):
+    def make():
+        features, targets = data.table()
+
+        def loss_of(model, batch):
+            output = model(batch["x"])
+            return loss(output.squeeze(-1) if squeeze else output, batch["y"])
+
+        return loop(mlp(6, 32, 1), {"x": features, "y": targets.squeeze(-1)}, loss_of)
+
+    return make
+
+
+def squared(output, target):
+    return ((output - target) ** 2).mean()
+
+
+def absolute(output, target):
+    return torch.abs(target - output).sum() / len(target)
+
+
+def log_cosh(output, target):
+    return torch.log(torch.cosh(output.view_as(target) - target)).mean()
+
+
+for title, criterion in (
+    ("mse_loss", F.mse_loss),
+    ("l1_loss", nn.L1Loss()),
+    ("smooth_l1_loss", F.smooth_l1_loss),
+    ("huber_loss", nn.HuberLoss(delta=0.5)),
+    ("squares", squared),
+    ("absolute_values", absolute),
+):
+    pair(
+        f"column_against_row_in_{title}",
+        "loss_contract",
+        "broadcast",
+        mentions=("(16, 1)", "(16,)", "256"),
+        faulty=regression(criterion),
+        fixed=regression(criterion, squeeze=True),
+    )
+
+
+# Means and variances.
+
+
+def gaussian(variance_of):
+    def make():
+        def loss_of(model, batch):
+            mean, spread = model(batch[0]).chunk(2, dim=-1)
+            return F.gaussian_nll_loss(mean, batch[1], variance_of(spread))
+
+        model = mlp(6, 32, 2)
+        nn.init.constant_(model[-1].bias, 1.5)
+        return loop(model, data.table(), loss_of)
+
+    return make
+
+
+pair(
+    "log_variance_for_variance",
+    "loss_contract",
+    "log_variance",
+    where="return F.gaussian_nll_loss(mean, batch[1], variance_of(spread))",
+    faulty=gaussian(lambda spread: spread),
+    fixed=gaussian(lambda spread: spread.exp()),
+)
+
+
+# Counts and rates.
+
+
+def counts(prepare, **kwargs):
+    def make():
+        features, values = data.table()
+        targets = (values.exp() + 0.5).floor()
+
+        def loss_of(model, batch):
+            return F.poisson_nll_loss(prepare(model(batch[0])), batch[1], **kwargs)
+
+        return loop(mlp(6, 32, 1), (features, targets), loss_of)
+
+    return make
+
+
+pair(
+    "rates_where_their_logarithm_is_taken",
+    "loss_contract",
+    "rate_scale",
+    mentions=("log_input is True",),
+    faulty=counts(torch.exp),
+    fixed=counts(lambda s: s),
+)
+pair(
+    "scores_where_rates_are_taken",
+    "loss_contract",
+    "rate_scale",
+    mentions=("log_input=False",),
+    faulty=counts(lambda s: s, log_input=False, full=False, eps=10.0),
+    fixed=counts(F.softplus, log_input=False),
+)
+
+
+# Recognition by CTC.
+
+
+class Recogniser(nn.Module):
+    def __init__(self, labels: int = 6) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(4, 32, batch_first=True)
+        self.head = nn.Linear(32, labels)
+
+    def forward(self, frames):
+        return self.head(self.rnn(frames)[0])
+
+
+def spoken(rows=6, frames=20, length=5):
+    generator = torch.Generator().manual_seed(5)
+    labels = torch.randint(1, 6, (rows, length), generator=generator)
+    lengths = torch.tensor([length - n % 3 for n in range(rows)])
+    for row, count in enumerate(lengths):
+        labels[row, count:] = 0
+    waves = torch.randn(6, 4, generator=generator)[labels].repeat_interleave(frames // length, 1)
+    return {
+        "frames": waves,
+        "labels": labels,
+        "frame_lengths": torch.full((rows,), frames),
+        "label_lengths": lengths,
+    }
+
+
+def recognition(prepare=lambda s: F.log_softmax(s, -1).transpose(0, 1), change=lambda batch: batch):
+    def make():
+        def loss_of(model, batch):
+            batch = change(dict(batch))
+            logp = prepare(model(batch["frames"]))
+            return F.ctc_loss(logp, batch["labels"], batch["frame_lengths"], batch["label_lengths"], zero_infinity=True)
+
+        return loop(Recogniser(), spoken(), loss_of)
+
+    return make
+
+
+def ctc_pair(name, cause, *, mentions=(), **faulty):
+    pair(
+        name,
+        "loss_contract",
+        cause,
+        mentions=mentions,
+        where="return F.ctc_loss(" if cause != "wrong_axis" else None,
+        faulty=recognition(**faulty),
+        fixed=recognition(),
+    )
+
+
+ctc_pair("scores_into_ctc", "logits_as_log_probabilities", prepare=lambda s: s.transpose(0, 1))
+ctc_pair(
+    "probabilities_into_ctc", "probabilities_as_log_probabilities", prepare=lambda s: s.softmax(-1).transpose(0, 1)
+)
+ctc_pair(
+    "ctc_normalised_over_time",
+    "wrong_axis",
+    prepare=lambda s: F.log_softmax(s.transpose(0, 1), 0),
+    mentions=("axis 0",),
+)
+ctc_pair(
+    "blank_among_the_labels",
+    "blank_in_targets",
+    change=lambda b: b | {"label_lengths": torch.full_like(b["label_lengths"], 5)},
+    mentions=("which is the blank",),
+)
+ctc_pair(
+    "frames_counted_after_too_much_pooling",
+    "alignment_impossible",
+    change=lambda b: b | {"frame_lengths": b["frame_lengths"] // 8},
+    mentions=("no alignment exists",),
+)

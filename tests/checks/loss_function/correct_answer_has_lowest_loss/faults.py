@@ -1,0 +1,157 @@
+"""Losses whose cheapest answer is not the right one, and losses that take any target."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tests.losses.pairs import pair
+
+CHECK = "correct_answer_has_lowest_loss"
+CLASSES = {"expects": "logits", "num_classes": 4}
+
+
+def minus_lost(logits, target):
+    return logits.log_softmax(1)[torch.arange(len(logits)), target].mean()
+
+
+def negative_log_likelihood(logits, target):
+    return F.nll_loss(logits.log_softmax(1), target)
+
+
+pair(CHECK, "reversed", minus_lost, negative_log_likelihood, **CLASSES)
+
+
+def similarity_as_loss(a, b):
+    return F.cosine_similarity(a, b).mean()
+
+
+def dissimilarity(a, b):
+    return 1 - F.cosine_similarity(a, b).mean()
+
+
+pair(CHECK, "reversed", similarity_as_loss, dissimilarity, expects="embeddings", target="pair")
+
+
+def dice_coefficient(p, target):
+    return (2 * (p * target).sum() + 1) / (p.sum() + target.sum() + 1)
+
+
+def dice_loss(p, target):
+    return 1 - dice_coefficient(p, target)
+
+
+pair(CHECK, "reversed", dice_coefficient, dice_loss, expects="probabilities", target="binary", shape=(3, 3))
+
+
+def negative_squares(output, target):
+    return -F.mse_loss(output, target)
+
+
+pair(CHECK, "reversed", negative_squares, F.mse_loss, expects="values", target="value")
+
+
+def labels_from_one(logits, target):
+    return F.cross_entropy(logits, (target - 1) % 4)
+
+
+pair(CHECK, "other_class", labels_from_one, F.cross_entropy, **CLASSES)
+
+
+def predicted_class(logits, target):
+    return F.cross_entropy(logits, logits.argmax(1))
+
+
+pair(CHECK, "target_unused", predicted_class, F.cross_entropy, **CLASSES)
+
+
+def size_only(output, target):
+    return output.square().mean()
+
+
+pair(CHECK, "target_unused", size_only, F.mse_loss, expects="values", target="value")
+
+
+def column_against_row(output, target):
+    return (output - target).square().mean()
+
+
+def row_against_row(output, target):
+    return (output.squeeze(1) - target).square().mean()
+
+
+pair(CHECK, "rows_not_matched", column_against_row, row_against_row, expects="values", target="value", num_outputs=1)
+
+
+def huber(output, target):
+    away = (output - target).abs()
+    return torch.where(away < 1, 0.5 * away**2, away - 0.5).mean()
+
+
+def huber_checked(output, target):
+    if output.shape != target.shape:
+        raise ValueError(f"output {tuple(output.shape)} against target {tuple(target.shape)}")
+    return huber(output, target)
+
+
+def binary_by_hand(logits, target):
+    return (F.softplus(logits) - logits * target).mean()
+
+
+def binary_checked(logits, target):
+    if logits.shape != target.shape:
+        raise ValueError(f"logits {tuple(logits.shape)} against target {tuple(target.shape)}")
+    return binary_by_hand(logits, target)
+
+
+TARGETS = "invalid_target_raises"
+pair(TARGETS, "broadcasts", huber, huber_checked, level="advice", expects="values", target="value")
+pair(TARGETS, "broadcasts", binary_by_hand, binary_checked, level="advice", expects="logits", target="binary")
+
+
+def gathers_what_there_is(logits, target):
+    return -logits.log_softmax(1).gather(1, target[:, None]).mean()
+
+
+def wraps_round(logits, target):
+    return -logits.log_softmax(1)[torch.arange(len(logits)), target].mean()
+
+
+def one_hot_by_comparison(logits, target):
+    if len(logits) != len(target) or not 0 <= target.min() <= target.max() < 4:
+        raise ValueError("classes from 0 to 3 are needed, one for each row")
+    hot = target[:, None] == torch.arange(logits.shape[1])
+    return -(hot * logits.log_softmax(1)).sum(1).mean()
+
+
+def one_hot_checked(logits, target):
+    if target.dtype != torch.long:
+        raise ValueError("class indices are needed")
+    return one_hot_by_comparison(logits, target)
+
+
+pair(TARGETS, "rows_unchecked", gathers_what_there_is, F.cross_entropy, level="advice", **CLASSES)
+pair(TARGETS, "range_unchecked", wraps_round, F.cross_entropy, level="advice", **CLASSES)
+pair(TARGETS, "dtype_unchecked", one_hot_by_comparison, one_hot_checked, level="advice", **CLASSES)
+
+
+def every_pair(output, target):
+    return ((output[:, None] - target[None]) ** 2).mean()
+
+
+def each_with_its_own(output, target):
+    return F.mse_loss(output, target)
+
+
+pair(CHECK, "rows_not_matched", every_pair, each_with_its_own, expects="values", target="value")
+
+
+def first_view_with_itself(a, b):
+    return (1 - F.cosine_similarity(a, a.roll(1, 0))).mean()
+
+
+def first_view_with_second(a, b):
+    return (1 - F.cosine_similarity(a, b)).mean()
+
+
+pair(CHECK, "target_unused", first_view_with_itself, first_view_with_second, expects="embeddings", target="pair")

@@ -1,0 +1,210 @@
+"""The numbers of torch's own optimizers: eps that is 0 where it is added, betas the wrong way round, variants."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops import data
+from tests.loops.nets import GPT, AutoEncoder, lm_loss, mlp
+from tests.loops.pairs import pair
+
+# Float16 weights under Adam with its default eps: small gradients have no second moment.
+
+
+def regression(dtype):
+    def make():
+        model = mlp(6, 32, 32, 1).to(dtype)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+
+        def fit(batches):
+            for x, y in batches:
+                loss = F.mse_loss(model(x.to(dtype)).float(), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
+
+    return make
+
+
+pair(
+    "default_eps_in_float16",
+    "optimizer_numerics",
+    "eps_underflows",
+    mentions=("1e-08", "float16"),
+    where="optimizer.step()",
+    faulty=regression(torch.float16),
+    fixed=regression(torch.float32),
+)
+
+
+# The second moment of Adam is kept in float16 to save memory, by hand; the weights stay in float32.
+
+
+def shrink(optimizer, dtype):
+    for state in optimizer.state.values():
+        state["exp_avg_sq"] = state["exp_avg_sq"].to(dtype)
+
+
+def shrunken(dtype):
+    def make():
+        model = AutoEncoder()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
+
+        def fit(batches):
+            for x, _ in batches:
+                optimizer.zero_grad(set_to_none=True)
+                F.mse_loss(model(x), x).backward()
+                optimizer.step()
+                shrink(optimizer, dtype)
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
+
+    return make
+
+
+pair(
+    "state_kept_in_float16",
+    "optimizer_numerics",
+    "eps_underflows",
+    mentions=("float16",),
+    faulty=shrunken(torch.float16),
+    fixed=shrunken(torch.bfloat16),
+)
+
+
+# eps=0, and rows of the token table that do not occur in the batch.
+
+
+def language(eps):
+    def make():
+        model = GPT(vocab=24)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, eps=eps)
+
+        def fit(batches):
+            for batch in batches:
+                optimizer.zero_grad()
+                lm_loss(model, batch).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.tokens(), fit=fit)
+
+    return make
+
+
+pair(
+    "eps_of_zero_and_rows_without_gradient",
+    "optimizer_numerics",
+    "eps_missing",
+    culprits=("token.weight",),
+    mentions=("0/0",),
+    faulty=language(0.0),
+    fixed=language(1e-8),
+)
+
+
+# Betas the wrong way round.
+
+
+class Config:
+    def __init__(self, first, second):
+        self.learning_rate, self.beta1, self.beta2 = 3e-3, first, second
+
+
+def configured(config):
+    def make():
+        model = mlp(6, 24, 3)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=config.learning_rate, betas=(config.beta1, config.beta2), weight_decay=0.01
+        )
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "betas_the_wrong_way_round",
+    "optimizer_numerics",
+    "betas_swapped",
+    mentions=("(0.999, 0.9)", "1.053"),
+    where="optimizer.step()",
+    faulty=configured(Config(0.999, 0.9)),
+    fixed=configured(Config(0.9, 0.999)),
+)
+
+
+# A larger eps in float16: nothing is infinite, but the second moment of small gradients is still 0.
+
+
+def scaled(dtype):
+    def make():
+        model = mlp(6, 24, 3).to(dtype)
+        optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, eps=1e-4)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x.to(dtype)).float(), y).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "second_moment_lost_in_float16",
+    "optimizer_numerics",
+    "variants_differ",
+    level="advice",
+    mentions=("for-loop", "float16"),
+    faulty=scaled(torch.float16),
+    fixed=scaled(torch.float32),
+)
+
+
+# A training that goes on with the state of a checkpoint, whose counts of steps were written in bfloat16.
+
+
+def resumed(small):
+    def make():
+        model = mlp(6, 24, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        for p in model.parameters():
+            counted = torch.tensor(200.0, dtype=torch.bfloat16 if small else torch.float32)
+            moments = {"exp_avg": torch.full_like(p, 1e-3), "exp_avg_sq": torch.full_like(p, 1e-5)}
+            optimizer.state[p] = {"step": counted, **moments}
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "steps_counted_in_bfloat16",
+    "optimizer_numerics",
+    "step_count_saturates",
+    culprits=("0.weight",),
+    mentions=("bfloat16", "256"),
+    where="optimizer.step()",
+    faulty=resumed(small=True),
+    fixed=resumed(small=False),
+)

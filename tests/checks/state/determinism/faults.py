@@ -1,0 +1,246 @@
+"""Runs that cannot be repeated under one seed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import time
+import zlib
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops import data
+from tests.loops.nets import AutoEncoder, CharLSTM, mlp
+from tests.loops.pairs import pair
+
+
+def plain(model, optimizer, loss_of):
+    def fit(batches):
+        for batch in batches:
+            optimizer.zero_grad()
+            loss_of(batch).backward()
+            optimizer.step()
+
+    return fit
+
+
+# Augmentation by a numpy generator that is seeded from the system.
+
+
+def augmented(generator_of):
+    def make():
+        generator = generator_of()
+        model = mlp(6, 24, 3)
+        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+
+        def loss_of(batch):
+            x, y = batch
+            noise = torch.from_numpy(generator.normal(scale=0.05, size=x.shape)).to(x.dtype)
+            return F.cross_entropy(model(x + noise), y)
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=plain(model, optimizer, loss_of))
+
+    return make
+
+
+pair(
+    "numpy_generator_without_seed",
+    "determinism",
+    "unseeded_random",
+    mentions=("seed",),
+    faulty=augmented(np.random.default_rng),
+    fixed=augmented(lambda: np.random.default_rng(1234)),
+)
+
+
+# Weights drawn from a torch generator that takes its seed from the clock.
+
+
+def initialised(seed_of):
+    def make():
+        generator = torch.Generator().manual_seed(seed_of())
+        model = AutoEncoder()
+        for p in model.parameters():
+            if p.dim() > 1:
+                nn.init.normal_(p, std=0.3, generator=generator)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.table()[0],
+            fit=plain(model, optimizer, lambda x: F.mse_loss(model(x), x)),
+        )
+
+    return make
+
+
+pair(
+    "weights_seeded_by_the_clock",
+    "determinism",
+    "unseeded_random",
+    mentions=("encoder.0.weight",),
+    faulty=initialised(time.time_ns),
+    fixed=initialised(lambda: 7),
+)
+
+
+# Word dropout by `random.SystemRandom`, which no seed reaches.
+
+
+class WordDropout(nn.Module):
+    def __init__(self, draw):
+        super().__init__()
+        self.net, self.draw = CharLSTM(), draw
+
+    def forward(self, ids):
+        if self.training:
+            dropped = torch.tensor([[self.draw() < 0.15 for _ in row] for row in ids])
+            ids = ids.masked_fill(dropped, 0)
+        return self.net(ids)
+
+
+def word_dropout(draw):
+    def make():
+        model = WordDropout(draw)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+
+        def loss_of(batch):
+            ids, targets = batch
+            return F.cross_entropy(model(ids).transpose(1, 2), targets)
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.tokens(), fit=plain(model, optimizer, loss_of))
+
+    return make
+
+
+pair(
+    "word_dropout_from_the_system",
+    "determinism",
+    "unseeded_random",
+    faulty=word_dropout(random.SystemRandom().random),
+    fixed=word_dropout(random.random),
+)
+
+
+# A shuffle keyed by bytes of the system.
+
+
+class Trainer:
+    def __init__(self, model, seed_of):
+        self.model, self.seed_of = model, seed_of
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+
+    def order(self, rows):
+        return np.random.RandomState(self.seed_of()).permutation(rows)[: rows // 2]
+
+    def fit(self, batches):
+        for x, y in batches:
+            chosen = torch.from_numpy(self.order(len(x)))
+            loss = F.mse_loss(self.model(x[chosen]), y[chosen])
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            self.optimizer.step()
+
+
+def subsampled(seed_of):
+    def make():
+        trainer = Trainer(mlp(6, 24, 1), seed_of)
+        return TrainLoop(model=trainer.model, optimizer=trainer.optimizer, batch=data.table(), fit=trainer.fit)
+
+    return make
+
+
+pair(
+    "rows_chosen_by_the_system",
+    "determinism",
+    "unseeded_random",
+    faulty=subsampled(lambda: int.from_bytes(os.urandom(4), "little")),
+    fixed=subsampled(lambda: np.random.randint(2**31)),
+)
+
+
+# Sums in the order in which parts come in, as atomics on a GPU do, unless deterministic kernels are asked for.
+
+ARRIVALS = itertools.count()
+
+
+class ScatteredSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        parts = list((x * x).flatten().split(2))
+        if not torch.are_deterministic_algorithms_enabled():
+            turn = zlib.crc32(str(next(ARRIVALS)).encode()) % len(parts)
+            parts = parts[turn:] + parts[:turn]
+        total = torch.zeros(())
+        for part in parts:
+            total = total + part.sum()
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 2 * gradient * x
+
+
+def scattered(sum_of):
+    def make():
+        model = mlp(6, 24, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.table(rows=26),
+            fit=plain(model, optimizer, lambda batch: sum_of(model(batch[0]) - batch[1]) / len(batch[0])),
+        )
+
+    return make
+
+
+pair(
+    "sum_in_order_of_arrival",
+    "determinism",
+    "nondeterministic_kernel",
+    level="advice",
+    culprits=("loss",),
+    faulty=scattered(ScatteredSum.apply),
+    fixed=scattered(lambda x: (x * x).sum()),
+)
+
+
+# A generator at module level: every run goes on where the last one stopped.
+
+SHARED = np.random.default_rng(0)
+
+
+def mixed_up(generator_of):
+    def make():
+        generator = generator_of()
+        model = mlp(6, 24, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+        def loss_of(batch):
+            x, y = batch
+            share = float(generator.beta(0.4, 0.4))
+            order = torch.from_numpy(generator.permutation(len(x)))
+            logits = model(share * x + (1 - share) * x[order])
+            return share * F.cross_entropy(logits, y) + (1 - share) * F.cross_entropy(logits, y[order])
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=plain(model, optimizer, loss_of))
+
+    return make
+
+
+pair(
+    "generator_at_module_level",
+    "determinism",
+    "state_outside_loop",
+    level="advice",
+    faulty=mixed_up(lambda: SHARED),
+    fixed=mixed_up(lambda: np.random.default_rng(0)),
+)

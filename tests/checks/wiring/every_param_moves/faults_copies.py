@@ -1,0 +1,196 @@
+"""Steps whose updates never reach the model: written into copies, into masters, into one flat vector."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops import data
+from tests.loops.nets import mlp
+from tests.loops.pairs import pair
+
+# An optimizer of one's own that computes new values and rebinds a local name.
+
+
+class NesterovInPlace(torch.optim.Optimizer):
+    def __init__(self, params, lr=1e-2, momentum=0.9):
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    def apply(self, p, update):
+        p.sub_(update)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                speed = self.state[p].setdefault("speed", torch.zeros_like(p))
+                speed.mul_(group["momentum"]).add_(p.grad)
+                self.apply(p, group["lr"] * (p.grad + group["momentum"] * speed))
+        return loss
+
+
+class NesterovOnCopies(NesterovInPlace):
+    def apply(self, p, update):
+        p = p - update
+
+
+def classified(optimizer_class):
+    def make():
+        model = mlp(6, 24, 3)
+        optimizer = optimizer_class(model.parameters())
+
+        def fit(batches):
+            for x, y in batches:
+                loss = F.cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "own_optimizer_updates_copies",
+    "every_param_moves",
+    "not_updated",
+    culprits=("0.weight", "0.bias", "2.weight", "2.bias"),
+    mentions=("no parameter moves",),
+    where="optimizer.step()",
+    faulty=classified(NesterovOnCopies),
+    fixed=classified(NesterovInPlace),
+)
+
+
+# Weights in bfloat16, an optimizer that steps float32 values of them, and a write-back that was forgotten.
+
+
+class Widened(torch.optim.Optimizer):
+    write_back = True
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                wide = self.state[p].setdefault("wide", p.detach().float().clone())
+                wide.add_(p.grad.float(), alpha=-group["lr"])
+                if self.write_back:
+                    p.copy_(wide)
+
+
+class NeverNarrowed(Widened):
+    write_back = False
+
+
+def narrow(optimizer_class):
+    def make():
+        model = mlp(6, 24, 1).bfloat16()
+        optimizer = optimizer_class(model.parameters())
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.mse_loss(model(x.bfloat16()).float(), y).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
+
+    return make
+
+
+pair(
+    "wide_values_never_written_back",
+    "every_param_moves",
+    "not_updated",
+    culprits=("0.weight", "2.weight"),
+    faulty=narrow(NeverNarrowed),
+    fixed=narrow(Widened),
+)
+
+
+# Float32 masters beside a bfloat16 model, stepped by torch's AdamW, and never copied into it.
+
+
+def train_masters(model, masters, optimizer, batches, copied_back):
+    for x, y in batches:
+        loss = F.cross_entropy(model(x.bfloat16()).float(), y)
+        model.zero_grad()
+        loss.backward()
+        for master, p in zip(masters, model.parameters(), strict=True):
+            master.grad = p.grad.float()
+        nn.utils.clip_grad_norm_(masters, 1.0)
+        optimizer.step()
+        if copied_back:
+            with torch.no_grad():
+                for master, p in zip(masters, model.parameters(), strict=True):
+                    p.copy_(master)
+
+
+def masters(copied_back):
+    def make():
+        model = mlp(6, 24, 3).bfloat16()
+        wide = [p.detach().float().clone().requires_grad_() for p in model.parameters()]
+        optimizer = torch.optim.AdamW(wide, lr=3e-3)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.labelled(),
+            fit=lambda batches: train_masters(model, wide, optimizer, batches, copied_back),
+        )
+
+    return make
+
+
+pair(
+    "masters_never_copied_back",
+    "optimizer_holds_every_param",
+    "not_in_optimizer",
+    culprits=("0.weight", "2.bias"),
+    mentions=("nothing writes it back",),
+    where="optimizer.step()",
+    faulty=masters(copied_back=False),
+    fixed=masters(copied_back=True),
+)
+
+
+# All parameters as one flat vector for the optimizer, and the vector stays where it is.
+
+
+def flat(written_back):
+    def make():
+        model = mlp(6, 16, 1)
+        vector = nn.utils.parameters_to_vector(model.parameters()).detach().requires_grad_()
+        optimizer = torch.optim.Adam([vector], lr=1e-2)
+
+        def fit(batches):
+            for x, y in batches:
+                model.zero_grad()
+                F.huber_loss(model(x), y).backward()
+                vector.grad = nn.utils.parameters_to_vector([p.grad for p in model.parameters()])
+                optimizer.step()
+                if written_back:
+                    nn.utils.vector_to_parameters(vector.data, model.parameters())
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
+
+    return make
+
+
+pair(
+    "flat_vector_never_written_back",
+    "optimizer_holds_every_param",
+    "not_in_optimizer",
+    culprits=("0.weight", "2.weight"),
+    mentions=("nothing writes it back",),
+    faulty=flat(written_back=False),
+    fixed=flat(written_back=True),
+)

@@ -1,0 +1,198 @@
+"""Optimizers and hooks that keep something of their own: what rounding takes, masters, bounds, averages."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops.nets import relu_mlp
+from tests.loops.odd import odd
+from tests.loops.random_data import points
+
+
+def low():
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4)).bfloat16()
+
+
+def train_low(model, optimizer, batches, after=lambda: None):
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x.bfloat16()).float(), y).backward()
+        optimizer.step()
+        after()
+
+
+class Compensated(torch.optim.AdamW):
+    """Signs of gradients, summed with Kahan's compensation where weights are in bfloat16."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None or p.dtype is not torch.bfloat16:
+                    continue
+                lost = self.state[p].setdefault("lost", torch.zeros_like(p, dtype=torch.float32))
+                wanted = p.float() - group["lr"] * p.grad.float().sign() + lost
+                p.copy_(wanted)
+                lost.copy_(wanted - p.float())
+
+
+@odd(notes="norm gains in bfloat16 rest for hundreds of steps, and what rounding takes is kept until it is enough")
+def keeping_what_rounding_takes():
+    model = low()
+    optimizer = Compensated(model.parameters(), lr=1e-5)
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batch=points(12),
+        fit=lambda batches: train_low(model, optimizer, batches),
+    )
+
+
+@odd(notes="hooks of the step fill the gradients of float32 masters, and write these back; no optimizer has the model")
+def keeping_masters_by_hooks():
+    model = low()
+    masters = [p.detach().float().clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-4)
+
+    def fill(*_):
+        for master, p in zip(masters, model.parameters(), strict=True):
+            master.grad = p.grad.float()
+
+    @torch.no_grad()
+    def write_back(*_):
+        for master, p in zip(masters, model.parameters(), strict=True):
+            p.copy_(master)
+            p.grad = None
+
+    optimizer.register_step_pre_hook(fill)
+    optimizer.register_step_post_hook(write_back)
+
+    def fit(batches):
+        for x, y in batches:
+            F.cross_entropy(model(x.bfloat16()).float(), y).backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=points(12), fit=fit)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 4)
+        with torch.no_grad():
+            self.body.weight.copy_(0.5 * torch.eye(4, 8))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.body(x) * self.scale
+
+
+@odd(notes="a logit scale starts at its upper bound and wants beyond it: a hook of the step clamps it back each time")
+def keeping_a_scale_at_its_bound():
+    model = Scaled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer.register_step_post_hook(lambda *_: model.scale.data.clamp_(max=2.0))
+
+    def fit(batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=points(12), fit=fit)
+
+
+class NonNegative(torch.optim.SGD):
+    """Projects the groups that ask for it onto the numbers from zero up, inside its step."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            if group.get("nonnegative"):
+                for p in group["params"]:
+                    p.clamp_(min=0)
+
+
+class Penalised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 1)
+        self.share = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        return self.body(x).squeeze(1) + self.share * x.abs().sum(1)
+
+
+@odd(notes="a weight rests at zero, the bound of the optimizer's own projection, and wants below it")
+def keeping_a_projection_at_zero():
+    model = Penalised()
+    groups = [{"params": model.body.parameters()}, {"params": [model.share], "nonnegative": True}]
+    optimizer = NonNegative(groups, lr=0.01)
+    x = torch.randn(12, 8)
+
+    def fit(batches):
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=(x, -5.0 - x.abs().sum(1)), fit=fit)
+
+
+@odd(notes="a hook of the step keeps the average of the weights: it moves inside the step, and no optimizer holds it")
+def keeping_an_average_by_hook():
+    model = relu_mlp(8, 16, 4)
+    average = relu_mlp(8, 16, 4).requires_grad_(False)
+    average.load_state_dict(model.state_dict())
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+
+    def follow(*_):
+        for mean, p in zip(average.parameters(), model.parameters(), strict=True):
+            mean.lerp_(p.detach(), 0.1)
+
+    optimizer.register_step_post_hook(follow)
+
+    def fit(batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    return TrainLoop(model={"model": model, "average": average}, optimizer=optimizer, batch=points(12), fit=fit)
+
+
+@odd(notes="a branch is shrunk away: its gradients are set to zero, and its group has a decay of its own")
+def keeping_a_branch_under_decay_only():
+    model = nn.ModuleDict({"kept": relu_mlp(8, 16, 4), "pruned": relu_mlp(8, 16, 4)})
+    groups = [
+        {"params": model["kept"].parameters()},
+        {"params": model["pruned"].parameters(), "weight_decay": 0.5},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.05)
+
+    def fit(batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model["kept"](x) + model["pruned"](x), y).backward()
+            for p in model["pruned"].parameters():
+                p.grad.zero_()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=points(12), fit=fit)
+
+
+@odd(notes="weights in bfloat16 under a one-cycle rate: the first steps are lost to rounding, the peak's are not")
+def keeping_on_to_the_peak_of_one_cycle():
+    model = relu_mlp(8, 16, 4).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=400, div_factor=1e4)
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batch=points(12),
+        fit=lambda batches: train_low(model, optimizer, batches, cycle.step),
+    )

@@ -1,0 +1,363 @@
+"""Frozen parameters that move: by decay, by momentum, by an old gradient, or because they still train."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops import data
+from tests.loops.nets import GPT, AutoEncoder, lm_loss, mlp
+from tests.loops.pairs import pair
+
+# Fine-tuning: the backbone's gradients are set to zero where they should be None, and AdamW decays its weights.
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = mlp(6, 24, 16)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.backbone(x)))
+
+
+def fine_tune(model, optimizer, batches, clear):
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        for p in model.backbone.parameters():
+            clear(p)
+        optimizer.step()
+
+
+def set_to_zero(p):
+    p.grad.zero_()
+
+
+def set_to_none(p):
+    p.grad = None
+
+
+def fine_tuned(clear):
+    def make():
+        model = Classifier()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.labelled(),
+            frozen=("backbone.",),
+            fit=lambda batches: fine_tune(model, optimizer, batches, clear),
+        )
+
+    return make
+
+
+pair(
+    "gradients_zeroed_under_decay",
+    "frozen_stays_frozen",
+    "weight_decay",
+    culprits=("backbone.0.weight", "backbone.2.weight"),
+    where="optimizer.step()",
+    faulty=fine_tuned(set_to_zero),
+    fixed=fine_tuned(set_to_none),
+)
+
+
+# Embeddings frozen after some steps: requires_grad is off, a zeroed gradient stays, and SGD decays.
+
+
+class Phases:
+    """Trains everything first, and everything but the embeddings from ``freeze_at`` on."""
+
+    def __init__(self, model, freeze_at, release):
+        self.model, self.freeze_at, self.release = model, freeze_at, release
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=1e-2)
+
+    def freeze(self):
+        for p in self.model.token.parameters():
+            p.requires_grad = False
+            if self.release:
+                p.grad = None
+
+    def fit(self, batches):
+        for step, batch in enumerate(batches):
+            if step == self.freeze_at:
+                self.freeze()
+            self.optimizer.zero_grad(set_to_none=False)
+            lm_loss(self.model, batch).backward()
+            self.optimizer.step()
+
+
+def phases(release):
+    def make():
+        trainer = Phases(GPT(), freeze_at=3, release=release)
+        return TrainLoop(model=trainer.model, optimizer=trainer.optimizer, batch=data.tokens(), fit=trainer.fit)
+
+    return make
+
+
+pair(
+    "zero_gradients_kept_when_freezing",
+    "frozen_stays_frozen",
+    "weight_decay",
+    culprits=("token.weight",),
+    faulty=phases(release=False),
+    fixed=phases(release=True),
+)
+
+
+# Encoder frozen in the middle of the training; Adam's moments move it on.
+
+
+def train_then_freeze(model, batches, rebuild):
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for step, x in enumerate(batches):
+        if step == 4:
+            for p in model.encoder.parameters():
+                p.requires_grad_(False)
+            if rebuild:
+                optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=5e-3)
+        F.mse_loss(model(x), x).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def autoencoder(rebuild):
+    def make():
+        model = AutoEncoder()
+        return TrainLoop(
+            model=model, batch=data.table()[0], fit=lambda batches: train_then_freeze(model, batches, rebuild)
+        )
+
+    return make
+
+
+pair(
+    "moments_kept_when_freezing",
+    "frozen_stays_frozen",
+    "momentum",
+    culprits=("encoder.0.weight",),
+    mentions=("momentum",),
+    faulty=autoencoder(rebuild=False),
+    fixed=autoencoder(rebuild=True),
+)
+
+
+# Alternating phases: the other half's gradients are zeroed, and momentum runs on.
+
+
+def alternate(model, optimizers, batches):
+    encoder, decoder = optimizers
+    for step, x in enumerate(batches):
+        loss = F.mse_loss(model(x), x)
+        for optimizer in (encoder, decoder):
+            optimizer.zero_grad()
+        loss.backward()
+        (encoder if step % 2 else decoder).step()
+
+
+def alternate_in_one_optimizer(model, optimizer, batches):
+    for step, x in enumerate(batches):
+        trained, resting = (model.encoder, model.decoder) if step % 2 else (model.decoder, model.encoder)
+        trained.requires_grad_(True)
+        resting.requires_grad_(False)
+        optimizer.zero_grad(set_to_none=False)
+        F.mse_loss(model(x), x).backward()
+        optimizer.step()
+
+
+def alternating_faulty():
+    model = AutoEncoder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batch=data.table()[0],
+        fit=lambda batches: alternate_in_one_optimizer(model, optimizer, batches),
+    )
+
+
+def alternating_fixed():
+    model = AutoEncoder()
+    optimizers = [
+        torch.optim.SGD(model.encoder.parameters(), lr=0.05, momentum=0.9),
+        torch.optim.SGD(model.decoder.parameters(), lr=0.05, momentum=0.9),
+    ]
+    return TrainLoop(
+        model=model,
+        optimizer=optimizers,
+        batch=data.table()[0],
+        fit=lambda batches: alternate(model, optimizers, batches),
+    )
+
+
+pair(
+    "halves_alternate_under_one_momentum",
+    "frozen_stays_frozen",
+    "momentum",
+    faulty=alternating_faulty,
+    fixed=alternating_fixed,
+)
+
+
+# Frozen after a backward pass; nothing clears the gradient that pass left, since only the head's are zeroed.
+
+
+def freeze_during_training(model, optimizer, batches, clear):
+    for step, (x, y) in enumerate(batches):
+        model.head.zero_grad()
+        if step < 3:
+            model.backbone.zero_grad()
+        if step == 3:
+            model.backbone.requires_grad_(False)
+            if clear:
+                model.backbone.zero_grad()
+                for p in model.backbone.parameters():
+                    p.grad = None
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def frozen_later(clear):
+    def make():
+        model = Classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.labelled(),
+            fit=lambda batches: freeze_during_training(model, optimizer, batches, clear),
+        )
+
+    return make
+
+
+pair(
+    "gradient_left_when_freezing",
+    "frozen_stays_frozen",
+    "stale_gradient",
+    culprits=("backbone.0.weight", "backbone.2.bias"),
+    where="optimizer.step()",
+    faulty=frozen_later(clear=False),
+    fixed=frozen_later(clear=True),
+)
+
+
+# Declared frozen, and frozen under another name than the model's.
+
+
+def frozen_by_prefix(prefix):
+    def make():
+        model = Classifier()
+        for name, p in model.named_parameters():
+            if name.startswith(prefix):
+                p.requires_grad = False
+        optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), frozen=("backbone.",), fit=fit)
+
+    return make
+
+
+pair(
+    "frozen_prefix_of_a_wrapped_model",
+    "frozen_stays_frozen",
+    "still_trainable",
+    culprits=("backbone.0.weight", "backbone.0.bias", "backbone.2.weight", "backbone.2.bias"),
+    where="optimizer.step()",
+    faulty=frozen_by_prefix("model.backbone."),
+    fixed=frozen_by_prefix("backbone."),
+)
+
+
+# Not declared: the trainer silences the encoder's gradients for a warm-up of the decoder.
+
+
+def silence(module):
+    for p in module.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.0)
+
+
+def warm_up_decoder(model, optimizer, batches, silenced):
+    for x in batches:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), x).backward()
+        if silenced:
+            silence(model.encoder)
+        optimizer.step()
+
+
+def decoder_first(silenced):
+    def make():
+        model = AutoEncoder()
+        if not silenced:
+            model.encoder.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=1e-2)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.table()[0],
+            fit=lambda batches: warm_up_decoder(model, optimizer, batches, silenced),
+        )
+
+    return make
+
+
+pair(
+    "gradients_silenced_under_decay",
+    "frozen_stays_frozen",
+    "weight_decay",
+    culprits=("encoder.0.weight",),
+    faulty=decoder_first(silenced=True),
+    fixed=decoder_first(silenced=False),
+)
+
+
+# Gradients of the frozen part set to zero, and decay that goes through the gradient: Adam makes full steps of it.
+
+
+def train_zeroed(model, optimizer, batches):
+    for x, y in batches:
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        for p in model[0].parameters():
+            p.grad.zero_()
+        optimizer.step()
+
+
+def zeroed(decay):
+    def make():
+        model = mlp(6, 24, 3)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=decay)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.labelled(),
+            frozen=("0",),
+            fit=lambda batches: train_zeroed(model, optimizer, batches),
+        )
+
+    return make
+
+
+pair(
+    "zeroed_gradients_under_adams_decay",
+    "frozen_stays_frozen",
+    "weight_decay",
+    culprits=("0.weight",),
+    mentions=("without weight decay",),
+    faulty=zeroed(1e-2),
+    fixed=zeroed(0.0),
+)

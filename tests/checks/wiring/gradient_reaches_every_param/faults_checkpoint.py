@@ -1,0 +1,203 @@
+"""Re-entrant activation checkpointing over inputs that do not require grad."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops import data
+from tests.loops.lora import inject
+from tests.loops.nets import GPT, lm_loss
+from tests.loops.pairs import pair
+
+CHECK = "gradient_reaches_every_param"
+
+
+def train(loss, optimizer, batches):
+    for batch in batches:
+        optimizer.zero_grad()
+        loss(batch).backward()
+        optimizer.step()
+
+
+# A language model with adapters on a frozen base. Checkpointing was switched on first.
+
+
+class CheckpointedGPT(GPT):
+    def __init__(self, *, use_reentrant=False, inputs_require_grad=False):
+        super().__init__(depth=2)
+        self.use_reentrant = use_reentrant
+        if inputs_require_grad:
+            self.token.register_forward_hook(lambda module, args, output: output.requires_grad_(True))
+
+    def forward(self, ids):
+        x = self.token(ids) + self.position(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return self.head(self.norm(x))
+
+
+def adapt(model, *, head):
+    model.requires_grad_(False)
+    inject(model.blocks, ("qkv", "mlp.0", "mlp.2"))
+    model.head.requires_grad_(head)
+
+
+def adapted(*, head, **how):
+    def make():
+        model = CheckpointedGPT(**how)
+        adapt(model, head=head)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.tokens(),
+            fit=lambda batches: train(lambda batch: lm_loss(model, batch), optimizer, batches),
+        )
+
+    return make
+
+
+pair(
+    "adapters_behind_checkpoint",
+    CHECK,
+    "checkpoint_cut",
+    culprits=("blocks.0.qkv.lora_A", "blocks.0.qkv.lora_B", "blocks.1.mlp.2.lora_B"),
+    where="checkpoint(block, x, use_reentrant=self.use_reentrant)",
+    faulty=adapted(head=True, use_reentrant=True),
+    fixed=adapted(head=True, use_reentrant=False),
+)
+pair(
+    "only_adapters_behind_checkpoint",
+    CHECK,
+    "checkpoint_cut",
+    culprits=("blocks.0.qkv.lora_A", "blocks.0.qkv.lora_B"),
+    raises="does not require grad",
+    faulty=adapted(head=False, use_reentrant=True),
+    fixed=adapted(head=False, use_reentrant=True, inputs_require_grad=True),
+)
+
+
+# Pretrained embeddings are frozen; the blocks are meant to train, and only the head does.
+
+
+def frozen_embeddings(**how):
+    def make():
+        model = CheckpointedGPT(**how)
+        model.token.requires_grad_(False)
+        model.position.requires_grad_(False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+        def step(batch):
+            loss = F.cross_entropy(model(batch["ids"]).transpose(1, 2), batch["labels"])
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+        ids, labels = data.tokens()
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch={"ids": ids, "labels": labels},
+            frozen=("token.", "position."),
+            step=step,
+        )
+
+    return make
+
+
+pair(
+    "blocks_behind_frozen_embeddings",
+    CHECK,
+    "checkpoint_cut",
+    culprits=("blocks.0.qkv.weight", "blocks.1.mlp.0.weight"),
+    where="checkpoint(block, x, use_reentrant=self.use_reentrant)",
+    faulty=frozen_embeddings(use_reentrant=True),
+    fixed=frozen_embeddings(use_reentrant=False),
+)
+
+
+# The first stage of a convolutional network is checkpointed on raw images.
+
+
+class Stages(nn.Module):
+    def __init__(self, *, use_reentrant, use_checkpoint):
+        super().__init__()
+        self.use_reentrant, self.use_checkpoint = use_reentrant, use_checkpoint
+        self.stage1 = nn.Sequential(nn.Conv2d(1, 8, 3, stride=2, padding=1), nn.GroupNorm(2, 8), nn.ReLU())
+        self.stage2 = nn.Sequential(nn.Conv2d(8, 12, 3, stride=2, padding=1), nn.ReLU())
+        self.head = nn.Linear(48, 4)
+
+    def forward(self, x):
+        return self.head(self.stage2(self.first(x)).flatten(1))
+
+    def first(self, x):
+        if not self.use_checkpoint:
+            return self.stage1(x)
+        return checkpoint(self.stage1, x, use_reentrant=self.use_reentrant)
+
+
+def staged(**how):
+    def make(checkpoint=True):
+        model = Stages(use_checkpoint=checkpoint, **how)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+
+        def loss(batch):
+            return F.cross_entropy(model(batch[0]), batch[1])
+
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.images(),
+            fit=lambda batches: train(loss, optimizer, batches),
+        )
+
+    return make
+
+
+pair(
+    "first_stage_checkpointed",
+    CHECK,
+    "checkpoint_cut",
+    culprits=("stage1.0.weight", "stage1.1.weight"),
+    where="checkpoint(self.stage1, x, use_reentrant=self.use_reentrant)",
+    faulty=staged(use_reentrant=True),
+    fixed=staged(use_reentrant=False),
+)
+
+
+# A sequence of layers, cut into segments; the last one runs outside of the checkpoint.
+
+
+def segmented(**how):
+    def make():
+        layers = [nn.Sequential(nn.Linear(width, 24), nn.Tanh()) for width in (6, 24, 24)]
+        model = nn.Sequential(*layers, nn.Linear(24, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+
+        def loss(batch):
+            return F.mse_loss(checkpoint_sequential(model, 2, batch[0], **how), batch[1])
+
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.table(),
+            fit=lambda batches: train(loss, optimizer, batches),
+        )
+
+    return make
+
+
+pair(
+    "first_segment_checkpointed",
+    CHECK,
+    "checkpoint_cut",
+    culprits=("0.0.weight", "1.0.weight"),
+    where="checkpoint_sequential(",
+    faulty=segmented(use_reentrant=True),
+    fixed=segmented(use_reentrant=False),
+)

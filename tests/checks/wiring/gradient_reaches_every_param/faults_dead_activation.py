@@ -1,0 +1,221 @@
+"""The gradient is zero and the loss does not depend: dead units, a softmax or a norm over one entry."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops import data
+from tests.loops.lora import LoRALinear
+from tests.loops.nets import mlp
+from tests.loops.pairs import pair
+
+CHECK = "gradient_reaches_every_param"
+
+
+def loop(network, batch, loss, lr=5e-3):
+    def make():
+        model = network()
+        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=lr)
+
+        def fit(batches):
+            for batch in batches:
+                optimizer.zero_grad()
+                loss(model, batch).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=batch(), loss=loss, fit=fit)
+
+    return make
+
+
+def regress(model, batch):
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def classify(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def dead(name, culprits, broken, whole, batch, loss, *, broken_loss=None, level="fault", **options):
+    pair(
+        name,
+        CHECK,
+        "dead_activation",
+        culprits=culprits,
+        level=level,
+        faulty=loop(broken, batch, broken_loss or loss, **options),
+        fixed=loop(whole, batch, loss, **options),
+    )
+
+
+# A ReLU layer that no row of the data can reach: by its bias, by negative weights on non-negative features.
+
+
+def with_bias(value):
+    def build():
+        model = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 3))
+        nn.init.constant_(model[2].bias, value)
+        return model
+
+    return build
+
+
+def with_weights(low, high):
+    def build():
+        model = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 3))
+        nn.init.uniform_(model[2].weight, low, high)
+        nn.init.zeros_(model[2].bias)
+        return model
+
+    return build
+
+
+dead(
+    "relu_dead_by_bias",
+    ("0.weight", "2.weight", "2.bias"),
+    with_bias(-100.0),
+    with_bias(0.1),
+    data.labelled,
+    classify,
+)
+dead(
+    "relu_dead_by_weights",
+    ("0.weight", "2.weight"),
+    with_weights(-1.0, -0.5),
+    with_weights(-0.25, 0.25),
+    data.labelled,
+    classify,
+)
+
+
+# The output itself is rectified and starts below zero for every row.
+
+
+class Rectified(nn.Module):
+    def __init__(self, start):
+        super().__init__()
+        self.body = mlp(6, 24, 1)
+        nn.init.constant_(self.body[-1].bias, start)
+
+    def forward(self, x):
+        return F.relu(self.body(x))
+
+
+def positive_targets():
+    x, y = data.table()
+    return x, y.abs() + 0.5
+
+
+dead(
+    "output_below_zero",
+    ("body.0.weight", "body.2.bias"),
+    lambda: Rectified(-20.0),
+    lambda: Rectified(1.0),
+    positive_targets,
+    regress,
+)
+
+
+# A softmax over a single output.
+
+
+class OneLogit(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = mlp(6, 24, 1)
+
+    def forward(self, x):
+        return self.body(x).squeeze(-1)
+
+
+class OneProbability(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = mlp(6, 24, 1)
+
+    def forward(self, x):
+        return torch.softmax(self.body(x), dim=1).squeeze(-1)
+
+
+def binary():
+    x, labels = data.labelled(classes=2)
+    return x, labels.to(x.dtype)
+
+
+def bce_with_logits(model, batch):
+    return F.binary_cross_entropy_with_logits(model(batch[0]), batch[1])
+
+
+def brier(model, batch):
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+dead(
+    "softmax_of_one_output",
+    ("body.0.weight", "body.2.weight", "body.2.bias"),
+    OneProbability,
+    OneLogit,
+    binary,
+    bce_with_logits,
+    broken_loss=brier,
+)
+
+
+# Attention pooling: the softmax runs over the last axis, which has length one.
+
+
+class Pooled(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.dim = dim
+        self.rnn = nn.GRU(1, 16, batch_first=True)
+        self.score = nn.Linear(16, 1)
+        self.out = nn.Linear(16, 1)
+
+    def forward(self, x):
+        states, _ = self.rnn(x)
+        weights = F.softmax(self.score(states), dim=self.dim)
+        return self.out((weights * states).sum(1))
+
+
+dead(
+    "pooling_over_the_wrong_axis",
+    ("score.weight", "score.bias"),
+    lambda: Pooled(dim=-1),
+    lambda: Pooled(dim=1),
+    data.series,
+    regress,
+)
+
+
+# Both factors of an adapter start at zero.
+
+
+class ZeroLoRA(LoRALinear):
+    def __init__(self, base):
+        super().__init__(base)
+        nn.init.zeros_(self.lora_A)
+
+
+def adapted(layer):
+    def build():
+        model = mlp(6, 24, 24, 1).requires_grad_(False)
+        model[2] = layer(model[2])
+        model[4].requires_grad_(True)
+        return model
+
+    return build
+
+
+dead(
+    "adapter_factors_both_zero",
+    ("2.lora_A", "2.lora_B"),
+    adapted(ZeroLoRA),
+    adapted(LoRALinear),
+    data.table,
+    regress,
+    lr=1e-2,
+)

@@ -1,0 +1,387 @@
+"""The graph is cut between the model and what the loop backpropagates."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops import data
+from tests.loops.nets import ConvNet, mlp
+from tests.loops.pairs import pair
+
+CHECK = "gradient_reaches_every_param"
+
+
+def loop(network, batch, loss, lr=5e-3):
+    def make():
+        model = network()
+        optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+
+        def fit(batches):
+            for batch in batches:
+                optimizer.zero_grad()
+                loss(model, batch).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=batch(), fit=fit)
+
+    return make
+
+
+def cut(name, network, batch, broken, whole, *, culprits=(), where=None, raises=None):
+    pair(
+        name,
+        CHECK,
+        "graph_cut",
+        culprits=culprits,
+        where=where,
+        raises=raises,
+        faulty=loop(network, batch, broken),
+        fixed=loop(network, batch, whole),
+    )
+
+
+# Two tasks: the total is rebuilt from numbers, or one task enters as a number.
+
+
+class TwoTasks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(6, 24), nn.Tanh())
+        self.value = nn.Linear(24, 1)
+        self.sign = nn.Linear(24, 1)
+
+    def losses(self, batch):
+        x, y = batch
+        hidden = self.trunk(x)
+        return {
+            "value": F.mse_loss(self.value(hidden), y),
+            "sign": F.binary_cross_entropy_with_logits(self.sign(hidden), (y > 0).to(y.dtype)),
+        }
+
+
+def total_from_numbers(model, batch):
+    total = 0.0
+    for loss in model.losses(batch).values():
+        total += loss.item()
+    return torch.tensor(total, requires_grad=True)
+
+
+def second_task_as_number(model, batch):
+    losses = model.losses(batch)
+    return losses["value"] + 0.5 * float(losses["sign"])
+
+
+def only_first_task_alive(model, batch):
+    losses = model.losses(batch)
+    logged = {name: loss.detach() for name, loss in losses.items()}
+    return losses["value"] + sum(loss for name, loss in logged.items() if name != "value")
+
+
+def weighted_total(model, batch):
+    losses = model.losses(batch)
+    return losses["value"] + 0.5 * losses["sign"]
+
+
+def plain_total(model, batch):
+    return sum(model.losses(batch).values())
+
+
+cut(
+    "total_rebuilt_from_numbers",
+    TwoTasks,
+    data.table,
+    total_from_numbers,
+    plain_total,
+    culprits=("trunk.0.weight", "value.weight", "sign.weight"),
+    where="total += loss.item()",
+)
+cut(
+    "second_task_as_number",
+    TwoTasks,
+    data.table,
+    second_task_as_number,
+    weighted_total,
+    culprits=("sign.weight", "sign.bias"),
+    where='float(losses["sign"])',
+)
+cut(
+    "logged_losses_summed",
+    TwoTasks,
+    data.table,
+    only_first_task_alive,
+    plain_total,
+    culprits=("sign.weight", "sign.bias"),
+    where="loss.detach()",
+)
+
+
+# Regression: the loss is computed in numpy.
+
+
+def numpy_loss(model, batch):
+    x, y = batch
+    error = model(x).detach().numpy() - y.numpy()
+    return torch.tensor(np.mean(error**2), requires_grad=True)
+
+
+def torch_loss(model, batch):
+    x, y = batch
+    return ((model(x) - y) ** 2).mean()
+
+
+cut(
+    "loss_in_numpy",
+    lambda: mlp(6, 24, 1),
+    data.table,
+    numpy_loss,
+    torch_loss,
+    culprits=("0.weight", "2.bias"),
+    where="model(x).detach().numpy()",
+)
+
+
+# Classification: one minus the accuracy is backpropagated, with and without the line that silences torch.
+
+
+def error_rate(model, batch):
+    images, labels = batch
+    accuracy = (model(images).argmax(dim=1) == labels).to(images.dtype).mean()
+    loss = 1.0 - accuracy
+    loss.requires_grad_(True)
+    return loss
+
+
+def error_rate_as_is(model, batch):
+    images, labels = batch
+    predicted = torch.argmax(model(images), dim=1)
+    return (predicted != labels).to(images.dtype).mean()
+
+
+def cross_entropy(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+cut(
+    "accuracy_backpropagated",
+    ConvNet,
+    data.images,
+    error_rate,
+    cross_entropy,
+    culprits=("head.weight", "features.0.weight"),
+    where="argmax(dim=1)",
+)
+cut(
+    "error_rate_backpropagated",
+    ConvNet,
+    data.images,
+    error_rate_as_is,
+    cross_entropy,
+    culprits=("head.weight",),
+    where="torch.argmax(model(images), dim=1)",
+    raises="does not require grad",
+)
+
+
+# Segmentation: dice of the thresholded mask.
+
+
+class Segmenter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
+        self.out = nn.Conv2d(8, 1, 1)
+
+    def forward(self, x):
+        return self.out(self.body(x))
+
+
+def masks():
+    images, _ = data.images(rows=4)
+    return {"image": images, "mask": (images > 0).to(images.dtype)}
+
+
+def dice(predicted, mask):
+    overlap = 2 * (predicted * mask).sum((1, 2, 3)) + 1
+    return 1 - (overlap / (predicted.sum((1, 2, 3)) + mask.sum((1, 2, 3)) + 1)).mean()
+
+
+def hard_dice_loss(model, batch):
+    predicted = (torch.sigmoid(model(batch["image"])) > 0.5).to(batch["mask"].dtype)
+    return dice(predicted, batch["mask"]).requires_grad_()
+
+
+def soft_dice_loss(model, batch):
+    return dice(torch.sigmoid(model(batch["image"])), batch["mask"])
+
+
+cut(
+    "dice_of_hard_mask",
+    Segmenter,
+    masks,
+    hard_dice_loss,
+    soft_dice_loss,
+    culprits=("out.weight", "body.0.weight"),
+    where="> 0.5)",
+)
+
+
+# Distillation of features: the student's side is detached.
+
+
+class Student(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.Tanh())
+        self.project = nn.Linear(16, 12)
+        self.head = nn.Linear(16, 3)
+
+
+def teacher_features(x):
+    maps = torch.randn(6, 12, generator=torch.Generator().manual_seed(5))
+    return torch.tanh(x @ maps / 2)
+
+
+def distil_wrong_side(model, batch):
+    x, y = batch
+    hidden = model.body(x)
+    hint = F.mse_loss(model.project(hidden).detach(), teacher_features(x))
+    return F.cross_entropy(model.head(hidden), y) + hint
+
+
+def distil(model, batch):
+    x, y = batch
+    hidden = model.body(x)
+    hint = F.mse_loss(model.project(hidden), teacher_features(x).detach())
+    return F.cross_entropy(model.head(hidden), y) + hint
+
+
+cut(
+    "distillation_wrong_side_detached",
+    Student,
+    data.labelled,
+    distil_wrong_side,
+    distil,
+    culprits=("project.weight", "project.bias"),
+    where="model.project(hidden).detach()",
+)
+
+
+# SimSiam: the predictor's output is stopped in place of the target.
+
+
+class SimSiam(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = mlp(6, 24, 8)
+        self.predictor = mlp(8, 12, 8)
+
+    def forward(self, view):
+        z = self.encoder(view)
+        return z, self.predictor(z)
+
+
+def two_views():
+    x, _ = data.table(rows=8)
+    return x + 0.05 * x.sin(), x - 0.05 * x.cos()
+
+
+def simsiam_wrong_side(model, batch):
+    (z1, p1), (z2, p2) = (model(view) for view in batch)
+    return -(F.cosine_similarity(p1.detach(), z2).mean() + F.cosine_similarity(p2.detach(), z1).mean()) / 2
+
+
+def simsiam(model, batch):
+    (z1, p1), (z2, p2) = (model(view) for view in batch)
+    return -(F.cosine_similarity(p1, z2.detach()).mean() + F.cosine_similarity(p2, z1.detach()).mean()) / 2
+
+
+cut(
+    "simsiam_wrong_side_stopped",
+    SimSiam,
+    two_views,
+    simsiam_wrong_side,
+    simsiam,
+    culprits=("predictor.0.weight", "predictor.2.bias"),
+    where="p1.detach()",
+)
+
+
+# Policy and value in one loss: the values are detached in their own term as well.
+
+
+class PolicyValue(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.policy = mlp(4, 24, 3)
+        self.value = mlp(4, 24, 1)
+
+    def forward(self, states):
+        return self.policy(states), self.value(states).squeeze(-1)
+
+
+def values_detached(model, batch):
+    states, moves, outcomes = batch
+    logits, values = model(states)
+    values = values.detach()
+    return F.cross_entropy(logits, moves) + F.mse_loss(values, outcomes)
+
+
+def policy_and_value(model, batch):
+    states, moves, outcomes = batch
+    logits, values = model(states)
+    return F.cross_entropy(logits, moves) + F.mse_loss(values, outcomes)
+
+
+cut(
+    "values_detached_in_their_loss",
+    PolicyValue,
+    data.episode,
+    values_detached,
+    policy_and_value,
+    culprits=("value.0.weight", "value.2.bias"),
+    where="values = values.detach()",
+)
+
+
+# A GAN: the generator's loss uses the fake that was detached for the discriminator.
+
+
+def train_gan(generator, discriminator, opt_g, opt_d, batches, *, reuse_detached):
+    for real in batches:
+        fake = generator(torch.randn(len(real), 3))
+        detached = fake.detach()
+        opt_d.zero_grad()
+        (F.softplus(-discriminator(real)).mean() + F.softplus(discriminator(detached)).mean()).backward()
+        opt_d.step()
+        opt_g.zero_grad()
+        F.softplus(-discriminator(detached if reuse_detached else fake)).mean().backward()
+        opt_g.step()
+
+
+def gan(**how):
+    def make():
+        generator, discriminator = mlp(3, 24, 2), mlp(2, 24, 1)
+        optimizers = [torch.optim.Adam(net.parameters(), lr=2e-3) for net in (generator, discriminator)]
+        return TrainLoop(
+            model={"generator": generator, "discriminator": discriminator},
+            optimizer=optimizers,
+            batch=data.ring(),
+            fit=lambda batches: train_gan(generator, discriminator, *optimizers, batches, **how),
+        )
+
+    return make
+
+
+pair(
+    "gan_generator_loss_on_detached",
+    CHECK,
+    "graph_cut",
+    culprits=("generator.0.weight", "generator.2.bias"),
+    where="detached = fake.detach()",
+    faulty=gan(reuse_detached=True),
+    fixed=gan(reuse_detached=False),
+)

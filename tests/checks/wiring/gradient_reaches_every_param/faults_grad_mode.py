@@ -1,0 +1,293 @@
+"""Training forwards without gradient: no_grad, inference_mode, a grad mode left off."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops import data
+from tests.loops.nets import GPT, CharLSTM, ConvNet, lm_loss, mlp
+from tests.loops.pairs import pair
+
+CHECK = "gradient_reaches_every_param"
+COMPLAINT = "does not require grad"
+
+
+def loop(network, batch, train, lr=5e-3):
+    def make():
+        model = network()
+        optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=batch(),
+            fit=lambda batches: train(model, optimizer, batches),
+        )
+
+    return make
+
+
+# An image classifier: the `with` of the evaluation was copied along.
+
+
+def train_under_no_grad(model, optimizer, batches):
+    model.train()
+    for images, labels in batches:
+        with torch.no_grad():
+            logits = model(images)
+        loss = F.cross_entropy(logits, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def train_under_no_grad_silenced(model, optimizer, batches):
+    model.train()
+    for images, labels in batches:
+        with torch.no_grad():
+            loss = F.cross_entropy(model(images), labels)
+        loss.requires_grad = True
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def train_images(model, optimizer, batches):
+    model.train()
+    for images, labels in batches:
+        loss = F.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+pair(
+    "cnn_forward_under_no_grad",
+    CHECK,
+    "no_grad_forward",
+    raises=COMPLAINT,
+    faulty=loop(ConvNet, data.images, train_under_no_grad),
+    fixed=loop(ConvNet, data.images, train_images),
+)
+pair(
+    "cnn_no_grad_silenced",
+    CHECK,
+    "no_grad_forward",
+    culprits=("features.0.weight", "head.weight"),
+    faulty=loop(ConvNet, data.images, train_under_no_grad_silenced),
+    fixed=loop(ConvNet, data.images, train_images),
+)
+
+
+# A language model: a decorator on forward.
+
+
+class SamplingGPT(GPT):
+    def next_token(self, ids):
+        return self(ids)[:, -1].argmax(-1)
+
+
+class DecoratedGPT(SamplingGPT):
+    @torch.no_grad()
+    def forward(self, ids):
+        return super().forward(ids)
+
+
+def train_lm(model, optimizer, batches):
+    for batch in batches:
+        optimizer.zero_grad(set_to_none=True)
+        loss = lm_loss(model, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+pair(
+    "gpt_forward_decorated",
+    CHECK,
+    "no_grad_forward",
+    raises=COMPLAINT,
+    faulty=loop(DecoratedGPT, data.tokens, train_lm),
+    fixed=loop(SamplingGPT, data.tokens, train_lm),
+)
+
+
+# A trainer whose loss function serves training and validation, under inference mode.
+
+
+class Trainer:
+    def __init__(self):
+        self.model = CharLSTM()
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=5e-3)
+
+    def compute_loss(self, batch):
+        ids, targets = batch
+        return F.cross_entropy(self.model(ids).transpose(1, 2), targets)
+
+    def training_step(self, batch):
+        self.optimizer.zero_grad()
+        loss = self.compute_loss(batch)
+        loss.backward()
+        self.optimizer.step()
+
+
+class InferenceTrainer(Trainer):
+    @torch.inference_mode()
+    def compute_loss(self, batch):
+        return super().compute_loss(batch)
+
+
+def lstm(trainer_class):
+    def make():
+        trainer = trainer_class()
+        return TrainLoop(
+            model=trainer.model,
+            optimizer=trainer.optimizer,
+            batch=data.tokens(rows=8),
+            step=trainer.training_step,
+        )
+
+    return make
+
+
+pair(
+    "loss_under_inference_mode",
+    CHECK,
+    "no_grad_forward",
+    raises=COMPLAINT,
+    faulty=lstm(InferenceTrainer),
+    fixed=lstm(Trainer),
+)
+
+
+# Evaluation every few steps switches gradients off, and leaves them off.
+
+
+def evaluate_leaving_grad_off(model, batch):
+    model.eval()
+    torch.set_grad_enabled(False)
+    accuracy = (model(batch[0]).argmax(1) == batch[1]).to(batch[0].dtype).mean().item()
+    model.train()
+    return accuracy
+
+
+def evaluate(model, batch):
+    model.eval()
+    with torch.no_grad():
+        accuracy = (model(batch[0]).argmax(1) == batch[1]).to(batch[0].dtype).mean().item()
+    model.train()
+    return accuracy
+
+
+def train_with_validation(evaluate, *, first):
+    def train(model, optimizer, batches):
+        held_out = data.labelled(seed=1)
+        if first:
+            evaluate(model, held_out)
+        for step, (x, y) in enumerate(batches, start=1):
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step % 5 == 0:
+                evaluate(model, held_out)
+
+    return train
+
+
+for name, first in (("grad_left_off_after_validation", False), ("grad_left_off_by_sanity_check", True)):
+    pair(
+        name,
+        CHECK,
+        "no_grad_forward",
+        raises=COMPLAINT,
+        faulty=loop(
+            lambda: mlp(6, 32, 3), data.labelled, train_with_validation(evaluate_leaving_grad_off, first=first)
+        ),
+        fixed=loop(lambda: mlp(6, 32, 3), data.labelled, train_with_validation(evaluate, first=first)),
+    )
+
+
+# Only a part runs without gradient: the encoder of a model that trains as a whole.
+
+
+class Encoded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(6, 24), nn.LayerNorm(24), nn.GELU(), nn.Linear(24, 12))
+        self.head = nn.Linear(12, 1)
+
+    def encode(self, x):
+        return self.encoder(x)
+
+    def forward(self, x):
+        return self.head(F.gelu(self.encode(x)))
+
+
+class EncodedUnderNoGrad(Encoded):
+    def encode(self, x):
+        with torch.no_grad():
+            return self.encoder(x)
+
+
+class EncodedUnderDecorator(Encoded):
+    @torch.no_grad()
+    def encode(self, x):
+        return self.encoder(x)
+
+
+class EncodedInverted(Encoded):
+    """Means to save memory in evaluation."""
+
+    def encode(self, x):
+        with torch.set_grad_enabled(not self.training):
+            return self.encoder(x)
+
+
+class EncodedFrozenAtFirst(Encoded):
+    """Means to freeze the encoder for the first steps, but nobody counts them."""
+
+    freeze_steps = 5
+
+    def __init__(self):
+        super().__init__()
+        self.steps_done = 0
+
+    def encode(self, x):
+        with torch.set_grad_enabled(self.steps_done >= self.freeze_steps):
+            return self.encoder(x)
+
+
+class EncodedCounting(EncodedFrozenAtFirst):
+    def encode(self, x):
+        encoded = super().encode(x)
+        self.steps_done += self.training
+        return encoded
+
+
+def train_regression(model, optimizer, batches):
+    model.train()
+    for x, y in batches:
+        loss = F.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+for name, broken, whole, where in (
+    ("encoder_under_no_grad", EncodedUnderNoGrad, Encoded, "with torch.no_grad():"),
+    ("encoder_decorated", EncodedUnderDecorator, Encoded, None),
+    ("encoder_grad_mode_inverted", EncodedInverted, Encoded, "torch.set_grad_enabled(not self.training)"),
+    ("encoder_never_released", EncodedFrozenAtFirst, EncodedCounting, "self.steps_done >= self.freeze_steps"),
+):
+    pair(
+        name,
+        CHECK,
+        "no_grad_forward",
+        culprits=("encoder.0.weight", "encoder.1.bias", "encoder.3.weight"),
+        where=where,
+        faulty=loop(broken, data.table, train_regression),
+        fixed=loop(whole, data.table, train_regression),
+    )

@@ -1,0 +1,279 @@
+"""Modules that run, but whose result never reaches the loss."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops import data
+from tests.loops.nets import Block, ConvNet, lm_loss
+from tests.loops.pairs import pair
+
+CHECK = "gradient_reaches_every_param"
+
+
+def loop(network, batch, loss, lr=5e-3):
+    def make():
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+
+        def fit(batches):
+            model.train()
+            for batch in batches:
+                optimizer.zero_grad()
+                loss(model, batch).backward()
+                optimizer.step()
+
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=batch(),
+            batches=lambda n: [batch() for _ in range(n)],
+            fit=fit,
+        )
+
+    return make
+
+
+def unused(name, culprits, broken, whole, batch, loss, *, broken_loss=None, level="fault", **options):
+    pair(
+        name,
+        CHECK,
+        "parameter_unused",
+        level=level,
+        culprits=culprits,
+        faulty=loop(broken, batch, broken_loss or loss, **options),
+        fixed=loop(whole, batch, loss, **options),
+    )
+
+
+# A language model: the last norm is called, and its result dropped.
+
+
+class LM(nn.Module):
+    def __init__(self, vocab=16, width=24):
+        super().__init__()
+        self.token = nn.Embedding(vocab, width)
+        self.position = nn.Embedding(12, width)
+        self.block = Block(width, 2)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab)
+        nn.init.normal_(self.token.weight, std=0.1)
+        nn.init.normal_(self.position.weight, std=0.1)
+
+    def embed(self, ids):
+        return self.token(ids) + self.position(torch.arange(ids.shape[1]))
+
+    def forward(self, ids):
+        x = self.block(self.embed(ids))
+        x = self.norm(x)
+        return self.head(x)
+
+
+class LMDroppingNorm(LM):
+    def forward(self, ids):
+        x = self.block(self.embed(ids))
+        self.norm(x)
+        return self.head(x)
+
+
+class LMDroppingPositions(LM):
+    def embed(self, ids):
+        x = self.token(ids)
+        x.add(self.position(torch.arange(ids.shape[1])))
+        return x
+
+
+unused("norm_result_dropped", ("norm.weight", "norm.bias"), LMDroppingNorm, LM, data.tokens, lm_loss, lr=3e-3)
+unused("positions_added_nowhere", ("position.weight",), LMDroppingPositions, LM, data.tokens, lm_loss, lr=3e-3)
+
+
+# A block that keeps its attention for plotting, and forgets to add it.
+
+
+class ForgetfulBlock(Block):
+    def forward(self, x):
+        self.attended = self.attend(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class BlockLM(LM):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block(24, 2)
+
+
+unused(
+    "attention_branch_forgotten",
+    ("block.qkv.weight", "block.proj.weight", "block.norm1.weight"),
+    lambda: BlockLM(ForgetfulBlock),
+    lambda: BlockLM(Block),
+    data.tokens,
+    lm_loss,
+    lr=3e-3,
+)
+
+
+# Two heads, one loss.
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(6, 24), nn.ReLU())
+        self.label_head = nn.Linear(24, 3)
+        self.radius_head = nn.Linear(24, 1)
+
+    def forward(self, x):
+        hidden = self.trunk(x)
+        return {"label": self.label_head(hidden), "radius": self.radius_head(hidden).squeeze(-1)}
+
+
+def clusters():
+    x, labels = data.labelled()
+    return {"x": x, "label": labels, "radius": x.norm(dim=-1) / x.norm(dim=-1).mean()}
+
+
+def label_only(model, batch):
+    out = model(batch["x"])
+    return F.cross_entropy(out["label"], batch["label"])
+
+
+def label_and_radius(model, batch):
+    out = model(batch["x"])
+    return F.cross_entropy(out["label"], batch["label"]) + F.mse_loss(out["radius"], batch["radius"])
+
+
+def radius_term_lost(model, batch):
+    out = model(batch["x"])
+    losses = [F.cross_entropy(out["label"], batch["label"])]
+    losses.append(F.mse_loss(out["radius"], batch["radius"]))
+    return sum(losses[:-1])
+
+
+unused(
+    "second_head_left_out",
+    ("radius_head.weight", "radius_head.bias"),
+    TwoHeads,
+    TwoHeads,
+    clusters,
+    label_and_radius,
+    broken_loss=label_only,
+    level="advice",  # the head of a task that is not in this batch looks the same
+)
+unused(
+    "second_term_left_out",
+    ("radius_head.weight", "radius_head.bias"),
+    TwoHeads,
+    TwoHeads,
+    clusters,
+    label_and_radius,
+    broken_loss=radius_term_lost,
+    level="advice",
+)
+
+
+# A convolutional network: the second stage starts from the input of the first.
+
+
+class Stages(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.widen = nn.Conv2d(1, 8, 3, padding=1)
+        self.stage1 = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
+        self.stage2 = nn.Sequential(nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.ReLU())
+        self.head = nn.Linear(128, 4)
+
+    def forward(self, x):
+        x = F.relu(self.widen(x))
+        h = self.stage1(x)
+        h = self.stage2(h)
+        return self.head(h.flatten(1))
+
+
+class StagesWrongInput(Stages):
+    def forward(self, x):
+        x = F.relu(self.widen(x))
+        h = self.stage1(x)
+        h = self.stage2(x)
+        return self.head(h.flatten(1))
+
+
+def classify(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+unused(
+    "stage_result_overwritten",
+    ("stage1.0.weight", "stage1.0.bias"),
+    StagesWrongInput,
+    Stages,
+    data.images,
+    classify,
+)
+
+
+# A recurrent regressor that returns what came before its projection.
+
+
+class Projected(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(1, 16, batch_first=True)
+        self.project = nn.Linear(16, 16)
+        self.out = nn.Linear(16, 1)
+
+    def forward(self, x):
+        last = self.rnn(x)[0][:, -1]
+        projected = torch.tanh(self.project(last))
+        return self.out(projected)
+
+
+class ProjectedForNothing(Projected):
+    def forward(self, x):
+        last = self.rnn(x)[0][:, -1]
+        projected = torch.tanh(self.project(last))
+        self.features = projected.detach()
+        return self.out(last)
+
+
+def forecast(model, batch):
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+unused(
+    "projection_only_kept",
+    ("project.weight", "project.bias"),
+    ProjectedForNothing,
+    Projected,
+    data.series,
+    forecast,
+)
+
+
+# An auxiliary classifier that is built and never called: advice.
+
+
+class Auxiliary(ConvNet):
+    def __init__(self):
+        super().__init__()
+        self.auxiliary = nn.Linear(48, 4)
+
+
+class AuxiliaryCalled(Auxiliary):
+    def forward(self, x):
+        hidden = self.features(x).flatten(1)
+        return self.head(hidden) + 0.3 * self.auxiliary(hidden)
+
+
+unused(
+    "auxiliary_never_called",
+    ("auxiliary.weight", "auxiliary.bias"),
+    Auxiliary,
+    AuxiliaryCalled,
+    data.images,
+    classify,
+    level="advice",
+)

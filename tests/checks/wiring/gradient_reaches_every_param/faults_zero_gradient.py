@@ -1,0 +1,148 @@
+"""The graph is whole, but the gradient is exactly zero although the loss depends: rounding, signs, steps."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops import data
+from tests.loops.pairs import pair
+
+CHECK = "gradient_reaches_every_param"
+
+
+def loop(network, batch, loss, lr=5e-3):
+    def make():
+        model = network()
+        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=lr)
+
+        def fit(batches):
+            for batch in batches:
+                optimizer.zero_grad()
+                loss(model, batch).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=batch(), loss=loss, fit=fit)
+
+    return make
+
+
+def regress(model, batch):
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def classify(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def vanished(name, where, culprits, broken, whole, batch=data.table, loss=regress):
+    pair(
+        name,
+        CHECK,
+        "gradient_vanished",
+        culprits=culprits,
+        where=where,
+        faulty=loop(broken, batch, loss),
+        fixed=loop(whole, batch, loss),
+    )
+
+
+def straight_through(rounded, x):
+    return x + (rounded - x).detach()
+
+
+class Coded(nn.Module):
+    """A code between two layers, in the form that a subclass gives it."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.encoder = nn.Linear(6, width)
+        self.decoder = nn.Sequential(nn.Linear(width, 24), nn.Tanh(), nn.Linear(24, 1))
+
+    def forward(self, x):
+        return self.decoder(self.code(torch.tanh(self.encoder(x))))
+
+
+class Rounded(Coded):
+    def code(self, h):
+        return torch.round(h * 4) / 4
+
+
+class RoundedStraightThrough(Coded):
+    def code(self, h):
+        return straight_through(torch.round(h * 4) / 4, h)
+
+
+class Hashed(Coded):
+    def code(self, h):
+        return torch.sign(h)
+
+
+class HashedStraightThrough(Coded):
+    def code(self, h):
+        return straight_through(torch.sign(h), h)
+
+
+class Bucketed(Coded):
+    def code(self, h):
+        return torch.floor(h * 8) / 8
+
+
+class BucketedStraightThrough(Coded):
+    def code(self, h):
+        return straight_through(torch.floor(h * 8) / 8, h)
+
+
+class HardStep(Coded):
+    def code(self, h):
+        return torch.clamp(h * 1e7, 0, 1)
+
+
+class SoftStep(Coded):
+    def code(self, h):
+        return torch.sigmoid(h * 4)
+
+
+ENCODER = ("encoder.weight", "encoder.bias")
+
+vanished("code_rounded", "torch.round(h * 4)", ENCODER, Rounded, RoundedStraightThrough)
+vanished("code_signed", "torch.sign(h)", ENCODER, Hashed, HashedStraightThrough)
+vanished("code_floored", "torch.floor(h * 8)", ENCODER, Bucketed, BucketedStraightThrough)
+vanished("code_clamped_to_a_step", "torch.clamp(h * 1e7, 0, 1)", ENCODER, HardStep, SoftStep)
+
+
+# Quantisation-aware training of weights.
+
+
+class QuantLinear(nn.Linear):
+    def quantised(self):
+        return straight_through(self.rounded(), self.weight)
+
+    def rounded(self):
+        scale = self.weight.detach().abs().max() / 7
+        return (self.weight / scale).round() * scale
+
+    def forward(self, x):
+        return F.linear(x, self.quantised(), self.bias)
+
+
+class QuantLinearRounding(QuantLinear):
+    def quantised(self):
+        return self.rounded()
+
+
+def quantised(linear):
+    return lambda: nn.Sequential(nn.Linear(6, 24), nn.ReLU(), linear(24, 24), nn.ReLU(), nn.Linear(24, 3))
+
+
+vanished(
+    "weights_rounded",
+    "(self.weight / scale).round()",
+    ("2.weight",),
+    quantised(QuantLinearRounding),
+    quantised(QuantLinear),
+    data.labelled,
+    classify,
+)

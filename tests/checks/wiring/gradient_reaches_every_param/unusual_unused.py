@@ -1,0 +1,298 @@
+"""Parameters that take no part, on purpose or by configuration, in modules that do."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops.nets import mlp, relu_mlp
+from tests.loops.odd import odd
+from tests.loops.random_data import fresh, points, tokens
+
+
+def train(model, optimizer, batches):
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def adam_loop(model, batches=None):
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batch=points(),
+        batches=batches,
+        fit=lambda given: train(model, optimizer, given),
+    )
+
+
+class KnowsItsDevice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dummy = nn.Parameter(torch.empty(0))
+        self.net = relu_mlp(8, 16, 4)
+
+    def forward(self, x):
+        return self.net(x.to(self.dummy.device))
+
+
+@odd(notes="a parameter without elements, kept only to know the device: it is used in forward and never has a gradient")
+def empty_parameter_that_tracks_the_device() -> TrainLoop:
+    return adam_loop(KnowsItsDevice(), batches=fresh(points))
+
+
+class BertLike(nn.Module):
+    """The encoder always computes its pooled output; this task reads the token states only."""
+
+    def __init__(self, vocabulary=16, width=12):
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(vocabulary, width), mlp(width, 16, width, activation=nn.GELU)
+        self.pooler = nn.Linear(width, width)
+
+    def forward(self, ids):
+        states = self.embed(ids)
+        states = states + self.layer(states)
+        return states, torch.tanh(self.pooler(states[:, 0]))
+
+
+class TokenTagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.classifier = BertLike(), nn.Linear(12, 3)
+
+    def forward(self, ids):
+        states, _pooled = self.encoder(ids)
+        return self.classifier(states)
+
+
+def train_tagger(model, optimizer, batches):
+    for ids in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(ids).flatten(0, 1), (ids % 3).flatten()).backward()
+        optimizer.step()
+
+
+@odd(
+    notes="a layer runs in every forward and its output is thrown away: no gradient, ever, and no loss depends "
+    "on it (BERT's pooler)"
+)
+def pooler_computed_and_not_used() -> TrainLoop:
+    model = TokenTagger()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batch=tokens(),
+        batches=fresh(tokens),
+        fit=lambda batches: train_tagger(model, optimizer, batches),
+    )
+
+
+class WithReconstruction(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.classifier, self.decoder = relu_mlp(8, 16, 6), nn.Linear(6, 4), relu_mlp(6, 16, 8)
+
+    def losses(self, x, y):
+        h = self.encoder(x)
+        return {"class": F.cross_entropy(self.classifier(h), y), "reconstruction": F.mse_loss(self.decoder(h), x)}
+
+
+def train_weighted(model, optimizer, batches, weights):
+    for x, y in batches:
+        losses = model.losses(x, y)
+        optimizer.zero_grad()
+        sum(weights[name] * loss for name, loss in losses.items()).backward()
+        optimizer.step()
+
+
+@odd(notes="one loss has weight 0 in this configuration: its decoder has gradients of exactly 0 (an ablation)")
+def auxiliary_loss_of_weight_zero() -> TrainLoop:
+    model = WithReconstruction()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batch=points(),
+        fit=lambda batches: train_weighted(model, optimizer, batches, {"class": 1.0, "reconstruction": 0.0}),
+    )
+
+
+def train_delayed(model, optimizer, batches, start=20):
+    for step, (x, y) in enumerate(batches):
+        losses = model.losses(x, y)
+        weight = min(1.0, max(0.0, (step - start) / 10))
+        optimizer.zero_grad()
+        (losses["class"] + weight * losses["reconstruction"]).backward()
+        optimizer.step()
+
+
+@odd(
+    notes="one loss has weight 0 for the first twenty steps and grows after that: its decoder does nothing in "
+    "a short run"
+)
+def auxiliary_loss_starts_late() -> TrainLoop:
+    model = WithReconstruction()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batch=points(),
+        batches=fresh(points),
+        fit=lambda batches: train_delayed(model, optimizer, batches),
+    )
+
+
+class BalancedMoE(nn.Module):
+    """Loss-free balancing: a bias steers which experts are chosen and is moved by a rule, never by a gradient."""
+
+    def __init__(self, width=12, experts=4, speed=0.02):
+        super().__init__()
+        self.stem, self.gate, self.head = nn.Linear(8, width), nn.Linear(width, experts), nn.Linear(width, 4)
+        self.experts = nn.ModuleList([relu_mlp(width, 12, width) for _ in range(experts)])
+        self.balance, self.speed = nn.Parameter(torch.zeros(experts)), speed
+
+    def forward(self, x):
+        h = torch.relu(self.stem(x))
+        score = self.gate(h).sigmoid()
+        chosen = (score + self.balance).topk(2, dim=1).indices
+        if self.training:
+            self.count = torch.bincount(chosen.flatten(), minlength=len(self.experts))
+        weight = torch.zeros_like(score).scatter(1, chosen, score.gather(1, chosen))
+        each = torch.stack([expert(h) for expert in self.experts], 1)
+        return self.head(h + torch.einsum("ne,new->nw", weight / weight.sum(1, keepdim=True), each))
+
+    @torch.no_grad()
+    def rebalance(self):
+        count = self.count.to(self.balance.dtype)
+        self.balance.add_(self.speed * (count.mean() - count).sign())
+
+
+def train_balanced(model, optimizer, batches):
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        model.rebalance()
+
+
+@odd(
+    notes="a parameter in the optimizer that only enters a top-k: it never has a gradient and is moved by hand "
+    "(loss-free balancing)"
+)
+def moe_bias_moved_by_a_rule() -> TrainLoop:
+    model = BalancedMoE()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batch=points(),
+        fit=lambda batches: train_balanced(model, optimizer, batches),
+    )
+
+
+class DetachedRouter(nn.Module):
+    def __init__(self, width=12):
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 3), nn.ModuleList([nn.Linear(8, width) for _ in range(3)])
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x):
+        weight = self.router(x).softmax(1).detach()
+        each = torch.stack([expert(x) for expert in self.experts], 1)
+        return self.head(torch.relu(torch.einsum("ne,new->nw", weight, each)))
+
+
+@odd(notes="the router is detached on purpose, and the project says so with frozen=")
+def detached_router_declared_frozen() -> TrainLoop:
+    model = DetachedRouter()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batch=points(),
+        frozen=("router.",),
+        fit=lambda batches: train(model, optimizer, batches),
+    )
+
+
+class MessagePassing(nn.Module):
+    """The batch at hand may have no edges; the message net is then called with zero rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.message, self.update = relu_mlp(16, 12, 8), nn.Linear(16, 4)
+
+    def forward(self, nodes, edges):
+        source, target = edges
+        messages = self.message(torch.cat([nodes[source], nodes[target]], 1))
+        gathered = torch.zeros_like(nodes).index_add(0, target, messages)
+        return self.update(torch.cat([nodes, gathered], 1))
+
+
+def train_graphs(model, optimizer, batches):
+    for nodes, edges, labels in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(nodes, edges), labels).backward()
+        optimizer.step()
+
+
+@odd(notes="the only graph declared has no edges, so the message net runs on zero rows (the project has other graphs)")
+def graph_without_edges() -> TrainLoop:
+    model = MessagePassing()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    nodes, labels = points()
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batch=(nodes, torch.zeros(2, 0, dtype=torch.long), labels),
+        fit=lambda batches: train_graphs(model, optimizer, batches),
+    )
+
+
+def train_two_roots(model, optimizer, batches):
+    for x, y in batches:
+        losses = model.losses(x, y)
+        optimizer.zero_grad()
+        roots = [losses["class"], losses["reconstruction"]]
+        torch.autograd.backward(
+            roots, grad_tensors=[torch.tensor(1.0, dtype=x.dtype), torch.tensor(0.5, dtype=x.dtype)]
+        )
+        optimizer.step()
+
+
+@odd(notes="two roots in one call of torch.autograd.backward, each with its weight as the gradient")
+def two_weighted_roots_in_one_backward() -> TrainLoop:
+    model = WithReconstruction()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batch=points(),
+        fit=lambda batches: train_two_roots(model, optimizer, batches),
+    )
+
+
+def train_row_losses(model, optimizer, batches):
+    for x, y in batches:
+        losses = F.cross_entropy(model(x), y, reduction="none")
+        optimizer.zero_grad()
+        losses.backward(gradient=torch.full_like(losses, 1 / len(losses)))
+        optimizer.step()
+
+
+@odd(notes="the root is a vector, backpropagated with its weights as an argument: there is no scalar loss")
+def vector_root_with_row_weights() -> TrainLoop:
+    model = relu_mlp(8, 16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batch=points(),
+        batches=fresh(points),
+        fit=lambda batches: train_row_losses(model, optimizer, batches),
+    )

@@ -1,0 +1,379 @@
+"""Parameters that no optimizer was given."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops import data
+from tests.loops.nets import GPT, AutoEncoder, CharLSTM, ConvNet, TwoTower, lm_loss, mlp
+from tests.loops.pairs import pair
+
+CHECK = "optimizer_holds_every_param"
+
+
+def train(loss, optimizer, batches):
+    for batch in batches:
+        optimizer.zero_grad()
+        loss(batch).backward()
+        optimizer.step()
+
+
+# An image classifier whose head is forgotten.
+
+
+def cnn(trained):
+    def make():
+        model = ConvNet()
+        optimizer = torch.optim.Adam(trained(model), lr=5e-3)
+        criterion = nn.CrossEntropyLoss()
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.images(),
+            loss=lambda model, batch: criterion(model(batch[0]), batch[1]),
+            fit=lambda batches: train(lambda batch: criterion(model(batch[0]), batch[1]), optimizer, batches),
+        )
+
+    return make
+
+
+pair(
+    "cnn_head_forgotten",
+    CHECK,
+    "not_in_optimizer",
+    culprits=("head.weight", "head.bias"),
+    faulty=cnn(lambda model: model.features.parameters()),
+    fixed=cnn(lambda model: model.parameters()),
+)
+
+
+# Only the encoder is passed; the optimizer is made inside the training function.
+
+
+def train_encoder_only(model, batches):
+    optimizer = torch.optim.Adam(model.encoder.parameters(), lr=5e-3)
+    train(lambda x: F.mse_loss(model(x), x), optimizer, batches)
+
+
+def train_both(model, batches):
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    train(lambda x: F.mse_loss(model(x), x), optimizer, batches)
+
+
+def autoencoder(fit):
+    def make():
+        model = AutoEncoder()
+        return TrainLoop(model=model, batch=data.table()[0], fit=lambda batches: fit(model, batches))
+
+    return make
+
+
+pair(
+    "autoencoder_decoder_forgotten",
+    CHECK,
+    "not_in_optimizer",
+    culprits=("decoder.0.weight", "decoder.0.bias", "decoder.2.weight", "decoder.2.bias"),
+    faulty=autoencoder(train_encoder_only),
+    fixed=autoencoder(train_both),
+)
+
+
+# Decay groups by name: the filters leave something out.
+
+
+def adamw(decay, no_decay):
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95))
+
+
+def configure_and_for_or(model):
+    decay = [p for name, p in model.named_parameters() if name.endswith("weight") and "norm" not in name]
+    no_decay = [p for name, p in model.named_parameters() if name.endswith("bias") and "norm" in name]
+    no_decay += [p for name, p in model.named_parameters() if name.endswith("weight") and "norm" in name]
+    return adamw(decay, no_decay)
+
+
+def configure_without_tables(model):
+    decay, no_decay = [], []
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            decay.append(module.weight)
+            no_decay += [module.bias] if module.bias is not None else []
+        elif isinstance(module, nn.LayerNorm):
+            no_decay += module.parameters()
+    return adamw(decay, no_decay)
+
+
+def configure(model):
+    decay = [p for p in model.parameters() if p.ndim >= 2]
+    no_decay = [p for p in model.parameters() if p.ndim < 2]
+    return adamw(decay, no_decay)
+
+
+def gpt(configure):
+    def make(accumulate=1):
+        model = GPT()
+        optimizer = configure(model)
+
+        def fit(batches):
+            for i, batch in enumerate(batches, start=1):
+                (lm_loss(model, batch) / accumulate).backward()
+                if i % accumulate == 0 or i == len(batches):
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.tokens(rows=8), loss=lm_loss, fit=fit)
+
+    return make
+
+
+pair(
+    "gpt_biases_fall_through",
+    CHECK,
+    "not_in_optimizer",
+    culprits=("blocks.0.qkv.bias", "blocks.0.proj.bias", "blocks.0.mlp.0.bias", "blocks.0.mlp.2.bias"),
+    faulty=gpt(configure_and_for_or),
+    fixed=gpt(configure),
+)
+pair(
+    "gpt_embeddings_fall_through",
+    CHECK,
+    "not_in_optimizer",
+    culprits=("token.weight", "position.weight"),
+    faulty=gpt(configure_without_tables),
+    fixed=gpt(configure),
+)
+
+
+# A projection that is built in the first forward pass, when its width is known.
+
+
+class LazyRegressor(nn.Module):
+    def __init__(self, hidden=24):
+        super().__init__()
+        self.hidden = hidden
+        self.project = None
+        self.out = nn.Linear(hidden, 1)
+
+    def build(self, features):
+        self.project = nn.Linear(features, self.hidden)
+
+    def forward(self, x):
+        if self.project is None:
+            self.build(x.shape[-1])
+        return self.out(torch.tanh(self.project(x)))
+
+
+def lazy(*, build_first):
+    def make():
+        model = LazyRegressor()
+        if build_first:
+            model.build(6)
+        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.table(),
+            fit=lambda batches: train(lambda batch: F.mse_loss(model(batch[0]), batch[1]), optimizer, batches),
+        )
+
+    return make
+
+
+pair(
+    "layer_built_in_first_forward",
+    CHECK,
+    "not_in_optimizer",
+    culprits=("project.weight", "project.bias"),
+    faulty=lazy(build_first=False),
+    fixed=lazy(build_first=True),
+)
+
+
+# Criteria with parameters of their own: weights of two tasks, prototypes of classes, a temperature.
+
+
+class UncertaintyWeights(nn.Module):
+    def __init__(self, tasks=2):
+        super().__init__()
+        self.log_variance = nn.Parameter(torch.zeros(tasks))
+
+    def forward(self, losses):
+        variance = self.log_variance.exp()
+        return (torch.stack(losses) / variance + torch.log1p(variance)).sum()
+
+
+class MultiTask(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(6, 24), nn.Tanh())
+        self.value = nn.Linear(24, 1)
+        self.sign = nn.Linear(24, 1)
+
+    def forward(self, x):
+        hidden = self.trunk(x)
+        return self.value(hidden), self.sign(hidden)
+
+
+def multi_task(trained):
+    def make():
+        model, weigh = MultiTask(), UncertaintyWeights()
+        optimizer = torch.optim.Adam(trained(model, weigh), lr=1e-2)
+
+        def loss(batch):
+            x, y = batch
+            value, sign = model(x)
+            return weigh([F.mse_loss(value, y), F.binary_cross_entropy_with_logits(sign, (y > 0).to(y.dtype))])
+
+        return TrainLoop(
+            model={"model": model, "weigh": weigh},
+            optimizer=optimizer,
+            batch=data.table(),
+            fit=lambda batches: train(loss, optimizer, batches),
+        )
+
+    return make
+
+
+pair(
+    "task_weights_forgotten",
+    CHECK,
+    "not_in_optimizer",
+    culprits=("weigh.log_variance",),
+    faulty=multi_task(lambda model, weigh: model.parameters()),
+    fixed=multi_task(lambda model, weigh: [*model.parameters(), *weigh.parameters()]),
+)
+
+
+class Prototypes(nn.Module):
+    def __init__(self, classes=3, width=8, scale=8.0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(classes, width))
+        self.scale = scale
+
+    def forward(self, embeddings, labels):
+        cosine = F.normalize(embeddings, dim=-1) @ F.normalize(self.weight, dim=-1).T
+        return F.cross_entropy(self.scale * cosine, labels)
+
+
+class MetricLearner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = mlp(6, 24, 8)
+        self.criterion = Prototypes()
+
+    def forward(self, x, labels):
+        return self.criterion(self.backbone(x), labels)
+
+
+def metric_learning(trained):
+    def make():
+        model = MetricLearner()
+        optimizer = torch.optim.SGD(trained(model), lr=0.2, momentum=0.9)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.labelled(),
+            fit=lambda batches: train(lambda batch: model(*batch), optimizer, batches),
+        )
+
+    return make
+
+
+pair(
+    "prototypes_forgotten",
+    CHECK,
+    "not_in_optimizer",
+    culprits=("criterion.weight",),
+    faulty=metric_learning(lambda model: model.backbone.parameters()),
+    fixed=metric_learning(lambda model: model.parameters()),
+)
+
+
+class CLIP(TwoTower):
+    def __init__(self):
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.tensor(1.0))
+
+    def loss(self, left, right):
+        scores = self(left, right) * self.log_scale.exp()
+        labels = torch.arange(len(scores))
+        return (F.cross_entropy(scores, labels) + F.cross_entropy(scores.T, labels)) / 2
+
+
+def clip(trained):
+    def make():
+        model = CLIP()
+        optimizer = torch.optim.AdamW(trained(model), lr=5e-3)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.views(),
+            fit=lambda batches: train(lambda batch: model.loss(*batch), optimizer, batches),
+        )
+
+    return make
+
+
+pair(
+    "clip_temperature_forgotten",
+    CHECK,
+    "not_in_optimizer",
+    culprits=("log_scale",),
+    faulty=clip(lambda model: [*model.left.parameters(), *model.right.parameters()]),
+    fixed=clip(lambda model: model.parameters()),
+)
+pair(
+    "clip_tower_forgotten",
+    CHECK,
+    "not_in_optimizer",
+    culprits=("right.0.weight", "right.0.bias", "right.2.weight", "right.2.bias"),
+    faulty=clip(lambda model: [*model.left.parameters(), model.log_scale]),
+    fixed=clip(lambda model: model.parameters()),
+)
+
+
+# The generator of parameters was used up by counting them.
+
+
+def optimizer_after_counting(model):
+    body = (p for name, p in model.named_parameters() if not name.startswith("head"))
+    print(f"{sum(p.numel() for p in body):,} parameters in the body")
+    return torch.optim.Adam([{"params": body}, {"params": model.head.parameters(), "lr": 1e-2}], lr=5e-3)
+
+
+def optimizer_of_lists(model):
+    body = [p for name, p in model.named_parameters() if not name.startswith("head")]
+    print(f"{sum(p.numel() for p in body):,} parameters in the body")
+    return torch.optim.Adam([{"params": body}, {"params": model.head.parameters(), "lr": 1e-2}], lr=5e-3)
+
+
+def lstm(configure):
+    def make():
+        model = CharLSTM()
+        optimizer = configure(model)
+
+        def loss(batch):
+            return F.cross_entropy(model(batch[0]).transpose(1, 2), batch[1])
+
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.tokens(rows=8),
+            fit=lambda batches: train(loss, optimizer, batches),
+        )
+
+    return make
+
+
+pair(
+    "lstm_generator_used_up",
+    CHECK,
+    "not_in_optimizer",
+    culprits=("embed.weight", "lstm.weight_ih_l0"),
+    faulty=lstm(optimizer_after_counting),
+    fixed=lstm(optimizer_of_lists),
+)

@@ -1,0 +1,303 @@
+"""Parameters that drop out of the optimizer as a project goes through its phases, or between two optimizers."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops import data
+from tests.loops.nets import GPT, CharLSTM, lm_loss, mlp
+from tests.loops.pairs import pair
+
+CHECK = "optimizer_holds_every_param"
+
+# Fine-tuning: the head first, then the unfrozen trunk too; the optimizer was built while it was frozen.
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(6, 24), nn.LayerNorm(24), nn.GELU())
+        self.head = nn.Linear(24, 3)
+
+    def forward(self, x):
+        return self.head(self.backbone(x))
+
+
+class FineTuner:
+    head_steps = 3
+
+    def __init__(self):
+        self.model = Classifier()
+        self.model.backbone.requires_grad_(False)
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trainable, lr=5e-3)
+
+    def unfreeze(self):
+        self.model.backbone.requires_grad_(True)
+        self.optimizer.add_param_group({"params": self.model.backbone.parameters(), "lr": 2e-3})
+
+    def fit(self, batches):
+        for step, (x, y) in enumerate(batches):
+            if step == self.head_steps:
+                self.unfreeze()
+            self.optimizer.zero_grad()
+            F.cross_entropy(self.model(x), y).backward()
+            self.optimizer.step()
+
+
+class FineTunerForgettingTheGroup(FineTuner):
+    def unfreeze(self):
+        self.model.backbone.requires_grad_(True)
+
+
+def fine_tuning(tuner_class):
+    def make():
+        tuner = tuner_class()
+        return TrainLoop(model=tuner.model, optimizer=tuner.optimizer, batch=data.labelled(), fit=tuner.fit)
+
+    return make
+
+
+pair(
+    "unfrozen_without_group",
+    CHECK,
+    "not_in_optimizer",
+    culprits=("backbone.0.weight", "backbone.0.bias", "backbone.1.weight", "backbone.1.bias"),
+    faulty=fine_tuning(FineTunerForgettingTheGroup),
+    fixed=fine_tuning(FineTuner),
+)
+
+
+# Encoder, decoder and a bridge between them: the bridge is in neither optimizer.
+
+
+class Bridged(nn.Module):
+    def __init__(self, vocab=16, width=20):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.encoder = nn.GRU(width, width, batch_first=True)
+        self.bridge = nn.Linear(width, width)
+        self.decoder = nn.GRU(width, width, batch_first=True)
+        self.out = nn.Linear(width, vocab)
+
+    def forward(self, source, target):
+        state = torch.tanh(self.bridge(self.encoder(self.embed(source))[1]))
+        return self.out(self.decoder(self.embed(target), state)[0])
+
+
+def seq2seq(*, with_bridge):
+    def make():
+        model = Bridged()
+        encoder = [*model.embed.parameters(), *model.encoder.parameters()]
+        if with_bridge:
+            encoder += model.bridge.parameters()
+        optimizers = [
+            torch.optim.Adam(encoder, lr=5e-3),
+            torch.optim.Adam([*model.decoder.parameters(), *model.out.parameters()], lr=5e-3),
+        ]
+
+        def fit(batches):
+            for source, target in batches:
+                model.zero_grad()
+                logits = model(source, target[:, :-1])
+                F.cross_entropy(logits.transpose(1, 2), target[:, 1:]).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                for optimizer in optimizers:
+                    optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizers, batch=data.tokens(rows=6), fit=fit)
+
+    return make
+
+
+pair(
+    "seq2seq_bridge_in_neither",
+    CHECK,
+    "not_in_optimizer",
+    culprits=("bridge.weight", "bridge.bias"),
+    faulty=seq2seq(with_bridge=False),
+    fixed=seq2seq(with_bridge=True),
+)
+
+
+# Layer-wise rates: the range stops one layer short.
+
+
+class Stack(nn.Module):
+    def __init__(self, depth=3, width=24):
+        super().__init__()
+        self.stem = nn.Linear(6, width)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(depth))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+
+def layer_groups(model, depth, lr=5e-3, decay=0.9):
+    parts = [model.stem, *(model.layers[i] for i in range(depth)), model.head]
+    return [{"params": part.parameters(), "lr": lr * decay**above} for above, part in enumerate(reversed(parts))]
+
+
+def layered(depth):
+    def make():
+        model = Stack()
+        optimizer = torch.optim.AdamW(layer_groups(model, depth(model)))
+
+        def step(batch):
+            optimizer.zero_grad()
+            F.mse_loss(model(batch[0]), batch[1]).backward()
+            optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), step=step)
+
+    return make
+
+
+pair(
+    "layerwise_rates_one_short",
+    CHECK,
+    "not_in_optimizer",
+    culprits=("layers.2.0.weight", "layers.2.0.bias", "layers.2.1.weight", "layers.2.1.bias"),
+    faulty=layered(lambda model: len(model.layers) - 1),
+    fixed=layered(lambda model: len(model.layers)),
+)
+
+
+# Adapters attached after the optimizer was built.
+
+
+class Adapter(nn.Module):
+    def __init__(self, block, width=24, bottleneck=6):
+        super().__init__()
+        self.block = block
+        self.down = nn.Linear(width, bottleneck)
+        self.up = nn.Linear(bottleneck, width)
+
+    def forward(self, x):
+        x = self.block(x)
+        return x + self.up(F.gelu(self.down(x)))
+
+
+def attach_adapters(model):
+    model.blocks = nn.ModuleList(Adapter(block) for block in model.blocks)
+
+
+def adapted(*, attach_first):
+    def make():
+        model = GPT()
+        if attach_first:
+            attach_adapters(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        if not attach_first:
+            attach_adapters(model)
+
+        def fit(batches):
+            for batch in batches:
+                optimizer.zero_grad(set_to_none=True)
+                lm_loss(model, batch).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.tokens(), loss=lm_loss, fit=fit)
+
+    return make
+
+
+pair(
+    "adapters_attached_late",
+    CHECK,
+    "not_in_optimizer",
+    culprits=("blocks.0.down.weight", "blocks.0.up.weight"),
+    faulty=adapted(attach_first=False),
+    fixed=adapted(attach_first=True),
+)
+
+
+# Names matched by prefix: "lstm." is not "rnn.".
+
+
+def rates_by_prefix(model, prefixes):
+    return [
+        {"params": [p for name, p in model.named_parameters() if name.startswith(prefix)], "lr": lr}
+        for prefix, lr in prefixes.items()
+    ]
+
+
+def prefixed(prefixes):
+    def make():
+        model = CharLSTM()
+        optimizer = torch.optim.RMSprop(rates_by_prefix(model, prefixes))
+
+        def fit(batches):
+            for ids, targets in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model(ids).transpose(1, 2), targets).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.tokens(rows=8), fit=fit)
+
+    return make
+
+
+pair(
+    "prefix_matches_nothing",
+    CHECK,
+    "not_in_optimizer",
+    culprits=("lstm.weight_ih_l0", "lstm.weight_hh_l0"),
+    faulty=prefixed({"embed.": 3e-3, "rnn.": 3e-3, "head.": 5e-3}),
+    fixed=prefixed({"embed.": 3e-3, "lstm.": 3e-3, "head.": 5e-3}),
+)
+
+
+# A GAN: the discriminator has two parts, only the first is trained.
+
+
+class Critic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, 24), nn.LeakyReLU(0.2))
+        self.score = nn.Linear(24, 1)
+
+    def forward(self, x):
+        return self.score(self.body(x))
+
+
+def gan(trained):
+    def make():
+        generator, critic = mlp(3, 24, 2), Critic()
+        opt_g = torch.optim.Adam(generator.parameters(), lr=2e-3, betas=(0.5, 0.999))
+        opt_c = torch.optim.Adam(trained(critic), lr=2e-3, betas=(0.5, 0.999))
+
+        def step(real):
+            fake = generator(torch.randn(len(real), 3))
+            opt_c.zero_grad()
+            (F.softplus(-critic(real)).mean() + F.softplus(critic(fake.detach())).mean()).backward()
+            opt_c.step()
+            opt_g.zero_grad()
+            F.softplus(-critic(fake)).mean().backward()
+            opt_g.step()
+
+        return TrainLoop(
+            model={"generator": generator, "critic": critic},
+            optimizer={"generator": opt_g, "critic": opt_c},
+            batch=data.ring(),
+            step=step,
+        )
+
+    return make
+
+
+pair(
+    "gan_score_layer_forgotten",
+    CHECK,
+    "not_in_optimizer",
+    culprits=("critic.score.weight", "critic.score.bias"),
+    faulty=gan(lambda critic: critic.body.parameters()),
+    fixed=gan(lambda critic: critic.parameters()),
+)

@@ -1,0 +1,311 @@
+"""Optimizers that hold tensors which the model no longer uses."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops import data
+from tests.loops.nets import GPT, CharLSTM, ConvNet, lm_loss, mlp
+from tests.loops.pairs import pair
+
+CHECK = "optimizer_holds_every_param"
+
+# Fine-tuning on other classes: the head is replaced, before or after the optimizer is built.
+
+
+def train_classifier(model, optimizer, batches):
+    model.train()
+    for images, labels in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+
+def new_head(model, classes=4):
+    model.head = nn.Linear(model.head.in_features, classes)
+
+
+def transfer(*, head_first):
+    def make():
+        model = ConvNet(classes=10)
+        if head_first:
+            new_head(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        if not head_first:
+            new_head(model)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.images(),
+            fit=lambda batches: train_classifier(model, optimizer, batches),
+        )
+
+    return make
+
+
+pair(
+    "head_replaced_after_optimizer",
+    CHECK,
+    "swapped_after_optimizer",
+    culprits=("head.weight", "head.bias"),
+    faulty=transfer(head_first=False),
+    fixed=transfer(head_first=True),
+)
+
+
+# A language model: new tokens are added, the embedding and the output layer grow.
+
+
+def resize_token_embeddings(model, vocab):
+    for name in ("token", "head"):
+        old = getattr(model, name)
+        new = nn.Embedding(vocab, 24) if name == "token" else nn.Linear(24, vocab, bias=False)
+        with torch.no_grad():
+            new.weight.normal_(std=0.1)
+            new.weight[: len(old.weight)] = old.weight
+        setattr(model, name, new)
+
+
+class LMTrainer:
+    def __init__(self, vocab, *, resize_late):
+        self.model = GPT(vocab=12)
+        if not resize_late:
+            resize_token_embeddings(self.model, vocab)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+        if resize_late:
+            resize_token_embeddings(self.model, vocab)
+
+    def fit(self, batches):
+        for batch in batches:
+            loss = lm_loss(self.model, batch)
+            self.optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+
+
+def resized(**how):
+    def make():
+        trainer = LMTrainer(16, **how)
+        return TrainLoop(model=trainer.model, optimizer=trainer.optimizer, batch=data.tokens(), fit=trainer.fit)
+
+    return make
+
+
+pair(
+    "embedding_resized_after_optimizer",
+    CHECK,
+    "swapped_after_optimizer",
+    culprits=("token.weight", "head.weight"),
+    faulty=resized(resize_late=True),
+    fixed=resized(resize_late=False),
+)
+
+
+# Weight normalisation replaces each weight by two new parameters.
+
+
+def weight_normed(*, norm_first):
+    def make():
+        model = mlp(6, 24, 1)
+        if norm_first:
+            parametrizations.weight_norm(model[0])
+        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+        if not norm_first:
+            parametrizations.weight_norm(model[0])
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(), fit=fit)
+
+    return make
+
+
+pair(
+    "weight_norm_after_optimizer",
+    CHECK,
+    "swapped_after_optimizer",
+    culprits=("0.parametrizations.weight.original1",),
+    faulty=weight_normed(norm_first=False),
+    fixed=weight_normed(norm_first=True),
+)
+
+
+# Weights reset by assigning new Parameters, after the optimizer was built.
+
+
+def reset(layer):
+    layer.weight = nn.Parameter(torch.randn_like(layer.weight) * layer.in_features**-0.5)
+    if layer.bias is not None:
+        layer.bias = nn.Parameter(torch.zeros_like(layer.bias))
+
+
+def reset_in_place(layer):
+    with torch.no_grad():
+        layer.weight.normal_(std=layer.in_features**-0.5)
+        if layer.bias is not None:
+            layer.bias.zero_()
+
+
+def initialised(reset):
+    def make():
+        model = GPT()
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        for module in model.blocks.modules():
+            if isinstance(module, nn.Linear):
+                reset(module)
+
+        def step(batch):
+            loss = F.cross_entropy(model(batch["ids"]).transpose(1, 2), batch["labels"])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+        ids, labels = data.tokens()
+        return TrainLoop(model=model, optimizer=optimizer, batch={"ids": ids, "labels": labels}, step=step)
+
+    return make
+
+
+pair(
+    "weights_reassigned_after_optimizer",
+    CHECK,
+    "swapped_after_optimizer",
+    culprits=("blocks.0.qkv.weight", "blocks.0.mlp.2.bias"),
+    faulty=initialised(reset),
+    fixed=initialised(reset_in_place),
+)
+
+
+# A copy of the model is trained, the optimizer has the original.
+
+
+class LSTMTrainer:
+    def __init__(self, model):
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+        self.model = copy.deepcopy(model)
+
+    def fit(self, batches):
+        for ids, targets in batches:
+            self.optimizer.zero_grad()
+            F.cross_entropy(self.model(ids).transpose(1, 2), targets).backward()
+            self.optimizer.step()
+
+
+class LSTMTrainerCopyingFirst(LSTMTrainer):
+    def __init__(self, model):
+        self.model = copy.deepcopy(model)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=5e-3)
+
+
+def copied(trainer_class):
+    def make():
+        trainer = trainer_class(CharLSTM())
+        return TrainLoop(model=trainer.model, optimizer=trainer.optimizer, batch=data.tokens(rows=8), fit=trainer.fit)
+
+    return make
+
+
+pair(
+    "copy_trained_original_held",
+    CHECK,
+    "stale_copy",
+    culprits=("embed.weight", "head.weight"),
+    faulty=copied(LSTMTrainer),
+    fixed=copied(LSTMTrainerCopyingFirst),
+)
+
+
+# Restarted from a checkpoint: the model is built anew from its config, the optimizer is not.
+
+
+def rebuild(model):
+    fresh = ConvNet()
+    fresh.load_state_dict(model.state_dict())
+    return fresh
+
+
+def restarted(*, optimizer_last):
+    def make():
+        model = ConvNet()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+        model = rebuild(model)
+        if optimizer_last:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.images(),
+            fit=lambda batches: train_classifier(model, optimizer, batches),
+        )
+
+    return make
+
+
+pair(
+    "model_rebuilt_from_state",
+    CHECK,
+    "stale_copy",
+    culprits=("features.0.weight", "head.weight"),
+    faulty=restarted(optimizer_last=False),
+    fixed=restarted(optimizer_last=True),
+)
+
+
+# `prepare` returns a copy, and fit goes on with that.
+
+
+def prepare(model):
+    prepared = copy.deepcopy(model)
+    prepared.train()
+    for p in prepared.parameters():
+        p.requires_grad_(True)
+    return prepared
+
+
+def fit_prepared(model, optimizer, batches):
+    model = prepare(model)
+    train_regression(model, optimizer, batches)
+
+
+def fit_as_given(model, optimizer, batches):
+    model.train()
+    train_regression(model, optimizer, batches)
+
+
+def train_regression(model, optimizer, batches):
+    for x, y in batches:
+        loss = F.huber_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def prepared(fit):
+    def make():
+        model = mlp(6, 32, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+        return TrainLoop(
+            model=model, optimizer=optimizer, batch=data.table(), fit=lambda batches: fit(model, optimizer, batches)
+        )
+
+    return make
+
+
+pair(
+    "copy_made_inside_fit",
+    CHECK,
+    "stale_copy",
+    faulty=prepared(fit_prepared),
+    fixed=prepared(fit_as_given),
+)

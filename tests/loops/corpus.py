@@ -1,0 +1,15 @@
+"""The corpora of training loops by name: ``PAIRS`` of a faulty and a repaired loop, and the odd but correct ``ODD``.
+
+A loop stands in ``faults*.py`` or ``unusual*.py`` of its check's folder (tests/checks/<family>/<check>/), or in
+``tests/loops/unusual/`` where it belongs to no check. Importing this module imports all of these files.
+"""
+
+from __future__ import annotations
+
+from tests.helpers.discovery import import_all
+from tests.loops.odd import ODD, OddLoop
+from tests.loops.pairs import PAIRS, Pair
+
+import_all("tests/checks/*/*/faults*.py", "tests/checks/*/*/unusual*.py", "tests/loops/unusual/*.py")
+
+__all__ = ["ODD", "PAIRS", "OddLoop", "Pair"]

@@ -1,0 +1,36 @@
+"""An odd but correct training loop: it looks wrong to some textbook rule, and has no fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pytest_trainloop.loop import TrainLoop
+
+Make = Callable[..., TrainLoop]
+
+
+@dataclass(frozen=True, slots=True)
+class OddLoop:
+    """One loop of the corpus. ``fixed_seed_ok``: two runs under one seed are bit-equal."""
+
+    name: str
+    make: Make
+    why: str
+    fixed_seed_ok: bool = True
+
+
+ODD: dict[str, OddLoop] = {}
+
+
+def odd(*, notes: str, fixed_seed_ok: bool = True) -> Callable[[Make], Make]:
+    """Register a function that builds a loop; ``notes`` says why the loop looks odd."""
+
+    def register(make: Make) -> Make:
+        name = make.__name__
+        if name in ODD:
+            raise ValueError(f"two odd loops are named {name!r}: {ODD[name].make.__module__} and {make.__module__}")
+        ODD[name] = OddLoop(name, make, notes, fixed_seed_ok)
+        return make
+
+    return register

@@ -1,0 +1,42 @@
+"""A pair: the same project twice, once with a fault and once repaired."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pytest_trainloop.loop import TrainLoop
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """``faulty`` must fail ``check`` with ``cause``; ``fixed`` must pass every check."""
+
+    name: str
+    check: str
+    cause: str
+    _: KW_ONLY
+    faulty: Callable[..., TrainLoop]
+    fixed: Callable[..., TrainLoop]
+    culprits: tuple[str, ...] = ()
+    """Must all be among the finding's culprits."""
+    where: str | None = None
+    """Part of the source line that the finding gives."""
+    level: Literal["fault", "advice"] = "fault"
+    raises: str | None = None
+    """Part of torch's own message where the faulty loop raises."""
+    mentions: tuple[str, ...] = ()
+    """Must all stand somewhere in the finding's text."""
+
+
+PAIRS: dict[str, Pair] = {}
+
+
+def pair(name: str, check: str, cause: str, **fields: Any) -> None:
+    """Register a ``Pair`` of these fields."""
+    if name in PAIRS:
+        raise ValueError(f"two pairs are named {name!r}")
+    PAIRS[name] = Pair(name, check, cause, **fields)

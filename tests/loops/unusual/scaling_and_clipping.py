@@ -1,0 +1,303 @@
+"""Scaling, clipping, master weights and checkpoints: gradients that are rescaled or recomputed on their way."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint as run_checkpointed
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops.nets import mlp, relu_mlp
+from tests.loops.odd import odd
+from tests.loops.random_data import curves, fresh, points
+
+
+class MasterWeights:
+    """A bf16 model trained through fp32 copies, as apex O2 did it."""
+
+    def __init__(self, model, lr=0.1):
+        self.model = model
+        self.masters = [p.detach().clone().float().requires_grad_(True) for p in model.parameters()]
+        self.optimizer = torch.optim.SGD(self.masters, lr=lr, momentum=0.9)
+
+    def step(self):
+        for master, p in zip(self.masters, self.model.parameters(), strict=True):
+            master.grad = p.grad.float()
+        self.optimizer.step()
+        with torch.no_grad():
+            for master, p in zip(self.masters, self.model.parameters(), strict=True):
+                p.copy_(master)
+        self.model.zero_grad()
+
+
+def train_master_weights(model, mixed, batches):
+    for x, y in batches:
+        loss = F.cross_entropy(model(x.to(torch.bfloat16)).float(), y)
+        loss.backward()
+        mixed.step()
+
+
+@odd(notes="the optimizer holds fp32 copies and none of the model's own bf16 parameters")
+def bf16_model_with_fp32_masters() -> TrainLoop:
+    model = relu_mlp(8, 16, 4).to(torch.bfloat16)
+    mixed = MasterWeights(model)
+    return TrainLoop(
+        model=model,
+        optimizer=mixed.optimizer,
+        batch=points(),
+        batches=fresh(points),
+        fit=lambda batches: train_master_weights(model, mixed, batches),
+    )
+
+
+def train_static_scale(model, optimizer, batches, scale=1024.0):
+    for x, y in batches:
+        optimizer.zero_grad()
+        (F.mse_loss(model(x), y) * scale).backward()
+        for p in model.parameters():
+            p.grad.div_(scale)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+@odd(notes="a hand-made loss scale: what backward brings is 1024 times what the step reads")
+def static_loss_scale_by_hand() -> TrainLoop:
+    model = relu_mlp(8, 16, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batch=curves(),
+        fit=lambda batches: train_static_scale(model, optimizer, batches),
+    )
+
+
+def train_amp(model, optimizer, scaler, batches, accumulate, dtype, enabled):
+    window = []
+    for i, batch in enumerate(batches):
+        window.append(batch)
+        if len(window) < accumulate and i + 1 < len(batches):
+            continue
+        for x, y in window:
+            with torch.autocast("cpu", dtype=dtype, enabled=enabled):
+                loss = F.cross_entropy(model(x), y) / len(window)
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        window = []
+
+
+@odd(notes="a scaler on the CPU: unscale, clip, step, update; the scaler owns the call to step()")
+def grad_scaler_cpu_unscale_then_clip(accumulate=1, precision="bf16") -> TrainLoop:
+    model = relu_mlp(8, 16, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    enabled = precision != "fp32"
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler,
+        batch=points(),
+        batches=fresh(points),
+        fit=lambda batches: train_amp(model, optimizer, scaler, batches, accumulate, dtype, enabled),
+    )
+
+
+@odd(notes="a scaler that is disabled: scale(), unscale_() and update() do nothing, step() is the optimizer's own")
+def grad_scaler_disabled() -> TrainLoop:
+    model = relu_mlp(8, 16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler,
+        batch=points(),
+        fit=lambda batches: train_amp(model, optimizer, scaler, batches, 1, torch.bfloat16, True),
+    )
+
+
+def train_clipped(model, optimizer, batches, clip):
+    for x, y in batches:
+        F.mse_loss(model(x), y).backward()
+        clip(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def regression_loop(clip, lr=0.05):
+    model = mlp(8, 16, 1, activation=nn.Tanh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batch=curves(),
+        batches=fresh(curves),
+        fit=lambda batches: train_clipped(model, optimizer, batches, clip),
+    )
+
+
+@odd(notes="every gradient entry is cut at 0.05, most of them are")
+def clip_by_value() -> TrainLoop:
+    return regression_loop(lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.05))
+
+
+@odd(notes="each parameter's gradient is clipped on its own, so directions change")
+def clip_per_parameter() -> TrainLoop:
+    def clip(model):
+        for p in model.parameters():
+            torch.nn.utils.clip_grad_norm_([p], 0.1)
+
+    return regression_loop(clip)
+
+
+@odd(notes="gradients are clipped against the norm of their own weights (NFNet's adaptive clipping)")
+def adaptive_gradient_clipping() -> TrainLoop:
+    def clip(model, factor=0.1, eps=1e-3):
+        for p in model.parameters():
+            dims = tuple(range(1, p.ndim)) or (0,)
+            limit = factor * p.detach().norm(dim=dims, keepdim=True).clamp(min=eps)
+            norm = p.grad.norm(dim=dims, keepdim=True)
+            p.grad.mul_((limit / norm.clamp(min=1e-6)).clamp(max=1.0))
+
+    return regression_loop(clip)
+
+
+@odd(notes="gradients are divided by their norm whatever it is: the step has always the same length")
+def normalised_gradient_descent() -> TrainLoop:
+    def normalise(model):
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        for p in model.parameters():
+            p.grad.mul_(0.5 / (norm + 1e-8))
+
+    return regression_loop(normalise, lr=0.02)
+
+
+class Block(nn.Module):
+    def __init__(self, width=12):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.net = mlp(width, 2 * width, width, activation=nn.GELU)
+
+    def forward(self, x):
+        return x + self.net(self.norm(x))
+
+
+class CheckpointedNet(nn.Module):
+    def __init__(self, reentrant, checkpoint=True):
+        super().__init__()
+        self.stem = nn.Linear(8, 12)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(12, 4)
+        self.reentrant, self.checkpoint = reentrant, checkpoint
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = run_checkpointed(block, x, use_reentrant=self.reentrant) if self.checkpoint else block(x)
+        return self.head(x)
+
+
+def train_checkpointed(model, optimizer, batches):
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+@odd(notes="blocks run under no_grad first and again in backward (re-entrant checkpoint)")
+def checkpoint_reentrant(checkpoint=True) -> TrainLoop:
+    model = CheckpointedNet(reentrant=True, checkpoint=checkpoint)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batch=points(),
+        fit=lambda batches: train_checkpointed(model, optimizer, batches),
+    )
+
+
+@odd(notes="blocks run twice per step, the second time from saved-tensor hooks (non-re-entrant checkpoint)")
+def checkpoint_without_reentry(checkpoint=True) -> TrainLoop:
+    model = CheckpointedNet(reentrant=False, checkpoint=checkpoint)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batch=points(),
+        batches=fresh(points),
+        fit=lambda batches: train_checkpointed(model, optimizer, batches),
+    )
+
+
+@odd(
+    notes="re-entrant checkpoint over a frozen stem: its output is made to require grad so that the adapters "
+    "behind it learn"
+)
+def checkpoint_reentrant_frozen_stem() -> TrainLoop:
+    model = CheckpointedNet(reentrant=True)
+    model.stem.requires_grad_(False)
+    model.stem.register_forward_hook(lambda module, inputs, output: output.requires_grad_(True))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batch=points(),
+        fit=lambda batches: train_checkpointed(model, optimizer, batches),
+    )
+
+
+class MainGrads:
+    """Gradients are gathered in fp32 buffers, apart from p.grad, as Megatron does."""
+
+    def __init__(self, model):
+        self.parameters = list(model.parameters())
+        self.buffers = [torch.zeros_like(p, dtype=torch.float32) for p in self.parameters]
+        for p, buffer in zip(self.parameters, self.buffers, strict=True):
+            p.register_post_accumulate_grad_hook(self.moving_into(buffer))
+
+    @staticmethod
+    def moving_into(buffer):
+        def move(p):
+            buffer.add_(p.grad)
+            p.grad = None
+
+        return move
+
+    def hand_over(self):
+        for p, buffer in zip(self.parameters, self.buffers, strict=True):
+            p.grad = buffer.to(p.dtype, copy=True)
+            buffer.zero_()
+
+
+def train_main_grads(model, optimizer, batches, accumulate):
+    main = MainGrads(model)
+    usable = len(batches) - len(batches) % accumulate
+    for i, (x, y) in enumerate(batches):
+        if i >= usable:
+            break
+        (F.cross_entropy(model(x), y) / accumulate).backward()
+        if (i + 1) % accumulate == 0:
+            main.hand_over()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@odd(
+    notes="p.grad is emptied after every backward; the sum lives in buffers outside and is handed over before the step"
+)
+def accumulation_in_fp32_buffers(accumulate=1) -> TrainLoop:
+    model = relu_mlp(8, 16, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batch=points(),
+        batches=fresh(points),
+        fit=lambda batches: train_main_grads(model, optimizer, batches, accumulate),
+    )

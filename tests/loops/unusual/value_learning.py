@@ -1,0 +1,347 @@
+"""Reinforcement learning on values and preferences: target networks, replay, temperatures, parameters nobody holds."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributions import Categorical, Normal
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops.nets import mlp, relu_mlp
+from tests.loops.odd import odd
+from tests.loops.random_data import fresh
+
+
+def transitions(rows=8, width=6, actions=4):
+    state = torch.randn(rows, width)
+    action = torch.randint(actions, (rows,))
+    reward = (action == state[:, :actions].argmax(1)).to(state.dtype)
+    return {
+        "state": state,
+        "action": action,
+        "reward": reward,
+        "next": state.roll(1, 1),
+        "done": torch.rand(rows) < 0.2,
+    }
+
+
+class DQN:
+    def __init__(self, online, target, optimizer, gamma=0.5, copy_every=5):
+        self.online, self.target, self.optimizer = online, target, optimizer
+        self.memory, self.gamma, self.copy_every = deque(maxlen=200), gamma, copy_every
+
+    def remember(self, batch):
+        for i in range(len(batch["state"])):
+            self.memory.append({k: v[i] for k, v in batch.items()})
+
+    def learn(self):
+        drawn = random.sample(list(self.memory), 8)
+        state, action, reward, following, done = (
+            torch.stack([d[k] for d in drawn]) for k in ("state", "action", "reward", "next", "done")
+        )
+        value = self.online(state).gather(1, action[:, None]).squeeze(1)
+        with torch.no_grad():
+            aim = reward + self.gamma * self.target(following).max(1).values * ~done
+        loss = F.smooth_l1_loss(value, aim)
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_value_(self.online.parameters(), 1.0)
+        self.optimizer.step()
+
+    def fit(self, batches):
+        steps = 0
+        for batch in batches:
+            self.remember(batch)
+            if len(self.memory) < 16:
+                continue
+            self.learn()
+            steps += 1
+            if steps % self.copy_every == 0:
+                self.target.load_state_dict(self.online.state_dict())
+
+
+@odd(
+    notes="the first batch makes no step; rows come from a replay memory; "
+    "the target net requires grad, is held by nobody, "
+    "and moves by load_state_dict on every fifth step"
+)
+def dqn_hard_target_copy() -> TrainLoop:
+    online = relu_mlp(6, 16, 4)
+    target = copy.deepcopy(online)
+    optimizer = torch.optim.Adam(online.parameters(), lr=5e-3)
+    agent = DQN(online, target, optimizer)
+    return TrainLoop(
+        model={"online": online, "target": target},
+        optimizer=optimizer,
+        batch=transitions(),
+        batches=fresh(transitions),
+        fit=agent.fit,
+    )
+
+
+class DuelingNet(nn.Module):
+    def __init__(self, width=6, hidden=16, actions=4):
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(width, hidden), nn.ReLU())
+        self.value = nn.Linear(hidden, 1)
+        self.advantage = nn.Linear(hidden, actions)
+
+    def forward(self, state):
+        h = self.trunk(state)
+        advantage = self.advantage(h)
+        return self.value(h) + advantage - advantage.mean(1, keepdim=True)
+
+
+@torch.no_grad()
+def polyak(target, online, tau):
+    for kept, live in zip(target.parameters(), online.parameters(), strict=True):
+        kept.lerp_(live, tau)
+
+
+def train_double_dqn(online, target, optimizer, batches, gamma=0.5):
+    for b in batches:
+        value = online(b["state"]).gather(1, b["action"][:, None]).squeeze(1)
+        with torch.no_grad():
+            best = online(b["next"]).argmax(1, keepdim=True)
+            aim = b["reward"] + gamma * target(b["next"]).gather(1, best).squeeze(1) * ~b["done"]
+        optimizer.zero_grad()
+        F.mse_loss(value, aim).backward()
+        optimizer.step()
+        polyak(target, online, 0.05)
+
+
+@odd(
+    notes="the online net also runs under no_grad in every step; only the chosen action's output has a gradient; "
+    "a mean is taken away"
+)
+def double_dueling_dqn() -> TrainLoop:
+    online = DuelingNet()
+    target = copy.deepcopy(online).requires_grad_(False)
+    optimizer = torch.optim.Adam(online.parameters(), lr=5e-3)
+    return TrainLoop(
+        model=[online, target],
+        optimizer=optimizer,
+        batch=transitions(),
+        fit=lambda batches: train_double_dqn(online, target, optimizer, batches),
+    )
+
+
+class Critic(nn.Module):
+    def __init__(self, width=6, actions=2, hidden=16):
+        super().__init__()
+        self.net = relu_mlp(width + actions, hidden, 1)
+
+    def forward(self, state, action):
+        return self.net(torch.cat([state, action], 1)).squeeze(1)
+
+
+def moves(rows=8, width=6):
+    state, action = torch.randn(rows, width), torch.rand(rows, 2) * 2 - 1
+    return state, action, -(action - state[:, :2].tanh()).square().sum(1), state.roll(1, 1)
+
+
+def train_ddpg(actor, critic, old_actor, old_critic, opt_actor, opt_critic, batches, gamma=0.5):
+    for state, action, reward, following in batches:
+        with torch.no_grad():
+            aim = reward + gamma * old_critic(following, old_actor(following).tanh())
+        opt_critic.zero_grad()
+        F.mse_loss(critic(state, action), aim).backward()
+        opt_critic.step()
+        opt_actor.zero_grad()
+        (-critic(state, actor(state).tanh()).mean()).backward()
+        opt_actor.step()
+        polyak(old_actor, actor, 0.05)
+        polyak(old_critic, critic, 0.05)
+
+
+@odd(notes="the actor's loss runs through the critic and leaves gradients there that no step takes")
+def ddpg() -> TrainLoop:
+    actor, critic = relu_mlp(6, 16, 2), Critic()
+    old_actor, old_critic = copy.deepcopy(actor), copy.deepcopy(critic)
+    opt_actor = torch.optim.Adam(actor.parameters(), lr=2e-3)
+    opt_critic = torch.optim.Adam(critic.parameters(), lr=5e-3)
+    return TrainLoop(
+        model={"actor": actor, "critic": critic, "old_actor": old_actor, "old_critic": old_critic},
+        optimizer=[opt_actor, opt_critic],
+        batch=moves(),
+        batches=fresh(moves),
+        fit=lambda batches: train_ddpg(actor, critic, old_actor, old_critic, opt_actor, opt_critic, batches),
+    )
+
+
+class SAC:
+    def __init__(self, target_entropy=-2.0):
+        self.actor = relu_mlp(6, 16, 4)
+        self.critics = nn.ModuleList([Critic(), Critic()])
+        self.targets = copy.deepcopy(self.critics).requires_grad_(False)
+        self.log_alpha = torch.zeros(1, requires_grad=True)
+        self.target_entropy = target_entropy
+        self.opt_actor = torch.optim.Adam(self.actor.parameters(), lr=3e-3)
+        self.opt_critic = torch.optim.Adam(self.critics.parameters(), lr=3e-3)
+        self.opt_alpha = torch.optim.Adam([self.log_alpha], lr=1e-2)
+
+    def act(self, state):
+        mean, log_std = self.actor(state).chunk(2, 1)
+        choice = Normal(mean, log_std.clamp(-5, 2).exp())
+        raw = choice.rsample()
+        action = raw.tanh()
+        return action, (choice.log_prob(raw) - (1 - action.square() + 1e-6).log()).sum(1)
+
+    def update(self, state, action, reward, following):
+        alpha = self.log_alpha.exp().detach()
+        with torch.no_grad():
+            next_action, next_log_prob = self.act(following)
+            best = torch.min(*(t(following, next_action) for t in self.targets))
+            aim = reward + 0.5 * (best - alpha * next_log_prob)
+        self.opt_critic.zero_grad()
+        sum(F.mse_loss(c(state, action), aim) for c in self.critics).backward()
+        self.opt_critic.step()
+
+        new, log_prob = self.act(state)
+        value = torch.min(*(c(state, new) for c in self.critics))
+        self.opt_actor.zero_grad()
+        (alpha * log_prob - value).mean().backward()
+        self.opt_actor.step()
+
+        self.opt_alpha.zero_grad()
+        (-(self.log_alpha * (log_prob + self.target_entropy).detach()).mean()).backward()
+        self.opt_alpha.step()
+        polyak(self.targets, self.critics, 0.05)
+
+    def fit(self, batches):
+        for batch in batches:
+            self.update(*batch)
+
+
+@odd(notes="a trained temperature that belongs to no module: its optimizer holds a tensor that is not the model's")
+def sac_temperature_outside_model() -> TrainLoop:
+    agent = SAC()
+    return TrainLoop(
+        model={"actor": agent.actor, "critics": agent.critics, "targets": agent.targets},
+        optimizer=[agent.opt_actor, agent.opt_critic, agent.opt_alpha],
+        batch=moves(),
+        fit=agent.fit,
+    )
+
+
+def share_gradients(local, shared):
+    for mine, theirs in zip(local.parameters(), shared.parameters(), strict=True):
+        theirs.grad = mine.grad
+
+
+def train_a3c_worker(shared, optimizer, batches):
+    local = copy.deepcopy(shared)
+    for b in batches:
+        local.load_state_dict(shared.state_dict())
+        local.zero_grad()
+        out = local(b["state"])
+        choice, value = Categorical(logits=out[:, :4]), out[:, 4]
+        action = choice.sample()
+        reward = (action == b["state"][:, :4].argmax(1)).to(value.dtype)
+        advantage = reward - value
+        loss = (
+            -choice.log_prob(action) * advantage.detach() + 0.5 * advantage.square() - 0.01 * choice.entropy()
+        ).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(local.parameters(), 40.0)
+        optimizer.zero_grad()
+        share_gradients(local, shared)
+        optimizer.step()
+
+
+@odd(notes="the model that is optimised never runs: a local copy does, and its gradients are handed over (A3C)")
+def a3c_gradients_from_local_copy() -> TrainLoop:
+    shared = mlp(6, 16, 5, activation=nn.Tanh)
+    optimizer = torch.optim.RMSprop(shared.parameters(), lr=5e-3)
+    return TrainLoop(
+        model=shared,
+        optimizer=optimizer,
+        batch=transitions(),
+        fit=lambda batches: train_a3c_worker(shared, optimizer, batches),
+    )
+
+
+class Scorer(nn.Module):
+    """Token sequences to log-probabilities (as a policy) or to one score (as a reward model)."""
+
+    def __init__(self, vocabulary=10, width=12):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.body = nn.Sequential(nn.Linear(width, 16), nn.ReLU())
+        self.out = nn.Linear(16, vocabulary)
+
+    def forward(self, ids):
+        logits = self.out(self.body(self.embed(ids[:, :-1])))
+        return logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).sum((1, 2))
+
+
+def preferences(rows=6):
+    chosen = torch.randint(10, (rows, 1)) + torch.arange(5)
+    return chosen % 10, torch.randint(10, (rows, 5))
+
+
+def train_dpo(policy, reference, optimizer, batches, beta=0.5):
+    for chosen, rejected in batches:
+        both = torch.cat([chosen, rejected])
+        new = policy(both).chunk(2)
+        with torch.no_grad():
+            old = reference(both).chunk(2)
+        loss = -F.logsigmoid(beta * ((new[0] - old[0]) - (new[1] - old[1]))).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@odd(notes="the loss is exactly ln 2 at the start for every batch, since the policy equals its frozen reference (DPO)")
+def dpo_preferences() -> TrainLoop:
+    policy = Scorer()
+    reference = copy.deepcopy(policy).eval()
+    for parameter in reference.parameters():
+        parameter.requires_grad = False
+    optimizer = torch.optim.RMSprop(policy.parameters(), lr=1e-3)
+    return TrainLoop(
+        model=policy,
+        optimizer=optimizer,
+        batch=preferences(),
+        batches=fresh(preferences),
+        fit=lambda batches: train_dpo(policy, reference, optimizer, batches),
+    )
+
+
+class RewardModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.EmbeddingBag(10, 12, mode="mean")
+        self.head = relu_mlp(12, 16, 1)
+
+    def forward(self, ids):
+        return self.head(self.embed(ids)).squeeze(1)
+
+
+def train_reward_model(model, optimizer, batches):
+    for chosen, rejected in batches:
+        loss = -F.logsigmoid(model(chosen) - model(rejected)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@odd(
+    notes="only differences of scores count: the head's last bias cancels, its gradient is 0 and the loss does "
+    "not depend on it"
+)
+def pairwise_reward_model() -> TrainLoop:
+    model = RewardModel()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batch=preferences(),
+        batches=fresh(preferences),
+        fit=lambda batches: train_reward_model(model, optimizer, batches),
+    )
