@@ -146,7 +146,10 @@ class Subject:
         return self._verdicts[key]
 
     def _behind(self, consequence: str) -> list[Finding]:
-        """Faults of earlier families that explain a failure of this check, whatever was selected (RULINGS R9)."""
+        """Faults of earlier families that explain a failure of this check, whatever was selected.
+
+        See docs/how-it-decides.md#causes-before-consequences.
+        """
         from pytest_trainloop.registry import FAMILIES, of
 
         evidence, known = self._made(), of("loop")

@@ -1,4 +1,6 @@
-"""How many of the correct loops of the tests run wholly in float64 when they are asked to (RULINGS R3: at least 95 %).
+"""How many of the correct loops of the tests run wholly in float64 when they are asked to.
+
+The goal is 95 % (docs/how-it-decides.md#float64-by-construction).
 
 python scripts/float64_share.py [NAME ...]
 """

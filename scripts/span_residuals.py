@@ -1,5 +1,5 @@
-"""How much of a whole batch's gradient lies outside the span of its micro-batches' gradients (RULINGS R4), on the
-correct loops of the tests that have a knob ``accumulate``.
+"""How much of a whole batch's gradient lies outside the span of its micro-batches' gradients
+(docs/how-it-decides.md#accumulation-as-weights), on the correct loops of the tests that have a knob ``accumulate``.
 
 python scripts/span_residuals.py [NAME ...]
 """

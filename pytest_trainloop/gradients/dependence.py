@@ -1,11 +1,13 @@
-"""Does what the loop backpropagates change when a parameter is moved? (RULINGS R2)
+"""Does what the loop backpropagates change when a parameter is moved?
+
+See docs/how-it-decides.md#whether-the-loss-depends-on-a-parameter.
 
 Two base points: the initial weights, and all trainable weights moved a little (behind a zero-initialised gate nothing
 depends at first). At each the
 run is made twice under one seed to see its own noise; then with the parameters in question moved by half their root
 mean square.
 
-Runs are made in float64 (RULINGS R3); where a loop does not run so, in its own precision.
+Runs are made in float64; where a loop does not run so, in its own precision.
 
 Bound: moving a parameter that the loss does not depend on changes the roots by rounding alone. Rounding differences
 of one run are a few machine epsilons

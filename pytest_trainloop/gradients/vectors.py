@@ -1,4 +1,6 @@
-"""Gradients as vectors, and a gradient written as a weighted sum of others (RULINGS R4).
+"""Gradients as vectors, and a gradient written as a weighted sum of others.
+
+See docs/how-it-decides.md#accumulation-as-weights.
 
 A vector holds the sampled entries of every parameter, always at the same places: a linear map of the whole gradient, so
 that a weighted sum of gradients is the same weighted sum of vectors.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.sample_store import Kept
 
 ENTRIES = 64
-"""Sampled entries of a tensor: their bytes tell whether it was changed, and they are linear in it (RULINGS R1)."""
+"""Sampled entries of a tensor: their bytes tell whether it was changed, and they are linear in it."""
 
 
 _ORDERED = frozenset(

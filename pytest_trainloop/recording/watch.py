@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.events import Backward, Event, Step
 
 FULL_ROUNDS = 12
-"""Optimizer steps that are watched in full (RULINGS R10)."""
+"""Optimizer steps that are watched in full (docs/how-it-decides.md#what-observing-costs)."""
 
 
 FULL_BACKWARDS = 400

@@ -1,4 +1,4 @@
-"""Runs in float64 by construction (RULINGS R3).
+"""Runs in float64 by construction (docs/how-it-decides.md#float64-by-construction).
 
 The default dtype is float64 before the user's function runs; a dispatch mode turns every lower floating ``dtype=`` of
 building and ``fit`` into float64 and widens lower operands that meet float64 ones; gradient scalers are switched off

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Record
 
 READ_AHEAD_BUDGETS = (25, 100, 400)
-"""Batches given to a loop that reads ahead, on fresh loops, until it has made enough steps (DESIGN, fit)."""
+"""Batches given to a loop that reads ahead, on fresh loops, until it has made enough steps
+(docs/how-it-decides.md#how-many-batches-fit-gets)."""
 
 ENOUGH_ROUNDS = 3
 """Steps of one optimizer below which a run is tried again with more batches."""

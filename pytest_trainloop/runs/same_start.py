@@ -1,4 +1,6 @@
-"""The same loop, varied: runs in float64 from one and the same start, with one thing changed between them (R3).
+"""The same loop, varied: runs in float64 from one and the same start, with one thing changed between them.
+
+See docs/how-it-decides.md#one-start-for-every-run.
 
 The runs are made under one seed, with nothing drawn (``Still``). Their first weights and buffers are compared by name
 with those of the first run; where they differ (a knob that changes how the model is built draws other numbers), they

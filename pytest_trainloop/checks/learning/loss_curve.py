@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Record
 
 PHASES = 4
-"""Seeds that take turns: batch i is run under seed i modulo 4 (RULINGS R6, common random numbers)."""
+"""Seeds that take turns: batch i is run under seed i modulo 4 (common random numbers)."""
 
 SPAN = 12
 """Rounds of a mean: a multiple of the seeds and of any period up to four that a loop may alternate in."""

@@ -1,5 +1,5 @@
 """Runs of a loop on one fixed batch: as it is, with one thing changed, with plain Adam or nothing in place of its
-steps (RULINGS R6)."""
+steps (docs/how-it-decides.md#one-fixed-batch)."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ SURE, FIRST = 100, 200
 
 TOO_SMALL = 2e-6
 """Update relative to the weights below which nothing happens: a hundred thousand steps in one direction move them by a
-fifth. RULINGS R7 has 1e-5, which rates for the late tuning of pretrained models (5e-7) come to."""
+fifth (docs/how-it-decides.md#update-sizes-and-the-loss-at-initialisation)."""
 
 HELD = 0.1
 """Share of its peak down to which a rate has not decayed yet."""
 
 REFERENCE_RATES = (3e-3, 2e-2)
 REFERENCE_STEPS = 150
-"""Rates and steps of the plain Adam (RULINGS R6)."""
+"""Rates and steps of the plain Adam."""
 
 LITTLE = 0.05
 """Share of the first loss that must be taken off it before anything can be said to be learned."""

@@ -1,4 +1,6 @@
-"""Whether a loop learns one fixed batch, and what keeps it from it (RULINGS R6).
+"""Whether a loop learns one fixed batch, and what keeps it from it.
+
+See docs/how-it-decides.md#one-fixed-batch.
 
 A loss is judged only where it is one: the loop has a single one, it comes again with its seed while no weight moves,
 and it changes by what its gradients say. What has none of these (policy gradients, moving targets, annealed weights)
@@ -29,7 +31,7 @@ LEARNED, STUCK = 0.5, 0.25
 """Share of the way from the start to what plain Adam reaches: from here on a loop learns, below that it may not."""
 
 SAME = 0.01
-"""Share of that way up to which two ends are one (RULINGS R6: right loops at least 0.05, faults at most 0.003)."""
+"""Share of that way up to which two ends are one (right loops have at least 0.05, faults at most 0.003)."""
 
 TOO_LARGE = 1.0
 """Update relative to the weights that leaves nothing of where they began."""

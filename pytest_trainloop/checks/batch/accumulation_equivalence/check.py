@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 CONSEQUENCES = ("overfit_one_batch", "update_ratio")
 
 OUTSIDE = 1e-9
-"""Share of a gradient outside of a span from which it is none of its sums (R4: separable losses stay below 1e-13)."""
+"""Share of a gradient outside of a span from which it is none of its sums (separable losses stay below 1e-14)."""
 
 WINDOW = 4
 """Micro-batches a window where the end of the data is looked at."""

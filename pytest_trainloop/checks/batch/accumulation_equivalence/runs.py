@@ -1,4 +1,6 @@
-"""The loop over k micro-batches a window, against the loop itself over the same rows in one batch (RULINGS R4).
+"""The loop over k micro-batches a window, against the loop itself over the same rows in one batch.
+
+See docs/how-it-decides.md#accumulation-as-weights.
 
 Two windows are run. In float64 both ways must give the same gradients, but for rounding: the rows' gradients are summed
 in another order. Where they do not, the gradient of each micro-batch alone is taken, and both are written as weighted

@@ -1,4 +1,6 @@
-"""Whether an output of the model depends on other rows of the batch than its own, by exact gradients (RULINGS R8).
+"""Whether an output of the model depends on other rows of the batch than its own, by exact gradients.
+
+See docs/how-it-decides.md#rows-and-positions-by-exact-gradients.
 
 In evaluation mode the gradient of output row i with respect to input row j is exactly 0 for i other than j: products
 with zero rows give zeros, whatever the order of summation. There is no tolerance.

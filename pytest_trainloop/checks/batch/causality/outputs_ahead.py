@@ -1,4 +1,6 @@
-"""Whether outputs of a model that is to tell the next input can see it, by exact gradients (RULINGS R8).
+"""Whether outputs of a model that is to tell the next input can see it, by exact gradients.
+
+See docs/how-it-decides.md#rows-and-positions-by-exact-gradients.
 
 That it is to tell the next input is read off the loss: its targets are the inputs one position on (or a few), bit for
 bit. Then output t may not depend on input t + 1: the gradient must be exactly 0.

@@ -2,7 +2,7 @@
 
 The proof has three parts. The loop goes through on one row once the call takes out what it takes out of a full batch.
 As it is, it does not, or it gives another gradient. And with the axis left in, single rows are what they are among
-others: the gradient of two rows is the sum of those of each alone, or a mean of them (RULINGS R4), in float64 and with
+others: the gradient of two rows is the sum of those of each alone, or a mean of them, in float64 and with
 nothing drawn. Where rows interact, one row may not be meant.
 """
 
@@ -27,7 +27,8 @@ ROUNDING = 1e3 * 2.0**-52
 """Two orders of one sum of less than 1e3 terms, in float64 (see accumulation.py)."""
 
 SEPARABLE = 1e-9
-"""Of the gradient of two rows, what may lie outside the span of the rows' own (RULINGS R4)."""
+"""Of the gradient of two rows, what may lie outside the span of the rows' own
+(docs/how-it-decides.md#accumulation-as-weights)."""
 
 TOLD_APART = 1e-7
 """What weights are good to: the residual over the smallest singular value at which they are told apart (span.py)."""

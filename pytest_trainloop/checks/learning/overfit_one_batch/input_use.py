@@ -1,4 +1,6 @@
-"""Whether a model can use its input: what plain Adam makes of it when its rows are others (RULINGS R6).
+"""Whether a model can use its input: what plain Adam makes of it when its rows are others.
+
+See docs/how-it-decides.md#one-fixed-batch.
 
 Two observations must meet. With every row the first, plain Adam comes to the same loss as with the rows as they are.
 And with each row in its neighbour's place, while the labels stay in theirs, it takes the very same way there: which

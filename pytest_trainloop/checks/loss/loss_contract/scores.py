@@ -308,7 +308,7 @@ def over_the_batch(call: Call) -> Iterator[Breach]:
 
 
 def _temperature(call: Call, found: Found) -> Iterator[Breach]:
-    """Cosines times a number far below 1 (RULINGS R6: blind by nature to overfitting)."""
+    """Cosines times a number far below 1 (overfit_one_batch cannot see it)."""
     cosine = found.node.op == "cosine_similarity" or (found.node.op in PRODUCTS and found.node.unit)
     if not cosine or found.shifted or not 0 < abs(found.scale) < COLD:
         return

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 Kind = Literal["overflow", "underflow", "cancellation", "accumulation", "custom_backward", "precision_lost"]
 
 FAR = 10.0
-"""Times the explained error from which one tensor is out: single tensors reach 3.5 on right loops (RULINGS R5)."""
+"""Times the explained error from which one tensor is out: single tensors reach 3.5 on right loops
+(docs/how-it-decides.md#expected-rounding-error)."""
 
 CANCELS = 0.25
 """Size of a difference, over what it is taken of, below which digits are lost: two bits and more."""

@@ -1,5 +1,5 @@
 """The runs behind ``precision_parity``: the loop in low precision, in float64, and in float64 with the rounding that
-low precision is expected to do (RULINGS R5).
+low precision is expected to do (docs/how-it-decides.md#expected-rounding-error).
 
 All begin with the same weights and the same draws, and end with the first optimizer step. What is compared is the
 gradient that arrived until then, as one vector.
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     Contexts = Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]]
 
 PASSES, FAILS = 2.0, 4.0
-"""Ratios of measured to explained error up to which a loop is right, and from which it is not: right loops reach 1.7,
-wrong ones begin at 65 (RULINGS R5)."""
+"""Ratios of measured to explained error up to which a loop is right, and from which it is not: right loops reach 1.8,
+wrong ones begin at 10 (docs/how-it-decides.md#expected-rounding-error)."""
 
 NOISE = (None, 1, 2)
 """Seeds of the runs that show what is explained: the first rounds to nearest."""

@@ -1,4 +1,6 @@
-"""Parameters that stay bit-equal although they are stepped with a gradient (RULINGS R2).
+"""Parameters that stay bit-equal although they are stepped with a gradient.
+
+See docs/how-it-decides.md#whether-a-step-changes-a-parameter.
 
 A step that changes w by less than half the spacing of w's dtype changes nothing, however often it is made. The same run
 in float64 shows the size of the update; ``initial_lr`` shows the rate that a warm-up leads to.
