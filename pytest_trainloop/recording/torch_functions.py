@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop.recording.events import GradWrite, LossCall, Place
+from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.source import frames_called, here
 from pytest_trainloop.recording.torch_internals import take_off
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
     from pytest_trainloop.recording.watch import Watch
@@ -42,7 +42,7 @@ _WARY = frozenset({"isnan", "isinf", "isfinite", "isposinf", "nan_to_num", "nans
 _UNSCALING = "_amp_foreach_non_finite_check_and_unscale_"
 
 
-class Functions(TorchFunctionMode):
+class Functions(FunctionMode):
     """The function mode of the full density. Inside an optimizer's step nothing is looked at but what a closure
     does."""
 
@@ -65,15 +65,7 @@ class Functions(TorchFunctionMode):
         if self._on and take_off(self):
             self._on = False
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._active or (name == "__get__" and getattr(func, "__self__", None) not in _READ):
             return func(*args, **kwargs)
         watch = self._watch
@@ -105,7 +97,7 @@ class Functions(TorchFunctionMode):
         """
         thread = self._watch.thread
         if name == "__get__" and getattr(func, "__self__", None) is _GRAD and thread.open:
-            if sys._getframe(2).f_code.co_name == "zero_grad":
+            if sys._getframe(3).f_code.co_name == "zero_grad":
                 self._watch.optimizers.drop_aborted()
                 return thread.stepping > 0
             thread.open[-1].asked = True
@@ -121,8 +113,8 @@ class Functions(TorchFunctionMode):
             index = self._watch.book.index(args[0])
             if index is not None and isinstance(out, torch.Tensor):
                 self._gradients[id(out)] = (weakref.ref(out), index)
-            elif out is None and sys._getframe(2).f_code.co_name == "zero_grad":
-                self._note_optimizer(sys._getframe(2))
+            elif out is None and sys._getframe(3).f_code.co_name == "zero_grad":
+                self._note_optimizer(sys._getframe(3))
                 self._note("none", [] if index is None else [index], "zero_grad")
         elif owner is _DATA and isinstance(out, torch.Tensor):
             index = self._parameter_of(args[0])
@@ -148,7 +140,7 @@ class Functions(TorchFunctionMode):
             return
         value = args[1] if name == "__set__" and len(args) > 1 else None
         if value is None:
-            zeroing = frames_called("zero_grad", 4)
+            zeroing = frames_called("zero_grad", 5)
             if zeroing is not None:
                 self._note_optimizer(zeroing)
             self._note("none", [index], "grad = None" if zeroing is None else "zero_grad")
@@ -161,9 +153,9 @@ class Functions(TorchFunctionMode):
         if not written or name == _UNSCALING:
             return func(*args, **kwargs)
         if name in ("zero_", "_foreach_zero_") or (name == "fill_" and args[1:] == (0,)):
-            self._note("zero", list(written), "zero_grad" if frames_called("zero_grad", 6) else name)
+            self._note("zero", list(written), "zero_grad" if frames_called("zero_grad", 7) else name)
             return func(*args, **kwargs)
-        clip = frames_called("clip_grad_norm_", 8) or frames_called("clip", 8)
+        clip = frames_called("clip_grad_norm_", 9) or frames_called("clip", 9)
         if clip is None:
             self._note("altered", list(written), name)
             return func(*args, **kwargs)
@@ -188,7 +180,7 @@ class Functions(TorchFunctionMode):
         """Add the write, or join it to the one before it if it is of the same kind and place."""
         watch = self._watch
         with watch.quietly():
-            frame = sys._getframe(3)
+            frame = sys._getframe(4)
             writer, self._writer = self._writer, (frame, frame.f_lineno)
             last = watch.record.events[-1] if watch.record.events else None
             place: Place | None = None

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
+from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.torch_internals import on_in_engine
 from pytest_trainloop.runs.shared_draws import shared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 _DROPOUTS = frozenset(
     """dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout feature_dropout_
@@ -24,7 +24,7 @@ _DROPOUTS = frozenset(
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 
 
-class Still(TorchFunctionMode):
+class Still(FunctionMode):
     """Switches off what draws and what joins examples, call by call; no module of the user's is changed. The draws that
     ``keeps`` names are left as they are."""
 
@@ -32,15 +32,8 @@ class Still(TorchFunctionMode):
         super().__init__()
         self._keeps = keeps
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kwargs = dict(kwargs)
         if name == "backward" and args and isinstance(args[0], torch.Tensor):
             with self:  # a checkpoint runs its part of the model again in there
                 return torch.autograd.backward(*_of_backward(*args, **kwargs))

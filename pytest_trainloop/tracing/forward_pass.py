@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop.checks.learning.swapped_rows import takes_data
 from pytest_trainloop.gradients.dependence import moved_a_little
@@ -25,6 +24,7 @@ from pytest_trainloop.recording.torch_internals import tree_map
 from pytest_trainloop.runs.checkpoint_bypass import switched, without
 from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.runs.no_randomness import Still
+from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import Lineage, Node, name_of, watched
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Entry:
 
 
 @dataclass(eq=False)
-class Pass(TorchFunctionMode):
+class Pass(WatchingMode):
     """To be used by ``plan``. ``at_end`` is called with what each outermost call of a model gave, ``at_loss`` with each
     call of a loss function: its name, its arguments and keywords.
 
@@ -108,33 +108,30 @@ class Pass(TorchFunctionMode):
     given: Any = None
     _depth: int = 0
     _count: int = 0
-    _watch: Watch | None = None
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        TorchFunctionMode.__init__(self)
+        WatchingMode.__init__(self)
 
     def plan(self, base: RunPlan, **changed: Any) -> RunPlan:
         """The run of this pass: until the first step."""
         return replace(base, prepare=moved_a_little, contexts=self.contexts, enough=_over, **changed)
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-        return (self._watching(watch), self, Still(self.draws), switched(without))
+        return (self.watching(watch), self, Still(self.draws), switched(without))
 
     @contextlib.contextmanager
-    def _watching(self, watch: Watch) -> Iterator[None]:
-        self._watch = watch
+    def watching(self, watch: Watch) -> Iterator[None]:
         handles = []
         for _, module in list(watch.book.named_modules()):
             with contextlib.suppress(RuntimeError):  # scripted modules take none
                 handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
                 handles.append(module.register_forward_hook(self._leave, always_call=True))
         try:
-            with hooked(*handles):
+            with super().watching(watch), hooked(*handles):
                 yield
         finally:
             self._close()
-            self._watch = None
             self.lineage.forget()
             self.ops.clear()
             self.entries.clear()
@@ -197,16 +194,14 @@ class Pass(TorchFunctionMode):
         self.entries.append(Entry(leaf, source=self.lineage.of(value)))
         return leaf.clone()
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        watch, name = self._watch, name_of(func)
-        if watch is None or watch.quiet or watch.record.steps or watch.backward is not None or not watched(name):
+    def active(self) -> bool:
+        """Until the first step has ended: a closure that it calls computes the loss too."""
+        watch = self.watch
+        return not (watch.quiet or watch.record.steps or watch.backward is not None)
+
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        watch, name = self.watch, name_of(func)
+        if not watched(name):
             return func(*args, **kwargs)
         with watch.quietly():
             if name in LOSSES:

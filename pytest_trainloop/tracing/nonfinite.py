@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook
-from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop.optimizers.replay import around_steps
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_functions import LOSSES
 from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.tracing.arguments import floats, in_place
+from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -115,7 +115,7 @@ class _Call:
     suspect: int
 
 
-class Births(TorchFunctionMode):
+class Births(WatchingMode):
     """``root`` is what made the first root that was not finite, ``gradient`` what made the first such gradient behind
     a finite root, ``loss`` what made the first loss that was not finite, backpropagated or not. ``masked`` are losses
     that were made finite, and backpropagated so; ``handed`` is the first operation that was given such a value which
@@ -123,7 +123,6 @@ class Births(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._watch: Watch | None = None
         self._known: dict[int, tuple[torch.Tensor, Birth | None]] = {}
         self._steps = 0
         self._makers: dict[int, _Call] = {}
@@ -144,21 +143,17 @@ class Births(TorchFunctionMode):
         return self.root is not None or self.ruin is not None
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-        return (self._watching(watch), around_steps(watch, self._before_step, self._after_step), self)
+        return (self.watching(watch), around_steps(watch, self._before_step, self._after_step), self)
 
     @contextlib.contextmanager
-    def _watching(self, watch: Watch) -> Iterator[None]:
+    def watching(self, watch: Watch) -> Iterator[None]:
         def leave(module: nn.Module, _args: Any, output: Any) -> None:
             with watch.quietly(), torch.no_grad():
                 low, high = _range(floats(output))
                 self._trail.append(f"{watch.book.path_of(module)} [{low:.3g}, {high:.3g}]")
 
-        self._watch = watch
-        with hooked(register_module_forward_hook(leave)):
-            try:
-                yield
-            finally:
-                self._watch = None
+        with super().watching(watch), hooked(register_module_forward_hook(leave)):
+            yield
 
     def _before_step(self, optimizer: Any) -> tuple[list[torch.Tensor], float] | None:
         if self.ruin or self.root or self.gradient or self.loss or self.handed:
@@ -179,17 +174,8 @@ class Births(TorchFunctionMode):
             state = _told(optimizer.state.get(bad[0], {}))
             self.ruin = Ruin(type(optimizer).__name__, tuple(names), watch.record.steps, largest, state)
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        watch, name = self._watch, getattr(func, "__name__", "")
-        if watch is None or watch.quiet or watch.stepping or watch.backward is not None:
-            return func(*args, **kwargs)
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        watch = self.watch
         if name == "backward":
             self._backward(watch, args, kwargs)
         if name in _LOOKS:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch.overrides import TorchFunctionMode
-
 from pytest_trainloop import nested
 from pytest_trainloop.recording.source import here
+from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable
 
     import torch
 
     from pytest_trainloop.checks.batch.edge_batches.runs import Edges, Outcome
     from pytest_trainloop.recording.events import Place
-    from pytest_trainloop.recording.watch import Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,34 +29,20 @@ class Table:
     place: Place
 
 
-class Tables(TorchFunctionMode):
+class Tables(WatchingMode):
     """The look-ups of the first step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._watch: Watch | None = None
         self.found: list[Table] = []
 
-    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-        return (self._watching(watch), self)
+    def active(self) -> bool:
+        """In all of the first step: a look-up in its closure, or in a checkpoint, is the same."""
+        return not (self.watch.quiet or self.watch.record.steps)
 
-    @contextlib.contextmanager
-    def _watching(self, watch: Watch) -> Iterator[None]:
-        self._watch = watch
-        try:
-            yield
-        finally:
-            self._watch = None
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs, watch = kwargs or {}, self._watch
-        if getattr(func, "__name__", "") == "embedding" and watch is not None and not watch.record.steps:
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        watch = self.watch
+        if name == "embedding":
             ids, weight = (*args, kwargs.get("input"), kwargs.get("weight"))[:2]
             with watch.quietly():
                 self.found.append(Table(ids.detach().clone(), len(weight), watch.module_path(), here(2)[0]))

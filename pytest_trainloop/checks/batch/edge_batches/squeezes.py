@@ -6,21 +6,18 @@ so by name. A call is known by its place in the code and by how often that was p
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch.overrides import TorchFunctionMode
-
 from pytest_trainloop.recording.source import here, layer
+from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from pytest_trainloop.recording.events import Place
-    from pytest_trainloop.recording.watch import Watch
 
 Key = tuple[str, int, int]
 """The file and the instruction of a call, and how many calls came from there before it."""
@@ -40,39 +37,23 @@ class Squeeze:
         return tuple(size for axis, size in enumerate(self.shape) if axis not in self.removed)
 
 
-class Squeezes(TorchFunctionMode):
+class Squeezes(WatchingMode):
     """``calls`` are those of one run. Those that ``instead`` knows take out what they took out there."""
 
     def __init__(self, instead: Mapping[Key, Squeeze] | None = None) -> None:
         super().__init__()
         self._instead = instead or {}
         self._passed: Counter[tuple[str, int]] = Counter()
-        self._watch: Watch | None = None
         self.calls: dict[Key, Squeeze] = {}
 
-    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-        return (self._watching(watch), self)
+    def active(self) -> bool:
+        """Inside steps and backward passes too: each call is counted, and does what it did in the other run."""
+        return not self.watch.quiet
 
-    @contextlib.contextmanager
-    def _watching(self, watch: Watch) -> Iterator[None]:
-        self._watch = watch
-        try:
-            yield
-        finally:
-            self._watch = None
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        name, watch = getattr(func, "__name__", ""), self._watch
-        if name not in ("squeeze", "squeeze_") or watch is None or watch.quiet:
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name not in ("squeeze", "squeeze_"):
             return func(*args, **kwargs)
-        frame = sys._getframe(1)
+        frame = sys._getframe(2)
         if not layer(frame.f_code.co_filename):
             return func(*args, **kwargs)  # torch's own, which knows what it does
         tensor = args[0] if args else kwargs["input"]
@@ -81,7 +62,7 @@ class Squeezes(TorchFunctionMode):
         self._passed[at] += 1
         dims = _dims(args, kwargs)
         call = f"{name}({', '.join(map(str, dims))})" if dims else f"{name}()"
-        with watch.quietly():
+        with self.watch.quietly():
             place = here(2)[0]
         self.calls[key] = Squeeze(tuple(tensor.shape), _removed(tuple(tensor.shape), dims), call, place)
         other = self._instead.get(key)

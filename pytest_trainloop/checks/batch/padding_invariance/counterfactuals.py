@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,11 @@ from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_functions import LOSSES
 from pytest_trainloop.runs.no_randomness import Still
 from pytest_trainloop.runs.shared_draws import draws
+from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import CONVOLUTIONS, name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from pytest_trainloop.checks.batch.padding_invariance.slices import Span
     from pytest_trainloop.recording.events import Place
@@ -56,49 +58,39 @@ class Seen:
     target: bool = False
 
 
-class Closed(Still):
+class Closed(WatchingMode, Still):
     """Closes these ways, call by call; no module of the user's is changed. To be used by ``contexts`` of a run."""
 
     def __init__(self, span: Span, ways: frozenset[str]) -> None:
         super().__init__()
         self._span = span
         self._ways = ways
-        self._watch: Watch | None = None
         self._pooled: dict[int, torch.Tensor] = {}
         self.seen = Seen()
 
-    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-        return (self._watching(watch), self)
-
     @contextlib.contextmanager
-    def _watching(self, watch: Watch) -> Iterator[None]:
-        self._watch = watch
+    def watching(self, watch: Watch) -> Iterator[None]:
         try:
-            yield
+            with super().watching(watch):
+                yield
         finally:
-            self._watch = None
             self._pooled.clear()
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        name, given, watch = name_of(func), dict(kwargs or {}), self._watch
+    def active(self) -> bool:
+        """Inside backward passes too: a checkpoint has to run again what it ran."""
+        return not (self.watch.quiet or self.watch.stepping)
 
-        def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return super(Closed, self).__torch_function__(func, types, args, kwargs)
-
-        if watch is None or watch.quiet or watch.stepping or name == "backward":
-            return call(args, given)
-        out = self._without(watch, name, call, args, given)
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        still = functools.partial(Still.call, self, name, func)
+        if name == "backward":
+            return still(args, kwargs)
+        watch, name = self.watch, name_of(func)
+        out = self._without(watch, name, still, args, kwargs)
         if out is None:
-            out = call(args, given)
+            out = still(args, kwargs)
             with watch.quietly():
-                self._look(watch, name, args, given, out)
-                self._follow(args, given, out)
+                self._look(watch, name, args, kwargs, out)
+                self._follow(args, kwargs, out)
         return out
 
     def _without(

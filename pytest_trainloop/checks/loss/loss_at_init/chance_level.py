@@ -6,7 +6,6 @@ targets. Weights, smoothing, ignored labels, the number of negatives and the red
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,14 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_functions import LOSSES
+from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from pytest_trainloop.recording.watch import Watch
 
 Guess = Callable[[torch.Tensor, torch.Tensor], list[torch.Tensor]]
@@ -55,41 +52,23 @@ class InitialLoss:
         return float((self.value / self.chance) ** (1 / self.degree))
 
 
-class InitialLosses(TorchFunctionMode):
+class InitialLosses(WatchingMode):
     """To be used by ``contexts`` of a run that ends with the first step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._watch: Watch | None = None
         self.seen: list[InitialLoss] = []
 
-    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-        return (self._watching(watch), self)
+    def active(self) -> bool:
+        """Until the first step has ended: the closure that it calls, or a checkpoint, may hold the loss."""
+        return not (self.watch.quiet or self.watch.record.steps or len(self.seen) >= MOST)
 
-    @contextlib.contextmanager
-    def _watching(self, watch: Watch) -> Iterator[None]:
-        self._watch = watch
-        try:
-            yield
-        finally:
-            self._watch = None
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
-        watch = self._watch
-        name = getattr(func, "__name__", "")
-        ours = watch is None or watch.quiet or watch.record.steps or len(self.seen) >= MOST
-        if watch is None or ours or name not in LOSSES or getattr(F, name, None) is not func:
+        if name not in LOSSES or getattr(F, name, None) is not func:
             return out
         if isinstance(out, torch.Tensor) and out.requires_grad:
-            with watch.quietly(), torch.no_grad():
+            with self.watch.quietly(), torch.no_grad():
                 self.seen.append(_judged(name, func, args, kwargs, out))
         return out
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop import nested
 from pytest_trainloop.checks.loss.loss_contract import broadcasting, loss_terms, refused_calls, token_labels
@@ -18,10 +17,11 @@ from pytest_trainloop.checks.loss.loss_contract.call import Breach, Call, bound
 from pytest_trainloop.checks.loss.loss_contract.contracts import BY_HAND, READERS
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_functions import LOSSES
+from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import Lineage, name_of, watched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from pytest_trainloop.recording.events import Site
     from pytest_trainloop.recording.record import Record
@@ -48,13 +48,12 @@ class Place:
         return self.name, self.where
 
 
-class Contracts(TorchFunctionMode):
+class Contracts(WatchingMode):
     """To be used by ``contexts`` of a run; ``handed`` is told of every batch. ``places`` is what was seen, ``unread``
     what could not be judged, ``seen`` names the loss functions that were called."""
 
     def __init__(self, pad_id: int | None = None) -> None:
         super().__init__()
-        self._watch: Watch | None = None
         self._lineage = Lineage()
         self._steps = -1
         self._tokens = token_labels.Tokens(pad_id)
@@ -71,16 +70,13 @@ class Contracts(TorchFunctionMode):
         self._rows = nested.rows(item)
         self._tokens.handed(item)
 
-    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-        return (self._watching(watch), self)
-
     @contextlib.contextmanager
-    def _watching(self, watch: Watch) -> Iterator[None]:
-        self._watch, self._record = watch, watch.record
+    def watching(self, watch: Watch) -> Iterator[None]:
+        self._record = watch.record
         try:
-            yield
+            with super().watching(watch):
+                yield
         finally:
-            self._watch = None
             self._forget()
 
     def breaches(self) -> Iterator[tuple[Breach, int, int]]:
@@ -115,23 +111,13 @@ class Contracts(TorchFunctionMode):
                     place.made,
                 )
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        watch, name = self._watch, name_of(func)
-        if (
-            watch is None
-            or not watch.full
-            or watch.quiet
-            or watch.stepping
-            or watch.backward is not None
-            or not watched(name)
-        ):
+    def active(self) -> bool:
+        """While the run is watched in full: these steps are enough to judge by."""
+        return self.watch.full and super().active()
+
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        watch, name = self.watch, name_of(func)
+        if not watched(name):
             return func(*args, **kwargs)
         if watch.record.steps != self._steps:
             self._steps = watch.record.steps

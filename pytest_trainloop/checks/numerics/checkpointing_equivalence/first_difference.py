@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop import nested
 from pytest_trainloop.checks.numerics.checkpointing_equivalence.rng_state import PutBack
+from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.samples import readable, spaced
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.runs.checkpoint_bypass import Asked, Piece, without_cut_off
@@ -87,17 +87,16 @@ class _Recalling(Piece):
             self._recalled.compare(self._before, now)
 
 
-class _Noting(TorchFunctionMode):
+class _Noting(FunctionMode):
+    """Notes every call that it is on for: inside a backward pass too, where the checkpoint makes them again."""
+
     def __init__(self, watch: Watch, log: list[_Call]) -> None:
         super().__init__()
         self._watch = watch
         self._log = log
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
         if name not in ("__get__", "__set__"):
             with self._watch.quietly(), torch.no_grad():
                 gave = tuple(spaced(t.detach()).clone() for t in nested.tensors(out) if _plain(t))

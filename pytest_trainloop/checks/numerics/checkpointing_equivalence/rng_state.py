@@ -14,8 +14,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
+from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.runs.checkpoint_bypass import Asked, Piece
 
 if TYPE_CHECKING:
@@ -80,20 +80,18 @@ class _Drawing(Piece):
             generator.set_state(at)
 
 
-class _Private(TorchFunctionMode):
+class _Private(FunctionMode):
     """Tells of every generator that a torch call is handed, before it draws."""
 
     def __init__(self, note: Callable[[torch.Generator], None]) -> None:
         super().__init__()
         self._note = note
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        for value in (*args, *(kwargs or {}).values()):
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Generator):
                 self._note(value)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _owners() -> Iterator[Any]:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop.checks.wiring.every_param_moves.bit_equal import spacings
 from pytest_trainloop.gradients.vectors import values
 from pytest_trainloop.optimizers.lost_updates import spaced_by_index
+from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.watch import FULL_ROUNDS
@@ -192,18 +192,17 @@ def _looking(watch: Watch, looks: _Looks, names: set[str]) -> Iterator[None]:
         yield
 
 
-class _Places(TorchFunctionMode):
+class _Places(FunctionMode):
     """Notes the first line that writes to a copy."""
 
     def __init__(self, watch: Watch, looks: _Looks, names: set[str]) -> None:
         super().__init__()
         self._watch, self._looks, self._names = watch, looks, names
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._looks.place and name.endswith("_") and not name.endswith("__") and args:
             target = args[0][0] if isinstance(args[0], (list, tuple)) and args[0] else args[0]
             index = self._watch.book.index(target) if isinstance(target, torch.Tensor) else None
             if index is not None and self._watch.book.entries[index].name in self._names:
                 self._looks.place = str(here(2)[0])
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+
+from pytest_trainloop.recording.function_mode import FunctionMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from pytest_trainloop.runs.run import RunPlan
 
@@ -27,19 +28,13 @@ def _autocast(device: str) -> Iterator[None]:
         yield
 
 
-class _NotAroundBackward(TorchFunctionMode):
+class _NotAroundBackward(FunctionMode):
     def __init__(self, device: str) -> None:
         super().__init__()
         self._device = device
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad):
             with torch.autocast(self._device, enabled=False):
-                return func(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)

@@ -6,56 +6,47 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop.checks.numerics.precision_parity.replay import LOW
+from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.patches import tapped
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import apply_of, tree_map
+from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from pytest_trainloop.checks.numerics.precision_parity.op_log import Call
     from pytest_trainloop.recording.watch import Watch
 
 
-class InFloat32(TorchFunctionMode):
+class InFloat32(WatchingMode):
     """What the module of a call (or, outside of modules, its line) computes is computed in float32, whatever dtype is
     asked for, and without autocast. ``met`` tells that there was something to compute so."""
 
     def __init__(self, call: Call) -> None:
         super().__init__()
         self._call = call
-        self._watch: Watch | None = None
         self.met = False
 
-    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-        self._watch = watch
-        return (tapped(torch.autograd.Function, "apply", self._tapped), self)
+    @contextlib.contextmanager
+    def watching(self, watch: Watch) -> Iterator[None]:
+        with super().watching(watch), tapped(torch.autograd.Function, "apply", self._tapped):
+            yield
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in ("__get__", "__set__", "backward") or not self._within():
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in ("__get__", "__set__", "backward") or not self._within():
             return func(*args, **kwargs)
         self.met = True
         with _plain():
             return _in_float32(func, args, kwargs)
 
     def _within(self) -> bool:
-        watch = self._watch
-        if watch is None or watch.quiet or watch.stepping or watch.backward is not None:
-            return False
         call = self._call
         if call.own:
             return False
-        return watch.module_path() == call.module if call.module else here(2)[0] == call.place
+        return self.watch.module_path() == call.module if call.module else here(2)[0] == call.place
 
     def _tapped(self, original: Callable[..., Any]) -> Any:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,15 +59,9 @@ class InFloat32(TorchFunctionMode):
         return classmethod(apply)
 
 
-class _NoHalves(TorchFunctionMode):
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        return _in_float32(func, args, kwargs or {})
+class _NoHalves(FunctionMode):
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _in_float32(func, args, kwargs)
 
 
 def _in_float32(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -86,23 +71,17 @@ def _in_float32(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return func(*tree_map(_wide, args), **tree_map(_wide, kwargs))
 
 
-class Scaled(TorchFunctionMode):
+class Scaled(FunctionMode):
     """Every root is multiplied by this before it is backpropagated."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
         self._scale = scale
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.Tensor.backward and args[0].numel() == 1 and len(args) == 1:
-            return func(args[0] * self._scale, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            return func(args[0] * self._scale, **kwargs)
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop.recording.patches import tapped
 from pytest_trainloop.recording.source import NOWHERE, here, place_of
 from pytest_trainloop.recording.torch_internals import apply_of, function_class, no_dispatch_modes
 from pytest_trainloop.tracing.arguments import floats, in_place
+from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -110,27 +110,22 @@ class Journal:
         return (mode.functions_of_the_project(), mode)
 
 
-class _Writing(TorchFunctionMode):
+class _Writing(WatchingMode):
     def __init__(self, journal: Journal, watch: Watch) -> None:
-        super().__init__()
+        super().__init__(watch)
         self._calls = journal.calls
-        self._watch = watch
         self._made: dict[int, tuple[torch.Tensor, int]] = {}
         self._nodes: dict[Any, int] = {}
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "backward" and self._looks():
+    def active(self) -> bool:
+        """Until the first step."""
+        return super().active() and not self.watch.record.steps and len(self._calls) < MOST
+
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name == "backward":
             with self._unseen():
                 self._note_functions(floats(args))
-        if name in _NO_WORK or not self._looks():
+        if name in _NO_WORK:
             return func(*args, **kwargs)
         return self._noted(name, False, lambda: func(*args, **kwargs), args, kwargs)
 
@@ -143,19 +138,15 @@ class _Writing(TorchFunctionMode):
             def run() -> Any:
                 return apply_of(cls, original)(*args, **kwargs)
 
-            if cls.__module__.startswith("torch.") or not self._looks():
+            if cls.__module__.startswith("torch.") or not self.active():
                 return run()
             return self._noted(cls.__name__, True, run, args, kwargs)
 
         return classmethod(apply)
 
-    def _looks(self) -> bool:
-        watch = self._watch
-        return not (watch.quiet or watch.stepping or watch.backward or watch.record.steps or len(self._calls) >= MOST)
-
     @contextlib.contextmanager
     def _unseen(self) -> Iterator[None]:
-        with self._watch.quietly(), torch.no_grad(), no_dispatch_modes():
+        with self.watch.quietly(), torch.no_grad(), no_dispatch_modes():
             yield
 
     def _noted(self, name: str, own: bool, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
@@ -167,8 +158,8 @@ class _Writing(TorchFunctionMode):
         out = run()
         with self._unseen():
             made = floats(args[0] if in_place(name) and args else out)
-            if made and (any(t.requires_grad for t in made) or not self._watch.record.of_backward()):
-                number, place, module = len(self._calls), here(2)[0], self._watch.module_path()
+            if made and (any(t.requires_grad for t in made) or not self.watch.record.of_backward()):
+                number, place, module = len(self._calls), here(2)[0], self.watch.module_path()
                 call = Call(number, name, place, module, own, inputs, makers, Sample.of(made[0]))
                 self._keep(call, made)
         return out
@@ -191,7 +182,7 @@ class _Writing(TorchFunctionMode):
             if function.__module__.startswith("torch."):
                 continue
             makers = tuple(self._nodes[n] for n, _ in node.next_functions if n in self._nodes)
-            name, module = function.__name__, self._watch.module_path()
+            name, module = function.__name__, self.watch.module_path()
             call = Call(len(self._calls), name, _backward_of(function), module, True, [], makers, Sample.of(tensor))
             self._keep(call, [tensor])
 

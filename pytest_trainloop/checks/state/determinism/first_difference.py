@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop import nested
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import no_torch_function
+from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from pytest_trainloop.recording.events import Place
-    from pytest_trainloop.recording.watch import Watch
 
 MOST = 20_000
 """Calls that are noted."""
@@ -43,37 +41,22 @@ class _Entry:
     result: tuple[object, ...]
 
 
-class Journal(TorchFunctionMode):
+class Journal(WatchingMode):
     """Notes every call with a fingerprint of what it was given and of what it gave."""
 
     def __init__(self) -> None:
         super().__init__()
         self.entries: list[_Entry] = []
-        self._watch: Watch | None = None
 
-    @contextlib.contextmanager
-    def watching(self, watch: Watch) -> Iterator[None]:
-        self._watch = watch
-        with self:
-            yield
-        self._watch = None
+    def active(self) -> bool:
+        """Inside backward passes too: what a checkpoint runs again there may differ."""
+        return not (self.watch.quiet or self.watch.stepping or len(self.entries) >= MOST)
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        watch = self._watch
-        if watch is None or watch.quiet or watch.stepping or len(self.entries) >= MOST:
-            return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = () if name in ("__get__", "__set__") else _fingerprint((args, kwargs))
         out = func(*args, **kwargs)
         if name not in ("__get__", "__set__") and not name.startswith("_record_function"):
-            self.entries.append(_Entry(name, here(2)[0], watch.module_path(), given, _fingerprint(out)))
+            self.entries.append(_Entry(name, here(2)[0], self.watch.module_path(), given, _fingerprint(out)))
         return out
 
     def first_difference(self, other: Journal) -> FirstOp | None:

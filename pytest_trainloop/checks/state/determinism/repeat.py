@@ -147,7 +147,7 @@ def _calm() -> Iterator[None]:
 def _first_op(plan: RunPlan, run: Callable[[RunPlan], Record]) -> FirstOp | None:
     journals = [Journal(), Journal()]
     for journal in journals:
-        run(replace(plan, contexts=lambda watch, journal=journal: (journal.watching(watch),)))  # type: ignore[misc]
+        run(replace(plan, contexts=journal.contexts))
     return journals[0].first_difference(journals[1])
 
 

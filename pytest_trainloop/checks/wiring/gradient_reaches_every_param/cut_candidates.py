@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from pytest_trainloop.recording.patches import Taps
+from pytest_trainloop.recording.patches import tapped
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import apply_of
 from pytest_trainloop.tracing.arguments import in_place
+from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pytest_trainloop.recording.events import Place, Site
     from pytest_trainloop.recording.watch import Watch
@@ -70,16 +70,15 @@ class Candidate:
         return self.op, self.site
 
 
-class Tracer(TorchFunctionMode):
+class Tracer(WatchingMode):
     """Lists candidates in ``found``, in order, and changes the ``chosen`` ones: left out, or (``nudge``) their result
     moved a little.
 
     ``touched`` are the parameters that entered some computation with gradients on.
     """
 
-    def __init__(self, watch: Watch, chosen: Sequence[Candidate] = (), *, nudge: bool = False) -> None:
+    def __init__(self, chosen: Sequence[Candidate] = (), *, nudge: bool = False) -> None:
         super().__init__()
-        self._watch = watch
         self._chosen = {c.key: c for c in chosen}
         self._nudge = nudge
         self._region: tuple[Place, Site] | None = None
@@ -91,29 +90,20 @@ class Tracer(TorchFunctionMode):
         self.touched: set[int] = set()
 
     @contextlib.contextmanager
-    def tracing(self) -> Iterator[None]:
-        """Trace what runs inside."""
-        taps = Taps()
-        taps.put(torch.autograd.Function, "apply", self._tapped_apply)
+    def watching(self, watch: Watch) -> Iterator[None]:
         try:
-            with self:
+            with super().watching(watch), tapped(torch.autograd.Function, "apply", self._tapped_apply):
                 yield
         finally:
-            taps.remove()
             for candidate, passed in self._closed:
                 if passed[0] and not all(passed[1:]):
                     self.found[candidate.key] = candidate
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self._watch.quiet or self._watch.stepping or self._inside or self._watch.backward is not None:
-            return func(*args, **kwargs)
+    def active(self) -> bool:
+        """Not inside an autograd function of the project's: it has its gradient written out."""
+        return super().active() and not self._inside
+
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = _name(func)
         if name == "_set_grad_enabled":
             self._region = here(2) if args and args[0] is False else None
@@ -144,7 +134,7 @@ class Tracer(TorchFunctionMode):
             return self._changed(chosen, func, args, kwargs, given)
         out = func(*args, **kwargs)
         kind = "value" if _writes(name) and any(args[0] is d for d in self._detached) else _kind(name, args, given, out)
-        if kind == "dead" and not self._watch.inside_parameters():
+        if kind == "dead" and not self.watch.inside_parameters():
             kind = None  # a hinge in the loss that every example meets is no dead layer
         if kind == "grad_off":
             self._note_region(name, place, site)
@@ -152,7 +142,7 @@ class Tracer(TorchFunctionMode):
                 return _nudged(out)
         elif kind is not None:
             by_shape = any(given[0] is one for one in self._one_wide) and list(given[0].shape).count(1) == 1
-            self._note(Candidate(kind, name, place, site, self._watch.module_path(), by_shape))
+            self._note(Candidate(kind, name, place, site, self.watch.module_path(), by_shape))
         if name in _LAYERS and len(given) > 1 and given[1].shape[0] == 1:
             self._one_wide = [*self._one_wide[-15:], out]
         return out
@@ -163,7 +153,7 @@ class Tracer(TorchFunctionMode):
     def _note_region(self, name: str, place: Place, site: Site) -> None:
         """An operation without gradients: its region, and itself as a value that crosses without a history."""
         region = self._region[0] if self._region else place
-        self._note(Candidate("grad_off", "grad_off", region, self._region_site(), self._watch.module_path()))
+        self._note(Candidate("grad_off", "grad_off", region, self._region_site(), self.watch.module_path()))
 
     def _region_site(self) -> Site:
         return self._region[1] if self._region else ()
@@ -173,7 +163,7 @@ class Tracer(TorchFunctionMode):
 
     def _touch(self, given: list[torch.Tensor]) -> None:
         for tensor in given:
-            index = self._watch.book.index(tensor)
+            index = self.watch.book.index(tensor)
             if index is not None:
                 self.touched.add(index)
 
@@ -211,7 +201,7 @@ class Tracer(TorchFunctionMode):
     def _watch_passage(self, cls: type, inputs: list[torch.Tensor], output: torch.Tensor) -> None:
         place, site = here(3)
         passed = [False] * (1 + len(inputs))
-        self._closed.append((Candidate("custom", cls.__name__, place, site, self._watch.module_path()), passed))
+        self._closed.append((Candidate("custom", cls.__name__, place, site, self.watch.module_path()), passed))
         output.register_hook(functools.partial(_mark, passed, 0))  # type: ignore[no-untyped-call]
         for i, tensor in enumerate(inputs, start=1):
             tensor.register_hook(functools.partial(_mark, passed, i))  # type: ignore[no-untyped-call]

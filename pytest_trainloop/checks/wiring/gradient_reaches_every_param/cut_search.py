@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_candidates import Candidate, Kind, Tracer
 from pytest_trainloop.gradients.dependence import difference, moved_a_little, roots_before_first_step
 
 if TYPE_CHECKING:
-    import contextlib
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from pytest_trainloop.recording.record import Record
-    from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
 NOISE = 1e-5
@@ -126,11 +124,5 @@ def starts_at_saddle(evidence: Evidence, names: Sequence[str]) -> dict[str, floa
 def _traced(
     evidence: Evidence, names: Sequence[str], chosen: Sequence[Candidate] = (), *, nudge: bool = False
 ) -> tuple[Record, Tracer]:
-    made: list[Tracer] = []
-
-    def contexts(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
-        made.append(Tracer(watch, chosen, nudge=nudge))
-        yield made[0].tracing()
-
-    record = evidence.short_run(lambda watch: None, names, contexts)
-    return record, made[0]
+    tracer = Tracer(chosen, nudge=nudge)
+    return evidence.short_run(lambda watch: None, names, tracer.contexts), tracer

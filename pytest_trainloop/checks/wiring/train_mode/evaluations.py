@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook
-from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop import nested
 from pytest_trainloop.checks.wiring.train_mode.mode_switch import Passes
 from pytest_trainloop.recording.events import Backward, Event, Move, Step
 from pytest_trainloop.runs.hooks import call_from_outside, hooked
 from pytest_trainloop.runs.run import fit_of
+from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
@@ -75,7 +75,7 @@ _COMPARED = frozenset({"eq", "ne", "__eq__", "__ne__", "isclose"})
 _READ = frozenset({"item", "__float__", "__int__", "__bool__", "__format__", "tolist", "numpy"})
 
 
-class Spoiled(TorchFunctionMode):
+class Spoiled(WatchingMode):
     """Changes what the model gives at one line, and sees whether a number is made of it: a loss, a score.
 
     What is drawn by chance or chosen by it (an action, the next token) is no score, until it is compared with
@@ -93,11 +93,8 @@ class Spoiled(TorchFunctionMode):
         self.taken_out = False
         self.on_training_batch = False
 
-    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-        return (self._hooked(watch), self)
-
     @contextlib.contextmanager
-    def _hooked(self, watch: Watch) -> Iterator[None]:
+    def watching(self, watch: Watch) -> Iterator[None]:
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             call = call_from_outside(watch, module)
             if call is None:
@@ -111,7 +108,7 @@ class Spoiled(TorchFunctionMode):
             with watch.quietly():
                 return self._spoil(output)
 
-        with hooked(register_module_forward_hook(leave, with_kwargs=True)):
+        with super().watching(watch), hooked(register_module_forward_hook(leave, with_kwargs=True)):
             yield
 
     def _spoil(self, output: Any) -> Any:
@@ -125,15 +122,16 @@ class Spoiled(TorchFunctionMode):
         self._made[id(tensor)] = score
         self._kept.append(tensor)  # an identity may not be used again
 
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        out = func(*args, **(kwargs or {}))
-        if self._made and not self.scored and name not in _DRAWN:
-            kinds = [self._made[id(t)] for t in nested.tensors((args, kwargs or {})) if id(t) in self._made]
+    def active(self) -> bool:
+        """Also inside steps and backward passes: a score may be made anywhere."""
+        return bool(self._made) and not self.scored
+
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        if name not in _DRAWN:
+            kinds = [self._made[id(t)] for t in nested.tensors((args, kwargs)) if id(t) in self._made]
             if kinds and name in _READ:
-                if "distributions" in Path(sys._getframe(1).f_code.co_filename).parts:
+                if "distributions" in Path(sys._getframe(2).f_code.co_filename).parts:
                     return out  # torch looks whether its arguments are valid
                 self.scored = any(kinds) and args[0].numel() == 1
                 self.taken_out = self.taken_out or args[0].numel() > 1

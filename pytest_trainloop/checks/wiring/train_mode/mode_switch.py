@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop import nested
 from pytest_trainloop.runs.hooks import call_from_outside, hooked
+from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
@@ -24,7 +24,7 @@ _NORMS = frozenset({"batch_norm", "instance_norm"})
 _MAY_DROP = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward", "lstm", "gru", "rnn_tanh"})
 
 
-class Passes(TorchFunctionMode):
+class Passes(WatchingMode):
     """Notes the calls of a model at one line: the first result, what each call was given in which optimizer step, and
     whether dropout or a norm of torch's worked as in training. ``evaluating`` switches the model for these calls."""
 
@@ -42,11 +42,8 @@ class Passes(TorchFunctionMode):
         self.dropped = False
         self.normed = False
 
-    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-        return (self._hooked(watch), self)
-
     @contextlib.contextmanager
-    def _hooked(self, watch: Watch) -> Iterator[None]:
+    def watching(self, watch: Watch) -> Iterator[None]:
         def enter(module: nn.Module, _args: Any) -> None:
             with watch.quietly():
                 if self._inside:
@@ -65,10 +62,9 @@ class Passes(TorchFunctionMode):
             with watch.quietly():
                 self._note(watch, (args, kwargs), output)
 
-        with hooked(
-            register_module_forward_pre_hook(enter),
-            register_module_forward_hook(leave, with_kwargs=True, always_call=True),
-        ):
+        before = register_module_forward_pre_hook(enter)
+        after = register_module_forward_hook(leave, with_kwargs=True, always_call=True)
+        with super().watching(watch), hooked(before, after):
             yield
 
     def _switch(self, root: nn.Module) -> None:
@@ -116,18 +112,13 @@ class Passes(TorchFunctionMode):
     def same_shape(self, other: Passes) -> bool:
         return self.shape == other.shape
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if self._inside:
-            self.dropped = self.dropped or name in _MAY_DROP or ("dropout" in name and _flag(args, kwargs, 2, True))
-            self.normed = self.normed or (name in _NORMS and _flag(args, kwargs, 5, False))
+    def active(self) -> bool:
+        """Inside of the calls at the line, wherever in the loop it lies."""
+        return self._inside > 0
+
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.dropped = self.dropped or name in _MAY_DROP or ("dropout" in name and _flag(args, kwargs, 2, True))
+        self.normed = self.normed or (name in _NORMS and _flag(args, kwargs, 5, False))
         return func(*args, **kwargs)
 
 
