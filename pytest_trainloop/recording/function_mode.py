@@ -1,4 +1,4 @@
-"""The base of the modes that stand between a loop and torch's functions.
+"""The base of the modes that stand between a loop and torch's functions, and the tensors that a call is given.
 
 It lies below ``tracing`` because ``recording`` and ``runs`` have such modes too; those that look at a watched run are
 ``tracing.mode.WatchingMode``.
@@ -6,12 +6,14 @@ It lies below ``tracing`` because ``recording`` and ``runs`` have such modes too
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
 
 class FunctionMode(TorchFunctionMode):
@@ -32,3 +34,22 @@ class FunctionMode(TorchFunctionMode):
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the call gives. Its caller is two frames up. ``name`` is "__get__" where an attribute is read."""
         return func(*args, **kwargs)
+
+
+def tensors_in(*values: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments or the results of a torch call, in order: those in lists, tuples, sets, dicts and
+    dataclasses as well, at any depth.
+
+    A dict is looked into where its keys are names: the memo of ``__deepcopy__`` holds what was copied before. Other
+    objects are not: a hook may hold the whole project.
+    """
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            yield from tensors_in(*value)
+        elif isinstance(value, dict):
+            if all(isinstance(key, str) for key in value):
+                yield from tensors_in(*value.values())
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from tensors_in(*(getattr(value, f.name, None) for f in dataclasses.fields(value)))

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from pytest_trainloop.recording.events import GradWrite, LossCall, Place
-from pytest_trainloop.recording.function_mode import FunctionMode
+from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
 from pytest_trainloop.recording.source import frames_called, here
 from pytest_trainloop.recording.torch_internals import take_off
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from types import FrameType
 
     from pytest_trainloop.recording.watch import Watch
@@ -102,7 +102,7 @@ class Functions(FunctionMode):
                 return thread.stepping > 0
             thread.open[-1].asked = True
         elif thread.open and not thread.open[-1].computed and not _asks_for_shape(name):
-            thread.open[-1].computed = any(self._parameter_of(t) is not None for t in _flat(args))
+            thread.open[-1].computed = any(self._parameter_of(t) is not None for t in tensors_in(args))
         return True
 
     def _read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -225,14 +225,6 @@ class Functions(FunctionMode):
 
 def _asks_for_shape(name: str) -> bool:
     return name == "__get__" or name.endswith("_like") or name.startswith("new_") or name in ("size", "dim", "numel")
-
-
-def _flat(args: tuple[Any, ...]) -> Iterator[Any]:
-    for value in args:
-        if isinstance(value, (list, tuple)):
-            yield from value
-        else:
-            yield value
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from pytest_trainloop import nested
+from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.patches import Taps
 from pytest_trainloop.recording.torch_internals import DispatchMode, aliased_arguments, tree_map
 
@@ -56,8 +57,8 @@ class _Promote(DispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         if not aliased:
             out = tree_map(_wide, out) if func is torch.ops.aten.lift_fresh.default else out
-            for tensor in out if isinstance(out, (tuple, list)) else (out,):
-                if isinstance(tensor, torch.Tensor) and tensor.dtype in _WIDER and len(self.lower) < MOST:
+            for tensor in tensors_in(out):
+                if tensor.dtype in _WIDER and len(self.lower) < MOST:
                     self.lower[f"{func} gave {str(tensor.dtype).removeprefix('torch.')}"] = None
         return out
 
@@ -74,19 +75,12 @@ def _wide(value: Any) -> Any:
     return value.to(_WIDER[value.dtype]) if isinstance(value, torch.Tensor) and value.dtype in _WIDER else value
 
 
-def _operands(args: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for a in args:
-        for t in a if isinstance(a, (list, tuple)) else (a,):
-            if isinstance(t, torch.Tensor):
-                yield t
-
-
 def _lower_among(args: Iterable[Any]) -> bool:
-    return any(t.dtype in _WIDER for t in _operands(args))
+    return any(t.dtype in _WIDER for t in tensors_in(args))
 
 
 def _mixed(args: Iterable[Any]) -> bool:
-    dtypes = {t.dtype for t in _operands(args)}
+    dtypes = {t.dtype for t in tensors_in(args)}
     return bool(dtypes & set(_WIDER)) and bool(dtypes & {torch.float64, torch.complex128})
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop import nested
 from pytest_trainloop.recording.samples import readable
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
-def floats(value: Any) -> list[torch.Tensor]:
-    """The dense floating tensors in a nest that hold entries which can be read."""
-    return [
-        t
-        for t in nested.tensors(value)
-        if t.is_floating_point() and t.layout is torch.strided and t.numel() and readable(t)
-    ]
+
+def floats(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The dense floating ones that hold entries which can be read."""
+    return [t for t in tensors if t.is_floating_point() and t.layout is torch.strided and t.numel() and readable(t)]
 
 
 def in_place(name: str) -> bool:

@@ -18,6 +18,7 @@ from torch import nn
 
 from pytest_trainloop.checks.learning.swapped_rows import takes_data
 from pytest_trainloop.gradients.dependence import moved_a_little
+from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_functions import LOSSES
 from pytest_trainloop.recording.torch_internals import tree_map
@@ -62,11 +63,11 @@ class Op:
 
     @property
     def given(self) -> list[torch.Tensor]:
-        return list(flat((*self.args, *self.kwargs.values())))
+        return list(tensors_in(self.args, self.kwargs))
 
     @property
     def gave(self) -> list[torch.Tensor]:
-        return list(flat((self.out,)))
+        return list(tensors_in(self.out))
 
     @property
     def named(self) -> str:
@@ -257,7 +258,7 @@ def alone(op: Op) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     with torch.enable_grad():
         given = tree_map(leaf, (op.args, dict(op.kwargs)))
         try:
-            return leaves, list(flat((op.func(*given[0], **given[1]),)))
+            return leaves, list(tensors_in(op.func(*given[0], **given[1])))
         except Exception:  # whatever a function of the project's own needs besides its arguments
             return [], []
 
@@ -277,15 +278,6 @@ def axis_of(tensor: torch.Tensor, rows: int) -> int | None:
     """The one axis that has so many entries; None where there is none, or more than one."""
     found = [d for d, size in enumerate(tensor.shape) if size == rows]
     return found[0] if len(found) == 1 else None
-
-
-def flat(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among arguments or results, those in lists included."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from flat(value)
 
 
 def weighed(values: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
+from pytest_trainloop import nested
 from pytest_trainloop.optimizers.replay import around_steps
+from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_functions import LOSSES
 from pytest_trainloop.runs.hooks import hooked
@@ -149,7 +151,7 @@ class Births(WatchingMode):
     def watching(self, watch: Watch) -> Iterator[None]:
         def leave(module: nn.Module, _args: Any, output: Any) -> None:
             with watch.quietly(), torch.no_grad():
-                low, high = _range(floats(output))
+                low, high = _range(floats(nested.tensors(output)))
                 self._trail.append(f"{watch.book.path_of(module)} [{low:.3g}, {high:.3g}]")
 
         with super().watching(watch), hooked(register_module_forward_hook(leave)):
@@ -159,7 +161,7 @@ class Births(WatchingMode):
         if self.ruin or self.root or self.gradient or self.loss or self.handed:
             return None
         held = [p for p in _held(optimizer) if p.grad is not None]
-        grads = floats([p.grad for p in held])
+        grads = floats([p.grad for p in held if p.grad is not None])
         if not all(_finite(t) for t in (*floats(held), *grads)):
             return None
         return held, max((float(g.detach().abs().max()) for g in grads), default=0.0)
@@ -182,13 +184,13 @@ class Births(WatchingMode):
             return func(*args, **kwargs)
         with watch.quietly(), torch.no_grad():
             self._forget(watch)
-            given = floats((args, kwargs))
+            given = floats(tensors_in(args, kwargs))
             bad = [t for t in given if not _finite(t)]
             lost = {id(t) for t in bad if _lost(t)}
             bounds = _range(given)
         out = func(*args, **kwargs)
         with watch.quietly():
-            results = floats(args[0] if in_place(name) else out)
+            results = floats(tensors_in(args[0] if in_place(name) else out))
             written = any(isinstance(v, float) and math.isinf(v) for v in (*args, *kwargs.values()))
             self._look(watch, _Seen(name, given, bad, lost, results, bounds, written))
         return out
@@ -276,7 +278,7 @@ class Births(WatchingMode):
             self.gradient = max(enumerate(takers), key=lambda pair: (pair[1].suspect, pair[0]))[1].birth
 
     def _backward(self, watch: Watch, args: Any, kwargs: Any) -> None:
-        for root in floats((args, kwargs)):
+        for root in floats(tensors_in(args, kwargs)):
             if id(root) in self._known and self.root is None:
                 self.root = self._known[id(root)][1]
             elif root.requires_grad and (root.grad_fn is None or (root.numel() == 1 and float(root.detach()) == 0.0)):
@@ -289,7 +291,7 @@ def _told(state: Any) -> str:
     """Dtype of what an optimizer keeps for a parameter, and how much of it is zero or not finite."""
     parts = []
     for name, value in state.items() if isinstance(state, dict) else ():
-        for t in floats(value) if isinstance(value, torch.Tensor) and value.numel() > 1 else ():
+        for t in floats([value]) if isinstance(value, torch.Tensor) and value.numel() > 1 else ():
             zero, bad = float((t == 0).float().mean()), float((~t.isfinite()).float().mean())
             shares = [f"{share:.0%} {word}" for share, word in ((zero, "zero"), (bad, "not finite")) if share]
             parts.append(", ".join([f"{name} in {str(t.dtype).removeprefix('torch.')}", *shares]))

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_functions import LOSSES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.recording.watch import Watch
@@ -110,7 +111,7 @@ class Lineage:
 
     def before(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Node, ...]:
         """The nodes of what a call is given, as they are before it (it may write in place)."""
-        return () if name in _UNSEEN else tuple(self.of(t) for t in _flat((*args, *kwargs.values())))
+        return () if name in _UNSEEN else tuple(self.of(t) for t in tensors_in(args, kwargs))
 
     def note(
         self,
@@ -127,7 +128,7 @@ class Lineage:
         if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_"):
             out = args[0] if args else out
             name = name.strip("_").removeprefix("i") if name in _IN_PLACE else name.rstrip("_")
-        for number, result in enumerate(_flat((out,))):
+        for number, result in enumerate(tensors_in(out)):
             node = self._node(watch, func, name, args, kwargs, parents, result, number)
             self._known[id(result)] = (weakref.ref(result), node)
 
@@ -182,14 +183,6 @@ def name_of(func: Callable[..., Any]) -> str:
     return name
 
 
-def _flat(value: Any) -> Iterator[torch.Tensor]:
-    for part in value:
-        if isinstance(part, torch.Tensor):
-            yield part
-        elif isinstance(part, (list, tuple)):
-            yield from _flat(part)
-
-
 def _as_it_is(other: torch.Tensor) -> torch.Tensor:
     return other
 
@@ -216,7 +209,7 @@ def _replay(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
     def again(other: torch.Tensor) -> torch.Tensor:
         out = move(other, *rest, **kwargs)
-        return next(t for i, t in enumerate(_flat((out,))) if i == number)
+        return next(t for i, t in enumerate(tensors_in(out)) if i == number)
 
     return again
 

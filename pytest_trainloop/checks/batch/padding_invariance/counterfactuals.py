@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
 from pytest_trainloop.checks.batch.padding_invariance import attention, pooling, positions
+from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_functions import LOSSES
 from pytest_trainloop.runs.no_randomness import Still
@@ -125,24 +125,24 @@ class Closed(WatchingMode, Still):
 
     def _note(self, watch: Watch, way: str, name: str, call: pooling.Call, given: attention.Given, out: Any) -> None:
         with watch.quietly(), torch.no_grad():
-            before = list(nested.tensors(call(*given)))
-            after = list(nested.tensors(out))
+            before = list(tensors_in(call(*given)))
+            after = list(tensors_in(out))
             same = all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(before, after, strict=True))
             if not same:
                 self.seen.closed.append(Met(way, name, here(3)[0], self._is_zero(given)))
             if way == "pooling" and name not in pooling.RECURRENT and name not in pooling.READS:
-                self._pooled |= {id(t): t for t in nested.tensors(out)}
+                self._pooled |= {id(t): t for t in tensors_in(out)}
 
     def _follow(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Follow what was pooled until it meets positions again."""
-        if self._pooled and any(id(t) in self._pooled for t in nested.tensors((args, kwargs))):
-            made = [t for t in nested.tensors(out) if t.is_floating_point() and t.requires_grad]
+        if self._pooled and any(id(t) in self._pooled for t in tensors_in(args, kwargs)):
+            made = [t for t in tensors_in(out) if t.is_floating_point() and t.requires_grad]
             self.seen.spread |= any(self._span.of(size) is not None for t in made for size in t.shape[1:])
             self._pooled |= {id(t): t for t in made}
 
     def _is_zero(self, given: attention.Given) -> bool:
         """Whether nothing stands in the padded places of what a call was given."""
-        tensor = next(iter(nested.tensors(given)), None)
+        tensor = next(iter(tensors_in(given)), None)
         if tensor is None or not tensor.is_floating_point():
             return False
         axis = next((a for a in range(1, tensor.dim()) if self._span.of(tensor.shape[a])), None)
@@ -185,7 +185,7 @@ class Closed(WatchingMode, Still):
         if real is None:
             return
         self.seen.met.append(Met("mixing", name, here(3)[0]))
-        states, *last = nested.tensors(out)
+        states, *last = tensors_in(out)
 
         def beyond(gradient: torch.Tensor) -> None:
             with watch.quietly():

@@ -15,6 +15,7 @@ from pytest_trainloop import nested
 from pytest_trainloop.checks.loss.loss_contract import broadcasting, loss_terms, refused_calls, token_labels
 from pytest_trainloop.checks.loss.loss_contract.call import Breach, Call, bound
 from pytest_trainloop.checks.loss.loss_contract.contracts import BY_HAND, READERS
+from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_functions import LOSSES
 from pytest_trainloop.tracing.mode import WatchingMode
@@ -148,7 +149,7 @@ class Contracts(WatchingMode):
         self._tokens.embedded.clear()
 
     def _backpropagated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        roots = list(nested.tensors((args[:1], kwargs.get("tensors", ()))))
+        roots = list(tensors_in(args[:1], kwargs.get("tensors", ())))
         single = [r for r in roots if r.numel() == 1]
         self._root = sum(float(r.detach()) for r in single) if len(single) == len(roots) else None
         self._backwards += 1

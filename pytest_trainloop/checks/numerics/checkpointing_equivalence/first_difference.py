@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
 from pytest_trainloop.checks.numerics.checkpointing_equivalence.rng_state import PutBack
-from pytest_trainloop.recording.function_mode import FunctionMode
+from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
 from pytest_trainloop.recording.samples import readable, spaced
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.runs.checkpoint_bypass import Asked, Piece, without_cut_off
@@ -99,7 +98,7 @@ class _Noting(FunctionMode):
         out = func(*args, **kwargs)
         if name not in ("__get__", "__set__"):
             with self._watch.quietly(), torch.no_grad():
-                gave = tuple(spaced(t.detach()).clone() for t in nested.tensors(out) if _plain(t))
+                gave = tuple(spaced(t.detach()).clone() for t in tensors_in(out) if _plain(t))
                 if gave:
                     self._log.append(_Call(name, self._watch.module_path(), here(2)[0], gave))
         return out

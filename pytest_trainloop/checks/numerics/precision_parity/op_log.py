@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.patches import tapped
 from pytest_trainloop.recording.source import NOWHERE, here, place_of
 from pytest_trainloop.recording.torch_internals import apply_of, function_class, no_dispatch_modes
@@ -124,7 +125,7 @@ class _Writing(WatchingMode):
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name == "backward":
             with self._unseen():
-                self._note_functions(floats(args))
+                self._note_functions(floats(tensors_in(args)))
         if name in _NO_WORK:
             return func(*args, **kwargs)
         return self._noted(name, False, lambda: func(*args, **kwargs), args, kwargs)
@@ -151,13 +152,13 @@ class _Writing(WatchingMode):
 
     def _noted(self, name: str, own: bool, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         with self._unseen():
-            given = floats((args, kwargs))
+            given = floats(tensors_in(args, kwargs))
             self._note_functions(given)
             inputs = [Sample.of(t) for t in given]
             makers = tuple(self._made[id(t)][1] for t in given if id(t) in self._made)
         out = run()
         with self._unseen():
-            made = floats(args[0] if in_place(name) and args else out)
+            made = floats(tensors_in(args[0] if in_place(name) and args else out))
             if made and (any(t.requires_grad for t in made) or not self.watch.record.of_backward()):
                 number, place, module = len(self._calls), here(2)[0], self.watch.module_path()
                 call = Call(number, name, place, module, own, inputs, makers, Sample.of(made[0]))
@@ -188,7 +189,7 @@ class _Writing(WatchingMode):
 
     def _hook(self, call: Call, tensor: torch.Tensor) -> None:
         def arrived(gradient: torch.Tensor | None) -> None:
-            if gradient is not None and call.gradient is None and floats(gradient):
+            if gradient is not None and call.gradient is None and floats([gradient]):
                 with self._unseen():
                     call.gradient = Sample.of(gradient)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.torch_internals import DispatchMode
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Recording(DispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         tape, name = self._tape, name_of(func)
-        given = _tensors(out)
+        given = list(tensors_in(out))
         for tensor in given:
             if tensor.dtype in LOW:
                 tape.low[tensor.dtype] = tape.low.get(tensor.dtype, 0) + 1
@@ -100,7 +101,7 @@ class Replaying(DispatchMode):  # type: ignore[no-untyped-call]
         name = name_of(func)
         if name in PRODUCTS:
             return out
-        given = _tensors(out)
+        given = list(tensors_in(out))
         if _draws(func, name):
             return self._as_drawn(name, args, out, given)
         if _picks(name, args, given):
@@ -134,7 +135,7 @@ class Replaying(DispatchMode):  # type: ignore[no-untyped-call]
             return out
         mine.copy_(theirs)
         if name in _PICKS:
-            _tensors(out)[0].copy_(_gathered(name, args, kwargs, mine))
+            next(tensors_in(out)).copy_(_gathered(name, args, kwargs, mine))
         return out
 
 
@@ -159,7 +160,3 @@ def _picks(name: str, args: tuple[Any, ...], given: list[torch.Tensor]) -> bool:
     if name in _COMPARISONS or name in _PLACES:
         return len(given) == 1
     return name in _PICKS and len(given) == 2
-
-
-def _tensors(out: Any) -> list[torch.Tensor]:
-    return [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(t, torch.Tensor)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
+from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import no_torch_function
 from pytest_trainloop.tracing.mode import WatchingMode
@@ -69,7 +69,7 @@ class Journal(WatchingMode):
 def _fingerprint(value: Any) -> tuple[object, ...]:
     """Shapes and sums of tensors, and plain numbers as they are: enough to see a difference."""
     with torch.no_grad(), no_torch_function():
-        found: list[object] = [_sums(t) for t in nested.tensors(value)]
+        found: list[object] = [_sums(t) for t in tensors_in(value)]
     return (*found, *_numbers(value))
 
 

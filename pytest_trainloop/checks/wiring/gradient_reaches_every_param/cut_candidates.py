@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.patches import tapped
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import apply_of
@@ -108,7 +109,7 @@ class Tracer(WatchingMode):
         if name == "_set_grad_enabled":
             self._region = here(2) if args and args[0] is False else None
             return func(*args, **kwargs)
-        given = list(_tensors(args, kwargs))
+        given = list(tensors_in(args, kwargs))
         if self._chosen and name == "__set__" and given and given[0].grad_fn is not None and _sets_requires_grad(func):
             return None  # it has its history now, and torch sets the flag of leaves only
         off = not torch.is_grad_enabled() or torch.is_inference_mode_enabled()
@@ -218,7 +219,7 @@ def _kind(name: str, args: tuple[Any, ...], given: list[torch.Tensor], out: Any)
         return "detach"
     if name in _VALUES:
         return "value"
-    outputs = [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, torch.Tensor)]
+    outputs = list(tensors_in(out))
     if _writes(name) and isinstance(args[0], torch.Tensor) and not args[0].requires_grad:
         return "grad_off" if not torch.is_grad_enabled() else "value"
     if name in _FLAT:
@@ -279,14 +280,6 @@ def _nudged(out: Any) -> Any:
     if hasattr(out, "astype") and out.dtype.kind == "f":
         return _nudged(torch.from_numpy(out.copy())).numpy().astype(out.dtype)
     return out
-
-
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (v for v in value if isinstance(v, torch.Tensor))
 
 
 def _name(func: Callable[..., Any]) -> str:

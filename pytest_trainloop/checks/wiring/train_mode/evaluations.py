@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from pytest_trainloop import nested
 from pytest_trainloop.checks.wiring.train_mode.mode_switch import Passes
 from pytest_trainloop.recording.events import Backward, Event, Move, Step
+from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.runs.hooks import call_from_outside, hooked
 from pytest_trainloop.runs.run import fit_of
 from pytest_trainloop.tracing.mode import WatchingMode
@@ -129,7 +130,7 @@ class Spoiled(WatchingMode):
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if name not in _DRAWN:
-            kinds = [self._made[id(t)] for t in nested.tensors((args, kwargs)) if id(t) in self._made]
+            kinds = [self._made[id(t)] for t in tensors_in(args, kwargs) if id(t) in self._made]
             if kinds and name in _READ:
                 if "distributions" in Path(sys._getframe(2).f_code.co_filename).parts:
                     return out  # torch looks whether its arguments are valid
@@ -137,7 +138,7 @@ class Spoiled(WatchingMode):
                 self.taken_out = self.taken_out or args[0].numel() > 1
             elif kinds:
                 score = (any(kinds) and name not in _CHOSEN) or name in _COMPARED
-                for tensor in nested.tensors(out):
+                for tensor in tensors_in(out):
                     self._note(tensor, score=score)
         return out
 
