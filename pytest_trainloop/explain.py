@@ -1,7 +1,13 @@
-"""The table of checks and their rule pages, from the check files themselves. No torch, no pytest."""
+"""What the checks are, from the check files themselves: for the terminal and for the documentation. No torch, no pytest.
+
+A rule page is the docstring of a check's module: a headline, and sections whose text is indented. ``table`` and
+``page`` print it for ``--trainloop-list`` and ``--trainloop-explain``; ``markdown_table`` and ``markdown_page`` write
+``docs/checks/`` (scripts/docs.py).
+"""
 
 from __future__ import annotations
 
+import re
 import textwrap
 from typing import TYPE_CHECKING
 
@@ -10,9 +16,15 @@ from pytest_trainloop.errors import UsageError
 from pytest_trainloop.knobs import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
 _WIDTH = 100
+
+_WRAPPED_AT = 116
+"""Characters of a line of a rule page without its indent: where the next word would still have fit, a paragraph ends."""
+
+_NEEDS = {"fit": "`fit` or `step`", "run": "`fit`, `step` or `loss`"}
+_SUBJECTS = {"loop": "a [`TrainLoop`](../loops.md)", "loss": "a [`LossContract`](../loss-functions.md)"}
 
 
 def table() -> str:
@@ -29,22 +41,125 @@ def _rows(title: str, known: Mapping[str, registry.Check]) -> str:
 
 
 def page(name: str) -> str:
-    """The rule page of a check and the causes it tells apart; of ``check:cause`` that cause first."""
+    """The rule page of a check with its causes, or of ``check:cause`` that cause alone.
+
+    Raises ``UsageError`` for a name that no check or cause has.
+    """
     known = registry.registered()
     check, colon, cause = name.partition(":")
     if check not in known:
         raise UsageError(f"there is no check {check!r}; {nearest(check, known)}")
     found = known[check]
     if not colon:
-        return f"{check} ({found.family})\n\n{found.page.strip()}\n\n{_causes(found)}"
+        causes = "".join(f"  {slug}\n{_described(about)}" for slug, about in found.causes.items())
+        return f"{check} ({found.family})\n\n{found.page.strip()}\n\nCauses\n{causes}"
     if cause not in found.causes:
         raise UsageError(f"{check} names no cause {cause!r}; {nearest(cause, found.causes)}")
-    return f"{check}:{cause}\n{_indented(found.proofs[cause])}\n{page(check)}"
+    return f"{name}\n{_described(found.causes[cause])}\nThe whole page: pytest --trainloop-explain {check}\n"
 
 
-def _causes(check: registry.Check) -> str:
-    return "Causes\n" + "".join(f"  {cause}\n{_indented(proof)}" for cause, proof in check.proofs.items())
+def _described(cause: registry.Cause) -> str:
+    lines = [cause.proof]
+    if cause.repair:
+        lines.append(f"Repair: {cause.repair}")
+    if cause.explains:
+        lines.append(f"Explains: {', '.join(cause.explains)}")
+    return "".join(textwrap.fill(line, _WIDTH, initial_indent="    ", subsequent_indent="    ") + "\n" for line in lines)
 
 
-def _indented(text: str) -> str:
-    return textwrap.fill(text, _WIDTH, initial_indent="    ", subsequent_indent="    ") + "\n"
+def markdown_table(subject: registry.Judged, folder: str = "") -> str:
+    """A Markdown table of the checks of loops or of losses: name with a link into ``folder``, family, headline."""
+    rows = [f"| [`{c.name}`]({folder}{c.name}.md) | {c.family} | {c.headline}. |" for c in registry.of(subject).values()]
+    return "\n".join(["| check | family | holds that |", "|---|---|---|", *rows])
+
+
+def markdown_causes(subject: registry.Judged) -> str:
+    """A Markdown table of the causes that each check of loops or of losses can name, with links to their headings."""
+    rows = [
+        f"| [`{c.name}`]({c.name}.md) | {', '.join(f'[`{slug}`]({c.name}.md#{slug})' for slug in c.causes)} |"
+        for c in registry.of(subject).values()
+    ]
+    return "\n".join(["| check | causes |", "|---|---|", *rows])
+
+
+def markdown_page(check: registry.Check) -> str:
+    """The rule page of a check as Markdown, with its data and its causes."""
+    known = registry.registered()
+    source = f"{check.module.replace('.', '/')}.py"
+    needs = ", ".join(_NEEDS.get(need, f"`{need}`") for need in sorted(check.needs)) or "nothing further"
+    lines = [
+        f"<!-- Written by scripts/docs.py from {source}: edit that file. -->",
+        f"# {check.name}\n",
+        f"{_inline(check.headline, ())}.\n",
+        "| | |\n|---|---|",
+        f"| judges | {_SUBJECTS[check.subject]} |",
+        f"| family | {check.family} |",
+        f"| needs | {needs} |",
+        f"| in the terminal | `pytest --trainloop-explain {check.name}` |",
+        f"| source | [{source}](../../{source}) |\n",
+    ]
+    for heading, body in _sections(check.page):
+        lines.append(f"## {heading}\n\n{_section(heading, body, known.keys() - {check.name})}")
+    lines.append("## Causes\n")
+    for slug, cause in check.causes.items():
+        lines.append(f"### `{slug}`\n\n{_sentence(_inline(cause.proof, ()))}\n")
+        if cause.repair:
+            lines.append(f"*Repair*: {_sentence(_inline(cause.repair, ()))}\n")
+        if cause.explains:
+            lines.append(f"*Explains*: {', '.join(f'[`{name}`]({name}.md)' for name in cause.explains)}\n")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _sections(text: str) -> Iterator[tuple[str, str]]:
+    """The sections of a rule page: a line at the margin, and the indented lines below it."""
+    for match in re.finditer(r"^(\S[^\n]*)\n((?:[ ]{4}[^\n]*\n|\n(?=\n*[ ]{4}))+)", text.strip() + "\n", re.MULTILINE):
+        yield match[1], textwrap.dedent(match[2]).rstrip("\n")
+
+
+def _section(heading: str, body: str, checks: Collection[str]) -> str:
+    if body.startswith(">>> "):
+        return "```python\n" + re.sub(r"^(?:>>>|\.\.\.) ?", "", body, flags=re.MULTILINE) + "\n```\n"
+    if heading == "References":
+        return re.sub(r"^(https://[^ \n]+)", r"<\1>", body, flags=re.MULTILINE).replace("\n", "\n- ").join(["- ", "\n"])
+    return "\n\n".join(_blocks(body, checks)) + "\n"
+
+
+def _blocks(body: str, checks: Collection[str]) -> Iterator[str]:
+    """Paragraphs, and what is indented further as it stands."""
+    paragraph: list[str] = []
+    lines = body.splitlines()
+    for n, line in enumerate(lines):
+        following = lines[n + 1] if n + 1 < len(lines) else ""
+        if line.startswith("    "):
+            paragraph.append(line)
+            if not following.startswith("    "):
+                yield "```text\n" + textwrap.dedent("\n".join(paragraph)) + "\n```"
+                paragraph = []
+            continue
+        if line:
+            paragraph.append(line)
+        if paragraph and (not following.strip() or following.startswith("    ") or _ends(line, following)):
+            yield _inline("\n".join(paragraph), checks)
+            paragraph = []
+
+
+def _ends(line: str, following: str) -> bool:
+    return line.endswith(".") and len(line) + 1 + len(following.split(maxsplit=1)[0]) <= _WRAPPED_AT
+
+
+def _inline(text: str, checks: Collection[str]) -> str:
+    """Text of a rule page as Markdown; names of other checks become links."""
+    parts = re.split(r"``(.+?)``", text, flags=re.DOTALL)
+    for i in range(0, len(parts), 2):
+        plain = re.sub(r"([*<]|(?<=\w)_(?!\w))", r"\\\1", parts[i])
+        parts[i] = re.sub(r"\b\w+\b", lambda m: _link(m[0], checks), plain)
+    return "".join(f"`{part}`" if i % 2 else part for i, part in enumerate(parts))
+
+
+def _link(name: str, checks: Collection[str]) -> str:
+    """A link to a check's page; a name without underscore may be a word of the sentence (finite)."""
+    return f"[`{name}`]({name}.md)" if name in checks and "_" in name else name
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
