@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pytest_trainloop.api import check_loop, check_loss, observe
+    from pytest_trainloop.api import Observation, check_loop, check_loss, observe
     from pytest_trainloop.errors import CheckFailed, TrainLoopError, UsageError
     from pytest_trainloop.finding import Finding, Result
     from pytest_trainloop.loop import Padding, TrainLoop
     from pytest_trainloop.losscontract import LossContract
     from pytest_trainloop.registry import check
+    from pytest_trainloop.report import Report
 
     __version__: str
 
@@ -21,7 +22,9 @@ __all__ = [
     "CheckFailed",
     "Finding",
     "LossContract",
+    "Observation",
     "Padding",
+    "Report",
     "Result",
     "TrainLoop",
     "TrainLoopError",
@@ -37,7 +40,9 @@ _HOMES = {
     "CheckFailed": "errors",
     "Finding": "finding",
     "LossContract": "losscontract",
+    "Observation": "api",
     "Padding": "loop",
+    "Report": "report",
     "Result": "finding",
     "TrainLoop": "loop",
     "TrainLoopError": "errors",

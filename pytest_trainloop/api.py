@@ -34,14 +34,46 @@ def check_loop(
     strict: bool = False,
     raises: bool = True,
 ) -> Report:
-    """The battery on one loop, without pytest, in a notebook or a script.
-
-    ``make`` is the function that a test would be: it returns a fresh ``TrainLoop``, its keyword defaults are knobs;
-    ``device`` is what its knob of that name is set to. Returns the report
-    (``str()`` is the closing section). Raises ``CheckFailed`` with the failure texts unless ``raises=False``, and
-    ``UsageError`` for what cannot be judged.
+    """Run the checks on one training loop, without pytest, in a notebook or a script.
 
     >>> report = check_loop(make_loop, skip={"step_order": "accumulates by hand"})
+
+    Parameters
+    ----------
+    make
+        the function that a test would be: returns a fresh ``TrainLoop`` at every call; its keyword defaults are knobs
+    only
+        names or patterns of the checks to run; default: all
+    skip
+        reasons by name of a check (it is skipped) or ``check:cause`` (findings of that cause become advice)
+    xfail
+        reasons by name of a check or ``check:cause`` that is known to fail; strict
+    options
+        options by name of a check: ``{"overfit_one_batch": {"steps": 400}}``
+    knobs
+        the knob behind each parameter of ``make`` with another name: ``{"use_checkpoint": "checkpoint"}``
+    seed
+        seed of every build and every run, from 0 on
+    timeout
+        seconds that one run of ``fit`` may take
+    device
+        "cpu" or "cuda": what the knob ``device`` is set to; "auto": its default
+    strict
+        whether advice fails
+    raises
+        whether a failure raises ``CheckFailed``
+
+    Returns
+    -------
+    Report
+        the result of every check; ``str(report)`` is the closing section
+
+    Raises
+    ------
+    CheckFailed
+        a check failed or met an exception of the loop's; the message has the failure texts
+    UsageError
+        what was given cannot be judged; one sentence says what was given and what is needed
     """
     from pytest_trainloop.knobs import read_knobs
     from pytest_trainloop.registry import of
@@ -64,12 +96,32 @@ def check_loss(
     strict: bool = False,
     raises: bool = True,
 ) -> Report:
-    """Every property of a loss function, without pytest, in a notebook or a script.
-
-    ``make`` is a ``LossContract``, or the function that a test would be. Returns the report and raises as
-    :func:`check_loop` does.
+    """Run the checks of a loss function, without pytest, in a notebook or a script.
 
     >>> report = check_loss(LossContract(criterion=FocalLoss(), expects="logits", num_classes=10))
+
+    Parameters
+    ----------
+    make
+        a ``LossContract``, or the function that a test would be
+    only, skip, xfail, options, strict, raises
+        as for ``check_loop``
+    seed
+        seed of the values that are drawn, from 0 on
+    hypothesis_seed
+        as Hypothesis' option ``--hypothesis-seed``: a number, or "random"; default: ``seed``
+
+    Returns
+    -------
+    Report
+        the result of every check; ``str(report)`` is the closing section
+
+    Raises
+    ------
+    CheckFailed
+        a check failed; the message has the failure texts
+    UsageError
+        the contract cannot be judged
     """
     from pytest_trainloop.registry import of
 
@@ -121,16 +173,17 @@ def _reported(name: str, results: Sequence[Result], raises: bool) -> Report:
 
 
 class Observation:
-    """What ``observe`` watched; ``record`` is complete when its block is left."""
+    """What ``observe`` has seen; complete once its block is left."""
 
     def __init__(self, watch: Watch, contracts: Contracts) -> None:
         self._watch = watch
         self._contracts = contracts
 
     def check(self, *names: str, raises: bool = True) -> Report:
-        """Judge what was watched by all checks that need only a watched run, or by the named ones.
+        """Judge the observed block by the named checks, or by all.
 
-        Raises ``CheckFailed`` with the failure texts unless ``raises=False``.
+        Checks that must run the loop again are skipped. Returns the report. Raises ``CheckFailed`` with the failure
+        texts unless ``raises=False``, and ``UsageError`` for an unknown name.
         """
         from pytest_trainloop.knobs import nearest
         from pytest_trainloop.registry import of
@@ -163,11 +216,23 @@ def _once(check: Check, evidence: Any) -> Result:
 
 @contextlib.contextmanager
 def observe(model: Any = None, optimizer: Any = None) -> Iterator[Observation]:
-    """Watch any training code, unchanged, through torch's own hooks; model and optimizer are found from what runs.
+    """Observe any training code, unchanged, through torch's own hooks.
 
     >>> with observe() as record:
     ...     main(["--config", "tiny.yaml"])
     >>> record.check()
+
+    Parameters
+    ----------
+    model
+        a module, or a dict of modules by name; default: found from what runs
+    optimizer
+        one, or a list; default: found from what runs
+
+    Yields
+    ------
+    Observation
+        to be judged by its ``check()`` after the block
     """
     from pytest_trainloop.checks.loss.loss_contract.recorder import Contracts
     from pytest_trainloop.recording.watch import Watch

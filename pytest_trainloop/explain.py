@@ -1,4 +1,4 @@
-"""What the checks are, from the check files themselves: for the terminal and for the documentation. No torch, no pytest.
+"""What the checks are, from the check files themselves, for the terminal and the documentation. No torch, no pytest.
 
 A rule page is the docstring of a check's module: a headline, and sections whose text is indented. ``table`` and
 ``page`` print it for ``--trainloop-list`` and ``--trainloop-explain``; ``markdown_table`` and ``markdown_page`` write
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _WIDTH = 100
 
 _WRAPPED_AT = 116
-"""Characters of a line of a rule page without its indent: where the next word would still have fit, a paragraph ends."""
+"""Characters of a line without its indent: where the next word would have fit as well, a paragraph ends."""
 
 _NEEDS = {"fit": "`fit` or `step`", "run": "`fit`, `step` or `loss`"}
 _SUBJECTS = {"loop": "a [`TrainLoop`](../loops.md)", "loss": "a [`LossContract`](../loss-functions.md)"}
@@ -64,12 +64,13 @@ def _described(cause: registry.Cause) -> str:
         lines.append(f"Repair: {cause.repair}")
     if cause.explains:
         lines.append(f"Explains: {', '.join(cause.explains)}")
-    return "".join(textwrap.fill(line, _WIDTH, initial_indent="    ", subsequent_indent="    ") + "\n" for line in lines)
+    return "".join(textwrap.indent(textwrap.fill(line, _WIDTH - 4), "    ") + "\n" for line in lines)
 
 
 def markdown_table(subject: registry.Judged, folder: str = "") -> str:
     """A Markdown table of the checks of loops or of losses: name with a link into ``folder``, family, headline."""
-    rows = [f"| [`{c.name}`]({folder}{c.name}.md) | {c.family} | {c.headline}. |" for c in registry.of(subject).values()]
+    checks = registry.of(subject).values()
+    rows = [f"| [`{c.name}`]({folder}{c.name}.md) | {c.family} | {c.headline}. |" for c in checks]
     return "\n".join(["| check | family | holds that |", "|---|---|---|", *rows])
 
 

@@ -18,7 +18,20 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """How a batch is padded: the id of the padding token, the label that the loss ignores, and the padded dimension."""
+    """How a batch is padded.
+
+    >>> TrainLoop(..., padding=Padding(pad_id=0, ignore_index=-100))
+
+    Parameters
+    ----------
+    pad_id
+        the token id at padded positions. Not given: padding is read from a mask, from lengths, or from an embedding's
+        ``padding_idx``; where none of these is there, checks of padding are skipped
+    ignore_index
+        the label at padded positions, which the loss ignores. Not given: that of the loss call
+    dim
+        the padded dimension (time)
+    """
 
     pad_id: int | None = None
     ignore_index: int | None = None
@@ -48,7 +61,7 @@ class TrainLoop:
     optimizer
         one, or a list; left out where the loop makes its own (found from what runs)
     batch
-        any nest of tensors: tuple, dict, dataclass, ``ModelOutput``
+        an example batch, any nested structure of tensors: tuple, dict, dataclass, ``ModelOutput``
     batches
         fresh, different batches: a DataLoader, any iterable, or ``batches(n)``
     fit
@@ -62,21 +75,30 @@ class TrainLoop:
     evaluate
         ``evaluate()``, called once after a short run, for the mode in which it runs the model
     padding
-        ``Padding(pad_id=..., ignore_index=..., dim=...)``: which entries of the batch stand for nothing
+        ``Padding(pad_id=..., ignore_index=..., dim=...)``: which entries of the batch are padding
     batch_dim
         the dimension along which rows lie in every tensor of the batch, where it is not 0
     split_batch
         ``split_batch(batch, k)``, the project's own cutting of a batch into k micro-batches
     rows_interact
-        whether the examples of a batch are to meet (contrastive losses, batch statistics)
+        True: the examples of a batch are meant to interact (contrastive losses, batch statistics); False: they must not
     nondeterministic
-        that two runs under one seed are to differ: ``determinism`` is left out
+        True: two runs under one seed may differ, and ``determinism`` is left out
     expected_init_loss
-        what the first loss is to be, within half as much again
+        the expected first loss; more than a factor of 1.5 away is a fault
     scheduler, scaler
         the loop's own; both are found from what runs as well
-    pretrained, save, load, parts
-        taken, and read by no check of this version
+    pretrained
+        which parts have pretrained weights. Accepted, and read by no check yet
+    save, load
+        ``save()`` gives a checkpoint, ``load(checkpoint)`` goes on from it. Accepted, and read by no check yet
+    parts
+        the terms of the loss by name. Accepted, and read by no check yet
+
+    Raises
+    ------
+    UsageError
+        a field is of a kind that cannot be judged; the message says what is needed
     """
 
     model: Any

@@ -56,6 +56,8 @@ class LossContract:
         the class axis of the output: 1 as torch has it, -1 for (rows, tokens, classes)
     num_outputs
         for values: how many numbers the output has for one target, as mean and log-variance (2)
+    embedding_dim
+        the length of each embedding
     views
         how many outputs the criterion takes: 2 for embeddings with a pair, a label or a value, 3 for triplets, else 1
     labels
@@ -64,6 +66,11 @@ class LossContract:
         bounds of values: ``(0.0, math.inf)`` for counts and variances
     min_rows
         the fewest rows that the criterion is made for
+
+    Raises
+    ------
+    UsageError
+        two fields contradict each other, or one is missing; the message says what is needed
     """
 
     criterion: Callable[..., torch.Tensor]

@@ -27,7 +27,8 @@ WITH_PARTS = ("README.md", "mkdocs.yml", "docs/failures.md", "docs/cost.md")
 PLANTED = "examples/planted/test_planted.py"
 
 PART = re.compile(
-    r"(?P<begin>^[^\n]*\bbegin: (?P<name>[\w ]+?)(?: -->)?\n)(?P<body>.*?)(?P<end>^[^\n]*\bend: (?P=name)\b)", re.M | re.S
+    r"(?P<begin>^[^\n]*\bbegin: (?P<name>[\w ]+?)(?: -->)?\n)(?P<body>.*?)(?P<end>^[^\n]*\bend: (?P=name)\b)",
+    re.M | re.S,
 )
 
 INDEX = """\

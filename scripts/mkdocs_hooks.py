@@ -10,7 +10,7 @@ from typing import Any
 LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)\s]+)\)")
 
 
-def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
+def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     """Links that leave docs/ lead to the repository, where its address is known (``repo_url``), else they are paths."""
     folder = posixpath.dirname(f"docs/{page.file.src_uri}")
     if page.file.src_uri == "changelog.md":

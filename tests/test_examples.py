@@ -60,16 +60,3 @@ def test_every_planted_fault_is_named_as_the_table_says(planted):
         if wanted not in found or others:
             wrong.append((row["fault"], wanted, found))
     assert not wrong
-
-
-@pytest.mark.processes
-def test_the_readme_is_not_stale():
-    done = subprocess.run(
-        [sys.executable, "scripts/readme.py", "--check"],
-        cwd=ROOT,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr

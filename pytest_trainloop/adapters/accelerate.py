@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def fresh_accelerator(**options: Any) -> Any:
-    """An ``accelerate.Accelerator`` with these options, whatever accelerators the process has made before.
+    """An ``accelerate.Accelerator`` with these options, whatever accelerators the process made before.
 
     ``Accelerator`` refuses a second mixed precision or device in one process; with this one they can be knobs:
 
@@ -24,6 +24,16 @@ def fresh_accelerator(**options: Any) -> Any:
     ...     accelerator = fresh_accelerator(gradient_accumulation_steps=accumulate, mixed_precision=mixed)
 
     An accelerator made before takes on these settings as well.
+
+    Parameters
+    ----------
+    options
+        the keywords of ``Accelerator``
+
+    Raises
+    ------
+    UsageError
+        accelerate is not installed
     """
     try:
         accelerate = import_module("accelerate")

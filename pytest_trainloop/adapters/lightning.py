@@ -23,16 +23,31 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 def from_lightning(
     module: Any, trainer: Any = None, *, batch: Any = None, batches: Any = None, **fields: Any
 ) -> TrainLoop:
-    """A LightningModule built just now, as a loop: ``trainer.fit`` runs over the batches that ``fit`` gets, once.
+    """A freshly built LightningModule as a loop: ``trainer.fit`` runs once over the batches that ``fit`` gets.
 
     >>> @pytest.mark.trainloop
     ... def test_classifier(accumulate=1):
     ...     trainer = Trainer(accelerator="cpu", accumulate_grad_batches=accumulate, gradient_clip_val=1.0)
     ...     return from_lightning(MyModule(), trainer, batch=example_batch())
 
-    Meanwhile nothing is saved, logged or drawn, and the module's own validation data count as one batch. Without a
-    ``trainer`` a quiet one stands in, on the device that the module is on. Without ``batch`` and ``batches`` the first
-    batch of the module's ``train_dataloader()`` is the example. ``fields`` are further fields of ``TrainLoop``.
+    During the runs nothing is saved, logged or drawn. The module's own validation data count as one batch; a datamodule
+    is not read.
+
+    Parameters
+    ----------
+    module
+        a ``LightningModule`` of ``lightning`` or ``pytorch_lightning``
+    trainer
+        its ``Trainer``; default: a quiet one on the device of the module
+    batch, batches
+        as in ``TrainLoop``; default: the first batch of the module's ``train_dataloader()``
+    fields
+        further fields of ``TrainLoop``, such as ``padding``
+
+    Raises
+    ------
+    UsageError
+        Lightning is not installed, ``module`` is no LightningModule of the trainer's package, or there is no batch
     """
     package = _package_of(module)
     if trainer is not None and not isinstance(trainer, package.Trainer):

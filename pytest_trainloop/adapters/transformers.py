@@ -17,16 +17,29 @@ if TYPE_CHECKING:
 
 
 def from_trainer(trainer: Any, *, batch: Any = None, **fields: Any) -> TrainLoop:
-    """A ``Trainer`` built just now, as a loop: its own ``train()`` runs over the batches that ``fit`` gets, once.
+    """A freshly built ``Trainer`` as a loop: its own ``train()`` runs once over the batches that ``fit`` gets.
 
     >>> @pytest.mark.trainloop
     ... def test_finetuning(tmp_path, accumulate=1):
     ...     args = TrainingArguments(tmp_path, gradient_accumulation_steps=accumulate)
     ...     return from_trainer(MyTrainer(model=my_model(), args=args, train_dataset=my_data()))
 
-    Meanwhile nothing is saved, logged, reported or evaluated; the learning rate's schedule spans these batches; the
-    project's own callbacks run. The example ``batch`` is the first of the trainer's own train dataloader. ``fields``
-    are further fields of ``TrainLoop``.
+    During the runs nothing is saved, logged, reported or evaluated; the schedule spans these batches; the project's
+    own callbacks run.
+
+    Parameters
+    ----------
+    trainer
+        a ``transformers.Trainer`` or an instance of a subclass
+    batch
+        an example batch; default: the first of the trainer's own train dataloader
+    fields
+        further fields of ``TrainLoop``, such as ``padding``
+
+    Raises
+    ------
+    UsageError
+        transformers is not installed, ``trainer`` is no Trainer, or there is no batch
     """
     _refuse_what_is_no_trainer(trainer)
     offered = {

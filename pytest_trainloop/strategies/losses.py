@@ -27,9 +27,17 @@ def cases(
     least_rows: int = 1,
     most_rows: int = MOST_ROWS,
 ) -> Case:
-    """Calls of a loss as data: what :func:`outputs` and :func:`targets` make tensors of.
+    """Calls of a loss function as data, of which ``outputs`` and ``targets`` make tensors.
 
-    ``only`` names the special things that may be drawn; each case has one at most.
+    Parameters
+    ----------
+    contract
+        what the loss function takes
+    only
+        the special properties that may be drawn, at most one per call: "ordinary", "one_row", "one_class",
+        "no_partner", "tied", "zero", "right", "large", "saturated", "some_ignored", "all_ignored"
+    least_rows, most_rows
+        bounds of the number of rows
     """
     known = traits(contract)
     trait = draw(st.sampled_from([t for t in known if only is None or t in only]))
@@ -48,7 +56,17 @@ def cases(
 def calls(
     contract: LossContract, *, only: Sequence[Trait] | None = None, dtype: torch.dtype = torch.float32
 ) -> st.SearchStrategy[tuple[torch.Tensor, ...]]:
-    """The arguments of one call of the contract's criterion: its outputs, then its target."""
+    """The arguments of one call of the contract's criterion: its outputs, then its target.
+
+    Parameters
+    ----------
+    contract
+        what the loss function takes
+    only
+        the special properties that may be drawn, as for ``cases``
+    dtype
+        of the floating tensors
+    """
 
     def tensors(case: Case) -> tuple[torch.Tensor, ...]:
         inputs = inputs_of(contract, case).to(dtype)
@@ -60,14 +78,20 @@ def calls(
 def outputs(
     contract: LossContract, *, only: Sequence[Trait] | None = None, dtype: torch.dtype = torch.float32
 ) -> st.SearchStrategy[torch.Tensor]:
-    """Outputs of a model as the contract's ``expects`` describes them: ordinary, tied, large, zero, saturated."""
+    """Outputs of a model as the contract's ``expects`` describes them: ordinary, tied, large, zero, saturated.
+
+    Arguments as for ``calls``.
+    """
     return calls(contract, only=only, dtype=dtype).map(lambda call: call[0])
 
 
 def targets(
     contract: LossContract, *, only: Sequence[Trait] | None = None, dtype: torch.dtype = torch.float32
 ) -> st.SearchStrategy[torch.Tensor]:
-    """Targets as the contract describes them: mixed, of one class only, without a partner, partly or all ignored."""
+    """Targets as the contract describes them: mixed, of one class only, without a partner, partly or all ignored.
+
+    Arguments as for ``calls``.
+    """
     return calls(contract, only=only, dtype=dtype).map(lambda call: call[-1])
 
 

@@ -31,10 +31,22 @@ MOST_MORE = 4
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Padded:
-    """A batch padded in another way, and what was changed.
+    """A batch that is padded in another way.
 
-    ``left`` and ``right`` positions were added; ``lengths`` are the real positions of each row now; ``row`` is the one
-    that was emptied or cut to one token; ``mask`` is the kind of the mask where it is another.
+    Attributes
+    ----------
+    change
+        what was changed, one of the names that ``paddings`` takes as ``only``
+    batch
+        the batch, of the type of the one that was given
+    lengths
+        real positions of each row
+    left, right
+        positions that were added on each side
+    row
+        the row that was emptied or cut to one token
+    mask
+        the kind of the mask, where it was changed
     """
 
     change: Change
@@ -47,8 +59,8 @@ class Padded:
 
     @property
     def same_tokens(self) -> bool:
-        """Whether the real positions are those of the batch that was given: what a model gives there should stay, at
-        positions that lie ``left`` further on."""
+        """Whether the real positions are those of the given batch: outputs there should be the same, ``left`` positions
+        later."""
         return self.change in ("as_is", "more", "other_values")
 
     def __repr__(self) -> str:
@@ -77,23 +89,38 @@ def paddings(
     masks: Sequence[MaskKind] = (),
     most: int = MOST_MORE,
 ) -> SearchStrategy[Padded]:
-    """The batch with more or less padding: one change in each.
+    """The batch with more or less padding, one change in each.
 
-    ``more``: 1 to ``most`` positions added, on the side where padding stands, or on one of ``sides`` (models that count
-    positions from the first one may differ by that); ``other_values``: other ids or numbers at padded positions, where
-    a mask or lengths say what is padding; ``one_left``: one real token left in a row; ``no_padding``: only the
-    positions that are real in every row; ``empty_row``: a row that is all padding (drawn only if named in ``only``
-    where lengths are given: packing refuses a length of 0). ``only`` names those that may be drawn. ``masks`` are
-    further kinds that the mask may have: "bool", "int", "float", of the same meaning, and "additive" (0, and -inf at
-    padded positions).
-
-    Real tokens, types, keys, dtypes and devices stay; every batch is a fresh copy. They shrink to the batch as it is,
-    then to little padding in the first row. What is padding is read from a mask or lengths beside the data, or from
-    ``padding``; what cannot be told is a usage error that says what to pass.
+    Real tokens, types, keys, dtypes and devices stay; every batch is a fresh copy. Failures shrink to the batch as it
+    is, then to little padding in the first row.
 
     >>> @given(strategies.paddings(batch, only=["more", "other_values"]))
     ... def test_padding_does_not_count(padded):
     ...     assert torch.allclose(loss(model, padded.batch), loss(model, batch))
+
+    Parameters
+    ----------
+    batch
+        a batch with rows of different lengths
+    padding
+        what is padding, where no mask and no lengths in the batch say so
+    only
+        the changes that may be drawn. "as_is"; "more": 1 to ``most`` positions added; "other_values": other ids or
+        numbers at padded positions, where a mask or lengths mark them; "one_left": one real token left in a row;
+        "no_padding": only positions that are real in every row; "empty_row": a row of padding only (with lengths
+        drawn only if named here, since packing refuses a length of 0)
+    sides
+        the sides on which positions may be added: "right", "left"; default: where padding is
+    masks
+        further kinds of mask: "bool", "int", "float", of the same meaning, and "additive" (0, and -inf at padded
+        positions)
+    most
+        positions that are added at most
+
+    Raises
+    ------
+    UsageError
+        padding cannot be read from this batch, or no such change is possible; the message says what to pass
     """
     return _paddings(batch, padding, only, sides, masks, most)
 

@@ -27,7 +27,15 @@ MOST_CHOSEN = 64
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Rows:
-    """Which rows of a batch were chosen, in order, and the batch that they make."""
+    """The selected rows of a batch.
+
+    Attributes
+    ----------
+    indices
+        the numbers of the rows, in order
+    batch
+        the batch that they form, of the type of the one that was given
+    """
 
     indices: tuple[int, ...]
     batch: Any
@@ -41,16 +49,29 @@ class Rows:
 
 
 def row_selections(batch: Any, batch_dim: int = 0, *, least: int = 1, most: int | None = None) -> SearchStrategy[Rows]:
-    """Batches made of chosen rows of ``batch``: some of them, in another order, a row twice, a single one, odd numbers.
+    """Batches of selected rows of ``batch``: some of them, another order, a row twice, a single row, odd numbers.
 
-    Rows lie along ``batch_dim``, or along the first one of tensors that have them there only (labels beside time-first
-    features). Each has ``least`` to ``most`` rows; if not given, one more than the batch, and 64 of a large one. They
-    shrink to few rows, in order, and to one that stands twice only where that matters. Types, keys, dtypes and devices
-    stay; every batch is a fresh copy.
+    Types, keys, dtypes and devices stay; every batch is a fresh copy. Failures shrink to few rows, in order, without
+    duplicates unless these matter.
 
     >>> @given(strategies.row_selections(batch))
     ... def test_the_loss_of_some_rows_is_finite(rows):
     ...     assert loss(model, rows.batch).isfinite(), rows.indices
+
+    Parameters
+    ----------
+    batch
+        any nested structure of tensors, or lists of rows
+    batch_dim
+        the dimension of the rows; tensors with the rows in dimension 0 only (labels next to time-first features) are
+        taken there
+    least, most
+        bounds of the number of rows; ``most`` is by default one more than the batch has, at most 64
+
+    Raises
+    ------
+    UsageError
+        rows cannot be selected from this batch (a ``PackedSequence``, no tensor with such a dimension)
     """
     if _holds_packed(batch):
         raise UsageError("rows cannot be chosen from a PackedSequence; pass the padded tensor and its lengths")

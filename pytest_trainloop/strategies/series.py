@@ -17,7 +17,15 @@ if TYPE_CHECKING:
 
 
 class Sequences(NamedTuple):
-    """Normal random numbers, 0 beyond each row's length: (rows, positions, features), or time first."""
+    """A batch of sequences.
+
+    Attributes
+    ----------
+    values
+        normal random numbers, 0 after each row's length: (rows, positions, features), or (positions, rows, features)
+    lengths
+        int64, one per row
+    """
 
     values: torch.Tensor
     lengths: torch.Tensor
@@ -32,13 +40,26 @@ def sequences(
     batch_first: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> SearchStrategy[Sequences]:
-    """Sequences of different lengths with zeros beyond, and the lengths (int64).
+    """Sequences of different lengths, padded with zeros, and their lengths.
 
-    They shrink to one row of the least length; :func:`packed_sequences` are the same for recurrent layers.
+    Failures shrink to one row of the least length.
 
     >>> @given(strategies.sequences(features=3))
     ... def test_every_sequence_has_an_output(batch):
     ...     assert model(batch.values, batch.lengths).shape == (len(batch.lengths), 1)
+
+    Parameters
+    ----------
+    features
+        numbers per position
+    max_length, min_length
+        bounds of the lengths
+    max_rows
+        rows at most
+    batch_first
+        whether rows are dimension 0
+    dtype
+        of the values
     """
     if features < 1:
         raise UsageError(f"sequences of {features} features: at least 1 is needed")
@@ -60,6 +81,6 @@ def packed_sequences(
     max_rows: int = 4,
     dtype: torch.dtype = torch.float32,
 ) -> SearchStrategy[PackedSequence]:
-    """The same as :func:`sequences`, packed; rows are not sorted by length."""
+    """As ``sequences``, as a ``PackedSequence`` for recurrent layers; rows are not sorted by length."""
     drawn = sequences(features, max_length=max_length, min_length=min_length, max_rows=max_rows, dtype=dtype)
     return drawn.map(lambda s: pack_padded_sequence(s.values, s.lengths, batch_first=True, enforce_sorted=False))

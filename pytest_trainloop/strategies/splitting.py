@@ -13,14 +13,21 @@ if TYPE_CHECKING:
 
 
 def splits(n: int, parts: int | None = None) -> SearchStrategy[tuple[int, ...]]:
-    """Ways to cut ``n`` rows into micro-batches: the sizes, none of them 0, even and uneven.
+    """Ways to split ``n`` rows into micro-batches: the sizes, none of them 0, even and uneven.
 
-    They shrink to parts as even as they can be, the larger ones first, and to few of them.
+    Failures shrink to few parts, as even as possible, the larger ones first.
 
     >>> @given(strategies.splits(len(ids), parts=3))
     ... def test_micro_batches_add_up(sizes):
     ...     losses = [summed_loss(model, part) for part in ids.split(sizes)]
     ...     assert torch.allclose(sum(losses), summed_loss(model, ids))
+
+    Parameters
+    ----------
+    n
+        rows
+    parts
+        micro-batches; default: 1 to ``n``
     """
     if n < 1:
         raise UsageError(f"splits of {n} rows: at least 1 is needed")

@@ -29,15 +29,30 @@ def token_batches(
 ) -> SearchStrategy[dict[str, torch.Tensor]]:
     """Batches of a language model: ``input_ids``, ``attention_mask`` and ``labels``, (rows, positions) of int64.
 
-    Labels are the ids, not shifted, as causal models of transformers take them; with ``mask_id`` those of a masked
-    model: some ids are hidden behind it, and only these have labels. Rows have ``min_length`` to ``max_length`` tokens,
-    and padding on ``pad_side`` ("both": on either side, from batch to batch); with ``pad_id=None`` all are of one
-    length. ``vocab_size - 1`` occurs as well as length 1. No real token is ``pad_id`` or ``mask_id``. They shrink to
-    one row of the least length without padding.
+    The largest id and length 1 occur. No real token is ``pad_id`` or ``mask_id``. Failures shrink to one row of the
+    least length without padding.
 
     >>> @given(strategies.token_batches(config.vocab_size, max_length=config.n_positions))
     ... def test_the_loss_is_finite(batch):
     ...     assert model(**batch).loss.isfinite()
+
+    Parameters
+    ----------
+    vocab_size
+        ids are below it
+    max_length, min_length
+        bounds of the tokens in a row
+    max_rows
+        rows at most
+    pad_id
+        the id at padded positions; None: all rows have one length
+    pad_side
+        "right", "left", or "both": either, from batch to batch
+    ignore_index
+        the label at padded positions
+    mask_id
+        None: labels are the ids, not shifted, as causal models of transformers take them. An id: a masked model's
+        batches, in which some ids are replaced by it and only these have labels
     """
     tokens = [i for i in range(vocab_size) if i not in (pad_id, mask_id)]
     if not tokens:

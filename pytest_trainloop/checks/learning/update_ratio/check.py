@@ -112,7 +112,7 @@ def update_ratio(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _one_rate(evidence: Evidence) -> Iterator[Finding]:
-    """Advice where a trunk that was loaded and a head that was drawn train at one rate (O19)."""
+    """Advice where a trunk that was loaded and a head that was drawn train at one rate."""
     record, origins = evidence.run(), evidence.origins()
     steps = {step.optimizer: step for step in reversed(record.consuming_steps())}
     rates: dict[str, dict[float, list[str]]] = {"loaded": {}, "drawn": {}}

@@ -1,4 +1,4 @@
-"""Mixed precision: what overflows, underflows, cancels or is added up in too few digits (R5, I2d)."""
+"""Mixed precision: what overflows, underflows, cancels or is added up in too few digits."""
 
 from __future__ import annotations
 

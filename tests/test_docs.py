@@ -1,0 +1,159 @@
+"""The documentation: what is generated is not stale, links lead somewhere, and it names what there is."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import pytest_trainloop
+from pytest_trainloop import adapters, explain, registry, strategies
+from pytest_trainloop.knobs import KNOBS
+
+ROOT = Path(__file__).parents[1]
+NOT_OURS = {".git", ".venv", "build", "dist", "site"}
+TEXTS = sorted(
+    path
+    for path in ROOT.rglob("*")
+    if path.suffix in {".py", ".md", ".toml"} and not NOT_OURS & set(path.relative_to(ROOT).parts)
+)
+PAGES = [path for path in TEXTS if path.suffix == ".md"]
+
+LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
+MENTION = re.compile(
+    r"\b(?P<path>(?:docs|scripts|tests|benchmarks|examples)/[\w./-]+\.(?:md|py))(?:#(?P<anchor>[\w-]+))?"
+)
+NOTES = re.compile(r"\b[A-Z]{4,} [A-Z]\d+\b|\([A-Z]\d{1,2}[:,)]")
+"""A rule by its number in some notes, as in "NOTES K4": what a reader of this repository cannot look up."""
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def read(path: str | Path) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as Markdown gives them."""
+    text = re.sub(r"^```.*?^```", "", read(page), flags=re.M | re.S)
+    headings = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", h) for h in re.findall(r"^#+ (.+)$", text, re.M))
+    return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", h).strip().lower()) for h in headings}
+
+
+@cache
+def docs():
+    """scripts/docs.py as a module."""
+    spec = importlib.util.spec_from_file_location("docs_script", ROOT / "scripts" / "docs.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_is_generated_from_the_check_files_is_not_stale():
+    old = [relative(path) for path in docs().stale(docs().generated(fast=True))]
+    assert not old, "run python scripts/docs.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_links_lead_somewhere(page):
+    for link in LINK.finditer(re.sub(r"^```.*?^```", "", read(page), flags=re.M | re.S)):
+        target = (page.parent / link["path"]).resolve() if link["path"] else page
+        assert target.exists(), link[0]
+        assert not link["anchor"] or link["anchor"] in anchors(target), link[0]
+
+
+def test_files_that_are_named_exist():
+    wrong = [
+        f"{relative(path)}: {named[0]}"
+        for path in TEXTS
+        for named in MENTION.finditer(read(path))
+        if not (ROOT / named["path"]).is_file()
+        or (named["anchor"] and named["anchor"] not in anchors(ROOT / named["path"]))
+    ]
+    assert not wrong
+
+
+def test_nothing_refers_to_notes_outside_of_the_repository():
+    own = Path(__file__)
+    assert [f"{relative(p)}: {m[0]}" for p in TEXTS if p != own for m in NOTES.finditer(read(p))] == []
+
+
+def test_the_readme_fits_and_contributing_pages_are_short():
+    assert len(read("README.md").splitlines()) <= 150
+    long = [p.name for p in (ROOT / "docs" / "contributing").glob("*.md") if len(read(p).splitlines()) >= 80]
+    assert long == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_least_version_of_torch_is_that_of_the_package(page):
+    least = re.search(r'"torch>=([\d.]+)"', read("pyproject.toml"))[1]
+    assert f"torch {least} or later; tested with torch {least}, " in read(page)
+
+
+def test_every_option_and_knob_has_its_line():
+    declared = read("pytest_trainloop/plugin/options.py")
+    page = read("docs/options.md")
+    for option in re.findall(r'option\(\s*"(--[\w-]+)"', declared):
+        assert f"`{option}" in page, option
+    for key in re.findall(r'ini\(\s*"(\w+)"', declared):
+        assert f"\n{key} = " in page, key
+    for knob in KNOBS:
+        assert f"`{knob}" in read("docs/knobs.md"), knob
+
+
+def test_the_reference_has_every_public_name():
+    shown = read("docs/reference.md")
+    names = [f"pytest_trainloop.{name}" for name in pytest_trainloop.__all__ if name != "__version__"]
+    names += [f"pytest_trainloop.adapters.{name}" for name in adapters.__all__]
+    assert [name for name in names if f"::: {name}\n" not in shown] == []
+    members = re.search(r"members: \[(.*)\]", read("docs/strategies.md"))[1].split(", ")
+    assert set(members) == {name for name in strategies.__all__ if not name.isupper()}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest_trainloop.check_loop,
+        pytest_trainloop.check_loss,
+        pytest_trainloop.observe,
+        pytest_trainloop.Padding,
+        pytest_trainloop.TrainLoop,
+        pytest_trainloop.LossContract,
+        *(getattr(adapters, name) for name in adapters.__all__),
+        *(
+            getattr(strategies, n)
+            for n in ("row_selections", "paddings", "splits", "token_batches", "sequences", "cases")
+        ),
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_every_parameter_is_described(function):
+    text = inspect.getdoc(function)
+    told = re.findall(r"^(\w[\w, ]*)\n    \S", text.partition("Parameters\n----------\n")[2], re.M)
+    names = {name for line in told for name in line.split(", ")}
+    given = {name for name in inspect.signature(function).parameters if name not in ("self", "draw")}
+    assert given <= names, given - names
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name != "checks"], ids=relative)
+def test_examples_are_python(page):
+    for block in re.findall(r"^```python\n(.*?)^```", read(page), re.M | re.S):
+        ast.parse(block)
+
+
+@pytest.mark.parametrize("check", registry.registered().values(), ids=lambda check: check.name)
+def test_a_page_has_all_sections_and_causes_of_its_check(check):
+    text = explain.markdown_page(check)
+    headings = [line for line in check.page.splitlines()[1:] if line and not line.startswith(" ")]
+    assert re.findall(r"^## (.+)$", text, re.M) == [*headings, "Causes"]
+    assert re.findall(r"^### `(.+)`$", text, re.M) == list(check.causes)
+    assert ">>>" not in text
+    assert "``" not in text.replace("```", "")
