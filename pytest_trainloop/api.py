@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.battery import Settings, Subject, checked
@@ -12,7 +13,6 @@ from pytest_trainloop.finding import Result
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from pytest_trainloop.checks.loss.loss_contract.recorder import Contracts
     from pytest_trainloop.losscontract import LossContract
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.registry import Check
@@ -175,9 +175,9 @@ def _reported(name: str, results: Sequence[Result], raises: bool) -> Report:
 class Observation:
     """What ``observe`` has seen; complete once its block is left."""
 
-    def __init__(self, watch: Watch, contracts: Contracts) -> None:
+    def __init__(self, watch: Watch, instruments: Mapping[Callable[..., Any], Any]) -> None:
         self._watch = watch
-        self._contracts = contracts
+        self._instruments = instruments
 
     def check(self, *names: str, raises: bool = True) -> Report:
         """Judge the observed block by the named checks, or by all.
@@ -187,13 +187,13 @@ class Observation:
         """
         from pytest_trainloop.knobs import nearest
         from pytest_trainloop.registry import of
-        from pytest_trainloop.runs.single_run import WatchedOnce
+        from pytest_trainloop.runs.single_run import SingleRun
 
         checks = of("loop")
         for name in names:
             if name not in checks:
                 raise UsageError(f"there is no check named {name!r}; {nearest(name, checks)}")
-        evidence = WatchedOnce(self._watch.record, self._contracts)
+        evidence = SingleRun(self._watch.record, self._instruments)
         results = [_once(check, evidence) for check in checks.values() if not names or check.name in names]
         return _reported("observed", results, raises)
 
@@ -234,14 +234,16 @@ def observe(model: Any = None, optimizer: Any = None) -> Iterator[Observation]:
     Observation
         to be judged by its ``check()`` after the block
     """
-    from pytest_trainloop.checks.loss.loss_contract.recorder import Contracts
     from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.registry import of
 
     modules = {} if model is None else model if isinstance(model, dict) else {"": model}
     optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    watch, contracts = Watch(modules, optimizers), Contracts()
-    observation = Observation(watch, contracts)
+    watch = Watch(modules, optimizers)
+    kinds = [pkgutil.resolve_name(check.instrument) for check in of("loop").values() if check.instrument]
+    instruments = {kind.of: kind() for kind in kinds}
     with watch, contextlib.ExitStack() as around:
-        for context in contracts.contexts(watch):
-            around.enter_context(context)
-        yield observation
+        for instrument in instruments.values():
+            for context in instrument.contexts(watch):
+                around.enter_context(context)
+        yield Observation(watch, instruments)

@@ -17,6 +17,7 @@ from pytest_trainloop.errors import (
     UserCodeError,
 )
 from pytest_trainloop.finding import Finding, Result, UserError
+from pytest_trainloop.knobs import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -86,6 +87,10 @@ class Subject:
         from pytest_trainloop.registry import registered
 
         chosen = registered()[name]
+        for option in options or {}:
+            if option not in chosen.options:
+                known = nearest(option, chosen.options) if chosen.options else "it has none"
+                raise UsageError(f"{name} has no option {option!r}; {known}")
         began = time.perf_counter()
         steps = self._evidence.own_steps if self._evidence is not None else 0
         result = self._judged(chosen, dict(options or {}), reporter or f"{self.name}[{name}]")
@@ -132,17 +137,14 @@ class Subject:
         know."""
         key = (check.name, repr(sorted(options.items())))
         if key not in self._verdicts:
-            outer, evidence.options = evidence.options, options
             try:
-                self._verdicts[key] = tuple(checked(check, finding) for finding in check.decide(evidence))
+                self._verdicts[key] = tuple(checked(check, finding) for finding in check.decide(evidence, **options))
             except (CannotDecide, Unreliable, UserCodeError) as reason:
                 self._verdicts[key] = reason
             except UsageError:
                 raise
             except Exception as error:
                 self._verdicts[key] = _broken(check, error)
-            finally:
-                evidence.options = outer
         return self._verdicts[key]
 
     def _behind(self, consequence: str) -> list[Finding]:
@@ -196,7 +198,7 @@ class Subject:
         settings = self._settings
         device = None if settings.device == "auto" else settings.device
         evidence = Evidence(self._make, knobs=self._knobs, seed=settings.seed, timeout=settings.timeout, device=device)
-        evidence.behind = self._behind
+        evidence.root_causes = self._behind
         evidence.progress = lambda *at: self.progress(*at)
         return evidence
 

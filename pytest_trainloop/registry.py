@@ -10,14 +10,14 @@ import importlib
 import inspect
 import pkgutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from pytest_trainloop.finding import Finding
 
-    Property = Callable[[Any], Iterable[Finding]]
+    Property = Callable[..., Iterable[Finding]]
 
 Judged = Literal["loop", "loss"]
 """What a check judges: a ``TrainLoop``, or a ``LossContract``."""
@@ -57,6 +57,8 @@ class Check:
     """Its rule page: the docstring of its module, or for a project's check of its function."""
     module: str
     subject: Judged = "loop"
+    options: tuple[str, ...] = ()
+    """Keywords that its function takes besides the evidence, as a project may set them."""
     instrument: str = ""
     """What ``observe()`` opens during its single run for this check, as ``module:class``."""
 
@@ -84,6 +86,8 @@ def check(
 ) -> Callable[[Property], Property]:
     """Register a function from evidence to findings as a check of the function's name.
 
+    Its keyword-only parameters are options that a project may set, as in ``overfit_one_batch={"steps": 400}``.
+
     ``causes`` maps each cause that the check may name to a ``Cause``, or to the observation that proves it; a finding
     of any other cause is an error. ``rank`` orders the checks of one family; ``subject`` is "loss" for a property of a
     loss function. ``instrument`` names what must look on during the single run of ``observe()``, as ``module:class``.
@@ -101,6 +105,7 @@ def check(
         if earlier is not None and earlier.module != module:
             raise ValueError(f"a check named {name!r} is already registered by {earlier.module}")
         ours = module.startswith(f"{_CHECKS}.")
+        parameters = inspect.signature(function).parameters.values()
         page = inspect.getdoc(inspect.getmodule(function) if ours else function)
         _registered[name] = Check(
             name=name,
@@ -112,6 +117,7 @@ def check(
             page=page or name,
             module=module,
             subject=subject,
+            options=tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY),
             instrument=instrument,
         )
         return function

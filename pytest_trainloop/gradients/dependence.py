@@ -24,8 +24,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.errors import Unreliable
+from pytest_trainloop.errors import CannotDecide, Unreliable
 from pytest_trainloop.recording.events import Backward, Step
+from pytest_trainloop.recording.watch import FULL_ROUNDS
+from pytest_trainloop.wording import some, them
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,15 +55,41 @@ class Dependence:
         return self.change > self.bound and not self.alive
 
 
-def dependence(evidence: Evidence, names: Sequence[str]) -> dict[str, Dependence]:
-    """For each named parameter, the largest change over both base points; none is looked for where a gradient arrives
-    after all."""
-    return _largest_changes(evidence, names, lambda probe: probe.arrived)
+class Dependences:
+    """Whether what the loop backpropagates changes when a parameter is moved."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence = evidence
+
+    def of(self, names: Sequence[str]) -> dict[str, Dependence]:
+        """For each named parameter, the largest change over both base points; none is looked for where a gradient
+        arrives after all. Raises ``CannotDecide`` where the loop cannot be run again."""
+        if not self._evidence.repeatable:
+            raise CannotDecide(
+                f"{some(names)}: no gradient was seen; whether the loss depends on {them(names)} takes further runs: "
+                "return a TrainLoop from a marked test"
+            )
+        return _largest_changes(self._evidence, names, lambda probe: probe.arrived)
+
+    def influence(self, names: Sequence[str]) -> dict[str, Dependence]:
+        """For each named parameter, the largest change over both base points, whether or not gradients arrive."""
+        return _largest_changes(self._evidence, names, lambda _probe: set())
 
 
-def influence(evidence: Evidence, names: Sequence[str]) -> dict[str, Dependence]:
-    """For each named parameter, the largest change over both base points, whether or not gradients arrive."""
-    return _largest_changes(evidence, names, lambda _probe: set())
+def until_stepped(evidence: Evidence, names: Sequence[str]) -> Callable[[Record], bool]:
+    """Ends a run once every optimizer that holds one of the named parameters has stepped."""
+    seen = evidence.run()
+    wanted = {p.index for p in seen.parameters if p.name in set(names)}
+
+    def enough(record: Record) -> bool:
+        if seen.raised is not None:
+            return record.rounds >= FULL_ROUNDS
+        holders = [o for o in record.optimizers if wanted & set(o.parameters)]
+        if not holders:
+            return record.rounds >= 1
+        return all(o.steps >= 1 for o in holders) or record.rounds >= FULL_ROUNDS
+
+    return enough
 
 
 def _largest_changes(
@@ -99,11 +127,12 @@ class _Probe:
         self._evidence = evidence
         self._names = names
         self._watched = evidence.run().raised is None
+        self._enough = until_stepped(evidence, names)
         self.double = double
         self.arrived: set[str] = set()
 
     def roots(self, moved: Sequence[str], jitter: bool) -> list[float]:
-        record = self._evidence.short_run(mover(moved, jitter), self._names, double=self.double)
+        record = self._evidence.rerun(prepare=mover(moved, jitter), enough=self._enough, double=self.double)
         if self._watched:
             self.arrived |= {p.name for p in record.parameters if record.reached(p.index)}
         return roots_before_first_step(record, self._names)
@@ -134,7 +163,7 @@ def _groups(evidence: Evidence, names: Sequence[str]) -> list[list[str]]:
 
 
 def _runs_in_double(evidence: Evidence, names: Sequence[str]) -> bool:
-    record = evidence.short_run(mover((), False), names, double=True)
+    record = evidence.rerun(prepare=mover((), False), enough=until_stepped(evidence, names), double=True)
     native = evidence.run().raised
     return record.double and (record.raised is None or (native is not None and record.raised.kind == native.kind))
 

@@ -22,11 +22,11 @@ from pytest_trainloop.optimizers.widened import NoHalves, reached, widen
 from pytest_trainloop.recording.torch_internals import has_step_hooks, is_patched_by_scheduler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
-    from pytest_trainloop.runs.run import RunPlan
+    from pytest_trainloop.runs.evidence import Evidence
 
 START = 3
 """The step of an optimizer from which it is raced: its state is made by then."""
@@ -67,8 +67,8 @@ class _Racer:
 class Races:
     """A short run in which every optimizer that is not made again entry by entry is raced at its third step."""
 
-    def __init__(self, seen: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -> None:
-        self._seen, self._plan, self._run = seen, plan, run
+    def __init__(self, evidence: Evidence) -> None:
+        self._seen, self._plan, self._run = evidence.run(), evidence.plan(), evidence.rerun
         self._found: dict[int, Losses] = {}
 
     def losses(self, names: Collection[str], dtypes: Collection[str]) -> list[Losses]:

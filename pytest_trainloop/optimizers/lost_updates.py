@@ -19,12 +19,12 @@ from pytest_trainloop.recording.events import Step
 from pytest_trainloop.recording.samples import spaced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Collection, Iterator
 
     from pytest_trainloop.optimizers.replay import Snapshot
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
-    from pytest_trainloop.runs.run import RunPlan
+    from pytest_trainloop.runs.evidence import Evidence
 
 MOST = 12
 """Steps of a parameter that are made again."""
@@ -89,8 +89,8 @@ class _Kept:
 class Updates:
     """The watched run made once more, each step of some low-precision parameters made again in float64."""
 
-    def __init__(self, seen: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -> None:
-        self._seen, self._plan, self._run = seen, plan, run
+    def __init__(self, evidence: Evidence) -> None:
+        self._seen, self._plan, self._run = evidence.run(), evidence.plan(), evidence.rerun
         self._kept: dict[int, _Kept] = {}
 
     def losses(self, names: Collection[str], dtypes: Collection[str]) -> list[Losses]:

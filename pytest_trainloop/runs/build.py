@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import nn
 
 from pytest_trainloop import nested
 from pytest_trainloop.errors import UsageError, UserCodeError
 from pytest_trainloop.loop import TrainLoop
-from pytest_trainloop.recording.patches import Taps
 from pytest_trainloop.recording.record import within
 from pytest_trainloop.runs.process_state import seed_all
 from pytest_trainloop.runs.user_traceback import user_error
@@ -35,62 +31,6 @@ def build(make: Make, knobs: Mapping[str, Any], seed: int) -> TrainLoop:
         raise UsageError(f"{_name(make)} returned {_what(loop)}; it must return a TrainLoop")
     _require_loop(loop)
     return loop
-
-
-Origin = Literal["loaded", "drawn"]
-
-
-def origins(first: TrainLoop, second: TrainLoop) -> dict[str, Origin]:
-    """Of each weight matrix that trains, whether two loops built under two seeds have the same (it was loaded) or not.
-
-    Constant ones (zeros, ones) are left out: they are neither.
-    """
-    named = [
-        {f"{prefix}.{name}" if prefix else name: p for name, p in module.named_parameters()}
-        for prefix, module in first.modules.items()
-    ]
-    others = [p for module in second.modules.values() for p in module.parameters()]
-    found: dict[str, Origin] = {}
-    for (name, p), other in zip([item for names in named for item in names.items()], others, strict=False):
-        if p.requires_grad and not nn.parameter.is_lazy(p) and not nn.parameter.is_lazy(other) and p.dim() > 1:
-            with torch.no_grad():
-                if p.numel() > 1 and not bool((p == p.flatten()[0]).all()):
-                    found[name] = "loaded" if torch.equal(p, other) else "drawn"
-    return found
-
-
-def same_under_other_seeds(make: Make, knobs: Mapping[str, Any], seed: int) -> bool:
-    """Whether the weight matrices that train are the same whatever the seed: they were loaded, and not drawn.
-
-    Seeds that the function itself sets are passed over, or drawn weights would look the same too.
-    """
-    with _seeds_passed_over():
-        first, second = (build(make, knobs, seed + other) for other in (0, 1))
-    pairs = list(zip(_matrices(first), _matrices(second), strict=False))
-    return bool(pairs) and all(torch.equal(a, b) for a, b in pairs)
-
-
-def _matrices(loop: TrainLoop) -> list[torch.Tensor]:
-    found = [p for module in loop.modules.values() for p in module.parameters()]
-    return [p for p in found if p.requires_grad and p.dim() > 1 and not nn.parameter.is_lazy(p)]
-
-
-@contextlib.contextmanager
-def _seeds_passed_over() -> Iterator[None]:
-    taps = Taps()
-
-    def passed_over(original: Callable[..., Any]) -> Callable[..., Any]:
-        def seed(value: Any) -> Any:
-            ours = sys._getframe(1).f_code is seed_all.__code__
-            return original(value) if ours else torch.default_generator
-
-        return seed
-
-    taps.put(torch, "manual_seed", passed_over)
-    try:
-        yield
-    finally:
-        taps.remove()
 
 
 def require_fresh(first: TrainLoop, second: TrainLoop) -> None:

@@ -1,4 +1,4 @@
-"""Other rates inside every optimizer step, and the loop's own again after it: what the loop sees and writes stays."""
+"""Runs whose optimizers step with other options: another learning rate, no weight decay, the usual eps."""
 
 from __future__ import annotations
 
@@ -17,14 +17,20 @@ if TYPE_CHECKING:
 
     Rate = Callable[[Any, Any], Any]
 
+USUAL_EPS = 1e-8
+"""The default of torch's Adam (Kingma & Ba, section 2)."""
+
+LARGE_EPS = 1e-3
+"""The largest in common use apart from 1.0, with which Inception was trained."""
+
 
 def times(factor: float) -> Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]]:
-    """Every rate times this factor."""
+    """Every learning rate times this factor, inside the steps only: what the loop sees and writes stays."""
     return lambda _watch: (_with_rates(lambda _key, rate: rate * factor),)
 
 
 def held_at_their_peak() -> Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]]:
-    """Every rate as high as it has been so far."""
+    """Every learning rate as high as it has been so far, inside the steps only."""
     peaks: dict[Any, float] = {}
 
     def highest(key: Any, rate: Any) -> Any:
@@ -32,6 +38,27 @@ def held_at_their_peak() -> Callable[[Watch], Iterable[contextlib.AbstractContex
         return peaks[key] if isinstance(rate, float | int) else torch.full_like(rate, peaks[key])
 
     return lambda _watch: (_with_rates(highest),)
+
+
+def without_weight_decay(_watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+    """No weight decay in any group, from its first step on: what moved by nothing else rests."""
+    return (_with_option("weight_decay", lambda decay: 0.0 if decay else decay),)
+
+
+def with_usual_eps(_watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+    """The usual eps in place of a large one: what Adam and its kin divide by is then the gradient's own size."""
+    return (_with_option("eps", lambda eps: USUAL_EPS if isinstance(eps, float) and eps > LARGE_EPS else eps),)
+
+
+@contextlib.contextmanager
+def _with_option(name: str, changed: Callable[[Any], Any]) -> Iterator[None]:
+    def enter(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            if name in group:
+                group[name] = changed(group[name])
+
+    with hooked(register_optimizer_step_pre_hook(enter)):
+        yield
 
 
 @contextlib.contextmanager

@@ -53,11 +53,12 @@ class RunPlan:
     ``around`` is entered around building and ``fit``, ``contexts`` around ``fit`` alone; ``items`` makes the
     batches in place of the loop's own, ``stream`` those of a run that is else like any; ``before_item`` is called
     with the number of each batch and the batch; ``fit_seed`` is another seed for ``fit`` than for the building;
-    ``fit`` is what is run in place of the project's own loop."""
+    ``fit`` is what is run in place of the project's own loop; ``own_steps`` says whether the optimizer's steps are
+    the loop's own, and counted as such."""
 
     knobs: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
-    seconds: float = 120.0
+    timeout: float = 120.0
     count: int = FULL_ROUNDS
     read_ahead: int | None = None
     enough: Callable[[Record], bool] = lambda record: record.rounds >= FULL_ROUNDS
@@ -70,6 +71,7 @@ class RunPlan:
     before_item: Callable[[int, Any], None] = lambda number, item: None
     fit_seed: int | None = None
     fit: Callable[[TrainLoop], Callable[[Any], Any]] = lambda loop: fit_of(loop)
+    own_steps: bool = True
 
 
 def run(make: Make, plan: RunPlan) -> Record:
@@ -84,7 +86,7 @@ def run(make: Make, plan: RunPlan) -> Record:
         if wide is not None:
             widen(loop)
             wide.lower.clear()  # what was built in a lower precision (from numpy, from a file) is wide by now
-        guard = Guard(plan.seconds)
+        guard = Guard(plan.timeout)
         watch = Watch(loop.modules, loop.optimizers, before_step=lambda w: _stop_if_past(w, guard, plan))
         record = watch.record
         items = None if plan.items is None else plan.items(loop)

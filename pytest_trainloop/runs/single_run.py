@@ -1,70 +1,55 @@
-"""The evidence of a run that was watched from outside: a record, and no second look."""
+"""The evidence of one run that cannot be repeated: the interface of ``Evidence`` over a record made from outside."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.wording import some, them
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from pytest_trainloop.checks.loss.loss_contract.recorder import Contracts
-    from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_candidates import Kind
-    from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import Cut
-    from pytest_trainloop.gradients.dependence import Dependence
+    from pytest_trainloop.finding import Finding
     from pytest_trainloop.recording.record import Record
 
+T = TypeVar("T")
 
-class WatchedOnce:
-    """The evidence of one run that can't be repeated."""
 
+class SingleRun:
+    """What ``observe()`` saw: ``record``, and by kind the ``instruments`` that were open meanwhile."""
+
+    repeatable = False
     offers = frozenset({"fit", "run"})
-    options: Mapping[str, Any] = {}
-    knobs: Mapping[str, str] = {}
 
-    def __init__(self, record: Record, contracts: Contracts | None = None) -> None:
+    def __init__(self, record: Record, instruments: Mapping[Callable[..., Any], Any] | None = None) -> None:
+        self.knobs: Mapping[str, str] = {}
         self._record = record
-        self._contracts = contracts
+        self._shared = dict(instruments or {})
 
-    def contracts(self) -> Contracts:
-        if self._contracts is None:
-            raise CannotDecide("the calls of loss functions were not looked at in this run")
-        return self._contracts
+    def declared(self, name: str) -> None:
+        """Nothing is declared of code that is only watched."""
 
-    def has_knob(self, name: str) -> bool:
-        return False
-
-    def declared(self, name: str) -> bool | None:
-        return None
+    def root_causes(self, check: str) -> Sequence[Finding]:
+        return ()
 
     def run(self, **knobs: Any) -> Record:
         return self._record
 
-    def loaded(self) -> bool:
-        """Whether weights were loaded cannot be told from one run: what that would excuse is excused."""
-        return True
+    def shared(self, kind: Callable[[Any], T]) -> T:
+        if kind not in self._shared:
+            self._shared[kind] = kind(self)
+        made: T = self._shared[kind]
+        return made
 
-    def dependence(self, names: Sequence[str]) -> dict[str, Dependence]:
-        raise CannotDecide(
-            f"{some(names)}: no gradient was seen; whether the loss depends on {them(names)} takes further runs: "
-            "return a TrainLoop from a marked test"
-        )
+    def plan(self, **knobs: Any) -> NoReturn:
+        _refuse()
 
-    def cut(self, names: Sequence[str], kinds: set[Kind]) -> tuple[Cut | None, set[str]]:
-        return None, set()
+    def rerun(self, plan: Any = None, /, **changes: Any) -> NoReturn:
+        _refuse()
 
-    def starts_at_saddle(self, names: Sequence[str]) -> dict[str, float]:
-        return {}
-
-    def exposed(self, names: Sequence[str]) -> set[str]:
-        return set()
-
-    def __getattr__(self, name: str) -> Any:
-        """What takes further runs of the loop."""
-        return _refused
+    def fresh_loop(self, *, other_seed: int = 0) -> NoReturn:
+        _refuse()
 
 
-def _refused(*_args: Any, **_kwargs: Any) -> Any:
+def _refuse() -> NoReturn:
     raise CannotDecide("this takes further runs of the loop: return a TrainLoop from a marked test")

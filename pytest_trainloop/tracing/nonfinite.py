@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.runs.evidence import Evidence
 
 TRAIL = 3
 """Modules before the operation whose ranges are shown."""
@@ -117,7 +118,7 @@ class _Call:
     suspect: int
 
 
-class Births(WatchingMode):
+class NonFiniteOrigins(WatchingMode):
     """``root`` is what made the first root that was not finite, ``gradient`` what made the first such gradient behind
     a finite root, ``loss`` what made the first loss that was not finite, backpropagated or not. ``masked`` are losses
     that were made finite, and backpropagated so; ``handed`` is the first operation that was given such a value which
@@ -138,6 +139,14 @@ class Births(WatchingMode):
         self.gradient: Birth | None = None
         self.ruin: Ruin | None = None
         self.masked: list[Masked] = []
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> NonFiniteOrigins:
+        """The watched run made once more, with every operation looked at for values that are not finite."""
+        evidence.run()
+        found, enough = cls(), evidence.plan().enough
+        evidence.rerun(contexts=found.contexts, enough=lambda record: found.settled or enough(record))
+        return found
 
     @property
     def settled(self) -> bool:

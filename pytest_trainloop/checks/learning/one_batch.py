@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop import nested
+from pytest_trainloop.checks.learning.limits import OWN_STEPS
 from pytest_trainloop.checks.learning.loss_curve import (
     PHASES,
     Losses,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.run import RunPlan
 
     Contexts = Callable[[Watch], Any]
@@ -114,17 +116,33 @@ class Curve:
         return level(self.losses)
 
 
+class OneBatchRuns:
+    """The runs on one fixed batch, by how many own steps they may make; for ``evidence.shared``."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence = evidence
+        self._made: dict[int, OneBatch] = {}
+
+    def of(self, steps: int = OWN_STEPS) -> OneBatch:
+        """Those of this many own steps at most."""
+        evidence = self._evidence
+        if steps not in self._made:
+            seen = evidence.run()
+            progress: Progress = lambda *at: evidence.progress(*at)  # noqa: E731  it may be another by then
+            self._made[steps] = OneBatch(seen, evidence.plan(), evidence.rerun, progress, steps)
+        return self._made[steps]
+
+
 @dataclass(slots=True)
 class OneBatch:
-    """The runs, each made when it is first asked for. ``seen`` is the watched run, ``plan`` how it was made; ``own``
-    makes a run whose steps count as the loop's own, ``other`` one with something of ours in it; ``progress`` is told
-    how far they are. ``most`` is how many own steps there are; ``reached`` tells that some step of ours found a
-    gradient, ``differing`` how many tensors of the batch have rows that differ."""
+    """The runs, each made when it is first asked for. ``seen`` is the watched run, ``plan`` how it was made; ``run``
+    makes one by a plan; ``progress`` is called with how far they are. ``most`` is how many own steps there are;
+    ``reached`` says whether a step of the reference optimizer found a gradient, ``differing`` in how many tensors of
+    the batch rows differ."""
 
     seen: Record
     plan: RunPlan
-    own: Callable[[RunPlan], Record]
-    other: Callable[[RunPlan], Record]
+    run: Callable[[RunPlan], Record]
     progress: Progress
     most: int
     ratios: Ratios = field(default_factory=Ratios)
@@ -138,11 +156,11 @@ class OneBatch:
     def curve(self) -> Curve:
         """The loop itself, until its loss is halved or its steps are spent."""
         patience = Patience(self.progress, self.most, FIRST, lambda losses, rates: _going(losses, rates, self.ratios))
-        return self._as_it_is("own", self.ratios.contexts, patience, self.own)
+        return self._as_it_is("own", self.ratios.contexts, patience, own_steps=True)
 
     def changed(self, name: str, contexts: Contexts) -> Curve:
         """The loop itself with one thing changed."""
-        return self._as_it_is(name, contexts, Patience(self.progress, FIRST), self.other)
+        return self._as_it_is(name, contexts, Patience(self.progress, FIRST))
 
     @property
     def going(self) -> bool:
@@ -217,7 +235,7 @@ class OneBatch:
             return self._made[name]
         instead = Instead(move, kind_of(self.seen))
         contexts: Contexts = lambda watch: (*also(watch), *instead.contexts(watch))  # noqa: E731
-        curve = self._run(plan or self.plan, contexts, patience, self.other)
+        curve = self._run(plan or self.plan, contexts, patience)
         self.reached = self.reached or instead.reached
         known = [at for at in instead.work if at < curve.steps]
         if known:
@@ -228,13 +246,13 @@ class OneBatch:
         self._made[name] = curve
         return curve
 
-    def _as_it_is(self, name: object, contexts: Contexts, patience: Steps, run: Callable[[RunPlan], Record]) -> Curve:
+    def _as_it_is(self, name: object, contexts: Contexts, patience: Steps, *, own_steps: bool = False) -> Curve:
         if name not in self._made:
-            self._made[name] = self._run(self.plan, contexts, patience, run)
+            self._made[name] = self._run(self.plan, contexts, patience, own_steps=own_steps)
         return self._made[name]
 
-    def _run(self, plan: RunPlan, contexts: Contexts, patience: Steps, run: Callable[[RunPlan], Record]) -> Curve:
-        patience.seconds = plan.seconds / 2  # a run that goes on for longer than these is a refused one
+    def _run(self, plan: RunPlan, contexts: Contexts, patience: Steps, *, own_steps: bool = False) -> Curve:
+        patience.seconds = plan.timeout / 2  # a run that goes on for longer than these is a refused one
         window = max(1, round(self.seen.items / max(1, self.seen.rounds)))
         plan = replace(
             plan,
@@ -245,8 +263,9 @@ class OneBatch:
             prepare=patience.prepare,
             enough=patience.enough,
             contexts=contexts,
+            own_steps=own_steps,
         )
-        record = run(plan)
+        record = self.run(plan)
         return Curve(tuple(Losses(record).read()), _rates(record), record, late=patience.late)
 
     def _stream(self, loop: TrainLoop) -> Iterator[Any]:

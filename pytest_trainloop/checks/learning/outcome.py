@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.learning.one_batch import Curve, OneBatch
     from pytest_trainloop.recording.record import Record
 
-SECONDS = 60.0
-"""What the runs that are not the loop's own may take; more with the option ``seconds``."""
-
 LEARNED, STUCK = 0.5, 0.25
 """Share of the way from the start to what plain Adam reaches: from here on a loop learns, below that it may not."""
 

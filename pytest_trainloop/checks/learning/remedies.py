@@ -10,9 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.learning.outcome import LEARNED
-from pytest_trainloop.runs.optimizer_options import held_at_their_peak, times
-from pytest_trainloop.runs.usual_eps import LARGE, with_usual_eps
-from pytest_trainloop.runs.weight_decay_off import without_decay
+from pytest_trainloop.runs.optimizer_options import (
+    LARGE_EPS,
+    held_at_their_peak,
+    times,
+    with_usual_eps,
+    without_weight_decay,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,7 +66,7 @@ def undecayed(batch: OneBatch, found: Learning) -> Curve | None:
     """The run without weight decay, if there is some and it learns without."""
     if not any(decay > 0 for o in batch.seen.optimizers for decay in o.decays):
         return None
-    curve = batch.changed("no decay", without_decay)
+    curve = batch.changed("no decay", without_weight_decay)
     return curve if _learns(curve, found) else None
 
 
@@ -70,7 +74,7 @@ def usual_eps(batch: OneBatch, found: Learning) -> tuple[float, int] | None:
     """The largest eps, if it is a large one, and the steps after which the batch is learned with a usual one in its
     place, if it is."""
     largest = max((eps for o in batch.seen.optimizers for eps in o.eps), default=0.0)
-    if largest <= LARGE:
+    if largest <= LARGE_EPS:
         return None
     curve = batch.changed("usual eps", with_usual_eps)
     return (largest, curve.steps) if _learns(curve, found) else None

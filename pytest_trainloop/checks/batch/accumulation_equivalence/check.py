@@ -89,17 +89,20 @@ CAUSES = {
 
 @check(needs={"run"}, causes=CAUSES, rank=10)
 def accumulation_equivalence(evidence: Evidence) -> Iterator[Finding]:
-    if not evidence.has_knob("accumulate"):
+    from pytest_trainloop.checks.batch.accumulation_equivalence.runs import Accumulation
+    from pytest_trainloop.checks.batch.accumulation_equivalence.shrink import smallest
+
+    if "accumulate" not in evidence.knobs:
         yield from _by_loss(evidence)
         return
-    made = evidence.accumulation()
+    made = evidence.shared(Accumulation.of)
     splits = [made.split(k) for k in made.sizes()]
     if any(w.ratio != w.ratio for s in splits for w in s.windows if w.difference == 0.0):
         raise CannotDecide("the gradients are not finite, in one batch and accumulated alike (see finite)")
     wrong = [s for s in splits if not s.equal and s.updates > s.bound]
     if wrong:
         for found in _explained(evidence, made, wrong, splits):
-            yield found if found.cause == "update_differs" else replace(found, smallest=made.smallest(wrong[0]))
+            yield found if found.cause == "update_differs" else replace(found, smallest=smallest(made, wrong[0]))
         return
     yield from _last_window(evidence)
     moved = [s for s in splits if s.equal and s.updates > CLOSE and s.rates_differ]
@@ -390,11 +393,13 @@ def _last_window(evidence: Evidence) -> Iterator[Finding]:
 
 def _by_loss(evidence: Evidence) -> Iterator[Finding]:
     """Without a knob: whether dividing by k would be right for the declared loss."""
+    from pytest_trainloop.checks.batch.accumulation_equivalence.runs import Accumulation
+
     if "loss" not in evidence.offers:
         raise CannotDecide(
             "the function has no knob accumulate: give it accumulate=1 and hand it on to the loop (loss= for advice)"
         )
-    weights = evidence.accumulation().weights_of_loss()
+    weights = evidence.shared(Accumulation.of).weights_of_loss()
     if max(weights) - min(weights) > CLOSE * max(weights):
         yield Finding(
             cause="mean_of_means",

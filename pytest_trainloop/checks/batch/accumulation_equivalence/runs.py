@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.batches import totals
+from pytest_trainloop.batches.micro_batches import MicroBatches
 from pytest_trainloop.checks.batch.accumulation_equivalence.weights import Combination, Weighing
 from pytest_trainloop.errors import CannotDecide, Unreliable
 from pytest_trainloop.gradients.compare import (
@@ -38,15 +39,16 @@ from pytest_trainloop.gradients.compare import (
     updates_apart,
 )
 from pytest_trainloop.gradients.vectors import Gradient, combination, consumed, vectors
+from pytest_trainloop.runs.process_state import preserved
 from pytest_trainloop.runs.run import RunPlan, canonical
 from pytest_trainloop.runs.same_start import SameStart, varied
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from pytest_trainloop.batches.micro_batches import MicroBatches
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.runs.evidence import Evidence
 
 WINDOWS = 2
 RESEEDED = 1_000_003
@@ -104,6 +106,14 @@ class Accumulation:
         self._double = True
         self._records: dict[object, Record] = {}
 
+    @classmethod
+    def of(cls, evidence: Evidence) -> Accumulation:
+        """Over as many windows of the first batches as an accumulating run has."""
+        seen, loop = evidence.run(), evidence.fresh_loop()
+        with preserved():
+            batches = MicroBatches.of(loop, seen, WINDOWS)
+        return cls(batches, lambda knobs: evidence.plan(**knobs), evidence.rerun)
+
     def over(self, rows: Sequence[int], known: Split) -> Accumulation:
         """The same comparison over other rows, from the same start, in the precision of what is known."""
         beside = self.cut.beside if self.cut.recount else {}
@@ -112,12 +122,6 @@ class Accumulation:
         other._start, other._double = self._start, self._double
         other._records = {("known", known.rows): self._one(known.rows)}
         return other
-
-    def smallest(self, split: Split) -> str:
-        """The fewest rows that still show what is wrong with a split, in words."""
-        from pytest_trainloop.checks.batch.accumulation_equivalence.shrink import smallest
-
-        return smallest(self, split)
 
     def sizes(self) -> list[int]:
         """The numbers of micro-batches that the rows allow, of 2, 3 and 4."""

@@ -116,7 +116,7 @@ def batch_independence(evidence: Evidence) -> Iterator[Finding]:
     if strangers:
         yield from strangers
         return
-    found = evidence.further(Rows).meeting()
+    found = Rows(evidence).meeting()
     if found is None or found.why == "batch_norm":
         return
     if found.why in _CAUSE_OF and found.told:
@@ -142,7 +142,7 @@ def batch_independence(evidence: Evidence) -> Iterator[Finding]:
 def _strangers(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.batch_independence.label_rows import Partners
 
-    partners = evidence.further(Partners)
+    partners = Partners(evidence)
     apart = partners.strangers()
     if apart:
         label, row = apart[0]

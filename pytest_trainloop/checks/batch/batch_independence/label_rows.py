@@ -19,10 +19,7 @@ from pytest_trainloop.tracing.forward_pass import Entry, Pass, slopes, weighed
 from pytest_trainloop.tracing.provenance_queries import same_shaped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from pytest_trainloop.recording.record import Record
-    from pytest_trainloop.runs.run import RunPlan
+    from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.tracing.provenance import Node
 
 ASKED = 8
@@ -42,9 +39,7 @@ _ALIKE = (
 class Partners:
     """The pass behind it. ``pairs`` are rows of the batch, that of a target and the one that its output depends on."""
 
-    seen: Record
-    plan: RunPlan
-    run: Callable[[RunPlan], Record]
+    evidence: Evidence
     pairs: list[tuple[int, int]] = field(default_factory=list)
     loss: str = ""
     where: str = ""
@@ -55,7 +50,9 @@ class Partners:
         they are moved against each other on purpose (the next row, another's negative)."""
         for opens in (True, False):
             seen = Pass(at_loss=self._look, opens=opens, draws=frozenset({"randperm"}))
-            record = self.run(seen.plan(self.plan, before_item=lambda n, item, seen=seen: self._handed(seen, n, item)))
+            record = self.evidence.rerun(
+                seen.plan(self.evidence.plan(), before_item=lambda n, item, seen=seen: self._handed(seen, n, item))
+            )
             if self.pairs or record.raised is None:
                 break
         apart = [(label, row) for label, row in self.pairs if label != row]

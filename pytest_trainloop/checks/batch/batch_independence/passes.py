@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from pytest_trainloop.loop import TrainLoop
-    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.run import RunPlan
 
 Why = Literal["softmax", "normalised", "data_normalised", "views", "turned", "batch_norm", "unknown"]
@@ -44,8 +44,8 @@ class Meeting:
 class Rows:
     """The passes behind ``batch_independence``."""
 
-    def __init__(self, seen: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -> None:
-        self._seen, self._plan, self._run = seen, plan, run
+    def __init__(self, evidence: Evidence) -> None:
+        self._seen, self._plan, self._run = evidence.run(), evidence.plan(), evidence.rerun
         self._few: FewRows | None = None
         self._ways = list(_WAYS)
 

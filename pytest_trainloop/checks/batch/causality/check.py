@@ -121,7 +121,7 @@ _BY_KIND = {
 def causality(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.causality.passes import Causality
 
-    found = evidence.further(Causality).leak()
+    found = Causality(evidence).leak()
     if found is not None:
         evaluates = "evaluate" in evidence.offers or any(not f.training for f in evidence.run().root_forwards())
         yield _finding(found, evaluates)

@@ -11,10 +11,9 @@ from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.tracing.forward_pass import Pass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
-    from pytest_trainloop.recording.record import Record
-    from pytest_trainloop.runs.run import RunPlan
+    from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.tracing.forward_pass import Change
 
 Mode = Literal["training", "evaluation"]
@@ -42,8 +41,8 @@ class Leak:
 class Causality:
     """The passes behind ``causality``."""
 
-    def __init__(self, seen: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -> None:
-        self._seen, self._plan, self._run = seen, plan, run
+    def __init__(self, evidence: Evidence) -> None:
+        self._seen, self._plan, self._run = evidence.run(), evidence.plan(), evidence.rerun
         self._opens = True
 
     def leak(self) -> Leak | None:

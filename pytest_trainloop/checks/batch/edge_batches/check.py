@@ -83,7 +83,9 @@ CAUSES = {
 
 @check(needs={"fit"}, causes=CAUSES, rank=50)
 def edge_batches(evidence: Evidence) -> Iterator[Finding]:
-    edges = evidence.edges()
+    from pytest_trainloop.checks.batch.edge_batches.runs import Edges
+
+    edges = Edges.of(evidence)
     found: list[Finding] = []
     undecided: CannotDecide | None = None
     for findings in (_rows(edges), _content(edges)):

@@ -25,7 +25,8 @@ from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
 from pytest_trainloop.recording.record import Record
 from pytest_trainloop.records.finiteness import ruined
 from pytest_trainloop.runs.batch_stream import first_batches
-from pytest_trainloop.tracing.nonfinite import Births
+from pytest_trainloop.runs.process_state import preserved
+from pytest_trainloop.tracing.nonfinite import NonFiniteOrigins
 
 if TYPE_CHECKING:
     import contextlib
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.batch.edge_batches.squeeze_proof import Lost
     from pytest_trainloop.loop import Padding, TrainLoop
     from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.run import RunPlan
     from pytest_trainloop.tracing.nonfinite import Birth
 
@@ -103,16 +105,23 @@ class Edges:
         self.cuts = False
 
     @classmethod
-    def of(
+    def of(cls, evidence: Evidence) -> Edges:
+        """Raises ``CannotDecide`` where no batch can be composed."""
+        seen, loop = evidence.run(), evidence.fresh_loop()
+        windows = evidence.plan(accumulate=2) if "accumulate" in evidence.knobs else None
+        with preserved():
+            return cls._of(loop, seen, evidence.plan(), evidence.rerun, windows)
+
+    @classmethod
+    def _of(
         cls,
         loop: TrainLoop,
         seen: Record,
         plan: RunPlan,
         run_plan: Callable[[RunPlan], Record],
-        windows: RunPlan | None = None,
+        windows: RunPlan | None,
     ) -> Edges:
-        """``seen`` is the loop's run by this plan over its own batches; by ``windows`` it accumulates over two. Raises
-        ``CannotDecide`` where no batch can be composed."""
+        """``seen`` is the loop's run by this plan over its own batches; by ``windows`` it accumulates over two."""
         if seen.raised is not None or ruined(seen):
             raise CannotDecide("the loop does not run through on its own batches: see the checks before this one")
         if not seen.steps:
@@ -211,7 +220,7 @@ class Edges:
         found = self.outcome(words, compose, full=True, plan=plan)
         if not found.lost and not found.nan:
             return found
-        births = Births()
+        births = NonFiniteOrigins()
         self.outcome(words, compose, births.contexts, full=True, plan=plan)
         birth = births.root or births.gradient or births.loss
         return replace(found, birth=birth, where=str(birth.place) if birth else "")

@@ -59,7 +59,7 @@ CAUSES = {
 def input_dependence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.input_dependence.passes import Inputs
 
-    found = evidence.further(Inputs).unread()
+    found = Inputs(evidence).unread()
     if found is None:
         return
     names = tuple(leaf.name for leaf in found.leaves)

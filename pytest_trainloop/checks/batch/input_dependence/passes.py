@@ -23,14 +23,13 @@ from pytest_trainloop.runs.hooks import call_from_outside, hooked
 from pytest_trainloop.tracing.forward_pass import LONGEST
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch import nn
 
     from pytest_trainloop.loop import TrainLoop
-    from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
-    from pytest_trainloop.runs.run import RunPlan
+    from pytest_trainloop.runs.evidence import Evidence
 
 MOST = 8
 """Tensors of a batch that are tried one by one."""
@@ -76,8 +75,8 @@ class _Seen:
 class Inputs:
     """The runs behind ``input_dependence``."""
 
-    def __init__(self, seen: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -> None:
-        self._seen, self._plan, self._run = seen, plan, run
+    def __init__(self, evidence: Evidence) -> None:
+        self._seen, self._plan, self._run = evidence.run(), evidence.plan(), evidence.rerun
         self._leaves: list[Leaf] = []
 
     def unread(self) -> Unread | None:

@@ -136,7 +136,9 @@ _MEANS = frozenset({"mean", "nanmean", "adaptive_avg_pool1d", "avg_pool1d", "emb
 
 @check(needs={"fit"}, causes=CAUSES, rank=20)
 def padding_invariance(evidence: Evidence) -> Iterator[Finding]:
-    all_made = evidence.padding()
+    from pytest_trainloop.checks.batch.padding_invariance.runs import PaddingRuns
+
+    all_made = PaddingRuns.of(evidence)
     refused: list[CannotDecide] = []
     for made in all_made:
         try:
@@ -290,7 +292,7 @@ def _targets(evidence: Evidence, made: PaddingRuns, found: Compared) -> Finding 
         culprit="loss.backward()",
         where=made.backward(found),
         repair="take padded positions out before the mean: ignore_index, or (loss * mask).sum() / mask.sum()",
-        level="fault" if members or evidence.behind("padding_invariance") else "advice",
+        level="fault" if members or evidence.root_causes("padding_invariance") else "advice",
         holds=lambda smaller: made.cut(smaller, ways) is not None,
     )
 

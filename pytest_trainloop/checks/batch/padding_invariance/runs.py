@@ -17,10 +17,11 @@ from pytest_trainloop.batches.padding_mask import Padded, find, plain, time_axes
 from pytest_trainloop.checks.batch.accumulation_equivalence.runs import RESEEDED, ROUNDING
 from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import WAYS, Closed, Met, Seen
 from pytest_trainloop.checks.batch.padding_invariance.slices import Part, cut, parts
-from pytest_trainloop.errors import CannotDecide, Unreliable
+from pytest_trainloop.errors import CannotDecide, Unreliable, UsageError
 from pytest_trainloop.gradients.compare import Agreement, agreement, optimizers
 from pytest_trainloop.gradients.vectors import consumed, vectors
 from pytest_trainloop.runs.batch_stream import first_batches
+from pytest_trainloop.runs.process_state import preserved
 from pytest_trainloop.runs.same_start import SameStart, varied
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.run import RunPlan
 
 LOOKED_AT = 4
@@ -98,11 +100,21 @@ class PaddingRuns:
         self.refused = ""
 
     @classmethod
-    def of(
-        cls, loop: TrainLoop, seen: Callable[[], Record], plan: RunPlan, run_plan: Callable[[RunPlan], Record]
-    ) -> list[PaddingRuns]:
+    def of(cls, evidence: Evidence) -> list[PaddingRuns]:
         """One for each length to which something in the first padded batch is padded. Raises ``CannotDecide`` where no
         padding is known."""
+        loop = evidence.fresh_loop()
+        with preserved():
+            try:
+                return cls._of(loop, evidence.run, evidence.plan(), evidence.rerun)
+            except UsageError:
+                evidence.run()  # which is refused in the same words for every check
+                raise
+
+    @classmethod
+    def _of(
+        cls, loop: TrainLoop, seen: Callable[[], Record], plan: RunPlan, run_plan: Callable[[RunPlan], Record]
+    ) -> list[PaddingRuns]:
         given = first_batches(loop, LOOKED_AT)
         known = [(batch, [p for p in _known(loop, batch) if parts(p)]) for batch in given]
         found = [(batch, padded) for batch, padded in known if padded]

@@ -55,6 +55,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_trainloop.checks.learning.limits import OWN_STEPS, SECONDS
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import check
@@ -85,18 +86,18 @@ CAUSES = {
 
 
 @check(needs={"run"}, causes=CAUSES, rank=20)
-def overfit_one_batch(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.learning.outcome import SECONDS, learning, require_a_curve, single_loss
+def overfit_one_batch(evidence: Evidence, *, steps: int = OWN_STEPS, seconds: float = SECONDS) -> Iterator[Finding]:
+    from pytest_trainloop.checks.learning.one_batch import OneBatchRuns
+    from pytest_trainloop.checks.learning.outcome import learning, require_a_curve, single_loss
     from pytest_trainloop.checks.learning.overfit_one_batch.input_use import unused
     from pytest_trainloop.records.clips import clipped_to
 
     single_loss(evidence.run())
-    steps = evidence.options.get("steps")
-    batch = evidence.one_batch() if steps is None else evidence.one_batch(int(steps))
+    batch = evidence.shared(OneBatchRuns).of(steps)
     if batch.curve.halved:
         return
     require_a_curve(batch.curve)
-    if behind := evidence.behind("overfit_one_batch"):
+    if behind := evidence.root_causes("overfit_one_batch"):
         if batch.curve.stands_still:
             yield _follows(batch, behind[0])
         return
@@ -108,7 +109,6 @@ def overfit_one_batch(evidence: Evidence) -> Iterator[Finding]:
     going = batch.going and not clipped
     if going and batch.quick.halved:
         return
-    seconds = float(evidence.options.get("seconds", SECONDS))
     found = learning(batch, seconds)
     alike = unused(batch, found)
     if alike is not None:

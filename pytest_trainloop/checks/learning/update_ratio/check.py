@@ -48,6 +48,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_trainloop.checks.learning.limits import SECONDS
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import check
@@ -74,20 +75,20 @@ CAUSES = {
 
 
 @check(needs={"run"}, causes=CAUSES, rank=10)
-def update_ratio(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.learning.outcome import SECONDS, learning, require_a_curve, single_loss
+def update_ratio(evidence: Evidence, *, seconds: float = SECONDS) -> Iterator[Finding]:
+    from pytest_trainloop.checks.learning.one_batch import OneBatchRuns
+    from pytest_trainloop.checks.learning.outcome import learning, require_a_curve, single_loss
     from pytest_trainloop.checks.learning.remedies import higher, lower, undecayed, usual_eps
     from pytest_trainloop.records.clips import clipped_to
 
     yield from _one_rate(evidence)
     single_loss(evidence.run())
-    batch = evidence.one_batch()
+    batch = evidence.shared(OneBatchRuns).of()
     if batch.curve.halved or batch.going:
         return
     require_a_curve(batch.curve)
-    if behind := evidence.behind("update_ratio"):
+    if behind := evidence.root_causes("update_ratio"):
         raise CannotDecide(f"{behind[0].check} finds {behind[0].cause}, which explains that the batch is not learned")
-    seconds = float(evidence.options.get("seconds", SECONDS))
     found = learning(batch, seconds)
     if found.hopeless:
         raise CannotDecide("plain Adam does not lower the loss either; give a batch that the model can learn by heart")
@@ -112,21 +113,23 @@ def update_ratio(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _one_rate(evidence: Evidence) -> Iterator[Finding]:
-    """Advice where a trunk that was loaded and a head that was drawn train at one rate."""
-    record, origins = evidence.run(), evidence.origins()
+    """Advice where a pretrained trunk and a randomly initialised head train at one learning rate."""
+    from pytest_trainloop.runs.weight_origins import weight_origins
+
+    record, origins = evidence.run(), evidence.shared(weight_origins)
     steps = {step.optimizer: step for step in reversed(record.consuming_steps())}
-    rates: dict[str, dict[float, list[str]]] = {"loaded": {}, "drawn": {}}
+    rates: dict[str, dict[float, list[str]]] = {"pretrained": {}, "random": {}}
     for optimizer in record.optimizers:
         groups = steps[optimizer.index].rates if optimizer.index in steps else ()
         for index, group in zip(optimizer.parameters, optimizer.groups, strict=True):
             name = record.name(index)
             if name in origins and group < len(groups):
                 rates[origins[name]].setdefault(groups[group], []).append(name)
-    both = rates["loaded"].keys() | rates["drawn"].keys()
-    if len(both) != 1 or not rates["loaded"] or not rates["drawn"]:
+    both = rates["pretrained"].keys() | rates["random"].keys()
+    if len(both) != 1 or not rates["pretrained"] or not rates["random"]:
         return
     rate = next(iter(both))
-    loaded, drawn = rates["loaded"][rate], rates["drawn"][rate]
+    loaded, drawn = rates["pretrained"][rate], rates["random"][rate]
     if len(loaded) > len(drawn):
         yield Finding(
             cause="same_lr_for_pretrained_and_new",

@@ -15,12 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pytest_trainloop.checks.loss.loss_at_init.unit_inputs import UnitInputs
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_functions import LOSSES
 from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
     from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.runs.evidence import Evidence
 
 Guess = Callable[[torch.Tensor, torch.Tensor], list[torch.Tensor]]
 """Uninformed inputs, from the input and the target; the one with the larger loss counts."""
@@ -74,6 +76,32 @@ class InitialLosses(WatchingMode):
 
 
 Which = Literal["all", "embeddings"]
+
+
+class InitialRuns:
+    """The calls of loss functions before the first step, in runs from changed weights; each run is made once."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence = evidence
+        self._made: dict[tuple[float, Which, int], list[InitialLoss]] = {}
+
+    def losses(self, scale: float = 1.0, of: Which = "all", other_seed: int = 0) -> list[InitialLoss]:
+        """With some weights multiplied by ``scale``, under the seed plus ``other_seed``."""
+        key = scale, of, other_seed
+        if key not in self._made:
+            self._evidence.run()
+            found, seed = InitialLosses(), self._evidence.plan().seed + other_seed
+            enough, prepare = (lambda r: r.rounds >= 1), scaled(scale, of)
+            self._evidence.rerun(contexts=found.contexts, enough=enough, seed=seed, prepare=prepare)
+            self._made[key] = found.seen
+        return self._made[key]
+
+    def losses_of_unit_inputs(self) -> tuple[list[InitialLoss], float]:
+        """With inputs of unit size, and the root mean square that the largest of them had."""
+        found, unit = InitialLosses(), UnitInputs()
+        contexts = lambda watch: (*unit.contexts(watch), *found.contexts(watch))  # noqa: E731
+        self._evidence.rerun(contexts=contexts, enough=lambda r: r.rounds >= 1)
+        return found.seen, unit.largest
 
 
 def scaled(factor: float, which: Which = "all") -> Callable[[Watch], None]:

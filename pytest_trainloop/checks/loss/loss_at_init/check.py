@@ -81,11 +81,13 @@ CAUSES = {
 
 @check(needs={"run"}, causes=CAUSES, rank=20)
 def loss_at_init(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.checks.loss.loss_at_init.chance_level import InitialRuns
+
     expected = evidence.declared("expected_init_loss")
     if expected is not None:
         yield from _declared(evidence, expected)
         return
-    seen = evidence.initial_losses()
+    seen = evidence.shared(InitialRuns).losses()
     known = [loss for loss in seen if math.isfinite(loss.times)]
     if not known:
         names = ", ".join(dict.fromkeys(loss.name for loss in seen))
@@ -97,7 +99,7 @@ def loss_at_init(evidence: Evidence) -> Iterator[Finding]:
         )
     high = [loss for loss in known if loss.times > ADVICE]
     for worst in sorted(high, key=lambda loss: -loss.times):
-        halved = next((h for h in evidence.initial_losses(0.5) if h.where == worst.where), None)
+        halved = next((h for h in evidence.shared(InitialRuns).losses(0.5) if h.where == worst.where), None)
         if halved is None or abs(halved.chance - worst.chance) > 1e-3 * worst.chance:
             continue  # its targets are made by weights, and say nothing of chance
         yield _why(evidence, worst, halved)
@@ -109,14 +111,17 @@ def loss_at_init(evidence: Evidence) -> Iterator[Finding]:
 
 def _why(evidence: Evidence, worst: InitialLoss, halved: InitialLoss) -> Finding:
     """What makes the loss so high: the inputs, the weights, or neither."""
-    unit, size = evidence.initial_losses_of_unit_inputs()
+    from pytest_trainloop.checks.loss.loss_at_init.chance_level import InitialRuns
+    from pytest_trainloop.runs.weight_origins import pretrained
+
+    unit, size = evidence.shared(InitialRuns).losses_of_unit_inputs()
     usual = next((u for u in unit if u.where == worst.where), None)
     if usual is not None and usual.times <= ADVICE:
         return _by_inputs(worst, usual, size)
-    tables = next((t for t in evidence.initial_losses(0.5, "embeddings") if t.where == worst.where), None)
+    tables = next((t for t in evidence.shared(InitialRuns).losses(0.5, "embeddings") if t.where == worst.where), None)
     by_weights = worst.times > FAULT and worst.outputs > UNIT and halved.outputs <= FALLS * worst.outputs
     by_tables = tables is not None and tables.outputs <= FALLS * worst.outputs
-    drawn = by_weights and not by_tables and not evidence.loaded()
+    drawn = by_weights and not by_tables and not evidence.shared(pretrained)
     return (_too_high if drawn else _above)(worst, halved.value)
 
 
@@ -139,7 +144,14 @@ def _by_inputs(loss: InitialLoss, usual: InitialLoss, size: float) -> Finding:
 def _below_under_other_seeds(evidence: Evidence, lowest: InitialLoss) -> bool:
     """Whether other random weights give it too: rows of one class that look alike do so by luck, one time in two.
     Weights that are the same under another seed are trained ones."""
-    others = [loss for s in range(1, 5) for loss in evidence.initial_losses(other_seed=s) if loss.where == lowest.where]
+    from pytest_trainloop.checks.loss.loss_at_init.chance_level import InitialRuns
+
+    others = [
+        loss
+        for s in range(1, 5)
+        for loss in evidence.shared(InitialRuns).losses(other_seed=s)
+        if loss.where == lowest.where
+    ]
     return all(loss.below > BELOW and loss.value != lowest.value for loss in others)
 
 

@@ -68,6 +68,8 @@ NOT_FINITE = frozenset(
 )
 """Causes by which a loss may become NaN or infinite."""
 
+INSTRUMENT = "pytest_trainloop.checks.loss.loss_contract.recorder:LossCallRecorder"
+
 NO_GRADIENT = frozenset({"activation_on_logits", "probabilities_as_logits", "probabilities_saturated", "single_class"})
 """Causes by which gradients may be nothing."""
 
@@ -124,15 +126,18 @@ CAUSES = {
 }
 
 
-@check(needs={"run"}, causes=CAUSES, rank=10)
+@check(needs={"run"}, causes=CAUSES, rank=10, instrument=INSTRUMENT)
 def loss_contract(evidence: Evidence) -> Iterator[Finding]:
-    contracts = evidence.contracts()
+    from pytest_trainloop.checks.loss.loss_contract.recorder import LossCallRecorder
+    from pytest_trainloop.runs.weight_origins import pretrained
+
+    contracts = evidence.shared(LossCallRecorder.of)
     told: set[tuple[str, str, str]] = set()
     for breach, times, calls in contracts.breaches():
         key = breach.cause, breach.culprit, breach.where
         if key not in told:
             told.add(key)
-            meant = breach.cause == "sign_flipped" and breach.level == "fault" and evidence.loaded()
+            meant = breach.cause == "sign_flipped" and breach.level == "fault" and evidence.shared(pretrained)
             yield _finding(replace(breach, level="advice") if meant else breach, times, calls)
     if not told and contracts.unread:
         raise CannotDecide(f"a call of a loss function could not be read: {contracts.unread[0]}")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.events import Site
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.runs.evidence import Evidence
 
 MOST = 256
 """Calls of one place that are judged."""
@@ -49,7 +50,7 @@ class Place:
         return self.name, self.where
 
 
-class Contracts(WatchingMode):
+class LossCallRecorder(WatchingMode):
     """To be used by ``contexts`` of a run; ``handed`` is told of every batch. ``places`` is what was seen, ``unread``
     what could not be judged, ``seen`` names the loss functions that were called."""
 
@@ -66,6 +67,16 @@ class Contracts(WatchingMode):
         self._record: Record | None = None
         self.unread: list[str] = []
         self.seen: dict[str, None] = {}
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> LossCallRecorder:
+        """The watched run made once more, with every call of a loss function looked at."""
+        seen = evidence.run()
+        found = cls(getattr(evidence.declared("padding"), "pad_id", None))
+        record = evidence.rerun(contexts=found.contexts, before_item=found.handed)
+        if record.raised is not None and seen.raised is None:
+            found.unread.append(f"fit raised {record.raised.summary} only while they were looked at")
+        return found
 
     def handed(self, _number: int, item: Any) -> None:
         self._rows = nested.rows(item)

@@ -50,7 +50,7 @@ References
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
@@ -86,29 +86,18 @@ CAUSES = {
 
 @check(needs={"run"}, causes=CAUSES, rank=60)
 def checkpointing_equivalence(evidence: Evidence) -> Iterator[Finding]:
-    record = evidence.run()
-    knob = evidence.knobs["checkpoint"] if evidence.has_knob("checkpoint") and _switches(evidence) else None
-    if knob is None and not any(call.grad_enabled for call in record.checkpoints):
+    from pytest_trainloop.checks.numerics.checkpointing_equivalence.runs import Checkpointing, checkpoint_knob
+
+    if checkpoint_knob(evidence) is None and not any(call.grad_enabled for call in evidence.run().checkpoints):
         raise CannotDecide(
             "no activation checkpointing was seen, and there is no knob checkpoint= that is True or False"
         )
-    from pytest_trainloop.checks.numerics.checkpointing_equivalence.runs import Checkpointing
-
-    made = evidence.further(lambda seen, plan, run: Checkpointing(seen, plan, run, knob))
+    made = evidence.shared(Checkpointing)
     verdict = made.verdict()
     if verdict is not None:
         yield _FINDINGS[verdict.cause](verdict)
     elif twice := made.twice():
         yield _twice(made, twice)
-
-
-def _switches(evidence: Evidence) -> bool:
-    """Whether the knob is one that is on or off, and not the name of some way to checkpoint."""
-    import inspect
-
-    parameters: Any = inspect.signature(evidence.make).parameters
-    name = evidence.knobs["checkpoint"]
-    return name not in parameters or isinstance(parameters[name].default, bool)
 
 
 def _measured(verdict: Verdict) -> str:

@@ -8,6 +8,7 @@ not, one thing at a time is put right, and what makes them agree is the cause.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.events import CheckpointCall
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
-    from pytest_trainloop.runs.run import RunPlan
+    from pytest_trainloop.runs.evidence import Evidence
 
     Hold = Callable[[Watch], contextlib.AbstractContextManager[Any]]
     Contexts = Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]]
@@ -74,16 +75,28 @@ class Verdict:
     plain_raised: str = ""
 
 
-class Checkpointing:
-    """The runs behind ``checkpointing_equivalence``. ``knob`` is the user's keyword that switches checkpointing."""
+def checkpoint_knob(evidence: Evidence) -> str | None:
+    """The user's keyword that switches checkpointing on or off; None where it names a way to checkpoint, or is not
+    there."""
+    name = evidence.knobs.get("checkpoint")
+    if name is None:
+        return None
+    parameters = inspect.signature(evidence.make).parameters
+    switches = name not in parameters or isinstance(parameters[name].default, bool)
+    return name if switches else None
 
-    def __init__(self, seen: Record, plan: RunPlan, run: Callable[[RunPlan], Record], knob: str | None = None) -> None:
-        self._seen, self._plan, self._run, self._knob = seen, plan, run, knob
+
+class Checkpointing:
+    """The runs behind ``checkpointing_equivalence``."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self._seen, self._plan, self._run = evidence.run(), evidence.plan(), evidence.rerun
+        self._knob = checkpoint_knob(evidence)
         self._start = SameStart(plain_name)
         self._double = True
         self._runs: dict[str, Run] = {}
         self._lowest = "float64"
-        self._needed = _passes_needed(seen)
+        self._needed = _passes_needed(self._seen)
         self.place = ""
 
     def verdict(self) -> Verdict | None:

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Parameter, Record
     from pytest_trainloop.records.finiteness import Explosion
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.nonfinite import Birth, Births, Masked, Ruin
+    from pytest_trainloop.tracing.nonfinite import Birth, Masked, NonFiniteOrigins, Ruin
 
 CONSEQUENCES = ("overfit_one_batch", "loss_at_init", "update_ratio", "every_param_moves")
 
@@ -79,6 +79,7 @@ CAUSES = {
 @check(needs={"run"}, causes=CAUSES, rank=10)
 def finite(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.records import finiteness
+    from pytest_trainloop.tracing.nonfinite import NonFiniteOrigins
 
     record = evidence.run()
     start = finiteness.bad_from_the_start(record)
@@ -88,15 +89,15 @@ def finite(evidence: Evidence) -> Iterator[Finding]:
     lost, bad = finiteness.ruined(record), finiteness.bad_losses(record)
     wary = record.wary or finiteness.losses_not_finite(record)
     if lost or bad or finiteness.never_stepped(record) or (record.raised is not None and wary):
-        yield from _spread(record, evidence.births(), lost, bad, finiteness.explosion(record))
+        yield from _spread(record, evidence.shared(NonFiniteOrigins.of), lost, bad, finiteness.explosion(record))
     elif cleaned := finiteness.cleaned_gradients(record):
-        yield _gradient_masked(cleaned, evidence.births().gradient)
+        yield _gradient_masked(cleaned, evidence.shared(NonFiniteOrigins.of).gradient)
     elif wary:
-        yield from map(_masked, evidence.births().masked[:1])
+        yield from map(_masked, evidence.shared(NonFiniteOrigins.of).masked[:1])
 
 
 def _spread(
-    record: Record, births: Births, lost: Sequence[Parameter], bad: int, grown: Explosion | None
+    record: Record, births: NonFiniteOrigins, lost: Sequence[Parameter], bad: int, grown: Explosion | None
 ) -> Iterator[Finding]:
     """One finding: what came first."""
     birth = births.root or births.gradient or births.loss

@@ -123,11 +123,11 @@ def _dependences(evidence: Evidence, record: Record) -> Iterator[Finding]:
         return
     between = next(updated_between(record), None)
     if between is not None:
-        factor = evidence.further(Rescaled).grows_between(between.optimizer, between.nth)
+        factor = evidence.shared(Rescaled).grows_between(between.optimizer, between.nth)
         if factor is not None and round(factor, 2) == 0.5:
             yield _update_between(record, between, factor)
             return
-    for dependence in evidence.further(Rescaled).dependences():
+    for dependence in evidence.shared(Rescaled).dependences():
         finding = _unscaled_inside(record, dependence) or _by_kind(record, dependence)
         if finding is not None:
             yield finding
@@ -260,6 +260,7 @@ def _traces(evidence: Evidence, record: Record) -> Iterator[Finding]:
     """Scales that never adapt, or fall without end."""
     from pytest_trainloop.checks.numerics.grad_scaler import scale_trace
     from pytest_trainloop.records.finiteness import explosion
+    from pytest_trainloop.runs.further_runs import longer_run
 
     found = scale_trace.traces(record)
     if scale_trace.of_one_step_each(found):
@@ -270,7 +271,7 @@ def _traces(evidence: Evidence, record: Record) -> Iterator[Finding]:
     if explosion(record) is not None:
         return  # the scale falls since the gradients grow: a matter of the rate
     stuck_already = any(t.first_made == len(t.made) >= SKIPS for t in found)
-    for fallen in found if stuck_already else scale_trace.traces(evidence.longer_run()):
+    for fallen in found if stuck_already else scale_trace.traces(evidence.shared(longer_run)):
         stuck = fallen.first_made == len(fallen.made) >= SKIPS
         if stuck or (fallen.skipped_since >= FALL and fallen.fall >= FALL):
             yield from _collapsed(evidence, fallen)
@@ -307,7 +308,7 @@ def _collapsed(evidence: Evidence, found: Trace) -> Iterator[Finding]:
     from pytest_trainloop.checks.numerics.grad_scaler.rescaled_runs import Rescaled
 
     tried = SKIPS if found.skipped == len(found.made) else len(found.made)
-    lowest = evidence.further(Rescaled).at_lowest(tried)
+    lowest = evidence.shared(Rescaled).at_lowest(tried)
     if not lowest.skipped or 2 * lowest.skipped * len(found.made) < found.skipped * lowest.tried:
         return  # they do overflow for the scale's sake, and will fit
     place, source = _source(lowest, found.place)

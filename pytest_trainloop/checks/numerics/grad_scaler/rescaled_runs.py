@@ -22,7 +22,7 @@ from pytest_trainloop.checks.numerics.grad_scaler.scale_trace import traces
 from pytest_trainloop.gradients.vectors import consumed, steps_of, values, vectors
 from pytest_trainloop.recording.events import GradWrite
 from pytest_trainloop.recording.patches import tapped
-from pytest_trainloop.tracing.nonfinite import Birth, Births
+from pytest_trainloop.tracing.nonfinite import Birth, NonFiniteOrigins
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.gradients.vectors import Gradient
     from pytest_trainloop.recording.events import Step
     from pytest_trainloop.recording.record import Record
-    from pytest_trainloop.runs.run import RunPlan
+    from pytest_trainloop.runs.evidence import Evidence
 
 HIGHEST = 2.0**10
 """The first of the three scales, at most: from much higher ones a part that falls with the scale is too small to be
@@ -80,12 +80,10 @@ class AtLowest:
 
 
 class Rescaled:
-    """To be given to ``Evidence.further``."""
+    """The loop under other loss scales."""
 
-    def __init__(self, seen: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -> None:
-        self._seen = seen
-        self._plan = plan
-        self._run = run
+    def __init__(self, evidence: Evidence) -> None:
+        self._seen, self._plan, self._run = evidence.run(), evidence.plan(), evidence.rerun
 
     def dependences(self) -> Iterator[Dependence]:
         """The first steps of each optimizer whose gradients depend on the scale; what comes after such a step of
@@ -129,7 +127,7 @@ class Rescaled:
         def enough(record: Record) -> bool:
             return sum(call.what == "step" for call in record.scaler_calls()) >= tries
 
-        births = Births()
+        births = NonFiniteOrigins()
         plan = replace(self._plan, contexts=births.contexts, count=max(tries, self._plan.count), enough=enough)
         with scalers_made(init_scale=LOWEST, growth_interval=NEVER):
             record = self._run(plan)

@@ -83,7 +83,7 @@ def optimizer_numerics(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.numerics.optimizer_numerics.betas import growing
     from pytest_trainloop.checks.numerics.optimizer_numerics.first_steps import FirstSteps
 
-    first = evidence.further(FirstSteps)
+    first = evidence.shared(FirstSteps)
     divided = list(_epsilons(evidence, record, first))
     yield from divided
     yield from (_counter(record, *found) for found in first.counters())
@@ -102,7 +102,7 @@ def _epsilons(evidence: Evidence, record: Record, first: FirstSteps) -> Iterator
         return
     from pytest_trainloop.checks.numerics.optimizer_numerics.zero_denominators import Denominators
 
-    divided = evidence.further(Denominators).found
+    divided = evidence.shared(Denominators).found
     for missing in (False, True):
         found = [d for d in divided if (d.eps == 0.0) is missing]
         if found:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,12 +12,12 @@ from pytest_trainloop.optimizers.replay import around_steps, first_entries, snap
 from pytest_trainloop.recording.watch import FULL_ROUNDS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from pytest_trainloop.optimizers.replay import Snapshot
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
-    from pytest_trainloop.runs.run import RunPlan
+    from pytest_trainloop.runs.evidence import Evidence
 
 MOST = 4096
 """Entries of a tensor that are copied: all of a small one, and a small part of the memory of a large one."""
@@ -64,8 +64,8 @@ class First:
 class FirstSteps:
     """A short run in which the first two steps of every optimizer are looked at."""
 
-    def __init__(self, seen: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -> None:
-        self._seen = seen
+    def __init__(self, evidence: Evidence) -> None:
+        seen = self._seen = evidence.run()
         self.found: dict[int, First] = {}
         wanted = {o.index for o in seen.optimizers if o.steps}
         least = {o.index: min(2, o.steps) for o in seen.optimizers}
@@ -74,7 +74,7 @@ class FirstSteps:
             made = {o.index for o in record.optimizers if o.steps >= least.get(o.index, 2)}
             return wanted <= made or record.rounds >= FULL_ROUNDS
 
-        self.record = run(replace(plan, enough=enough, contexts=lambda watch: (self._watching(watch),)))
+        self.record = evidence.rerun(enough=enough, contexts=lambda watch: (self._watching(watch),))
 
     @contextlib.contextmanager
     def _watching(self, watch: Watch) -> Iterator[None]:

@@ -16,11 +16,10 @@ from pytest_trainloop.optimizers.replay import around_steps, kind_of
 from pytest_trainloop.recording.samples import readable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
-    from pytest_trainloop.runs.run import RunPlan
+    from pytest_trainloop.runs.evidence import Evidence
 
     Finite = list[tuple[torch.Tensor, dict[str, Any]]]
 
@@ -43,9 +42,9 @@ class DividedByZero:
 class Denominators:
     """The watched run made once more, with a look at parameters whose ``eps`` is 0."""
 
-    def __init__(self, seen: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -> None:
+    def __init__(self, evidence: Evidence) -> None:
         self._found: dict[int, DividedByZero] = {}
-        record = run(replace(plan, contexts=lambda watch: (self._watching(watch),)))
+        record = evidence.rerun(contexts=lambda watch: (self._watching(watch),))
         self.found = [replace(found, name=record.name(index)) for index, found in self._found.items()]
 
     @contextlib.contextmanager

@@ -96,7 +96,7 @@ def parameter_precision(evidence: Evidence) -> Iterator[Finding]:
     if masters := _with_masters(record):
         from pytest_trainloop.checks.numerics.parameter_precision.master_weights import Refreshed
 
-        yield from _updates(evidence, record, evidence.further(Refreshed).losses(masters, LOW))
+        yield from _updates(evidence, record, evidence.shared(Refreshed).losses(masters, LOW))
     yield from _averages(evidence, record)
 
 
@@ -128,19 +128,21 @@ def _counted(evidence: Evidence, low: Sequence[str]) -> list[Losses]:
     from pytest_trainloop.optimizers.float32_twin import Races
     from pytest_trainloop.optimizers.lost_updates import Updates
 
-    found = evidence.further(Updates).losses(low, LOW)
+    found = evidence.shared(Updates).losses(low, LOW)
     rest = [name for name in low if name not in {f.name for f in found}]
     if rest:
-        found += evidence.further(Races).losses(rest, LOW)
+        found += evidence.shared(Races).losses(rest, LOW)
     return found
 
 
 def _that_matter(evidence: Evidence, losses: Sequence[Losses]) -> list[Losses]:
     """Those of the tensors on which what is backpropagated depends: a bias before a batch norm moves nothing. What no
     module holds and a step is fed gradients for is a copy that others are made of (masters)."""
+    from pytest_trainloop.gradients.dependence import Dependences
+
     copies = {p.name for p in evidence.run().parameters if p.role == "foreign"}
     names = [f.name for f in losses if f.name not in copies]
-    depends = evidence.influence(names) if names else {}
+    depends = evidence.shared(Dependences).influence(names) if names else {}
     return [f for f in losses if f.name in copies or depends[f.name].change > depends[f.name].bound]
 
 
@@ -220,7 +222,7 @@ def _averages(evidence: Evidence, record: Record) -> Iterator[Finding]:
 
     if not resting_copies(record, LOW):
         return
-    for found in evidence.further(Averages).lost(LOW):
+    for found in evidence.shared(Averages).lost(LOW):
         yield Finding(
             cause="average_lost",
             summary=(

@@ -20,11 +20,10 @@ from pytest_trainloop.optimizers.replay import around_steps
 from pytest_trainloop.recording.samples import readable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Collection, Iterator
 
-    from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
-    from pytest_trainloop.runs.run import RunPlan
+    from pytest_trainloop.runs.evidence import Evidence
 
     Entries = dict[int, torch.Tensor]
 
@@ -41,8 +40,8 @@ class _Master:
 class Refreshed:
     """The watched run made once more, with a look at float32 tensors that optimizers step."""
 
-    def __init__(self, seen: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -> None:
-        self._seen, self._plan, self._run = seen, plan, run
+    def __init__(self, evidence: Evidence) -> None:
+        self._seen, self._plan, self._run = evidence.run(), evidence.plan(), evidence.rerun
         self._masters: dict[int, _Master] = {}
 
     def losses(self, names: Collection[str], dtypes: Collection[str]) -> list[Losses]:

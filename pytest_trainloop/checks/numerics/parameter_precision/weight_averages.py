@@ -24,11 +24,11 @@ from pytest_trainloop.recording.watch import FULL_ROUNDS
 from pytest_trainloop.runs.hooks import hooked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from pytest_trainloop.recording.record import Parameter, Record
     from pytest_trainloop.recording.watch import Watch
-    from pytest_trainloop.runs.run import RunPlan
+    from pytest_trainloop.runs.evidence import Evidence
 
 HALF = 0.5
 """Share of a copy's entries that must rest."""
@@ -94,8 +94,8 @@ def _rests(record: Record, p: Parameter) -> torch.Tensor:
 class Averages:
     """The watched run in float64, with a look at copies and trained weights before every step."""
 
-    def __init__(self, seen: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -> None:
-        self._seen, self._plan, self._run = seen, plan, run
+    def __init__(self, evidence: Evidence) -> None:
+        self._seen, self._plan, self._run = evidence.run(), evidence.plan(), evidence.rerun
 
     def lost(self, dtypes: Collection[str]) -> list[LostAverage]:
         copies = {p.name: p for p in resting_copies(self._seen, dtypes)}

@@ -123,7 +123,7 @@ def precision_parity(evidence: Evidence) -> Iterator[Finding]:
     knob = evidence.knobs.get("precision")
     default = inspect.signature(evidence.make).parameters[knob].default if knob else None
     judged, undecided, idle = 0, list[str](), list[str]()
-    for way in evidence.further(lambda seen, plan, run: ways(seen, plan, run, knob, default, idle)):
+    for way in ways(evidence, knob, default, idle):
         try:
             parity = way.parity()
         except CannotDecide as reason:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.gradients.vectors import Gradient
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.run import RunPlan
 
     Contexts = Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]]
@@ -232,11 +233,10 @@ def products_in_float32(record: Record) -> str:
     return "float32 products in " + ("float32" if torch.get_float32_matmul_precision() == "highest" else "TF32")
 
 
-def ways(
-    seen: Record, plan: RunPlan, run: Callable[[RunPlan], Record], knob: str | None, default: Any, idle: list[str]
-) -> Iterator[Way]:
+def ways(evidence: Evidence, knob: str | None, default: Any, idle: list[str]) -> Iterator[Way]:
     """The loop's own ways of low precision: as it is, and with its knob; one under autocast only where it has none.
     ``idle`` is told of those that turn out to be none, and why."""
+    seen, plan, run = evidence.run(), evidence.plan(), evidence.rerun
     asis = Way("as it is", plan, plan, run)
     if asis.low:
         yield asis

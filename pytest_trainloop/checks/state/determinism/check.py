@@ -67,9 +67,11 @@ CAUSES = {
 
 @check(needs={"run"}, causes=CAUSES, rank=10)
 def determinism(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.checks.state.determinism.repeat import repetition
+
     if "nondeterministic" in evidence.offers and evidence.declared("nondeterministic"):
         raise CannotDecide("nondeterministic=True says that runs differ on purpose")
-    again = evidence.repetition()
+    again = evidence.shared(repetition)
     if again.difference is None:
         return
     if again.source == "unknown":

@@ -21,12 +21,14 @@ import torch
 
 from pytest_trainloop.checks.state.determinism.first_difference import FirstOp, Journal
 from pytest_trainloop.recording.events import Backward, Event, Step
+from pytest_trainloop.runs.process_state import preserved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pytest_trainloop.recording.events import Fact
     from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.run import RunPlan
 
 Source = Literal["random", "nondeterministic_kernel", "kept", "settled", "unknown"]
@@ -53,8 +55,14 @@ class Repetition:
     op: FirstOp | None = None
 
 
-def repetition(first: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -> Repetition:
-    """Run the plan again and compare it with its first record; look for the source where they differ."""
+def repetition(evidence: Evidence) -> Repetition:
+    """Make the watched run again and compare the two; look for the source where they differ."""
+    first = evidence.run()
+    with preserved():
+        return _repetition(first, evidence.plan(), evidence.rerun)
+
+
+def _repetition(first: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -> Repetition:
     difference = first_difference(first, run(plan))
     if difference is None:
         return Repetition(None)
@@ -130,7 +138,7 @@ def _same_fact(a: Fact | None, b: Fact | None) -> bool:
 
 @contextlib.contextmanager
 def _calm() -> Iterator[None]:
-    """One thread and deterministic kernels; put back by the caller's ``preserved``."""
+    """One thread and deterministic kernels; put back by ``preserved``."""
     threads = torch.get_num_threads()
     strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.set_num_threads(1)
@@ -155,7 +163,7 @@ def _in_children(plan: RunPlan, run: Callable[[RunPlan], Record]) -> tuple[bytes
     """Digests of the run as two children make it from the same state; None where a process cannot be forked safely."""
     if not hasattr(os, "fork") or (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
         return None
-    digests = [_in_child(lambda: _digest(run(plan)), plan.seconds) for _ in range(2)]
+    digests = [_in_child(lambda: _digest(run(plan)), plan.timeout) for _ in range(2)]
     return None if None in digests else (digests[0] or b"", digests[1] or b"")
 
 

@@ -71,13 +71,14 @@ MOST = 0.5
 @check(needs={"fit"}, causes=CAUSES, rank=50)
 def every_param_moves(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.every_param_moves.bit_equal import bit_equal, low_and_stepped
+    from pytest_trainloop.gradients.dependence import Dependences
 
     record = evidence.run()
     stuck = bit_equal(record)
     low = low_and_stepped(record, LOW)
     if not stuck and not low:
         return
-    depends = evidence.influence([p.name for p in stuck]) if stuck else {}
+    depends = evidence.shared(Dependences).influence([p.name for p in stuck]) if stuck else {}
     stuck = [p for p in stuck if depends[p.name].change > depends[p.name].bound]
     if not stuck and not low:
         return
@@ -89,6 +90,8 @@ def every_param_moves(evidence: Evidence) -> Iterator[Finding]:
 
 def _whole_tensors(evidence: Evidence, record: Record, stuck: Sequence[Parameter]) -> Iterator[Finding]:
     """Parameters that are bit-equal after the run, and what float64 makes of them."""
+    from pytest_trainloop.runs.further_runs import float64_run
+
     if not stuck:
         return
     from pytest_trainloop.checks.wiring.every_param_moves.bit_equal import measure
@@ -97,7 +100,7 @@ def _whole_tensors(evidence: Evidence, record: Record, stuck: Sequence[Parameter
     if left_out:
         yield _left_out(record, left_out)
     rest = [p for p in stuck if p.name not in left_out]
-    lost = [s for s in measure(rest, record, evidence.double_run()) if s.lost] if rest else []
+    lost = [s for s in measure(rest, record, evidence.shared(float64_run)) if s.lost] if rest else []
     sure = {p.name for p in rest if p.dtype in LOW and _by_torch(record, p.index)}
     if any(s.name not in sure and s.dtype in LOW for s in lost) and _kept(evidence, record):
         lost = [s for s in lost if s.name in sure or s.dtype not in LOW]
@@ -114,7 +117,7 @@ def _kept(evidence: Evidence, record: Record) -> bool:
     from pytest_trainloop.checks.wiring.every_param_moves.bit_equal import low_and_fed
     from pytest_trainloop.optimizers.float32_twin import Races
 
-    races = evidence.further(Races).losses([p.name for p in low_and_fed(record, LOW)], LOW)
+    races = evidence.shared(Races).losses([p.name for p in low_and_fed(record, LOW)], LOW)
     return any(f.share < FEW and f.update < f.spacing / 2 for f in races)
 
 
@@ -122,13 +125,14 @@ def _left_out_by_own(evidence: Evidence, record: Record, stuck: Sequence[Paramet
     """Parameters of optimizers that are not torch's own which nothing makes move: not more steps, nor higher rates from
     another start."""
     from pytest_trainloop.checks.wiring.every_param_moves.bit_equal import bit_equal
+    from pytest_trainloop.checks.wiring.every_param_moves.displaced import displaced_run, displaced_run_at_high_lr
 
     names = [p.name for p in stuck if _others_move(record, p.index) or not record.moves]
     if names:
-        later = {p.name for p in bit_equal(evidence.displaced_run(names))}
+        later = {p.name for p in bit_equal(displaced_run(evidence, names))}
         names = [name for name in names if name in later]
     if names:
-        stirred = {p.name for p in bit_equal(evidence.stirred_run(names))}
+        stirred = {p.name for p in bit_equal(displaced_run_at_high_lr(evidence, names))}
         names = [name for name in names if name in stirred]
     return names
 
@@ -136,16 +140,18 @@ def _left_out_by_own(evidence: Evidence, record: Record, stuck: Sequence[Paramet
 def _most_entries(evidence: Evidence, record: Record, low: Sequence[Parameter]) -> Iterator[Finding]:
     """Low-precision entries that never move, where they are the greater part of all."""
     from pytest_trainloop.checks.wiring.every_param_moves.bit_equal import lost_shares, measure
+    from pytest_trainloop.gradients.dependence import Dependences
+    from pytest_trainloop.runs.further_runs import float64_run
 
-    shares = lost_shares(low, record, evidence.double_run())
+    shares = lost_shares(low, record, evidence.shared(float64_run))
     sizes = {p.name: math.prod(p.shape) for p in low}
     lost = sum(share * sizes[name] for name, share in shares.items())
     names = tuple(name for name, share in shares.items() if share >= MOST)
     if names and lost >= MOST * sum(sizes.values()):
-        depends = evidence.influence(names)
+        depends = evidence.shared(Dependences).influence(names)
         names = tuple(n for n in names if depends[n].change > depends[n].bound)
         if sum(shares[n] * sizes[n] for n in names) >= MOST * sum(sizes.values()):
-            chosen = measure([p for p in low if p.name in names], record, evidence.double_run())
+            chosen = measure([p for p in low if p.name in names], record, evidence.shared(float64_run))
             yield _lost_in_part(record, chosen, len(low), lost / sum(sizes.values()))
 
 

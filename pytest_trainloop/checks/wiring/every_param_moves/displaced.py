@@ -1,4 +1,4 @@
-"""A run in which whatever can move does: some parameters start elsewhere, and every rate is far higher.
+"""Runs in which whatever can move does: some parameters start elsewhere, and every learning rate is far higher.
 
 A weight that rests at the bound of a projection moves from another start; one whose steps are rounded away, or kept
 elsewhere until they are large enough, moves at a higher rate.
@@ -9,11 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.gradients.dependence import mover
+from pytest_trainloop.recording.watch import FULL_ROUNDS
+from pytest_trainloop.runs.optimizer_options import times
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.runs.evidence import Evidence
 
 RAISED = 1e4
 """Factor on the rates: more than the 256 steps of half a spacing that bfloat16 can swallow."""
@@ -28,3 +32,15 @@ def displaced(names: Sequence[str]) -> Callable[[Watch], None]:
         watch.book.begin_anew()
 
     return prepare
+
+
+def displaced_run(evidence: Evidence, names: Sequence[str]) -> Record:
+    """A run of thirteen times as many steps in which these parameters begin elsewhere."""
+    count = 13 * evidence.plan().count
+    return evidence.rerun(prepare=displaced(names), enough=lambda r: r.rounds >= 13 * FULL_ROUNDS, count=count)
+
+
+def displaced_run_at_high_lr(evidence: Evidence, names: Sequence[str]) -> Record:
+    """A run of five times as many steps in which they begin elsewhere, at a far higher learning rate."""
+    enough, count = (lambda r: r.rounds >= 5 * FULL_ROUNDS), 5 * evidence.plan().count
+    return evidence.rerun(prepare=displaced(names), contexts=times(RAISED), enough=enough, count=count)

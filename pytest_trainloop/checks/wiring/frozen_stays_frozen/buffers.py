@@ -16,24 +16,23 @@ from pytest_trainloop.recording.source import here
 from pytest_trainloop.runs.hooks import hooked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import nn
 
     from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.runs.evidence import Evidence
 
 
-class Resting:
+class RestingModules:
     """Watches modules below some paths: ``written`` are floating buffers that a module changes in its own forward pass,
     by where it was called; ``fed`` are modules whose input has a history, so that trained parts lie before them."""
 
-    def __init__(self, paths: Sequence[str]) -> None:
+    def __init__(self, evidence: Evidence, paths: Sequence[str]) -> None:
         self._paths = tuple(paths)
         self.written: dict[str, str] = {}
         self.fed: set[str] = set()
-
-    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-        return (self._hooked(watch),)
+        evidence.rerun(contexts=lambda watch: (self._hooked(watch),))
 
     @contextlib.contextmanager
     def _hooked(self, watch: Watch) -> Iterator[None]:

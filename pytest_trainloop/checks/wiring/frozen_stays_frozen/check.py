@@ -87,12 +87,14 @@ _REPAIRS = {
 
 @check(needs={"fit"}, causes=CAUSES, rank=60)
 def frozen_stays_frozen(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.checks.wiring.frozen_stays_frozen.buffers import RestingModules
     from pytest_trainloop.checks.wiring.frozen_stays_frozen.moved_at_rest import drifting, moved_at_rest, told_apart
+    from pytest_trainloop.runs.optimizer_options import without_weight_decay
 
     record = evidence.run()
     moved = moved_at_rest(record)
     if any(m.may_decay for m in moved):
-        moved = told_apart(moved, evidence.run_without_decay())
+        moved = told_apart(moved, evidence.rerun(contexts=without_weight_decay))
     for cause in _HOW:
         alike = [m for m in moved if m.cause == cause]
         if cause == "weight_decay" and any(m.cause == "momentum" for m in moved):
@@ -107,15 +109,17 @@ def frozen_stays_frozen(evidence: Evidence) -> Iterator[Finding]:
         if names:
             yield _drift(record, level == "fault", names, place)
     if record.frozen:
-        for name, place in evidence.resting(record.frozen).written.items():
+        for name, place in RestingModules(evidence, record.frozen).written.items():
             yield _written(name, place)
 
 
 def _before_all_that_trains(evidence: Evidence, record: Record, names: tuple[str, ...]) -> tuple[str, ...]:
     """Without statistics of norms behind something that trains: these must follow what comes in. But for what is
     declared frozen."""
+    from pytest_trainloop.checks.wiring.frozen_stays_frozen.buffers import RestingModules
+
     owners = {name: name.rpartition(".")[0] for name in names}
-    fed = evidence.resting(tuple(owners.values())).fed
+    fed = RestingModules(evidence, tuple(owners.values())).fed
     return tuple(name for name in names if record.declared_frozen(name) or owners[name] not in fed)
 
 

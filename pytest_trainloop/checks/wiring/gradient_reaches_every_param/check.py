@@ -153,7 +153,9 @@ def _raised_inside_backward(record: Record) -> bool:
 
 
 def _never_arrives(evidence: Evidence, record: Record, never: Sequence[Parameter]) -> Iterator[Finding]:
-    depends = evidence.dependence([p.name for p in never])
+    from pytest_trainloop.gradients.dependence import Dependences
+
+    depends = evidence.shared(Dependences).of([p.name for p in never])
     never = [p for p in never if not depends[p.name].alive]
     change = max(d.change for d in depends.values())
     no_history = not any(root.history for b in record.of_backward() for root in b.roots)
@@ -172,10 +174,12 @@ def _never_arrives(evidence: Evidence, record: Record, never: Sequence[Parameter
 
 def _cut(evidence: Evidence, record: Record, cut_off: Sequence[Parameter], change: float) -> Iterator[Finding]:
     """One finding for each operation that cuts; what one operation explains is not looked at again."""
+    from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import CutSearch
+
     left = list(cut_off)
     while left:
         names = [p.name for p in left]
-        cut = evidence.cut(names, {"detach", "grad_off", "value", "custom"})[0]
+        cut = evidence.shared(CutSearch).find(names, {"detach", "grad_off", "value", "custom"})[0]
         explained = [p for p in left if cut is not None and (not cut.reached or p.name in cut.reached | cut.fired)]
         yield _graph_cut(record, explained or left, change, cut)
         left = [p for p in left if explained and p not in explained]
@@ -267,12 +271,15 @@ def _operation(op: str) -> str:
 
 
 def _unused(evidence: Evidence, apart: Sequence[Parameter]) -> Iterator[Finding]:
+    from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import CutSearch
+    from pytest_trainloop.checks.wiring.gradient_reaches_every_param.exposed_results import ExposedResults
+
     used = [p for p in apart if p.calls_with_grad]
-    touched = evidence.cut([p.name for p in used], set())[1] if used else set()
+    touched = evidence.shared(CutSearch).find([p.name for p in used], set())[1] if used else set()
     thrown_away = [p for p in used if p.name in touched]
     if thrown_away:
         names = tuple(p.name for p in thrown_away)
-        exposed = evidence.exposed(names)
+        exposed = evidence.shared(ExposedResults).among(names)
         for level, chosen in (
             ("fault", [n for n in names if n not in exposed]),
             ("advice", [n for n in names if n in exposed]),
@@ -307,18 +314,21 @@ def _unused(evidence: Evidence, apart: Sequence[Parameter]) -> Iterator[Finding]
 
 
 def _arrives_as_zero(evidence: Evidence, record: Record, zero: Sequence[Parameter]) -> Iterator[Finding]:
+    from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import CutSearch
+    from pytest_trainloop.gradients.dependence import Dependences
+
     if all(root.value == 0.0 for b in record.of_backward() for root in b.roots):
         return  # the loss lies at its floor: a hinge that every example meets has nothing left to teach
     left = [p for p in zero if not (p.calls_empty and not p.calls_with_grad)]
     while left:
         names = [p.name for p in left]
-        cut = evidence.cut(names, {"flat", "dead"})[0]
+        cut = evidence.shared(CutSearch).find(names, {"flat", "dead"})[0]
         if cut is None or not cut.reached:
-            saddle = evidence.starts_at_saddle(names)
+            saddle = evidence.shared(CutSearch).saddles(names)
             if saddle:
                 yield _saddle(tuple(saddle), max(saddle.values()))
                 return
-            depends = evidence.dependence(names)
+            depends = evidence.shared(Dependences).of(names)
             if any(depends[n].depends for n in names):
                 yield _zero_advice(tuple(n for n in names if depends[n].depends))
             return

@@ -14,7 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_candidates import Candidate, Kind, Tracer
-from pytest_trainloop.gradients.dependence import difference, moved_a_little, roots_before_first_step
+from pytest_trainloop.gradients.dependence import (
+    difference,
+    moved_a_little,
+    roots_before_first_step,
+    until_stepped,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,13 +49,32 @@ class Cut:
     fired: frozenset[str] = frozenset()
 
 
-def find_cut(evidence: Evidence, names: Sequence[str], kinds: set[Kind]) -> tuple[Cut | None, set[str]]:
-    """The operation that keeps the gradient from these parameters, and the names of all parameters that entered some
-    computation."""
-    listed, tracer = _traced(evidence, names)
-    touched = {listed.parameters[i].name for i in tracer.touched}
-    candidates = [c for c in reversed(tracer.found.values()) if c.kind in kinds]
-    return _proven(evidence, names, candidates) or _crossing(evidence, names, candidates, listed), touched
+class CutSearch:
+    """The search for where gradients are lost. Finds nothing where the loop cannot be run again."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence = evidence
+
+    def find(self, names: Sequence[str], kinds: set[Kind]) -> tuple[Cut | None, set[str]]:
+        """The operation that keeps the gradient from these parameters, and the names of all parameters that entered
+        some computation."""
+        evidence = self._evidence
+        if not evidence.repeatable:
+            return None, set()
+        listed, tracer = _traced(evidence, names)
+        touched = {listed.parameters[i].name for i in tracer.touched}
+        candidates = [c for c in reversed(tracer.found.values()) if c.kind in kinds]
+        return _proven(evidence, names, candidates) or _crossing(evidence, names, candidates, listed), touched
+
+    def saddles(self, names: Sequence[str]) -> dict[str, float]:
+        """Parameters that start at exactly zero and get a gradient once all weights are moved a little: zero times zero
+        has no slope. The largest entry of that gradient by name."""
+        evidence = self._evidence
+        if not evidence.repeatable:
+            return {}
+        zeros = {p.name for p in evidence.run().parameters if p.start.zero}
+        record = evidence.rerun(prepare=moved_a_little, enough=until_stepped(evidence, names))
+        return arriving(record, [n for n in names if n in zeros])
 
 
 def _proven(evidence: Evidence, names: Sequence[str], candidates: list[Candidate]) -> Cut | None:
@@ -114,15 +138,8 @@ def arriving(record: Record, names: Sequence[str]) -> dict[str, float]:
     return {name: peaks[name] for name in names if name in peaks and not peaks[name] <= NOISE * largest}
 
 
-def starts_at_saddle(evidence: Evidence, names: Sequence[str]) -> dict[str, float]:
-    """Parameters that start at exactly zero and get a gradient once all weights are moved a little: zero times zero
-    has no slope."""
-    zeros = {p.name for p in evidence.run().parameters if p.start.zero}
-    return arriving(evidence.short_run(moved_a_little, names), [n for n in names if n in zeros])
-
-
 def _traced(
     evidence: Evidence, names: Sequence[str], chosen: Sequence[Candidate] = (), *, nudge: bool = False
 ) -> tuple[Record, Tracer]:
     tracer = Tracer(chosen, nudge=nudge)
-    return evidence.short_run(lambda watch: None, names, tracer.contexts), tracer
+    return evidence.rerun(enough=until_stepped(evidence, names), contexts=tracer.contexts), tracer

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from pytest_trainloop import nested
+from pytest_trainloop.gradients.dependence import until_stepped
 from pytest_trainloop.recording.patches import Taps
 
 if TYPE_CHECKING:
@@ -94,14 +95,23 @@ class _Exposure:
         return leaves
 
 
-def exposed(evidence: Evidence, names: Sequence[str]) -> set[str]:
-    """Those of the parameters whose unused result is given out with good reason."""
-    made: list[_Exposure] = []
+class ExposedResults:
+    """Which unused results of parameters are given out with good reason. None where the loop cannot be run again."""
 
-    def contexts(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
-        wanted = {e.index for e in watch.book.entries if e.name in set(names)}
-        made.append(_Exposure(watch, wanted))
-        yield made[0].watching()
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence = evidence
 
-    evidence.short_run(lambda watch: None, names, contexts)
-    return made[0].names
+    def among(self, names: Sequence[str]) -> set[str]:
+        """Those of the named parameters whose unused result is given out with good reason."""
+        evidence = self._evidence
+        if not evidence.repeatable:
+            return set()
+        made: list[_Exposure] = []
+
+        def contexts(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
+            wanted = {e.index for e in watch.book.entries if e.name in set(names)}
+            made.append(_Exposure(watch, wanted))
+            yield made[0].watching()
+
+        evidence.rerun(enough=until_stepped(evidence, names), contexts=contexts)
+        return made[0].names

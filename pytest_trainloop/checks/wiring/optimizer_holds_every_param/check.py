@@ -225,10 +225,12 @@ def _steps_copies(record: Record) -> bool:
 def _follows_later(evidence: Evidence, record: Record, missing: Sequence[Parameter]) -> bool:
     """Whether copies that are stepped in the parameters' stead are written into the model after more steps than were
     watched."""
+    from pytest_trainloop.runs.further_runs import longer_run
+
     if not _steps_copies(record):
         return False
     names = {p.name for p in missing}
-    longer = evidence.longer_run()
+    longer = evidence.shared(longer_run)
     return any(p.name in names and p.index in longer.changed() for p in longer.parameters)
 
 

@@ -101,7 +101,7 @@ def step_order(evidence: Evidence) -> Iterator[Finding]:
     ledger = keep(record)
     accounts = list(_accounts_findings(evidence, record, ledger))
     yield from [*order, *accounts]
-    if evidence.has_knob("accumulate") and not accounts and record.raised is None:
+    if "accumulate" in evidence.knobs and not accounts and record.raised is None:
         window = evidence.run(accumulate=ACCUMULATE)
         yield from window_findings(window, keep(window), ACCUMULATE)
     elif not accounts:

@@ -8,6 +8,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.recording.events import SchedulerStep, Step
+from pytest_trainloop.runs.further_runs import longer_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ def never_steps(evidence: Evidence, optimizer: int, mine: set[int], lost: Sequen
     not made stands in the loop, and a longer run makes none either: it may wait for its turn."""
     if not all(mine & a.wiped for a in lost[:-1]) or may_step_later(evidence.run()):
         return False
-    later = evidence.longer_run().optimizers
+    later = evidence.shared(longer_run).optimizers
     return optimizer < len(later) and not later[optimizer].steps
 
 

@@ -79,7 +79,7 @@ CAUSES = {
 def train_mode(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.train_mode.phases import Phases
 
-    phases = evidence.further(Phases)
+    phases = Phases(evidence)
     found, change, level = phases.in_eval()
     if found is not None and change > 0.0:
         yield _trained(found, change, level)

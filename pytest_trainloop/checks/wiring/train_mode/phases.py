@@ -15,11 +15,12 @@ from pytest_trainloop.checks.wiring.train_mode.evaluations import (
 from pytest_trainloop.checks.wiring.train_mode.modes import Kinds, matters, trained_in_eval
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from pytest_trainloop.checks.wiring.train_mode.evaluations import Evaluation, Verdict
     from pytest_trainloop.checks.wiring.train_mode.modes import InEval
     from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.run import RunPlan
 
 EPOCH = 3
@@ -29,8 +30,8 @@ EPOCH = 3
 class Phases:
     """The runs behind ``train_mode``."""
 
-    def __init__(self, seen: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -> None:
-        self._seen, self._plan, self._run = seen, plan, run
+    def __init__(self, evidence: Evidence) -> None:
+        self._seen, self._plan, self._run = evidence.run(), evidence.plan(), evidence.rerun
         self._brief: Record | None = None
 
     def in_eval(self) -> tuple[InEval | None, float, Verdict]:

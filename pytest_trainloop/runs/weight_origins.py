@@ -1,0 +1,78 @@
+"""Where the initial weights come from: the same under every seed (pretrained), or drawn at random."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from pytest_trainloop.recording.patches import Taps
+from pytest_trainloop.runs.process_state import seed_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.runs.evidence import Evidence
+
+Origin = Literal["pretrained", "random"]
+
+
+def weight_origins(evidence: Evidence) -> dict[str, Origin]:
+    """Of each weight matrix that trains, by name: pretrained if two loops built under two seeds have the same.
+
+    Constant ones (zeros, ones) are left out: they are neither.
+    """
+    first, second = evidence.fresh_loop(), evidence.fresh_loop(other_seed=1)
+    named = [
+        {f"{prefix}.{name}" if prefix else name: p for name, p in module.named_parameters()}
+        for prefix, module in first.modules.items()
+    ]
+    others = [p for module in second.modules.values() for p in module.parameters()]
+    found: dict[str, Origin] = {}
+    for (name, p), other in zip([item for names in named for item in names.items()], others, strict=False):
+        if p.requires_grad and not nn.parameter.is_lazy(p) and not nn.parameter.is_lazy(other) and p.dim() > 1:
+            with torch.no_grad():
+                if p.numel() > 1 and not bool((p == p.flatten()[0]).all()):
+                    found[name] = "pretrained" if torch.equal(p, other) else "random"
+    return found
+
+
+def pretrained(evidence: Evidence) -> bool:
+    """Whether the weight matrices that train are the same whatever the seed: they were loaded from somewhere.
+
+    Seeds that the function itself sets are ignored, or random weights would look the same too. From a single run this
+    cannot be told: what pretrained weights would excuse is excused.
+    """
+    if not evidence.repeatable:
+        return True
+    with _seeds_ignored():
+        first, second = evidence.fresh_loop(), evidence.fresh_loop(other_seed=1)
+    pairs = list(zip(_matrices(first), _matrices(second), strict=False))
+    return bool(pairs) and all(torch.equal(a, b) for a, b in pairs)
+
+
+def _matrices(loop: TrainLoop) -> list[torch.Tensor]:
+    found = [p for module in loop.modules.values() for p in module.parameters()]
+    return [p for p in found if p.requires_grad and p.dim() > 1 and not nn.parameter.is_lazy(p)]
+
+
+@contextlib.contextmanager
+def _seeds_ignored() -> Iterator[None]:
+    taps = Taps()
+
+    def ignoring(original: Callable[..., Any]) -> Callable[..., Any]:
+        def seed(value: Any) -> Any:
+            ours = sys._getframe(1).f_code is seed_all.__code__
+            return original(value) if ours else torch.default_generator
+
+        return seed
+
+    taps.put(torch, "manual_seed", ignoring)
+    try:
+        yield
+    finally:
+        taps.remove()
