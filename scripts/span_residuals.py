@@ -16,6 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pytest_trainloop.checks.batch.accumulation_equivalence.check import OUTSIDE
+from pytest_trainloop.checks.batch.accumulation_equivalence.runs import Accumulation
 from pytest_trainloop.errors import CannotDecide, TrainLoopError
 from pytest_trainloop.runs.evidence import Evidence
 from tests.loops.corpus import ODD, PAIRS
@@ -23,7 +24,7 @@ from tests.loops.corpus import ODD, PAIRS
 
 def residuals(evidence: Evidence) -> dict[int, float]:
     """By number of micro-batches."""
-    made = evidence.accumulation()
+    made = evidence.shared(Accumulation.of)
     found = {}
     for k in made.sizes():
         try:

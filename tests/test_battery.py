@@ -208,18 +208,27 @@ def test_a_mistake_of_ours_fails_no_loop_and_is_told(only_these):
 
 def test_a_check_sees_its_options(only_these):
     seen = []
-    only_these(a_check("one", lambda evidence: seen.append(dict(evidence.options)) or ()))
+    only_these(a_check("one", lambda evidence, *, steps=300: seen.append(steps) or (), options=("steps",)))
     check_loop(Loops(), options={"one": {"steps": 400}})
-    assert seen == [{"steps": 400}]
+    assert seen == [400]
+
+
+def test_an_option_that_a_check_does_not_have_is_refused(only_these):
+    only_these(a_check("one", says(), options=("steps",)))
+    with pytest.raises(UsageError, match=r"^one has no option 'step'; the nearest name is 'steps'$"):
+        check_loop(Loops(), options={"one": {"step": 400}})
+    only_these(a_check("one", says()))
+    with pytest.raises(UsageError, match=r"^one has no option 'step'; it has none$"):
+        check_loop(Loops(), options={"one": {"step": 400}})
 
 
 def test_a_verdict_is_kept_for_the_options_that_it_was_made_with(only_these):
-    only_these(a_check("one", lambda evidence: seen.append(evidence.options.get("steps")) or ()))
+    only_these(a_check("one", lambda evidence, *, steps=300: seen.append(steps) or (), options=("steps",)))
     seen = []
     subject = Subject("loop", Loops(), settings=Settings())
     for options in ({}, {"steps": 400}, {"steps": 400}, None):
         subject.run_check("one", options=options)
-    assert seen == [None, 400]
+    assert seen == [300, 400]
 
 
 def test_what_the_function_raised_is_reported_once():

@@ -99,15 +99,16 @@ class Evidence:
         return self._records[key]
 
     def plan(self, **knobs: Any) -> RunPlan:
-        """How the run with these knobs is made; where it was made already, with as many batches as it needed."""
-        return self._plans.get(tuple(sorted(knobs.items()))) or self._plan(knobs)
+        """How the run with these knobs is made; that of the watched run has as many batches as it needed."""
+        if knobs:
+            return self._plans.get(tuple(sorted(knobs.items()))) or self._plan(knobs)
+        self.run()
+        return self._plans[()]
 
     def rerun(self, plan: RunPlan | None = None, /, **changes: Any) -> Record:
         """A further run, by the plan of the watched run or another one, with these of its fields replaced."""
-        if plan is None:
-            self.run()
-            plan = self.plan()
-        record = run(self.make, replace(plan, **changes))
+        plan = replace(self.plan() if plan is None else plan, **changes)
+        record = run(self.make, plan)
         if plan.own_steps:
             self.own_steps += record.steps
         return record

@@ -18,5 +18,4 @@ def float64_run(evidence: Evidence) -> Record:
 
 def longer_run(evidence: Evidence) -> Record:
     """A run of five times as many steps, most of them at light density: what moves seldom has moved in it."""
-    evidence.run()
     return evidence.rerun(count=5 * evidence.plan().count, enough=lambda record: record.rounds >= 5 * FULL_ROUNDS)

@@ -143,7 +143,6 @@ class NonFiniteOrigins(WatchingMode):
     @classmethod
     def of(cls, evidence: Evidence) -> NonFiniteOrigins:
         """The watched run made once more, with every operation looked at for values that are not finite."""
-        evidence.run()
         found, enough = cls(), evidence.plan().enough
         evidence.rerun(contexts=found.contexts, enough=lambda record: found.settled or enough(record))
         return found

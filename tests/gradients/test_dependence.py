@@ -11,13 +11,13 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.errors import Unreliable
-from pytest_trainloop.gradients.dependence import difference
+from pytest_trainloop.gradients.dependence import Dependences, difference
 from pytest_trainloop.runs.evidence import Evidence
 from tests.helpers.tiny_loops import BODY, HEAD, evidence
 
 
 def depends(made, names=BODY):
-    return {name: found.depends for name, found in made.dependence(names).items()}
+    return {name: found.depends for name, found in made.shared(Dependences).of(names).items()}
 
 
 def test_a_detached_body_still_decides_the_loss():
@@ -34,7 +34,7 @@ def test_a_result_that_is_thrown_away_decides_nothing():
 
 def test_it_is_no_cut_wire_where_a_gradient_arrives():
     made = evidence(torch.tanh)
-    found = made.dependence(["body.weight"])["body.weight"]
+    found = made.shared(Dependences).of(["body.weight"])["body.weight"]
     assert found.alive
     assert not found.depends
 
@@ -63,7 +63,7 @@ def test_behind_a_gate_at_zero_it_shows_at_the_second_base_point():
 
 
 def test_a_bias_before_a_batch_norm_changes_the_loss_by_rounding_only():
-    found = evidence(lambda h: F.batch_norm(h.detach(), None, None, training=True)).dependence(BODY)
+    found = evidence(lambda h: F.batch_norm(h.detach(), None, None, training=True)).shared(Dependences).of(BODY)
     assert found["body.weight"].depends
     assert not found["body.bias"].depends
     assert found["body.bias"].change < 1e-12
@@ -71,7 +71,7 @@ def test_a_bias_before_a_batch_norm_changes_the_loss_by_rounding_only():
 
 
 def test_it_is_judged_in_float64():
-    bound = evidence(lambda h: h.detach()).dependence(BODY)["body.weight"].bound
+    bound = evidence(lambda h: h.detach()).shared(Dependences).of(BODY)["body.weight"].bound
     assert bound == pytest.approx(1e3 * torch.finfo(torch.float64).eps)
 
 
@@ -81,13 +81,13 @@ def test_it_is_judged_in_its_own_precision_where_a_loop_does_not_run_in_float64(
             raise TypeError("single precision only")
         return h.detach()
 
-    found = evidence(only_single).dependence(BODY)["body.weight"]
+    found = evidence(only_single).shared(Dependences).of(BODY)["body.weight"]
     assert found.bound == pytest.approx(1e3 * torch.finfo(torch.float32).eps)
     assert found.depends
 
 
 def test_dropout_under_one_seed_is_no_noise():
-    found = evidence(lambda h: F.dropout(h.detach(), 0.5)).dependence(BODY)
+    found = evidence(lambda h: F.dropout(h.detach(), 0.5)).shared(Dependences).of(BODY)
     assert found["body.weight"].depends
     assert found["body.weight"].bound < 1e-9
 
@@ -96,7 +96,7 @@ def test_a_loop_that_no_seed_holds_is_unreliable():
     outside = torch.Generator().manual_seed(0)
     made = evidence(lambda h: h.detach() + torch.randn(h.shape, generator=outside, dtype=torch.float32).to(h.dtype))
     with pytest.raises(Unreliable, match=r"^two identical runs of the loop backpropagate values that differ by "):
-        made.dependence(BODY)
+        made.shared(Dependences).of(BODY)
 
 
 def test_many_parameters_are_judged_by_their_modules():

@@ -1,8 +1,7 @@
 """Records made by hand: checks are judged on them without training anything."""
 
-from typing import ClassVar
+import pytest
 
-from pytest_trainloop.gradients.dependence import Dependence
 from pytest_trainloop.recording.events import Arrival, Backward, Fact, Place, Read, Root, Step
 from pytest_trainloop.recording.record import Optimizer, Parameter, Record
 
@@ -67,30 +66,25 @@ def record(parameters, *, held, gradients, batches=3, changed=()):
     )
 
 
-class Given:
-    """Evidence with answers given beforehand."""
+class FakeEvidence:
+    """Evidence made by hand: ``record`` is the watched run, ``accumulated`` the one with the knob ``accumulate``, and
+    ``shared`` maps each kind of experiment to what it found. Any other experiment fails the test."""
 
-    options: ClassVar = {}
     offers = frozenset({"fit", "run"})
+    repeatable = True
 
-    def __init__(self, record, *, depends=(), cut=None, touched=(), exposed=(), saddle=None, window=None):
-        self._record, self._depends, self._cut = record, set(depends), cut
-        self._touched, self._exposed, self._saddle, self._window = set(touched), set(exposed), saddle or {}, window
+    def __init__(self, record, *, accumulated=None, shared=None):
+        self._record, self._accumulated, self._shared = record, accumulated, dict(shared or {})
+        self.knobs = {} if accumulated is None else {"accumulate": "accumulate"}
 
     def run(self, **knobs):
-        return self._window if knobs else self._record
+        return self._accumulated if knobs else self._record
 
-    def has_knob(self, name):
-        return self._window is not None
+    def declared(self, name):
+        return None
 
-    def dependence(self, names):
-        return {n: Dependence(1e-2 if n in self._depends else 0.0, 1e-12) for n in names}
+    def root_causes(self, check):
+        return ()
 
-    def cut(self, names, kinds):
-        return self._cut, self._touched
-
-    def exposed(self, names):
-        return self._exposed & set(names)
-
-    def starts_at_saddle(self, names):
-        return self._saddle
+    def shared(self, kind):
+        return self._shared[kind] if kind in self._shared else pytest.fail(f"{kind} was asked for")

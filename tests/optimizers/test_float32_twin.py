@@ -113,7 +113,7 @@ def shares(kind, *, dtype=torch.bfloat16, prepare=lambda optimizer: None, **opti
 
         return TrainLoop(model=model, optimizer=optimizer, batch=torch.ones(ENTRIES), fit=fit)
 
-    return {f.name: f.share for f in Evidence(make).further(Races).losses(["gain"], ["bfloat16", "float16"])}
+    return {f.name: f.share for f in Evidence(make).shared(Races).losses(["gain"], ["bfloat16", "float16"])}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

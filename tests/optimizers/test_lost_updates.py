@@ -39,7 +39,7 @@ def counted(rate, *, schedule=None, batch=(1.0, 1.0, 1.0, 1.0), **options):
 
         return TrainLoop(model=model, optimizer=optimizer, batch=torch.tensor([batch]), fit=fit)
 
-    return Evidence(make).further(Updates).losses(["gain"], ["bfloat16"])
+    return Evidence(make).shared(Updates).losses(["gain"], ["bfloat16"])
 
 
 @pytest.mark.parametrize(("rate", "share"), [(1e-3, 1.0), (3.8e-3, 1.0), (4e-3, 0.0), (1e-2, 0.0)])

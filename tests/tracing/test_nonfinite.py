@@ -9,6 +9,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.runs.evidence import Evidence
+from pytest_trainloop.tracing.nonfinite import NonFiniteOrigins
 
 
 class Net(nn.Module):
@@ -35,7 +36,7 @@ def births(between=torch.tanh, loss_of=lambda out: out.square().mean(), given=No
 
     made = Evidence(make)
     made.run()
-    return made.births()
+    return made.shared(NonFiniteOrigins.of)
 
 
 def zero(h):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
+from pytest_trainloop.checks.learning.one_batch import OneBatchRuns
 from pytest_trainloop.checks.learning.outcome import learning, single_loss
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.runs.evidence import Evidence
@@ -88,11 +89,11 @@ REASONS = {
 @pytest.mark.parametrize("train", REASONS, ids=lambda train: train.__name__)
 def test_nothing_is_said_of(train):
     with pytest.raises(CannotDecide, match=REASONS[train]):
-        learning(evidence(train).one_batch(), 60.0)
+        learning(evidence(train).shared(OneBatchRuns).of(), 60.0)
 
 
 def test_a_reference_that_takes_too_long_is_not_made():
-    batch = evidence().one_batch()
+    batch = evidence().shared(OneBatchRuns).of()
     with pytest.raises(CannotDecide, match=r"allow them with overfit_one_batch=\{'seconds': \d+\}"):
         learning(batch, 1e-6)
     assert batch.spent == 0
@@ -104,8 +105,8 @@ def test_a_loop_whose_steps_take_long_is_left_in_time():
             time.sleep(0.02)
             plain(model, optimizer, [batch])
 
-    batch = evidence(slow).one_batch()
-    batch.plan = replace(batch.plan, seconds=2.0)
+    batch = evidence(slow).shared(OneBatchRuns).of()
+    batch.plan = replace(batch.plan, timeout=2.0)
     with pytest.raises(CannotDecide, match=r"steps on one fixed batch took \d+ s and did not settle it"):
         learning(batch, 60.0)
 
@@ -129,7 +130,7 @@ def test_several_losses_for_several_optimizers():
 
 
 def test_what_came_of_it():
-    found = learning(evidence(lr=1e-7).one_batch(), 60.0)
+    found = learning(evidence(lr=1e-7).shared(OneBatchRuns).of(), 60.0)
     assert found.start > found.reference
     assert found.too_small
     assert found.descent == pytest.approx(1.0, abs=0.1)  # plain gradient descent, rounded
@@ -139,21 +140,21 @@ def test_what_came_of_it():
 
 
 def test_the_loop_is_left_as_soon_as_the_loss_is_halved():
-    curve = evidence(lr=0.3).one_batch().curve
+    curve = evidence(lr=0.3).shared(OneBatchRuns).of().curve
     assert curve.halved
     assert curve.steps < 300
 
 
 def test_other_numbers_of_steps_may_be_asked_for():
     made = evidence(lr=1e-7)
-    assert made.one_batch(240).curve.steps == 240
-    assert made.one_batch(240) is made.one_batch(240)
+    assert made.shared(OneBatchRuns).of(240).curve.steps == 240
+    assert made.shared(OneBatchRuns).of(240) is made.shared(OneBatchRuns).of(240)
 
 
 def test_its_own_steps_are_counted_and_ours_are_not():
     made = evidence(lr=1e-7)
     before = made.own_steps
-    learning(made.one_batch(), 60.0)
+    learning(made.shared(OneBatchRuns).of(), 60.0)
     assert made.own_steps - before == 300
 
 
@@ -165,4 +166,4 @@ def test_a_loop_that_makes_many_optimizers_does_not_go_on_for_ever():
             optimizer.step()
             optimizer.zero_grad()
 
-    assert evidence(anew).one_batch().curve.steps <= 304
+    assert evidence(anew).shared(OneBatchRuns).of().curve.steps <= 304

@@ -85,7 +85,7 @@ CAUSES = {
 def edge_batches(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.edge_batches.runs import Edges
 
-    edges = Edges.of(evidence)
+    edges = evidence.shared(Edges.of)
     found: list[Finding] = []
     undecided: CannotDecide | None = None
     for findings in (_rows(edges), _content(edges)):

@@ -138,7 +138,7 @@ _MEANS = frozenset({"mean", "nanmean", "adaptive_avg_pool1d", "avg_pool1d", "emb
 def padding_invariance(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.padding_invariance.runs import PaddingRuns
 
-    all_made = PaddingRuns.of(evidence)
+    all_made = evidence.shared(PaddingRuns.of)
     refused: list[CannotDecide] = []
     for made in all_made:
         try:

@@ -102,19 +102,17 @@ class PaddingRuns:
     @classmethod
     def of(cls, evidence: Evidence) -> list[PaddingRuns]:
         """One for each length to which something in the first padded batch is padded. Raises ``CannotDecide`` where no
-        padding is known."""
+        padding is known, before the loop is run."""
         loop = evidence.fresh_loop()
         with preserved():
             try:
-                return cls._of(loop, evidence.run, evidence.plan(), evidence.rerun)
+                return cls._of(evidence, loop)
             except UsageError:
                 evidence.run()  # which is refused in the same words for every check
                 raise
 
     @classmethod
-    def _of(
-        cls, loop: TrainLoop, seen: Callable[[], Record], plan: RunPlan, run_plan: Callable[[RunPlan], Record]
-    ) -> list[PaddingRuns]:
+    def _of(cls, evidence: Evidence, loop: TrainLoop) -> list[PaddingRuns]:
         given = first_batches(loop, LOOKED_AT)
         known = [(batch, [p for p in _known(loop, batch) if parts(p)]) for batch in given]
         found = [(batch, padded) for batch, padded in known if padded]
@@ -126,13 +124,21 @@ class PaddingRuns:
                 else f"no row of the batch ends or begins with the declared pad_id {loop.padding.pad_id} where nothing "
                 "else stands: give a batch with rows of unequal lengths"
             )
-        record = seen()
+        record = evidence.run()
         if not record.rounds:
             raise CannotDecide("the loop makes no optimizer step, so that no gradient is consumed")
         window = max(1, round(record.items / record.rounds))
         batch, declared = nested.copy(found[0][0]), loop.padding is not None
         return [
-            cls(batch, p, window, plan, run_plan, declared=declared, varying=len(_lengths(given, batch, p)) > 1)
+            cls(
+                batch,
+                p,
+                window,
+                evidence.plan(),
+                evidence.rerun,
+                declared=declared,
+                varying=len(_lengths(given, batch, p)) > 1,
+            )
             for p in found[0][1]
         ]
 

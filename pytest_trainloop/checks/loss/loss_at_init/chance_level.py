@@ -89,7 +89,6 @@ class InitialRuns:
         """With some weights multiplied by ``scale``, under the seed plus ``other_seed``."""
         key = scale, of, other_seed
         if key not in self._made:
-            self._evidence.run()
             found, seed = InitialLosses(), self._evidence.plan().seed + other_seed
             enough, prepare = (lambda r: r.rounds >= 1), scaled(scale, of)
             self._evidence.rerun(contexts=found.contexts, enough=enough, seed=seed, prepare=prepare)

@@ -6,12 +6,13 @@ import math
 
 import pytest
 
+from pytest_trainloop.checks.batch.accumulation_equivalence import shrink
 from pytest_trainloop.checks.batch.accumulation_equivalence.check import accumulation_equivalence
-from pytest_trainloop.checks.batch.accumulation_equivalence.runs import Split
+from pytest_trainloop.checks.batch.accumulation_equivalence.runs import Accumulation, Split
 from pytest_trainloop.checks.batch.accumulation_equivalence.weights import Combination, Weighing
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.compare import Agreement
-from tests.helpers.records import ONE, parameter, record
+from tests.helpers.records import ONE, FakeEvidence, parameter, record
 
 SAME = Agreement(1.0, 1.0, 1e-16)
 
@@ -71,31 +72,22 @@ class Windows:
     def grows_with_windows(self, _split):
         return self._grows
 
-    def smallest(self, split):
-        return f"{split.rows} rows"
-
 
 NOT_FINITE = Agreement(math.nan, math.nan, 0.0)
 
 
-class Given:
-    offers = frozenset({"fit", "run"})
+@pytest.fixture(autouse=True)
+def no_shrinking(monkeypatch):
+    monkeypatch.setattr(shrink, "smallest", lambda made, split: f"{split.rows} rows")
 
-    def __init__(self, windows):
-        self._windows = windows
 
-    def has_knob(self, name):
-        return name == "accumulate"
-
-    def accumulation(self):
-        return self._windows
-
-    def run(self, **_knobs):
-        return record([parameter(0, "w")], held=[0], gradients={0: ONE})
+def given(windows):
+    seen = record([parameter(0, "w")], held=[0], gradients={0: ONE})
+    return FakeEvidence(seen, accumulated=seen, shared={Accumulation.of: windows})
 
 
 def found(*made, **how):
-    return [(f.cause, f.level) for f in accumulation_equivalence(Given(Windows(*made, **how)))]
+    return [(f.cause, f.level) for f in accumulation_equivalence(given(Windows(*made, **how)))]
 
 
 def apart(ratio=1.1):
@@ -143,7 +135,7 @@ def test_the_weights_are_the_diagnosis(whole, got, cause):
 def test_the_repair_is_that_of_the_framework():
     for library, words in (("", "divide once only"), ("lightning", "training_step"), ("accelerate", "accelerator")):
         made = split(first=Agreement(0.5, 1.0, 0.5), second=Agreement(0.5, 1.0, 0.5), library=library)
-        (finding,) = accumulation_equivalence(Given(Windows(made, (HALVES, (0.25, 0.25)))))
+        (finding,) = accumulation_equivalence(given(Windows(made, (HALVES, (0.25, 0.25)))))
         assert words in finding.repair
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
+from pytest_trainloop.checks.batch.accumulation_equivalence.runs import Accumulation
 from pytest_trainloop.errors import CannotDecide, Unreliable
 from pytest_trainloop.runs.evidence import Evidence
 
@@ -55,7 +56,7 @@ def unseeded(out, y):
 
 @pytest.mark.parametrize("k", [2, 3, 4])
 def test_a_right_loop_agrees_to_rounding(k):
-    split = evidence().accumulation().split(k)
+    split = evidence().shared(Accumulation.of).split(k)
     assert split.equal
     assert split.precision == "float64"
     assert max(w.difference for w in split.windows) < 1e-14
@@ -63,7 +64,7 @@ def test_a_right_loop_agrees_to_rounding(k):
 
 
 def test_the_weights_tell_what_was_not_divided():
-    made = evidence(divide=False).accumulation()
+    made = evidence(divide=False).shared(Accumulation.of)
     weighing = made.weigh(made.split(3))
     assert weighing.one_batch.weights == pytest.approx([1 / 3] * 3)
     assert weighing.accumulated.weights == pytest.approx([1.0] * 3)
@@ -71,15 +72,15 @@ def test_the_weights_tell_what_was_not_divided():
 
 
 def test_noise_that_torch_draws_is_the_same_for_every_row():
-    assert evidence(noisy, rows=36).accumulation().split(2).equal
-    made = evidence(noisy, rows=36, divide=False).accumulation()
+    assert evidence(noisy, rows=36).shared(Accumulation.of).split(2).equal
+    made = evidence(noisy, rows=36, divide=False).shared(Accumulation.of)
     assert made.weigh(made.split(2)).accumulated.weights == pytest.approx((1.0, 1.0))
 
 
 def test_rows_decide_the_sizes():
-    assert evidence(rows=3).accumulation().sizes() == [2, 3]
+    assert evidence(rows=3).shared(Accumulation.of).sizes() == [2, 3]
     with pytest.raises(CannotDecide, match="micro-batches take at least 2"):
-        evidence(rows=1).accumulation()
+        evidence(rows=1).shared(Accumulation.of)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_rows_decide_the_sizes():
     ],
 )
 def test_what_is_not_meant_to_be_equal_is_skipped(loss, error, words):
-    made = evidence(loss, rows=36).accumulation()
+    made = evidence(loss, rows=36).shared(Accumulation.of)
     split = made.split(2)
     assert not split.equal
     with pytest.raises(error, match=words):
@@ -100,7 +101,7 @@ def test_what_is_not_meant_to_be_equal_is_skipped(loss, error, words):
 
 def test_a_loop_that_counts_its_windows_in_another_way():
     with pytest.raises(CannotDecide, match="where 2 are due"):
-        evidence(window=lambda accumulate: 2 * accumulate - 1).accumulation().split(3)
+        evidence(window=lambda accumulate: 2 * accumulate - 1).shared(Accumulation.of).split(3)
 
 
 def test_the_users_own_split_is_used():
@@ -110,7 +111,7 @@ def test_the_users_own_split_is_used():
         cuts.append(n)
         return list(zip(*(part.chunk(n) for part in batch), strict=True))
 
-    assert evidence(split_batch=split).accumulation().split(2).equal
+    assert evidence(split_batch=split).shared(Accumulation.of).split(2).equal
     assert set(cuts) == {2}
 
 
@@ -121,7 +122,7 @@ def test_a_parts_loss_says_what_dividing_would_do():
         return ((model(x) - y).square() * weights).sum() / weights.sum()
 
     declared = Evidence(lambda: TrainLoop(model=nn.Linear(3, 1), batch=(X, X[:, :1]), loss=weighted))
-    a, b = declared.accumulation().weights_of_loss()
+    a, b = declared.shared(Accumulation.of).weights_of_loss()
     assert a + b == pytest.approx(1.0)
     assert a != pytest.approx(b, rel=1e-3)
 

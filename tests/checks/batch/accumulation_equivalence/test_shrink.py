@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
+from pytest_trainloop.checks.batch.accumulation_equivalence.runs import Accumulation
 from pytest_trainloop.checks.batch.accumulation_equivalence.shrink import TRIES, smallest
 from pytest_trainloop.runs.evidence import Evidence
 
@@ -43,18 +44,18 @@ def not_divided(loss, k, rows):
 
 @pytest.mark.parametrize("k", [2, 4])
 def test_a_sum_is_shown_by_one_row_in_each_micro_batch(k):
-    made = evidence(not_divided).accumulation()
+    made = evidence(not_divided).shared(Accumulation.of)
     assert smallest(made, made.split(k)) == "rows " + " | ".join(f"[{row}]" for row in range(k))
 
 
 def test_a_mean_of_means_is_shown_by_rows_with_unequal_counts():
-    made = evidence(counts=COUNTS).accumulation()
+    made = evidence(counts=COUNTS).shared(Accumulation.of)
     assert smallest(made, made.split(2)) == "rows [3] | [7]; 2 against 7 valid targets"
     assert smallest(made, made.split(4)) == "rows [3] | [6] | [0] | [7]; 2, 3, 4, 7 valid targets"
 
 
 def test_counts_that_do_not_matter_are_not_told():
-    made = evidence(not_divided, counts=COUNTS).accumulation()
+    made = evidence(not_divided, counts=COUNTS).shared(Accumulation.of)
     assert smallest(made, made.split(2)) == "rows [0] | [2]"
 
 
@@ -67,7 +68,7 @@ def test_counts_that_do_not_matter_are_not_told():
     ],
 )
 def test_a_loop_that_refuses_few_rows_is_shown_more(fewest, rows, expected):
-    made = evidence(not_divided, fewest=fewest, rows=rows).accumulation()
+    made = evidence(not_divided, fewest=fewest, rows=rows).shared(Accumulation.of)
     assert smallest(made, made.split(2)) == expected
 
 
@@ -75,7 +76,7 @@ def test_another_fault_of_few_rows_is_not_taken_for_this_one():
     def divide(loss, k, rows):
         return loss if rows > 1 else loss * 3 / k
 
-    made = evidence(divide).accumulation()
+    made = evidence(divide).shared(Accumulation.of)
     assert smallest(made, made.split(2)) == "rows [0, 1] | [2, 3]"
 
 
@@ -83,13 +84,13 @@ def test_batches_that_the_project_cuts_are_told_by_their_sizes():
     def halves(batch, k):
         return zip(*(tensor.chunk(k) for tensor in batch), strict=True)
 
-    made = evidence(not_divided, split_batch=halves).accumulation()
+    made = evidence(not_divided, split_batch=halves).shared(Accumulation.of)
     assert smallest(made, made.split(2)) == "2 examples as [1, 1]"
 
 
 def test_few_runs_are_made_and_the_verdict_stays():
     found = evidence(not_divided, fewest=12, rows=96)
-    made = found.accumulation()
+    made = found.shared(Accumulation.of)
     before = made.split(2)
     runs = []
     own, made._run_plan = made._run_plan, lambda plan: runs.append(plan) or own(plan)

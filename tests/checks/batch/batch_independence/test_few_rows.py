@@ -43,7 +43,7 @@ def test_rows_are_told_from_positions(batch, told):
 
 
 def test_a_declared_axis_is_believed():
-    found = rows_of(torch.randn(5, 8, 3), axis=1)
+    found = rows_of(torch.randn(5, 8, 3), batch_dim=1)
     assert (found.rows, found.axis, found.told) == (7, 1, True)
     assert found.batch.shape == (5, 7, 3)
 

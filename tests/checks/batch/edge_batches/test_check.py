@@ -9,12 +9,13 @@ import pytest
 from pytest_trainloop.checks.batch.edge_batches.check import edge_batches
 from pytest_trainloop.checks.batch.edge_batches.last_batch import Ending
 from pytest_trainloop.checks.batch.edge_batches.length_one import Short
-from pytest_trainloop.checks.batch.edge_batches.runs import Outcome
+from pytest_trainloop.checks.batch.edge_batches.runs import Edges, Outcome
 from pytest_trainloop.checks.batch.edge_batches.squeeze_proof import Lost
 from pytest_trainloop.checks.batch.edge_batches.squeezes import Squeeze
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.events import Place
 from pytest_trainloop.recording.record import Record
+from tests.helpers.records import FakeEvidence
 
 UNKNOWN, DROPS = Ending(), Ending(drops=True)
 LEAVES_ONE = Ending(last=(12,), of=4, data=13)
@@ -34,7 +35,7 @@ def lost(raised="RuntimeError: size mismatch"):
 
 
 @dataclass
-class Edges:
+class Answered:
     """What the check asks, answered at once."""
 
     ending: Ending = UNKNOWN
@@ -46,9 +47,6 @@ class Edges:
     brief: Short | None = None
     without: dict[int, int] = field(default_factory=dict)
     count: int = 4
-
-    def edges(self):
-        return self
 
     def one_row(self):
         return self.one
@@ -69,8 +67,12 @@ class Edges:
         return None
 
 
+def given(**said):
+    return FakeEvidence(None, shared={Edges.of: Answered(**said)})
+
+
 def named(**said):
-    return [(f.cause, f.level) for f in edge_batches(Edges(**said))]
+    return [(f.cause, f.level) for f in edge_batches(given(**said))]
 
 
 def test_all_is_well():
@@ -95,7 +97,7 @@ def test_a_lost_row_explains_the_leftover_batch():
 
 
 def test_a_gradient_that_is_another_one_is_told_with_its_factor():
-    (found,) = edge_batches(Edges(squeezed=lost(raised="")))
+    (found,) = edge_batches(given(squeezed=lost(raised="")))
     assert "nothing is raised" in found.summary
     assert "(1, 8, 1) becomes (8,)" in found.measured
     assert "0.125 times as long" in found.measured

@@ -14,6 +14,7 @@ from pytest_trainloop import Padding, TrainLoop
 from pytest_trainloop.batches.valid_targets import rows_without
 from pytest_trainloop.checks.batch.edge_batches.last_batch import ending, last_batch
 from pytest_trainloop.checks.batch.edge_batches.length_one import lengths_of
+from pytest_trainloop.checks.batch.edge_batches.runs import Edges
 from pytest_trainloop.checks.batch.edge_batches.squeezes import Squeezes
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.record import Record
@@ -246,7 +247,7 @@ def evidence(squeeze=lambda x: x[:, 0], loss=F.cross_entropy, batch=None, **fiel
 
 
 def test_one_row_goes_through():
-    edges = evidence().edges()
+    edges = Edges.of(evidence())
     assert edges.one_row().fine
     assert edges.row_lost() is None
     assert edges.leftover() is None
@@ -256,7 +257,7 @@ def test_one_row_goes_through():
 
 
 def test_a_lost_row_is_proven_by_leaving_it_in():
-    lost = evidence(outright).edges().row_lost()
+    lost = Edges.of(evidence(outright)).row_lost()
     assert [s.left for s in lost.squeezes] == [(3,)]
     assert "RuntimeError" in lost.raised or "ValueError" in lost.raised
     assert lost.weights == pytest.approx((0.5, 0.5))
@@ -266,33 +267,33 @@ def test_a_lost_row_that_changes_the_gradient_only():
     def by_rows(scores, _labels):
         return (scores**2).sum() / len(scores)
 
-    lost = evidence(outright, by_rows).edges().row_lost()
+    lost = Edges.of(evidence(outright, by_rows)).row_lost()
     assert not lost.raised
     assert lost.ratio == pytest.approx(1 / 3)
     assert lost.cosine == pytest.approx(1.0)
 
 
 def test_a_lost_row_that_changes_nothing():
-    assert evidence(outright, lambda scores, _labels: (scores**2).mean()).edges().row_lost() is None
+    assert Edges.of(evidence(outright, lambda scores, _labels: (scores**2).mean())).row_lost() is None
 
 
 def test_rows_that_interact_may_not_be_meant_one_by_one():
     def decorrelated(scores, labels):
         return F.cross_entropy(scores - scores.mean(0).exp(), labels)
 
-    edges = evidence(outright, decorrelated).edges()
+    edges = Edges.of(evidence(outright, decorrelated))
     assert edges.one_row().raised
     assert edges.row_lost() is None
 
 
 def test_a_batch_of_one_row_has_none_to_take():
     with pytest.raises(CannotDecide, match="1 rows"):
-        evidence(batch=(torch.randn(1, 4), torch.zeros(1, dtype=torch.long))).edges()
+        Edges.of(evidence(batch=(torch.randn(1, 4), torch.zeros(1, dtype=torch.long))))
 
 
 def test_filters_of_warnings_are_as_they_were():
     before = list(warnings.filters)
-    evidence(outright, lambda scores, _labels: scores.std(0).sum()).edges().one_row()
+    Edges.of(evidence(outright, lambda scores, _labels: scores.std(0).sum())).one_row()
     assert list(warnings.filters) == before
 
 
@@ -301,7 +302,7 @@ def test_of_several_lost_rows_the_one_that_matters_is_named():
         _ = x.squeeze(1).squeeze().sum()
         return x.squeeze()
 
-    (found,) = evidence(twice).edges().row_lost().squeezes
+    (found,) = Edges.of(evidence(twice)).row_lost().squeezes
     assert found.shape == (1, 1, 3)
 
 
@@ -321,7 +322,7 @@ def test_a_list_of_items_has_no_axis_of_rows():
         return TrainLoop(model=model, optimizer=optimizer, batch=items, fit=fit)
 
     with pytest.raises(CannotDecide, match="list of items"):
-        Evidence(make).edges()
+        Edges.of(Evidence(make))
 
 
 def test_the_row_that_lacks_most_comes_first():
@@ -338,6 +339,6 @@ def test_rows_that_weigh_each_other_may_not_be_meant_one_by_one():
         returns = torch.arange(1.0, len(labels) + 1).flip(0)
         return -(chosen * returns).mean()
 
-    edges = evidence(outright, rewarded).edges()
+    edges = Edges.of(evidence(outright, rewarded))
     assert edges.one_row().raised
     assert edges.row_lost() is None

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from pytest_trainloop.checks.batch.padding_invariance.check import padding_invariance
 from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import Met, Seen
-from pytest_trainloop.checks.batch.padding_invariance.runs import Compared
+from pytest_trainloop.checks.batch.padding_invariance.runs import Compared, PaddingRuns
 from pytest_trainloop.checks.batch.padding_invariance.slices import Part
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.compare import Agreement
 from pytest_trainloop.recording.events import Place
+from tests.helpers.records import FakeEvidence
 
 PART = Part((1,), 0, 8, 0, 4)
 HERE = Place("train.py", 7, "loss.backward()")
@@ -62,7 +61,9 @@ class Runs:
 
 
 def said(runs, behind=()):
-    found = list(padding_invariance(SimpleNamespace(padding=lambda: [runs], behind=lambda _name: behind)))
+    evidence = FakeEvidence(None, shared={PaddingRuns.of: [runs]})
+    evidence.root_causes = lambda _check: behind
+    found = list(padding_invariance(evidence))
     assert len(found) <= 1
     return (found[0].cause, found[0].level) if found else None
 

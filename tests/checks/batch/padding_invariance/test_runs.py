@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
+from pytest_trainloop.checks.batch.padding_invariance.runs import PaddingRuns
 from pytest_trainloop.errors import CannotDecide, Unreliable
 from pytest_trainloop.loop import Padding
 from pytest_trainloop.runs.evidence import Evidence
@@ -57,7 +58,7 @@ def evidence(loss=right, given=batch, *, window=1, batches=None, **fields):
 
 
 def padding(made):
-    (runs,) = made.padding()
+    (runs,) = PaddingRuns.of(made)
     return runs
 
 

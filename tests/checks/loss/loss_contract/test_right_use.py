@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from pytest_trainloop.checks.loss.loss_contract.recorder import LossCallRecorder
 from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.runs.evidence import Evidence
 
@@ -104,7 +105,7 @@ def test_a_loss_of_torch_used_right_breaks_nothing(name, dtype):
 
         return TrainLoop(model=model, optimizer=optimizer, batch=torch.randn(ROWS, 6), fit=fit)
 
-    contracts = Evidence(make).contracts()
+    contracts = Evidence(make).shared(LossCallRecorder.of)
     assert [breach for breach, _, _ in contracts.breaches()] == []
     assert contracts.unread == []
     assert contracts.seen

@@ -15,13 +15,13 @@ from pytest_trainloop.api import check_loop, observe
 from pytest_trainloop.checks.numerics.checkpointing_equivalence.check import checkpointing_equivalence
 from pytest_trainloop.checks.numerics.checkpointing_equivalence.first_difference import Other
 from pytest_trainloop.checks.numerics.checkpointing_equivalence.passes import Apart, plain_name
-from pytest_trainloop.checks.numerics.checkpointing_equivalence.runs import Verdict
+from pytest_trainloop.checks.numerics.checkpointing_equivalence.runs import Checkpointing, Verdict
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.compare import Agreement
 from pytest_trainloop.recording import torch_internals
 from pytest_trainloop.recording.events import CheckpointCall, Place
 from pytest_trainloop.runs.evidence import Evidence
-from tests.helpers.records import ONE, parameter, record
+from tests.helpers.records import ONE, FakeEvidence, parameter, record
 
 HERE = Place("model.py", 9, "x = checkpoint(block, x, use_reentrant=True)")
 CALL = CheckpointCall(at=1, place=HERE, site=(), reentrant=True, preserves=True, needs_grad=False, grad_enabled=True)
@@ -40,24 +40,14 @@ class Made:
         return 2.0, 1.0
 
 
-class Given:
-    def __init__(self, made, calls=(CALL,)):
-        self._made = made
-        self._record = record([parameter(0, "a.weight")], held=[0], gradients={0: ONE})
-        self._record.checkpoints.extend(calls)
-
-    def run(self):
-        return self._record
-
-    def has_knob(self, name):
-        return False
-
-    def further(self, kind):
-        return self._made
+def given(made, calls=(CALL,)):
+    seen = record([parameter(0, "a.weight")], held=[0], gradients={0: ONE})
+    seen.checkpoints.extend(calls)
+    return FakeEvidence(seen, shared={Checkpointing: made})
 
 
 def findings(made):
-    return list(checkpointing_equivalence(Given(made)))
+    return list(checkpointing_equivalence(given(made)))
 
 
 def apart(*, loss=(1.0, 1.0), names=("a.weight",), bare=(), forward=False):
@@ -139,7 +129,7 @@ def test_statistics_are_advice():
 )
 def test_nothing_to_compare(calls):
     with pytest.raises(CannotDecide, match="no activation checkpointing was seen"):
-        list(checkpointing_equivalence(Given(None, calls)))
+        list(checkpointing_equivalence(given(None, calls)))
 
 
 def test_names_of_wrapped_modules():

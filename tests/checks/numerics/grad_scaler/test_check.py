@@ -17,7 +17,10 @@ from pytest_trainloop.checks.numerics.grad_scaler.call_windows import (
     updated_between,
 )
 from pytest_trainloop.checks.numerics.grad_scaler.check import grad_scaler
+from pytest_trainloop.checks.numerics.grad_scaler.rescaled_runs import AtLowest, Rescaled
 from pytest_trainloop.checks.numerics.grad_scaler.scale_trace import of_one_step_each, power, traces
+from pytest_trainloop.runs.further_runs import longer_run
+from tests.helpers.records import FakeEvidence
 from tests.helpers.story import Story
 
 UPDATED_TWICE = "No inf checks were recorded prior to update."
@@ -302,28 +305,11 @@ def test_scalers_that_take_one_anothers_place():
     assert not of_one_step_each(traces(Told([0]).tries(1.0, 1.0, 1.0).record()))
 
 
-class Evidence:
-    """The watched run alone: what asks for more fails."""
-
-    def __init__(self, record, longer=None):
-        self._record, self._longer = record, longer
-
-    def run(self):
-        return self._record
-
-    def longer_run(self):
-        assert self._longer is not None, "a longer run is not called for"
-        return self._longer
-
-    def further(self, kind):
-        raise AssertionError("no further run is called for")
-
-
 def test_without_a_scaler_no_further_run_is_made():
     story = Told([0])
     story.backward()
     story.step()
-    assert list(grad_scaler(Evidence(story.record()))) == []
+    assert list(grad_scaler(FakeEvidence(story.record()))) == []
 
 
 def test_with_a_scaler_that_is_off_no_further_run_is_made():
@@ -333,11 +319,11 @@ def test_with_a_scaler_that_is_off_no_further_run_is_made():
         story.backward()
         story.step()
         story.scaler("update", enabled=False)
-    assert list(grad_scaler(Evidence(story.record()))) == []
+    assert list(grad_scaler(FakeEvidence(story.record()))) == []
 
 
-class Rescaled:
-    """Further runs whose outcomes are given."""
+class Answered:
+    """Runs under other scales whose outcomes are given."""
 
     def __init__(self, lowest):
         self._lowest = lowest
@@ -349,20 +335,14 @@ class Rescaled:
         return self._lowest
 
 
-class WithRuns(Evidence):
-    lowest: object = None
-
-    def further(self, kind):
-        return Rescaled(self.lowest)
+def given(seen, longer=None, lowest=None):
+    return FakeEvidence(seen, shared={Rescaled: Answered(lowest), longer_run: longer})
 
 
 def collapsed(skipped_at_lowest, *, skipped="." + 11 * "x"):
-    from pytest_trainloop.checks.numerics.grad_scaler.rescaled_runs import AtLowest
-
     factors = [2.0 ** (16 - i) for i in range(len(skipped))]
-    evidence = WithRuns(*[Told([0]).tries(*factors, skipped=skipped).record()] * 2)
-    evidence.lowest = AtLowest(len(skipped), skipped_at_lowest, None)
-    return list(grad_scaler(evidence))
+    seen = Told([0]).tries(*factors, skipped=skipped).record()
+    return list(grad_scaler(given(seen, seen, AtLowest(len(skipped), skipped_at_lowest, None))))
 
 
 def test_a_scale_that_falls_whatever_it_is():
@@ -391,7 +371,7 @@ def test_where_no_loss_is_finite_there_is_nothing_to_scale():
     record = story.record()
     for backward in record.backwards():
         backward.roots[0].value = math.nan
-    assert list(grad_scaler(WithRuns(record))) == []
+    assert list(grad_scaler(given(record))) == []
 
 
 def test_a_new_scaler_for_every_step():
@@ -403,7 +383,7 @@ def test_a_new_scaler_for_every_step():
             story.backward()
             story.through(skipped=mark == "x")
             story.record().scaler_calls()[-1].scaler = scaler
-        (finding,) = grad_scaler(WithRuns(story.record()))
+        (finding,) = grad_scaler(given(story.record()))
         return finding.cause, finding.level
 
     assert anew("....") == ("scaler_recreated", "advice")

@@ -39,7 +39,7 @@ def rescaled(step, *, dtype=torch.bfloat16, init_scale=4096.0, loaded=None, decl
 
         return TrainLoop(model=model, optimizer=optimizer if declared else None, batch=batch(), fit=fit)
 
-    return Evidence(make).further(Rescaled)
+    return Evidence(make).shared(Rescaled)
 
 
 def through(model, optimizer, scaler, loss):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from pytest_trainloop.checks.numerics.optimizer_numerics.first_steps import Epsi
 from pytest_trainloop.checks.numerics.optimizer_numerics.step_variants import Apart
 from pytest_trainloop.checks.numerics.optimizer_numerics.zero_denominators import Denominators, DividedByZero
 from pytest_trainloop.optimizers.replay import Group, Member, Snapshot
-from tests.helpers.records import ONE, Given, parameter, record
+from tests.helpers.records import ONE, FakeEvidence, parameter, record
 
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
 FLAGS = {"foreach": None, "fused": None, "capturable": False, "differentiable": False, "maximize": False}
@@ -23,13 +25,13 @@ def snap(kind=torch.optim.Adam, *, dtype=torch.float32, **options):
     return Snapshot(kind, (Group({**ADAM, **FLAGS, **options}, (Member(0, 0.1 * entries, grad, {}),)),))
 
 
-class Looked(Given):
-    """Evidence whose further runs are answered beforehand."""
+class Looked:
+    """Experiments whose findings are given beforehand."""
 
     def __init__(self, made, *, zero=(), divided=(), counted=()):
-        super().__init__(record([parameter(0, "w")], held=[0], gradients={0: ONE}))
-        self._record.steps = 3
-        self.record, self.found = self._record, {0: First(0, made)}
+        self.seen = record([parameter(0, "w")], held=[0], gradients={0: ONE})
+        self.seen.steps = 3
+        self.record, self.found = self.seen, {0: First(0, made)}
         self._zero, self._divided, self._counted = list(zero), list(divided), list(counted)
 
     def epsilons(self):
@@ -38,15 +40,13 @@ class Looked(Given):
     def counters(self):
         return self._counted
 
-    def further(self, kind):
-        if kind is FirstSteps:
-            return self
-        assert kind is Denominators
-        return type("Found", (), {"found": self._divided})
+    @property
+    def evidence(self):
+        return FakeEvidence(self.seen, shared={FirstSteps: self, Denominators: SimpleNamespace(found=self._divided)})
 
 
-def verdicts(evidence):
-    return [(f.level, f.cause) for f in optimizer_numerics(evidence)]
+def verdicts(looked):
+    return [(f.level, f.cause) for f in optimizer_numerics(looked.evidence)]
 
 
 def test_nothing_is_said_of_the_defaults():
@@ -54,21 +54,20 @@ def test_nothing_is_said_of_the_defaults():
 
 
 def test_no_further_run_is_made_where_nothing_steps():
-    evidence = Looked(snap())
-    evidence.run().steps = 0
-    evidence.further = lambda kind: pytest.fail("a further run was made")
-    assert verdicts(evidence) == []
+    looked = Looked(snap())
+    looked.seen.steps = 0
+    assert list(optimizer_numerics(FakeEvidence(looked.seen))) == []
 
 
 def test_a_count_of_steps_in_low_precision_is_a_fault():
-    (found,) = optimizer_numerics(Looked(snap(), counted=[("AdamW", "bfloat16", 256, ("w",))]))
+    (found,) = optimizer_numerics(Looked(snap(), counted=[("AdamW", "bfloat16", 256, ("w",))]).evidence)
     assert (found.level, found.cause, found.culprits) == ("fault", "step_count_saturates", ("w",))
     assert "256 + 1 is 256" in found.summary
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam])
 def test_betas_the_wrong_way_round_are_a_fault(kind):
-    (found,) = optimizer_numerics(Looked(snap(kind, betas=(0.999, 0.9))))
+    (found,) = optimizer_numerics(Looked(snap(kind, betas=(0.999, 0.9))).evidence)
     assert (found.level, found.cause, found.culprits) == ("fault", "betas_swapped", ("w",))
     assert "1.053" in found.measured
     assert found.repair == "betas=(0.9, 0.999)"
@@ -95,10 +94,8 @@ def divided(eps, **fields):
 
 
 def test_an_eps_that_is_zero_and_was_divided_by_is_a_fault_and_hides_the_variants():
-    evidence = Looked(
-        snap(dtype=torch.float16), zero=[Epsilon("Adam", 1e-8, "float16", ("w",))], divided=[divided(1e-8)]
-    )
-    (found,) = optimizer_numerics(evidence)
+    looked = Looked(snap(dtype=torch.float16), zero=[Epsilon("Adam", 1e-8, "float16", ("w",))], divided=[divided(1e-8)])
+    (found,) = optimizer_numerics(looked.evidence)
     assert (found.level, found.cause) == ("fault", "eps_underflows")
     assert "3 of 64 entries of w" in found.measured
     assert "finite" in found.explains
@@ -111,7 +108,7 @@ def test_an_eps_that_is_zero_and_did_no_harm_is_advice():
 def test_an_eps_of_zero_is_a_fault_only_where_it_is_seen():
     zero = [Epsilon("Adam", 0.0, "float32", ("w",))]
     assert verdicts(Looked(snap(), zero=zero)) == []
-    (found,) = optimizer_numerics(Looked(snap(), zero=zero, divided=[divided(0.0, without=2)]))
+    (found,) = optimizer_numerics(Looked(snap(), zero=zero, divided=[divided(0.0, without=2)]).evidence)
     assert (found.level, found.cause) == ("fault", "eps_missing")
     assert "2 of them with a gradient of exactly 0 (0/0)" in found.measured
 
@@ -132,7 +129,7 @@ def off(variant="fused", *, by=1e-2, in_use=True, agreeing=("for-loop",), **fiel
 )
 def test_a_variant_that_goes_wrong(monkeypatch, found, level):
     monkeypatch.setattr(step_variants, "apart", lambda snap: [found])
-    (said,) = optimizer_numerics(Looked(snap()))
+    (said,) = optimizer_numerics(Looked(snap()).evidence)
     assert (said.level, said.cause, said.culprits) == (level, "variants_differ", ("w",))
     assert found.variant in said.summary
 
@@ -141,6 +138,6 @@ def test_variants_of_one_dtype_are_told_together_with_their_peaks(monkeypatch):
     peaks = {"for-loop": 2**20, "foreach": 3 * 2**20}
     found = [off("for-loop", agreeing=(), peaks=peaks), off("foreach", in_use=False, agreeing=(), peaks=peaks)]
     monkeypatch.setattr(step_variants, "apart", lambda snap: found)
-    (said,) = optimizer_numerics(Looked(snap()))
+    (said,) = optimizer_numerics(Looked(snap()).evidence)
     assert "for-loop and foreach step" in said.summary
     assert "for-loop 1.0 MiB, foreach 3.0 MiB" in said.measured

@@ -8,11 +8,11 @@ import pytest
 
 from pytest_trainloop.checks.numerics.parameter_precision.check import parameter_precision
 from pytest_trainloop.checks.numerics.parameter_precision.weight_averages import Averages, LostAverage
-from pytest_trainloop.gradients.dependence import Dependence
+from pytest_trainloop.gradients.dependence import Dependence, Dependences
 from pytest_trainloop.optimizers.float32_twin import Races
 from pytest_trainloop.optimizers.lost_updates import Losses, Updates
 from pytest_trainloop.recording.events import Fact, Move
-from tests.helpers.records import Given, parameter, record
+from tests.helpers.records import FakeEvidence, parameter, record
 
 GRAD = Fact(0.5, b"one")
 
@@ -28,23 +28,26 @@ def losses(name, share, *, way=None, entries=100, steps=12):
     )
 
 
-class Counted(Given):
+class Counted:
+    """Experiments whose findings are given beforehand: updates made again on copies, or raced by a float32 twin."""
+
     def __init__(self, *found, raced=(), averages=(), idle=(), dtype="bfloat16", **fields):
         names = [f.name for f in (*found, *raced)]
         parameters = [parameter(i, name, dtype=dtype, **fields) for i, name in enumerate(names)]
         held = range(len(names))
-        super().__init__(record(parameters, held=held, gradients=dict.fromkeys(held, GRAD), changed=held))
-        for optimizer in self._record.optimizers:
+        self.record = record(parameters, held=held, gradients=dict.fromkeys(held, GRAD), changed=held)
+        for optimizer in self.record.optimizers:
             optimizer.from_torch = True
             optimizer.groups = tuple(0 for _ in names)
-        for step in self._record.consuming_steps():
+        for step in self.record.consuming_steps():
             step.rates = (1e-3,)
-        self._found, self._raced, self._averages, self._idle = found, raced, averages, set(idle)
+        self._found, self._averages, self._idle = found, averages, set(idle)
+        self.experiments = dict.fromkeys((Updates, Averages, Dependences), self)
+        self.experiments[Races] = Counted(*raced) if raced else None
 
-    def further(self, kind):
-        if kind is Races:
-            return Counted(*self._raced)
-        return self if kind in (Updates, Averages) else pytest.fail(f"asked for {kind}")
+    @property
+    def evidence(self):
+        return FakeEvidence(self.record, shared={kind: made for kind, made in self.experiments.items() if made})
 
     def losses(self, names, dtypes):
         return [f for f in self._found if f.name in names]
@@ -56,12 +59,12 @@ class Counted(Given):
         return {n: Dependence(0.0 if n in self._idle else 1e-2, 1e-12) for n in names}
 
 
-def verdicts(evidence):
-    return [(f.level, f.cause, f.culprits) for f in parameter_precision(evidence)]
+def verdicts(counted):
+    return [(f.level, f.cause, f.culprits) for f in parameter_precision(counted.evidence)]
 
 
 def test_most_updates_of_all_weights_are_a_fault():
-    found = list(parameter_precision(Counted(losses("a", 0.9), losses("b", 0.4, entries=50))))
+    found = list(parameter_precision(Counted(losses("a", 0.9), losses("b", 0.4, entries=50)).evidence))
     assert [(f.level, f.cause, f.culprits) for f in found] == [("fault", "updates_lost", ("a",))]
     assert "73%" in found[0].summary
     assert "1.0e-04" in found[0].measured
@@ -75,8 +78,8 @@ def test_most_by_number_and_few_by_size_are_advice():
 
 
 def test_a_small_tensor_that_loses_nearly_all_is_a_fault_beside_a_large_one_that_loses_nothing():
-    evidence = Counted(losses("norm", 0.995), losses("weight", 0.0, entries=10_000))
-    assert verdicts(evidence) == [("fault", "updates_lost", ("norm",))]
+    counted = Counted(losses("norm", 0.995), losses("weight", 0.0, entries=10_000))
+    assert verdicts(counted) == [("fault", "updates_lost", ("norm",))]
 
 
 def test_a_tensor_on_which_nothing_depends_may_lose_all():
@@ -84,8 +87,8 @@ def test_a_tensor_on_which_nothing_depends_may_lose_all():
 
 
 def test_most_of_what_is_lost_must_matter():
-    evidence = Counted(losses("a", 0.9), losses("b", 0.6, entries=20), idle={"a"})
-    assert verdicts(evidence) == [("advice", "updates_lost_in_part", ("a", "b"))]
+    counted = Counted(losses("a", 0.9), losses("b", 0.6, entries=20), idle={"a"})
+    assert verdicts(counted) == [("advice", "updates_lost_in_part", ("a", "b"))]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05])
@@ -98,11 +101,8 @@ def test_too_few_steps_prove_nothing():
 
 
 def test_float32_weights_are_not_looked_at():
-    class Refusing(Counted):
-        def further(self, kind):
-            pytest.fail("a further run was made")
-
-    assert verdicts(Refusing(losses("a", 1.0), dtype="float32")) == []
+    counted = Counted(losses("a", 1.0), dtype="float32")
+    assert list(parameter_precision(FakeEvidence(counted.record))) == []
 
 
 def test_what_is_raced_counts_as_what_is_made_again():
@@ -112,17 +112,15 @@ def test_what_is_raced_counts_as_what_is_made_again():
 
 
 def test_what_was_made_again_is_not_raced():
-    class Refusing(Counted):
-        def further(self, kind):
-            return pytest.fail("raced") if kind is Races else super().further(kind)
-
-    assert verdicts(Refusing(losses("a", 0.0))) == []
+    counted = Counted(losses("a", 0.0))
+    assert Races not in counted.evidence._shared
+    assert verdicts(counted) == []
 
 
 def test_what_others_move_is_not_looked_at():
-    evidence = Counted(raced=[losses("a", 1.0)])
-    evidence.run().moves.append(Move(since=0, at=1, parameters=(0,), by=None))
-    assert verdicts(evidence) == []
+    counted = Counted(raced=[losses("a", 1.0)])
+    counted.record.moves.append(Move(since=0, at=1, parameters=(0,), by=None))
+    assert verdicts(counted) == []
 
 
 def average(*names):
@@ -130,16 +128,16 @@ def average(*names):
 
 
 def with_copy(**fields):
-    evidence = Counted(losses("a", 0.0), averages=[average("ema")])
+    counted = Counted(losses("a", 0.0), averages=[average("ema")])
     copied = parameter(1, "ema", dtype="bfloat16", start=Fact(0.5, b"\x80\x3f" * 4), **fields)
-    record = evidence.run()
+    record = counted.record
     record.parameters.append(copied)
     record.end[1] = copied.start
-    return evidence
+    return counted
 
 
 def test_an_average_that_cannot_move_is_a_fault_with_its_line():
-    found = list(parameter_precision(with_copy()))
+    found = list(parameter_precision(with_copy().evidence))
     assert [(f.cause, f.culprits, f.where) for f in found] == [
         ("average_lost", ("ema",), "train.py:9   ema.lerp_(p, 0.001)")
     ]
@@ -147,6 +145,6 @@ def test_an_average_that_cannot_move_is_a_fault_with_its_line():
 
 
 def test_a_copy_of_another_shape_is_no_average():
-    evidence = with_copy()
-    evidence.run().parameters[1] = replace(evidence.run().parameters[1], shape=(3,))
-    assert verdicts(evidence) == []
+    counted = with_copy()
+    counted.record.parameters[1] = replace(counted.record.parameters[1], shape=(3,))
+    assert verdicts(counted) == []

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from pytest_trainloop.checks.state.determinism.repeat import first_difference
+from pytest_trainloop.checks.state.determinism.repeat import first_difference, repetition
 from pytest_trainloop.recording.events import Backward, Fact, Step
 from pytest_trainloop.runs.evidence import Evidence
 from tests.helpers.story import Story
@@ -115,13 +115,13 @@ def evidence(draw):
     ("draw", "source"), [(system, "random"), (kept, "kept"), (unordered, "nondeterministic_kernel")]
 )
 def test_the_source_is_told(draw, source):
-    again = evidence(draw).repetition()
+    again = evidence(draw).shared(repetition)
     assert again.difference is not None
     assert (again.source, again.difference.culprit) == (source, "loss")
 
 
 def test_the_operation_that_differs_first_is_named():
-    op = evidence(system).repetition().op
+    op = evidence(system).shared(repetition).op
     assert op is not None
     assert op.op in ("add", "__add__")
     assert "model(x + draw())" in str(op.place)
@@ -129,5 +129,5 @@ def test_the_operation_that_differs_first_is_named():
 
 def test_the_settings_of_torch_are_given_back():
     before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    evidence(unordered).repetition()
+    evidence(unordered).shared(repetition)
     assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before

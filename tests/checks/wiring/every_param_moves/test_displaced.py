@@ -9,7 +9,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.checks.wiring.every_param_moves.bit_equal import bit_equal
-from pytest_trainloop.checks.wiring.every_param_moves.displaced import RAISED
+from pytest_trainloop.checks.wiring.every_param_moves.displaced import RAISED, displaced_run_at_high_lr
 from pytest_trainloop.runs.evidence import Evidence
 
 
@@ -50,14 +50,14 @@ def evidence(kind=Seen, lr=1e-4, after=lambda model: None):
 @pytest.mark.parametrize("lr", [1e-6, torch.tensor(1e-6)], ids=["number", "tensor"])
 def test_rates_are_raised_inside_steps_only(lr):
     made, optimizers = evidence(lr=lr)
-    made.stirred_run(["weight"])
+    displaced_run_at_high_lr(made, ["weight"])
     assert optimizers[-1].seen[0] == pytest.approx(1e-6 * RAISED)
     assert float(optimizers[-1].param_groups[0]["lr"]) == pytest.approx(1e-6)
 
 
 def test_it_begins_elsewhere_and_counts_from_there():
     made, _ = evidence(lr=0.0)
-    stirred = made.stirred_run(["weight"])
+    stirred = displaced_run_at_high_lr(made, ["weight"])
     by_name = {p.name: p for p in stirred.parameters}
     before = {p.name: p for p in made.run().parameters}
     assert not by_name["weight"].start.same(before["weight"].start)
@@ -75,4 +75,4 @@ class Bounded(torch.optim.SGD):
 
 def test_a_weight_at_its_bound_moves_from_another_start():
     made, _ = evidence(Bounded, lr=1e-9)
-    assert bit_equal(made.stirred_run(["bias"])) == []
+    assert bit_equal(displaced_run_at_high_lr(made, ["bias"])) == []

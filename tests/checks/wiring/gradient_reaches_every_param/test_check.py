@@ -4,9 +4,36 @@ import pytest
 
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.check import gradient_reaches_every_param
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_candidates import Candidate
-from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import Cut
+from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import Cut, CutSearch
+from pytest_trainloop.checks.wiring.gradient_reaches_every_param.exposed_results import ExposedResults
+from pytest_trainloop.gradients.dependence import Dependence, Dependences
 from pytest_trainloop.recording.events import Move, Raised
-from tests.helpers.records import HERE, ONE, ZERO, Given, parameter, record
+from tests.helpers.records import HERE, ONE, ZERO, FakeEvidence, parameter, record
+
+
+class Experiments:
+    """What moving parameters, leaving operations out and following results would show."""
+
+    def __init__(self, depends, cut, touched, exposed, saddle):
+        self._depends, self._cut, self._touched = depends, cut, set(touched)
+        self._exposed, self._saddle = set(exposed), saddle
+
+    def of(self, names):
+        return {n: Dependence(1e-2 if n in self._depends else 0.0, 1e-12) for n in names}
+
+    def find(self, names, kinds):
+        return self._cut, self._touched
+
+    def among(self, names):
+        return self._exposed & set(names)
+
+    def saddles(self, names):
+        return self._saddle
+
+
+def given(record, *, depends=(), cut=None, touched=(), exposed=(), saddle=None):
+    found = Experiments(depends, cut, touched, exposed, saddle or {})
+    return FakeEvidence(record, shared=dict.fromkeys((Dependences, CutSearch, ExposedResults), found))
 
 
 def cut(kind, op, gradient=0.1, reached=("body.weight",)):
@@ -23,7 +50,7 @@ def found(evidence):
 
 
 def test_gradients_everywhere_are_fine():
-    assert found(Given(made(ONE))) == []
+    assert found(given(made(ONE))) == []
 
 
 @pytest.mark.parametrize(
@@ -37,57 +64,57 @@ def test_gradients_everywhere_are_fine():
     ],
 )
 def test_no_gradient_where_the_loss_depends_is_a_cut(kind, op, gradient, cause):
-    evidence = Given(made(), depends=["body.weight"], cut=cut(kind, op, gradient))
+    evidence = given(made(), depends=["body.weight"], cut=cut(kind, op, gradient))
     assert found(evidence) == [(cause, "fault", ("body.weight",))]
 
 
 def test_a_cut_that_no_operation_explains_says_what_was_ruled_out():
-    (finding,) = gradient_reaches_every_param(Given(made(), depends=["body.weight"]))
+    (finding,) = gradient_reaches_every_param(given(made(), depends=["body.weight"]))
     assert finding.cause == "graph_cut"
     assert "tried without" in finding.shown_by
 
 
 def test_no_gradient_and_no_dependence_on_what_never_ran_is_advice():
-    assert found(Given(made(calls_with_grad=0))) == [("parameter_unused", "advice", ("body.weight",))]
+    assert found(given(made(calls_with_grad=0))) == [("parameter_unused", "advice", ("body.weight",))]
 
 
 def test_a_result_thrown_away_is_a_fault_and_one_given_out_is_advice():
-    assert found(Given(made(), touched=["body.weight"])) == [("parameter_unused", "fault", ("body.weight",))]
-    assert found(Given(made(), touched=["body.weight"], exposed=["body.weight"])) == [
+    assert found(given(made(), touched=["body.weight"])) == [("parameter_unused", "fault", ("body.weight",))]
+    assert found(given(made(), touched=["body.weight"], exposed=["body.weight"])) == [
         ("parameter_unused", "advice", ("body.weight",))
     ]
 
 
 def test_a_zero_gradient_is_a_fault_only_with_the_operation_that_makes_it():
-    assert found(Given(made(ZERO), cut=cut("flat", "round"))) == [("gradient_vanished", "fault", ("body.weight",))]
-    assert found(Given(made(ZERO), cut=cut("dead", "relu"))) == [("dead_activation", "fault", ("body.weight",))]
-    assert found(Given(made(ZERO), depends=["body.weight"])) == [("gradient_vanished", "advice", ("body.weight",))]
-    assert found(Given(made(ZERO))) == []
+    assert found(given(made(ZERO), cut=cut("flat", "round"))) == [("gradient_vanished", "fault", ("body.weight",))]
+    assert found(given(made(ZERO), cut=cut("dead", "relu"))) == [("dead_activation", "fault", ("body.weight",))]
+    assert found(given(made(ZERO), depends=["body.weight"])) == [("gradient_vanished", "advice", ("body.weight",))]
+    assert found(given(made(ZERO))) == []
 
 
 def test_zero_times_zero_is_dead():
-    assert found(Given(made(ZERO), saddle={"body.weight": 0.3})) == [("dead_activation", "fault", ("body.weight",))]
+    assert found(given(made(ZERO), saddle={"body.weight": 0.3})) == [("dead_activation", "fault", ("body.weight",))]
 
 
 def test_a_loss_at_its_floor_has_nothing_to_teach():
     at_floor = made(ZERO)
     for backward in at_floor.backwards():
         backward.roots[0].value = 0.0
-    assert found(Given(at_floor, cut=cut("dead", "relu"))) == []
+    assert found(given(at_floor, cut=cut("dead", "relu"))) == []
 
 
 def test_the_excuses():
     declared = made()
     declared.frozen = ("body.",)
-    assert found(Given(declared, depends=["body.weight"])) == []
+    assert found(given(declared, depends=["body.weight"])) == []
     by_hand = made()
     by_hand.moves = [Move(1, 5, (0,), None)]
-    assert found(Given(by_hand, depends=["body.weight"])) == []
-    assert found(Given(made(shape=(0,)), depends=["body.weight"])) == []
+    assert found(given(by_hand, depends=["body.weight"])) == []
+    assert found(given(made(shape=(0,)), depends=["body.weight"])) == []
 
 
 def test_what_only_ran_inside_a_checkpoint_lies_behind_it():
-    evidence = Given(made(calls_with_grad=0, checkpoint=HERE), depends=["body.weight"])
+    evidence = given(made(calls_with_grad=0, checkpoint=HERE), depends=["body.weight"])
     assert found(evidence) == [("checkpoint_cut", "fault", ("body.weight",))]
 
 
@@ -97,7 +124,7 @@ def test_a_refused_backward_puts_every_parameter_under_suspicion():
     refused.backwards()[-1].arrivals.clear()
     refused.backwards()[-1].roots[0].history = False
     (finding,) = gradient_reaches_every_param(
-        Given(
+        given(
             refused,
             depends=["body.weight", "head.weight"],
             cut=cut("grad_off", "grad_off", 0.1, ("body.weight", "head.weight")),
@@ -108,7 +135,7 @@ def test_a_refused_backward_puts_every_parameter_under_suspicion():
 
 def test_nothing_trains():
     frozen = record([parameter(0, "weight", requires_grad=False)], held=[0], gradients={})
-    assert found(Given(frozen)) == [("nothing_trainable", "fault", ("weight",))]
+    assert found(given(frozen)) == [("nothing_trainable", "fault", ("weight",))]
 
 
 def test_adapters():
@@ -118,9 +145,9 @@ def test_adapters():
         parameter(1, "proj.lora_A", requires_grad=False),
         parameter(2, "head.weight"),
     ]
-    assert found(Given(record(frozen, held=[2], gradients={2: ONE})))[0][0] == "adapters_frozen"
+    assert found(given(record(frozen, held=[2], gradients={2: ONE})))[0][0] == "adapters_frozen"
     open_base = [parameter(**base), parameter(1, "proj.lora_A"), parameter(2, "head.weight")]
     trained = record(open_base, held=[0, 1, 2], gradients={0: ONE, 1: ONE, 2: ONE})
-    assert found(Given(trained)) == [("base_left_trainable", "fault", ("proj.weight",))]
+    assert found(given(trained)) == [("base_left_trainable", "fault", ("proj.weight",))]
     closed = [parameter(**base, requires_grad=False), parameter(1, "proj.lora_A"), parameter(2, "head.weight")]
-    assert found(Given(record(closed, held=[1, 2], gradients={1: ONE, 2: ONE}))) == []
+    assert found(given(record(closed, held=[1, 2], gradients={1: ONE, 2: ONE}))) == []

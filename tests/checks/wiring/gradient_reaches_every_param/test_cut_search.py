@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import starts_at_saddle
+from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import CutSearch
 from pytest_trainloop.runs.evidence import Evidence
 from tests.helpers.tiny_loops import BODY, HEAD, evidence
 
@@ -78,7 +78,7 @@ def rebuilt(h):
     ],
 )
 def test_an_operation_that_is_left_out_lets_the_gradient_through(between, kind, op, line):
-    cut, touched = evidence(between).cut(BODY, CUTS)
+    cut, touched = evidence(between).shared(CutSearch).find(BODY, CUTS)
     assert (cut.candidate.kind, cut.candidate.op) == (kind, op)
     assert line in cut.candidate.place.code
     assert cut.gradient > 0
@@ -126,7 +126,7 @@ def one_hot(h):
     ],
 )
 def test_an_operation_that_cannot_be_left_out_is_shown_by_moving_what_it_gave(between, kind, op):
-    cut, _ = evidence(between).cut(BODY, CUTS)
+    cut, _ = evidence(between).shared(CutSearch).find(BODY, CUTS)
     assert (cut.candidate.kind, cut.candidate.op) == (kind, op)
     assert cut.gradient is None
     assert cut.change > 1e-6
@@ -155,19 +155,19 @@ class Squared(torch.autograd.Function):
 
 
 def test_a_function_of_ones_own_that_gives_no_gradient_on():
-    cut, _ = evidence(lambda h: Forgetful.apply(h)).cut(BODY, CUTS)
+    cut, _ = evidence(lambda h: Forgetful.apply(h)).shared(CutSearch).find(BODY, CUTS)
     assert (cut.candidate.kind, cut.candidate.op, cut.gradient) == ("custom", "Forgetful", None)
     assert "Forgetful.apply(h)" in cut.candidate.place.code
 
 
 @pytest.mark.parametrize("between", [torch.tanh, lambda h: Squared.apply(h)], ids=["tanh", "squared"])
 def test_where_nothing_is_cut_nothing_is_found(between):
-    assert evidence(between).cut(BODY, CUTS) == (None, {*BODY, *HEAD})
+    assert evidence(between).shared(CutSearch).find(BODY, CUTS) == (None, {*BODY, *HEAD})
 
 
 def test_operations_that_cut_one_behind_the_other_are_left_out_together():
     made = evidence(detach, after=lambda loss: loss.detach().requires_grad_())
-    cut, _ = made.cut(BODY, CUTS)
+    cut, _ = made.shared(CutSearch).find(BODY, CUTS)
     assert "loss.detach()" in cut.candidate.place.code  # the one nearest to the loss
     assert cut.gradient > 0
     assert cut.reached == set(BODY)
@@ -179,26 +179,26 @@ def logged(h):
 
 
 def test_what_only_feeds_a_log_is_not_the_cut():
-    cut, _ = evidence(logged).cut(BODY, CUTS)
+    cut, _ = evidence(logged).shared(CutSearch).find(BODY, CUTS)
     assert "return h.detach()" in cut.candidate.place.code
     assert cut.gradient > 0
 
 
 def test_a_loss_cut_from_everything():
-    cut, _ = evidence(after=lambda loss: loss.detach().requires_grad_()).cut([*BODY, *HEAD], CUTS)
+    cut, _ = evidence(after=lambda loss: loss.detach().requires_grad_()).shared(CutSearch).find([*BODY, *HEAD], CUTS)
     assert cut.candidate.op == "detach"
     assert cut.reached == {*BODY, *HEAD}
 
 
 def test_only_the_parameters_behind_the_cut_are_reached_without_it():
-    cut, _ = evidence(detach).cut([*BODY, *HEAD], CUTS)
+    cut, _ = evidence(detach).shared(CutSearch).find([*BODY, *HEAD], CUTS)
     assert cut.reached >= set(BODY)
     assert cut.candidate.op == "detach"
 
 
 def test_only_the_kinds_asked_for_are_candidates():
-    assert evidence(detach).cut(BODY, ZEROS)[0] is None
-    assert evidence(torch.round).cut(BODY, CUTS)[0] is None
+    assert evidence(detach).shared(CutSearch).find(BODY, ZEROS)[0] is None
+    assert evidence(torch.round).shared(CutSearch).find(BODY, CUTS)[0] is None
 
 
 def one_entry(h):
@@ -228,7 +228,7 @@ def clamped(h):
     ],
 )
 def test_what_makes_every_gradient_zero(between, bias, kind, op):
-    cut, _ = evidence(between, bias=bias).cut(BODY, ZEROS)
+    cut, _ = evidence(between, bias=bias).shared(CutSearch).find(BODY, ZEROS)
     assert (cut.candidate.kind, cut.candidate.op) == (kind, op)
     assert cut.gradient > 0
     assert cut.reached == set(BODY)
@@ -237,7 +237,7 @@ def test_what_makes_every_gradient_zero(between, bias, kind, op):
 
 @pytest.mark.parametrize("between", [torch.tanh, F.relu, lambda h: h * 0], ids=["tanh", "relu", "times-zero"])
 def test_a_zero_that_no_known_operation_makes_is_not_explained(between):
-    assert evidence(between).cut(BODY, ZEROS)[0] is None
+    assert evidence(between).shared(CutSearch).find(BODY, ZEROS)[0] is None
 
 
 class Product(nn.Module):
@@ -256,4 +256,4 @@ def test_what_starts_at_zero_and_gets_a_gradient_away_from_there(a, b, stuck):
 
     made = Evidence(make)
     assert all(made.run().reached(p.index) for p in made.run().parameters) == (a != b)
-    assert set(starts_at_saddle(made, ["a", "b"])) == stuck
+    assert set(CutSearch(made).saddles(["a", "b"])) == stuck

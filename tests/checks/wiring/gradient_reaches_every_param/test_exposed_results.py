@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
+from pytest_trainloop.checks.wiring.gradient_reaches_every_param.exposed_results import ExposedResults
 from pytest_trainloop.runs.evidence import Evidence
 
 POOLER = ["encoder.pooler.weight", "encoder.pooler.bias"]
@@ -64,7 +65,7 @@ def exposed(make_model, names=POOLER, *, loss=None):
 
     evidence = Evidence(make)
     evidence.run()
-    return evidence.exposed(names)
+    return evidence.shared(ExposedResults).among(names)
 
 
 @pytest.mark.parametrize(("form", "use"), [(pair, first), (named, lambda given: given["last_hidden_state"])])

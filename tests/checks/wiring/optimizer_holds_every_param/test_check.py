@@ -6,11 +6,11 @@ from pytest_trainloop.checks.wiring.optimizer_holds_every_param.check import opt
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.events import Move
 from pytest_trainloop.recording.record import Record
-from tests.helpers.records import ONE, Given, parameter, record
+from tests.helpers.records import ONE, FakeEvidence, parameter, record
 
 
 def found(made):
-    return [(f.cause, f.level, f.culprits) for f in optimizer_holds_every_param(Given(made))]
+    return [(f.cause, f.level, f.culprits) for f in optimizer_holds_every_param(FakeEvidence(made))]
 
 
 def body_and_head(**head):
@@ -75,7 +75,7 @@ def test_a_parameter_listed_twice():
 
 def test_without_an_optimizer_it_cannot_decide():
     with pytest.raises(CannotDecide, match="no torch optimizer was given or seen"):
-        list(optimizer_holds_every_param(Given(Record())))
+        list(optimizer_holds_every_param(FakeEvidence(Record())))
 
 
 def test_without_any_backward_pass_nothing_can_be_said():

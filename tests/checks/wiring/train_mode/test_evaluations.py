@@ -48,7 +48,7 @@ def evidence(use, *, every=3, held_out=True, draw=False, dropout=0.5, looks=1):
 
 
 def levels(*args, **kwargs):
-    return [level for _, level in evidence(*args, **kwargs).further(Phases).evaluations()]
+    return [level for _, level in evidence(*args, **kwargs).shared(Phases).evaluations()]
 
 
 @pytest.mark.parametrize(
