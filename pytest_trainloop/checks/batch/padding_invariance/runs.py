@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.runs.run import RunPlan
 
 LOOKED_AT = 4
 """Batches of the loop that are looked at for their lengths."""
@@ -79,8 +78,7 @@ class PaddingRuns:
         batch: Any,
         padded: Padded,
         window: int,
-        plan: RunPlan,
-        run_plan: Callable[[RunPlan], Record],
+        evidence: Evidence,
         *,
         declared: bool,
         varying: bool,
@@ -88,8 +86,7 @@ class PaddingRuns:
         self._batch = batch
         self._padded = padded
         self._window = window
-        self._plan = plan
-        self._run_plan = run_plan
+        self._plan, self._run_plan = evidence.plan(), evidence.rerun
         self._start = SameStart()
         self._runs: dict[object, tuple[Record, Seen]] = {}
         self._count: int | None = None
@@ -130,15 +127,7 @@ class PaddingRuns:
         window = max(1, round(record.items / record.rounds))
         batch, declared = nested.copy(found[0][0]), loop.padding is not None
         return [
-            cls(
-                batch,
-                p,
-                window,
-                evidence.plan(),
-                evidence.rerun,
-                declared=declared,
-                varying=len(_lengths(given, batch, p)) > 1,
-            )
+            cls(batch, p, window, evidence, declared=declared, varying=len(_lengths(given, batch, p)) > 1)
             for p in found[0][1]
         ]
 
