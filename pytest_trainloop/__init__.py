@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     from pytest_trainloop.finding import Finding, Result
     from pytest_trainloop.loop import Padding, TrainLoop
     from pytest_trainloop.losscontract import LossContract
-    from pytest_trainloop.registry import check
+    from pytest_trainloop.registry import Cause, check
     from pytest_trainloop.report import Report
 
     __version__: str
 
 __all__ = [
+    "Cause",
     "CheckFailed",
     "Finding",
     "LossContract",
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Cause": "registry",
     "CheckFailed": "errors",
     "Finding": "finding",
     "LossContract": "losscontract",

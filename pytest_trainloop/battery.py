@@ -209,12 +209,20 @@ class Subject:
 
 
 def checked(check: Check, finding: Finding) -> Finding:
-    if finding.cause not in check.causes:
-        raise ValueError(f"{check.name} named the cause {finding.cause!r}, which it does not declare")
+    """The finding with what its cause says of it: the repair, and what it explains, where it does not say so itself.
+
+    Raises ``ValueError`` for a cause that the check does not declare, and for an explained check that does not exist.
+    """
     from pytest_trainloop.registry import registered
 
-    known = registered()
-    return replace(finding, check=check.name, explains=tuple(name for name in finding.explains if name in known))
+    cause = check.causes.get(finding.cause)
+    if cause is None:
+        raise ValueError(f"{check.name} named the cause {finding.cause!r}, which it does not declare")
+    explains = finding.explains or (cause.explains if finding.level == "fault" else ())
+    unknown = sorted(set(explains) - set(registered()))
+    if unknown:
+        raise ValueError(f"{check.name}:{finding.cause} explains {unknown[0]!r}, which is no check")
+    return replace(finding, check=check.name, repair=finding.repair or cause.repair, explains=explains)
 
 
 def _broken(check: Check, error: Exception) -> CannotDecide | UserError:

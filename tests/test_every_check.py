@@ -75,6 +75,7 @@ def test_its_data_is_well_formed(check):
     assert check.needs <= {*fields, "run"}
     assert all(re.fullmatch(r"[a-z][a-z0-9_]*", cause) for cause in check.causes)
     assert all(len(proof.split()) > 3 for proof in check.proofs.values())
+    assert {name for cause in check.causes.values() for name in cause.explains} <= set(CHECKS)
 
 
 @every_check

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
 
-CONSEQUENCES = ("update_ratio", "evaluation_is_pure")
+CONSEQUENCES = ("update_ratio",)
 
 CAUSES = {
     "still_trainable": "declared frozen, requires grad, gets gradients and is moved by an optimizer's step",

@@ -375,7 +375,7 @@ def _saddle(names: Sequence[str], gradient: float) -> Finding:
         shown_by=f"with all weights moved a little a gradient (largest entry {gradient:.2g}) reaches {names[0]}",
         culprits=tuple(names),
         repair="initialise only one of the factors to zero (LoRA: B at zero, A random)",
-        explains=("activations_alive", "input_dependence", *CONSEQUENCES),
+        explains=("input_dependence", *CONSEQUENCES),
     )
 
 
@@ -396,7 +396,7 @@ def _zeroed_by(names: Sequence[str], cut: Cut, level: Level) -> Finding:
         culprits=tuple(names),
         where=str(cut.candidate.place),
         repair=_mend(op, dead),
-        explains=("activations_alive", "input_dependence", *CONSEQUENCES) if dead else CONSEQUENCES,
+        explains=("input_dependence", *CONSEQUENCES) if dead else CONSEQUENCES,
     )
 
 

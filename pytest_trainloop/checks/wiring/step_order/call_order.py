@@ -168,5 +168,4 @@ def _scheduler_first(record: Record, steps: list[SchedulerStep], early: Schedule
         culprits=(f"{steps[0].scheduler}.step()",),
         where=str(early.place),
         repair="call optimizer.step() first, then scheduler.step()",
-        explains=("schedule",),
     )

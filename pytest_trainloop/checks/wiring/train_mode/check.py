@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.wiring.train_mode.modes import InEval
     from pytest_trainloop.runs.evidence import Evidence
 
-CONSEQUENCES = ("evaluation_is_pure", "overfit_one_batch")
+CONSEQUENCES = ("overfit_one_batch",)
 
 CAUSES = {
     "trained_in_eval": "training passes run in evaluation mode from the start, and in training mode the loss differs",
