@@ -96,6 +96,7 @@ def markdown_page(check: registry.Check) -> str:
         f"| judges | {_SUBJECTS[check.subject]} |",
         f"| family | {check.family} |",
         f"| needs | {needs} |",
+        *([f"| options | {', '.join(f'`{option}`' for option in check.options)} |"] if check.options else []),
         f"| in the terminal | `pytest --trainloop-explain {check.name}` |",
         f"| source | [{source}](../../{source}) |\n",
     ]
