@@ -167,8 +167,8 @@ class GradWrite(Event):
     after: dict[int, Fact] = field(default_factory=dict)
 
     @property
-    def by_hand(self) -> bool:
-        """Whether the user put other values there: another tensor, or a copy into the one that stands there."""
+    def assigns(self) -> bool:
+        """Whether user code put other values there: another tensor, or a copy into the present one."""
         return self.how == "assigned" or (self.how == "altered" and "copy" in self.by)
 
     @property

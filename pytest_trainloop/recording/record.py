@@ -154,13 +154,13 @@ class Record:
                 held.setdefault(i, []).append(optimizer.index)
         return {i: tuple(v) for i, v in held.items()}
 
-    def of_backward(self) -> list[Backward]:
+    def autograd_passes(self) -> list[Backward]:
         """Every pass of autograd, those that accumulate nowhere included."""
         return self.of(Backward)
 
     def step_line(self) -> str:
         """The line of the first step that consumes gradients; empty without one."""
-        return next((str(step.place) for step in self.consuming_steps()), "")
+        return next((str(step.place) for step in self.innermost_steps()), "")
 
     def backwards(self) -> list[Backward]:
         """The backward passes that accumulate gradients."""
@@ -232,7 +232,7 @@ class Record:
         """Forward passes called from outside any module, recomputation in backward left out."""
         return [f for f in self.of(Forward) if not f.in_backward]
 
-    def consuming_steps(self) -> list[Step]:
+    def innermost_steps(self) -> list[Step]:
         """The innermost steps."""
         return [s for s in self.of(Step) if not s.nested]
 
@@ -261,6 +261,6 @@ class Record:
             return idle[-1]
         return list(by_site.values())[-1] if len(by_site) > len(others) else None
 
-    def moved_by_hand(self) -> set[int]:
+    def moved_outside_steps(self) -> set[int]:
         """Parameters that changed outside optimizer steps."""
         return {i for move in self.moves if move.by is None for i in move.parameters}

@@ -45,7 +45,7 @@ def bad_from_the_start(record: Record) -> list[Parameter]:
 def ruined(record: Record) -> list[Parameter]:
     """Parameters that were finite before training and are not after it. An infinity that somebody writes by hand (a
     choice that is ruled out) is meant."""
-    by_hand = record.moved_by_hand()
+    by_hand = record.moved_outside_steps()
     return [
         p
         for p in record.parameters

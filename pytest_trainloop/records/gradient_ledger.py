@@ -78,7 +78,7 @@ def keep(record: Record) -> Ledger:
     """Go through the run in order and settle every parameter's accounts."""
     accounts = [Account(b) for b in record.of(Backward) if b.kind == "backward"]
     steps = consuming_steps(record)
-    by_hand = {i for w in record.of(GradWrite) if w.by_hand for i in w.parameters}
+    by_hand = {i for w in record.of(GradWrite) if w.assigns for i in w.parameters}
     ledger = Ledger(accounts, [], [], steps, by_hand)
     states: dict[int, _State] = {}
     for _, what, account, step in _timeline(accounts, steps):

@@ -169,4 +169,4 @@ class Evidence:
 
 
 def _could_step(record: Record) -> bool:
-    return (bool(record.of(Backward)) or record.raised is not None) and not record.moved_by_hand()
+    return (bool(record.of(Backward)) or record.raised is not None) and not record.moved_outside_steps()

@@ -208,5 +208,5 @@ def test_moving_average_weights_move_by_other_hands():
             step_on(model, optimizer, x, y)
             for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
                 slow.data.lerp_(fast.data, 0.1)
-    moved = set(watch.record.names(watch.record.moved_by_hand()))
+    moved = set(watch.record.names(watch.record.moved_outside_steps()))
     assert moved == {f"average.{name}" for name in ("0.weight", "0.bias", "2.weight", "2.bias")}

@@ -38,7 +38,7 @@ def test_what_the_step_consumed_left_and_moved(declared):
         assert step.updates[i] == pytest.approx((0.1 * g.abs().max() / p.detach().abs().max()).item(), rel=1e-4)
     assert [(m.by, m.parameters) for m in watch.record.moves] == [(0, (0, 1, 2, 3))]
     assert watch.record.changed() == {0, 1, 2, 3}
-    assert watch.record.moved_by_hand() == set()
+    assert watch.record.moved_outside_steps() == set()
 
 
 def test_a_parameter_without_gradient_is_read_as_none_and_does_not_move():
@@ -62,7 +62,7 @@ def test_values_changed_by_other_hands_are_told_from_steps():
             model[2].weight.clamp_(-0.01, 0.01)
         train(model, optimizer, 1)
     assert [(m.by, m.parameters) for m in watch.record.moves] == [(0, (0, 1, 2, 3)), (None, (2,)), (0, (0, 1, 2, 3))]
-    assert watch.record.moved_by_hand() == {2}
+    assert watch.record.moved_outside_steps() == {2}
 
 
 def test_the_rate_of_every_group_at_every_step():
@@ -200,7 +200,7 @@ def test_of_nested_steps_only_the_innermost_consumes():
         optimizer.step(lambda: F.mse_loss(model(x), y).backward())
     outer, inner = watch.record.of(Step)
     assert (outer.nested, inner.nested) == (True, False)
-    assert watch.record.consuming_steps() == [inner]
+    assert watch.record.innermost_steps() == [inner]
     assert [(o.kind, o.steps) for o in watch.record.optimizers] == [("SAM", 0), ("SGD", 1)]
     assert watch.record.steps == 1
     first, second = watch.record.of(Backward)
@@ -327,7 +327,7 @@ def test_an_optimizer_that_is_none_of_torchs_moves_by_hand():
         train(model, optimizer)
     assert watch.record.of(Step) == []
     assert [(o.kind, o.steps, o.parameters) for o in watch.record.optimizers] == [("ByHand", 0, ())]
-    assert watch.record.moved_by_hand() == {0, 1, 2, 3}
+    assert watch.record.moved_outside_steps() == {0, 1, 2, 3}
 
 
 class Fails(torch.optim.SGD):
@@ -425,7 +425,7 @@ def test_gradients_are_read_after_the_optimizers_own_hooks():
     for step in watch.record.of(Step):
         for i, g in zip(watch.record.optimizers[0].parameters, wanted, strict=True):
             assert torch.equal(values(step.reads[0].grads[i]), 2 * g.flatten())
-    assert [w.how for w in watch.record.of(GradWrite) if w.by_hand] == ["assigned", "assigned"]
+    assert [w.how for w in watch.record.of(GradWrite) if w.assigns] == ["assigned", "assigned"]
     assert list(optimizer._optimizer_step_pre_hooks.values()) == [hand_on]
 
 

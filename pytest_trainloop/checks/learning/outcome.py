@@ -114,9 +114,9 @@ class Learning:
 
 def single_loss(record: Record) -> None:
     """Raise ``CannotDecide`` where no one loss is lowered."""
-    if not record.consuming_steps():
+    if not record.innermost_steps():
         raise CannotDecide("no optimizer step was seen; what the loop lowers cannot be followed")
-    if not any(b.roots for b in record.of_backward()):
+    if not any(b.roots for b in record.autograd_passes()):
         raise CannotDecide("nothing is backpropagated; what the loop lowers cannot be followed")
     held = record.held
     reached = {frozenset(o for i in b.arrivals for o in held.get(i, ())) for b in record.backwards()}
@@ -211,5 +211,5 @@ def _decayed(rates: Sequence[float]) -> bool:
 def _by_hand(record: Record) -> bool:
     """Whether weights or gradients are also written by hand: noise that is added, projections, own averages."""
     held = record.held
-    writes = any(w.by_hand or (w.how == "altered" and "add" in w.by) for w in record.of(GradWrite))
-    return writes or any(i in held for i in record.moved_by_hand())
+    writes = any(w.assigns or (w.how == "altered" and "add" in w.by) for w in record.of(GradWrite))
+    return writes or any(i in held for i in record.moved_outside_steps())

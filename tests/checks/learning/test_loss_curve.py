@@ -13,7 +13,7 @@ from tests.helpers.story import Story
 def told(story: Story, *values: float):
     """The losses of a story whose roots have these values."""
     record = story.record()
-    for backward, value in zip(record.of_backward(), values, strict=False):
+    for backward, value in zip(record.autograd_passes(), values, strict=False):
         backward.roots[0].value = value
     return Losses(record).read()
 

@@ -35,7 +35,7 @@ def unused(batch: OneBatch, found: Learning) -> float | None:
     """
     if found.start <= 0 or found.reference <= found.start / 2:
         return None
-    if _trained(batch.seen) < 2 * batch.rows or batch.seen.moved_by_hand() - set(batch.seen.held):
+    if _trained(batch.seen) < 2 * batch.rows or batch.seen.moved_outside_steps() - set(batch.seen.held):
         return None
     labelled = batch.differing >= 2 and all(f.grad_enabled for f in batch.seen.root_forwards())
     if found.hopeless and not labelled:

@@ -117,7 +117,7 @@ def _one_rate(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.runs.weight_origins import weight_origins
 
     record, origins = evidence.run(), evidence.shared(weight_origins)
-    steps = {step.optimizer: step for step in reversed(record.consuming_steps())}
+    steps = {step.optimizer: step for step in reversed(record.innermost_steps())}
     rates: dict[str, dict[float, list[str]]] = {"pretrained": {}, "random": {}}
     for optimizer in record.optimizers:
         groups = steps[optimizer.index].rates if optimizer.index in steps else ()

@@ -70,7 +70,7 @@ def passes(record: Record) -> list[Backward]:
     until = min((m.at for m in record.moves), default=math.inf) if by_hand else math.inf
     taken: set[int] = set()
     found = []
-    for backward in record.of_backward():
+    for backward in record.autograd_passes():
         around = next((i for i, s in enumerate(record.of(Step)) if s.at < backward.at < s.until), None)
         if backward.at < until and (around is None or around not in taken):
             found.append(backward)

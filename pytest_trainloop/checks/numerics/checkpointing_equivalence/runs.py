@@ -273,7 +273,7 @@ class Checkpointing:
     def _enough(self, record: Record) -> bool:
         stepping = [o.index for o in self._seen.optimizers if o.steps]
         stepped = all(i < len(record.optimizers) and record.optimizers[i].steps for i in stepping)
-        through = stepped and record.rounds >= 1 and len(record.of_backward()) >= self._needed
+        through = stepped and record.rounds >= 1 and len(record.autograd_passes()) >= self._needed
         return through or record.rounds >= FULL_ROUNDS
 
     def _bound(self) -> float:
@@ -303,7 +303,7 @@ def _passes_needed(seen: Record) -> int:
         if call.grad_enabled:
             first.setdefault(str(call.place), call.at)
     last = max(first.values(), default=0)
-    return 1 + sum(b.at < last for b in seen.of_backward())
+    return 1 + sum(b.at < last for b in seen.autograd_passes())
 
 
 def _place(calls: Sequence[CheckpointCall]) -> str:

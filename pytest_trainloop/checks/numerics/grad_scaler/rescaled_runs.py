@@ -226,7 +226,7 @@ def _same_items(records: Sequence[Record], optimizer: int, nth: int) -> bool:
     items = set()
     for record in records:
         steps = steps_of(record, optimizer)
-        before = [b.item for b in record.of_backward() if nth < len(steps) and b.at < steps[nth].at]
+        before = [b.item for b in record.autograd_passes() if nth < len(steps) and b.at < steps[nth].at]
         items.add((len(before), before[-1] if before else 0))
     return len(items) == 1
 

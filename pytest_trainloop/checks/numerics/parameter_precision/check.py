@@ -102,7 +102,7 @@ def parameter_precision(evidence: Evidence) -> Iterator[Finding]:
 
 def _with_masters(record: Record) -> list[str]:
     """Low-precision weights that are written by hand, where an optimizer steps float32 tensors of the same shapes."""
-    by_hand = record.moved_by_hand()
+    by_hand = record.moved_outside_steps()
     stepped = {p.shape for p in record.parameters if p.dtype == "float32" and p.index in record.held}
     return [p.name for p in record.parameters if p.dtype in LOW and p.shape in stepped and p.index in by_hand]
 

@@ -159,7 +159,7 @@ class _Writing(WatchingMode):
         out = run()
         with self._unseen():
             made = floats(tensors_in(args[0] if in_place(name) and args else out))
-            if made and (any(t.requires_grad for t in made) or not self.watch.record.of_backward()):
+            if made and (any(t.requires_grad for t in made) or not self.watch.record.autograd_passes()):
                 number, place, module = len(self._calls), here(2)[0], self.watch.module_path()
                 call = Call(number, name, place, module, own, inputs, makers, Sample.of(made[0]))
                 self._keep(call, made)

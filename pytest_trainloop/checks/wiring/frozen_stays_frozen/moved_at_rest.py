@@ -42,7 +42,7 @@ class Moved:
 
 def moved_at_rest(record: Record) -> list[Moved]:
     """Parameters that a step of an optimizer moved although they are declared frozen or do not require grad."""
-    by_hand = {i for w in record.of(GradWrite) if w.by_hand for i in w.parameters}
+    by_hand = {i for w in record.of(GradWrite) if w.assigns for i in w.parameters}
     found: list[Moved] = []
     for p in record.parameters:
         declared = record.declared_frozen(p.name)
@@ -227,7 +227,7 @@ def _rests(record: Record, owner: str) -> bool:
     weights = [p for p in record.parameters if p.owner == owner]
     if not weights and record.declared_frozen(owner):
         return True
-    changed = record.changed() | record.moved_by_hand()
+    changed = record.changed() | record.moved_outside_steps()
     return bool(weights) and not any(p.trainable or p.index in changed for p in weights)
 
 

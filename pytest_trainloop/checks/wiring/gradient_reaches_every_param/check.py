@@ -96,7 +96,7 @@ def gradient_reaches_every_param(evidence: Evidence) -> Iterator[Finding]:
         yield nothing
         return
     yield from frozen_by_mistake(record)
-    if not record.of_backward() and not _stopped_at_backward(record):
+    if not record.autograd_passes() and not _stopped_at_backward(record):
         raise CannotDecide(f"no backward pass was seen in {record.items} batches")
     if not _stopped_at_backward(record) and _raised_inside_backward(record):
         return  # that is the fault to show
@@ -121,7 +121,7 @@ def _in_scope(record: Record, p: Parameter) -> bool:
         return False
     if record.declared_frozen(p.name):
         return False
-    if p.index in record.moved_by_hand() or _stands_aside(record, p):
+    if p.index in record.moved_outside_steps() or _stands_aside(record, p):
         return False
     holders = [record.optimizers[o] for o in record.held.get(p.index, ())]
     if _stopped_at_backward(record) or not any(o.steps for o in record.optimizers):
@@ -148,7 +148,7 @@ def _raised_inside_backward(record: Record) -> bool:
     """Whether an exception ended the last backward pass before it was through."""
     if record.raised is None:
         return False
-    last = record.of_backward()[-1]
+    last = record.autograd_passes()[-1]
     return not last.arrivals or record.raised.place == last.place or record.raised.kind == "CheckpointError"
 
 
@@ -158,7 +158,7 @@ def _never_arrives(evidence: Evidence, record: Record, never: Sequence[Parameter
     depends = evidence.shared(Dependences).of([p.name for p in never])
     never = [p for p in never if not depends[p.name].alive]
     change = max(d.change for d in depends.values())
-    no_history = not any(root.history for b in record.of_backward() for root in b.roots)
+    no_history = not any(root.history for b in record.autograd_passes() for root in b.roots)
     behind = [p for p in never if p.checkpoint is not None and not p.calls_with_grad]
     if behind and any(depends[p.name].depends for p in behind):
         yield _checkpoint(behind, change)
@@ -212,8 +212,8 @@ def _checkpoint(behind: Sequence[Parameter], change: float) -> Finding:
 def _graph_cut(record: Record, cut_off: Sequence[Parameter], change: float, cut: Cut | None) -> Finding:
     names = tuple(p.name for p in cut_off)
     measured = (
-        f"0 gradients arrived in {len(record.of_backward())} backward passes; moving {them(names)} changes the loss "
-        f"by {change:.1e}"
+        f"0 gradients arrived in {len(record.autograd_passes())} backward passes; moving {them(names)} changes the "
+        f"loss by {change:.1e}"
     )
     whole = _stopped_at_backward(record)
     if cut is None:
@@ -317,7 +317,7 @@ def _arrives_as_zero(evidence: Evidence, record: Record, zero: Sequence[Paramete
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import CutSearch
     from pytest_trainloop.gradients.dependence import Dependences
 
-    if all(root.value == 0.0 for b in record.of_backward() for root in b.roots):
+    if all(root.value == 0.0 for b in record.autograd_passes() for root in b.roots):
         return  # the loss lies at its floor: a hinge that every example meets has nothing left to teach
     left = [p for p in zero if not (p.calls_empty and not p.calls_with_grad)]
     while left:

@@ -128,7 +128,7 @@ def _without(evidence: Evidence, names: Sequence[str], left_out: list[Candidate]
 
 def _accepted(record: Record) -> int:
     """Backward passes from a root with a history."""
-    return sum(all(root.history for root in b.roots) for b in record.of_backward())
+    return sum(all(root.history for root in b.roots) for b in record.autograd_passes())
 
 
 def arriving(record: Record, names: Sequence[str]) -> dict[str, float]:

@@ -41,7 +41,7 @@ def frozen_by_mistake(record: Record) -> Iterator[Finding]:
     """
     if not record.frozen:
         return
-    moved = record.moved_by_hand()
+    moved = record.moved_outside_steps()
     resting = [
         p
         for p in record.parameters

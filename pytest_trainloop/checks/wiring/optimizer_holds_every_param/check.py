@@ -77,7 +77,7 @@ def optimizer_holds_every_param(evidence: Evidence) -> Iterator[Finding]:
         raise CannotDecide("no torch optimizer was given or seen; pass TrainLoop.optimizer if there is one")
     twice = list(_held_twice(record))
     yield from twice
-    if not twice and not record.of_backward() and record.raised is None:
+    if not twice and not record.autograd_passes() and record.raised is None:
         raise CannotDecide(
             f"no backward pass was seen in {record.items} batches: which parameters train is told by gradients only"
         )
@@ -104,7 +104,7 @@ def _is_missing(record: Record, p: Parameter) -> bool:
     passes = sum(any(not a.incoming.zero for a in b.arrivals.get(p.index, ())) for b in record.backwards())
     if passes < (1 if p.declared else PASSES_OF_A_PART):
         return False
-    moved = p.index in record.moved_by_hand() or not p.start.same(record.end.get(p.index))
+    moved = p.index in record.moved_outside_steps() or not p.start.same(record.end.get(p.index))
     fixed_part = p.calls_with_grad > 0 and p.calls_in_eval == p.calls_with_grad and record.trains_elsewhere(p)
     return not moved and not fixed_part
 
@@ -263,5 +263,5 @@ def _missing(record: Record, missing: Sequence[Parameter], level: Level) -> Find
 
 def _where(record: Record, optimizer: int | None = None) -> str:
     """The line of the first step, of this optimizer or of any."""
-    steps = (s for s in record.consuming_steps() if optimizer in (None, s.optimizer))
+    steps = (s for s in record.innermost_steps() if optimizer in (None, s.optimizer))
     return next((str(s.place) for s in steps), "")

@@ -61,7 +61,7 @@ def after_step(record: Record, clip: GradWrite) -> bool:
                 return event.until > 0
         elif isinstance(event, Backward) and mine & set(event.arrivals):
             return False
-        elif isinstance(event, GradWrite) and event.by_hand and mine & set(event.parameters):
+        elif isinstance(event, GradWrite) and event.assigns and mine & set(event.parameters):
             return False  # gradients copied in, as into master weights
     return False
 

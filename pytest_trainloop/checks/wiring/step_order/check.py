@@ -135,7 +135,7 @@ Judged = tuple[Finding, set[int]]
 
 def _missing_backwards(record: Record, ledger: Ledger) -> Iterator[Judged]:
     """Steps without any backward pass, gradient or movement."""
-    touched = record.of_backward() or ledger.by_hand or record.moved_by_hand() or record.changed()
+    touched = record.autograd_passes() or ledger.by_hand or record.moved_outside_steps() or record.changed()
     if len(ledger.empty) < 2 or len(ledger.empty) < len(ledger.steps) or touched or record.raised is not None:
         return
     yield (
@@ -159,7 +159,7 @@ def _missing_steps(evidence: Evidence, record: Record, ledger: Ledger) -> Iterat
 
     if record.raised is not None or any(c.what == "step" for c in record.scaler_calls()):
         return
-    moved = record.moved_by_hand() | record.changed()
+    moved = record.moved_outside_steps() | record.changed()
     for optimizer in record.optimizers:
         if optimizer.steps:
             continue
@@ -262,7 +262,7 @@ def _refused_backward(record: Record) -> Iterator[Judged]:
         return
     refused = record.backwards()[-1]
     forward = max((f.at for f in record.root_forwards() if f.at < refused.at), default=0)
-    between = [s for s in record.consuming_steps() if forward < s.at < refused.at]
+    between = [s for s in record.innermost_steps() if forward < s.at < refused.at]
     if between:
         yield (
             Finding(

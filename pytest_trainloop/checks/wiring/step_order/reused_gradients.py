@@ -57,7 +57,7 @@ def _differ(one: Backward, other: Backward) -> bool:
 
 def _finding(record: Record, found: dict[int, list[Step]]) -> Finding:
     names = record.names(found)
-    write = next((w for w in record.of(GradWrite) if w.by_hand and set(w.parameters) & set(found)), None)
+    write = next((w for w in record.of(GradWrite) if w.assigns and set(w.parameters) & set(found)), None)
     count = max(len(steps) for steps in found.values())
     return Finding(
         cause="gradient_kept",

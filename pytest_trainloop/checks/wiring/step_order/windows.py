@@ -89,7 +89,7 @@ def _left_over(record: Record, account: Account) -> bool:
     """Whether no step came after this pass that could consume its gradients, not even one that a gradient scaler
     skipped, and nothing wiped them."""
     holders = {o for i in account.pending for o in record.held.get(i, ())}
-    stepped = [(s.at, s.optimizer) for s in record.consuming_steps()]
+    stepped = [(s.at, s.optimizer) for s in record.innermost_steps()]
     tried = [(c.at, c.optimizer) for c in record.scaler_calls() if c.what == "step"]
     later = any(optimizer in holders for at, optimizer in (*stepped, *tried) if at > account.backward.at)
     return bool(account.pending) and not account.consumed and not account.wiped and not later

@@ -66,7 +66,7 @@ def trained_in_eval(record: Record, norms: set[str], own_train: set[str]) -> InE
             left = switched & once_training
         chosen = left or (never if forward.below else set())
         if chosen:
-            step = sum(s.at < forward.at for s in record.consuming_steps())
+            step = sum(s.at < forward.at for s in record.innermost_steps())
             cause: Cause = "eval_left_on" if left else "trained_in_eval"
             call = _call_before(record, chosen, forward)
             between = [] if call is None else _between(record, call, forward)

@@ -39,7 +39,7 @@ class Counted:
         for optimizer in self.record.optimizers:
             optimizer.from_torch = True
             optimizer.groups = tuple(0 for _ in names)
-        for step in self.record.consuming_steps():
+        for step in self.record.innermost_steps():
             step.rates = (1e-3,)
         self._found, self._averages, self._idle = found, averages, set(idle)
         self.experiments = dict.fromkeys((Updates, Averages, Dependences), self)
