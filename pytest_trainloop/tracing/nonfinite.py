@@ -1,7 +1,7 @@
-"""A diagnostic run: the first operation that makes a value which is not finite of values that are, forward or backward.
+"""A diagnostic run that finds the first operation whose result, or gradient, is NaN or infinite from finite input.
 
-Infinities that are written out (a mask of -inf) are meant; so is what they become in a softmax. A NaN made of them is
-not.
+Infinities written as literals (a mask of -inf) are intended, and so is what softmax makes of them; a NaN made of them
+is not.
 """
 
 from __future__ import annotations
@@ -53,104 +53,125 @@ Direction = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, slots=True)
-class Birth:
-    """``value`` is "NaN" or "inf"; ``low`` and ``high`` bound what the operation was given, ``step`` counts the
-    optimizer steps before it, ``trail`` lists the modules before it with their ranges; ``of_infinite`` says that some
-    of what it was given was infinite already."""
+class NonFiniteOrigin:
+    """The operation at which a value stopped being finite."""
 
     op: str
     place: Place
     module: str
+    """Path of the module that was running, or ""."""
     value: str
+    """"NaN" or "inf"."""
     direction: Direction
     low: float
+    """The smallest finite entry of its inputs."""
     high: float
+    """The largest finite entry of its inputs."""
     step: int
+    """Optimizer steps made before it."""
     trail: tuple[str, ...]
-    of_infinite: bool = False
+    """The modules that ran before it, each with the range of its output."""
+    nonfinite_input: bool = False
+    """Whether some of its inputs were infinite already."""
+
+    def __str__(self) -> str:
+        return f"{self.op}() in {self.module}" if self.module else f"{self.op}()"
 
 
 @dataclass(frozen=True, slots=True)
-class Masked:
-    """A loss that was not finite and was made so: by which operation, and where the value came from."""
+class MaskedLoss:
+    """A non-finite loss that an operation made finite, and where the value came from."""
 
     op: str
     place: Place
-    birth: Birth | None
+    origin: NonFiniteOrigin | None
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Ruin:
-    """A step that left weights not finite, though gradients and weights were finite before it: the class of the
-    optimizer, the weights, which step of the run it was, the largest gradient that it was given, and the state of the
-    first of them."""
+class BadStep:
+    """An optimizer step that left weights non-finite, though weights and gradients were finite before it."""
 
     kind: str
+    """Class of the optimizer."""
     names: tuple[str, ...]
+    """The weights."""
     step: int
     largest: float
+    """The largest gradient entry before it."""
     state: str = ""
+    """Dtypes of the optimizer's state of the first weight, and the share of it that is zero or not finite."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """One call: the tensors it was given, those of them that are not finite, which of these hold more than -inf (an
-    operation in place may take it out), what it gave, and the bounds of what it was given; ``written_out`` tells
-    whether an infinity stands among its arguments as a number."""
+class _Operation:
+    """One call of a torch function in the forward pass."""
 
     name: str
-    given: list[torch.Tensor]
+    inputs: list[torch.Tensor]
     bad: list[torch.Tensor]
+    """Inputs that are not finite."""
     lost: set[int]
+    """Ids of those that hold NaN or +inf; an operation in place may remove it."""
     results: list[torch.Tensor]
     bounds: tuple[float, float]
-    written_out: bool
+    """Of the finite entries of its inputs."""
+    literal: bool
+    """Whether an infinity stands among its arguments as a number."""
 
 
 @dataclass(slots=True)
-class _Call:
-    """An operation with a history; ``finite`` tells of the gradients that came in at its results; ``suspect`` is 2
-    where a result is not finite, 1 where the operation has a slope without bound, -1 where it was given such values."""
+class _Differentiable:
+    """An operation that takes part in backward."""
 
-    birth: Birth
+    origin: NonFiniteOrigin
     finite: dict[int, bool]
+    """By result, whether the gradient that arrived there is finite."""
     suspect: int
+    """2: a result is not finite; 1: the slope of the operation has no bound; -1: its inputs were not finite."""
 
 
 class NonFiniteOrigins(WatchingMode):
-    """``root`` is what made the first root that was not finite, ``gradient`` what made the first such gradient behind
-    a finite root, ``loss`` what made the first loss that was not finite, backpropagated or not. ``masked`` are losses
-    that were made finite, and backpropagated so; ``handed`` is the first operation that was given such a value which
-    none before it had made; ``ruin`` is the step that made weights so, where nothing was before it."""
+    """Where the values of one run stop being finite."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: dict[int, tuple[torch.Tensor, Birth | None]] = {}
+        self._known: dict[int, tuple[torch.Tensor, NonFiniteOrigin | None]] = {}
         self._steps = 0
-        self._makers: dict[int, _Call] = {}
-        self._takers: dict[int, list[_Call]] = {}
+        self._producers: dict[int, _Differentiable] = {}
+        self._consumers: dict[int, list[_Differentiable]] = {}
         self._hooked: dict[int, torch.Tensor] = {}
         self._losses: dict[int, torch.Tensor] = {}
         self._trail: deque[str] = deque(maxlen=TRAIL)
-        self.root: Birth | None = None
-        self.loss: Birth | None = None
-        self.handed: Birth | None = None
-        self.gradient: Birth | None = None
-        self.ruin: Ruin | None = None
-        self.masked: list[Masked] = []
+        self.root: NonFiniteOrigin | None = None
+        """Of the first non-finite value that backward was called on."""
+        self.gradient: NonFiniteOrigin | None = None
+        """Of the first non-finite gradient behind a finite root."""
+        self.loss: NonFiniteOrigin | None = None
+        """Of the first non-finite loss, backpropagated or not."""
+        self.from_input: NonFiniteOrigin | None = None
+        """The first operation with a non-finite input that no operation before it made."""
+        self.bad_step: BadStep | None = None
+        """The step that made weights non-finite, where nothing was non-finite before it."""
+        self.masked: list[MaskedLoss] = []
+        """Losses that were made finite and then backpropagated."""
 
     @classmethod
     def of(cls, evidence: Evidence) -> NonFiniteOrigins:
-        """The watched run made once more, with every operation looked at for values that are not finite."""
+        """The watched run made once more, with the inputs and results of every operation examined."""
         found, enough = cls(), evidence.plan().enough
         evidence.rerun(contexts=found.contexts, enough=lambda record: found.settled or enough(record))
         return found
 
     @property
+    def first(self) -> NonFiniteOrigin | None:
+        """The origin that counts: of a root before a gradient's, and that before a loss's."""
+        return self.root or self.gradient or self.loss
+
+    @property
     def settled(self) -> bool:
-        """Whether what comes later tells nothing more."""
-        return self.root is not None or self.ruin is not None
+        """Whether the rest of the run can add nothing."""
+        return self.root is not None or self.bad_step is not None
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
         return (self.watching(watch), around_steps(watch, self._before_step, self._after_step), self)
@@ -166,9 +187,9 @@ class NonFiniteOrigins(WatchingMode):
             yield
 
     def _before_step(self, optimizer: Any) -> tuple[list[torch.Tensor], float] | None:
-        if self.ruin or self.root or self.gradient or self.loss or self.handed:
+        if self.bad_step or self.first or self.from_input:
             return None
-        held = [p for p in _held(optimizer) if p.grad is not None]
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         grads = floats([p.grad for p in held if p.grad is not None])
         if not all(_finite(t) for t in (*floats(held), *grads)):
             return None
@@ -181,8 +202,8 @@ class NonFiniteOrigins(WatchingMode):
         if bad and watch is not None:
             book = watch.book
             names = [book.entries[i].name for p in bad if (i := book.index(p)) is not None]
-            state = _told(optimizer.state.get(bad[0], {}))
-            self.ruin = Ruin(type(optimizer).__name__, tuple(names), watch.record.steps, largest, state)
+            state = _described(optimizer.state.get(bad[0], {}))
+            self.bad_step = BadStep(type(optimizer).__name__, tuple(names), watch.record.steps, largest, state)
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watch = self.watch
@@ -192,86 +213,96 @@ class NonFiniteOrigins(WatchingMode):
             return func(*args, **kwargs)
         with watch.quietly(), torch.no_grad():
             self._forget(watch)
-            given = floats(tensors_in(args, kwargs))
-            bad = [t for t in given if not _finite(t)]
+            inputs = floats(tensors_in(args, kwargs))
+            bad = [t for t in inputs if not _finite(t)]
             lost = {id(t) for t in bad if _lost(t)}
-            bounds = _range(given)
+            bounds = _range(inputs)
         out = func(*args, **kwargs)
         with watch.quietly():
             results = floats(tensors_in(args[0] if in_place(name) else out))
-            written = any(isinstance(v, float) and math.isinf(v) for v in (*args, *kwargs.values()))
-            self._look(watch, _Seen(name, given, bad, lost, results, bounds, written))
+            literal = any(isinstance(v, float) and math.isinf(v) for v in (*args, *kwargs.values()))
+            self._look(watch, _Operation(name, inputs, bad, lost, results, bounds, literal))
         return out
 
     def _forget(self, watch: Watch) -> None:
-        """Graphs are over when their optimizer has stepped."""
+        """Graphs are dropped once an optimizer has stepped."""
         if watch.record.steps != self._steps:
             self._steps = watch.record.steps
-            for held in (self._known, self._makers, self._takers, self._hooked, self._losses):
+            for held in (self._known, self._producers, self._consumers, self._hooked, self._losses):
                 held.clear()
 
-    def _look(self, watch: Watch, seen: _Seen) -> None:
+    def _look(self, watch: Watch, operation: _Operation) -> None:
         with torch.no_grad():
-            made = [t for t in seen.results if not _finite(t)]
-        if seen.name in LOSSES:
-            self._losses.update({id(t): t for t in seen.results})
+            made = [t for t in operation.results if not _finite(t)]
+        if operation.name in LOSSES:
+            self._losses.update({id(t): t for t in operation.results})
         if made:
-            origin = self._origin(watch, seen, made)
-            if origin is not None or seen.name not in _PASSES_ON:
+            origin = self._origin(watch, operation, made)
+            if origin is not None or operation.name not in _PASSES_ON:
                 self._known.update({id(t): (t, origin) for t in made})
             if self.loss is None and any(self._may_be_loss(t) and t.requires_grad for t in made):
                 self.loss = origin
-        elif seen.bad and seen.results and seen.name not in _PASSES_ON:
-            self._made_finite(watch, seen)
-        if any(t.requires_grad for t in seen.results) and self.gradient is None:
-            self._hook(seen, made, self._born(watch, seen, "NaN", "backward"))
+        elif operation.bad and operation.results and operation.name not in _PASSES_ON:
+            self._made_finite(watch, operation)
+        if any(t.requires_grad for t in operation.results) and self.gradient is None:
+            self._hook(operation, made, self._at(watch, operation, "NaN", "backward"))
 
-    def _origin(self, watch: Watch, seen: _Seen, made: list[torch.Tensor]) -> Birth | None:
-        """Where what is not finite comes from; None where it was written out or handed in."""
-        earlier = next((b for t in seen.bad if (b := self._known.get(id(t), (t, None))[1]) is not None), None)
+    def _origin(self, watch: Watch, operation: _Operation, made: list[torch.Tensor]) -> NonFiniteOrigin | None:
+        """Where these results come from; None for a literal, and for inputs that were not finite from the start."""
+        bad, passes_on = operation.bad, operation.name in _PASSES_ON
+        earlier = next((o for t in bad if (o := self._known.get(id(t), (t, None))[1]) is not None), None)
         if earlier is not None:
             return earlier
         nan = any(bool(t.isnan().any()) for t in made)
-        new_nan = nan and not any(bool(t.isnan().any()) for t in seen.bad)
-        if not new_nan and (seen.bad or seen.written_out or seen.name in _PASSES_ON):
-            if self.handed is None and seen.name not in _PASSES_ON and any(id(t) not in self._known for t in seen.bad):
-                self.handed = self._born(watch, seen, "NaN" if nan else "inf", "forward")
-            return None
-        return self._born(watch, seen, "NaN" if nan else "inf", "forward")
+        origin = self._at(watch, operation, "NaN" if nan else "inf", "forward")
+        new_nan = nan and not any(bool(t.isnan().any()) for t in bad)
+        if new_nan or not (bad or operation.literal or passes_on):
+            return origin
+        if self.from_input is None and not passes_on and any(id(t) not in self._known for t in bad):
+            self.from_input = origin
+        return None
 
-    def _born(self, watch: Watch, seen: _Seen, value: str, direction: Direction) -> Birth:
-        trail = tuple(self._trail)
-        place, module = here(4)[0], watch.module_path()
-        return Birth(
-            seen.name, place, module, value, direction, *seen.bounds, watch.record.steps, trail, bool(seen.bad)
+    def _at(self, watch: Watch, operation: _Operation, value: str, direction: Direction) -> NonFiniteOrigin:
+        return NonFiniteOrigin(
+            op=operation.name,
+            place=here(4)[0],
+            module=watch.module_path(),
+            value=value,
+            direction=direction,
+            low=operation.bounds[0],
+            high=operation.bounds[1],
+            step=watch.record.steps,
+            trail=tuple(self._trail),
+            nonfinite_input=bool(operation.bad),
         )
 
     def _may_be_loss(self, tensor: torch.Tensor) -> bool:
         return tensor.numel() == 1 or id(tensor) in self._losses
 
-    def _made_finite(self, watch: Watch, seen: _Seen) -> None:
-        """Note a loss, or a single number on the way to one, that an operation made finite, once a gradient comes in
-        at what it made of it."""
-        result = seen.results[0]
-        bad = next((t for t in seen.bad if self._may_be_loss(t) and t.requires_grad and id(t) in seen.lost), None)
+    def _made_finite(self, watch: Watch, operation: _Operation) -> None:
+        """Note a loss, or a scalar on the way to one, that an operation made finite, once a gradient arrives at the
+        result."""
+        result, lost = operation.results[0], operation.lost
+        bad = next((t for t in operation.bad if self._may_be_loss(t) and t.requires_grad and id(t) in lost), None)
         if bad is None or not result.requires_grad:
             return
-        masked = Masked(seen.name, here(4)[0], self._known.get(id(bad), (bad, None))[1], watch.record.steps)
+        origin = self._known.get(id(bad), (bad, None))[1]
+        masked = MaskedLoss(operation.name, here(4)[0], origin, watch.record.steps)
         result.register_hook(lambda _gradient: self.masked.append(masked))  # type: ignore[no-untyped-call]
 
-    def _hook(self, seen: _Seen, made: list[torch.Tensor], birth: Birth) -> None:
-        """See the gradients that come in at what the operation gave and was given."""
-        results = [t for t in seen.results if t.requires_grad]
-        suspect = -1 if seen.bad else 2 if any(t.requires_grad for t in made) else int(seen.name in _STEEP)
-        call = _Call(birth, {id(t): True for t in results}, suspect)
-        for tensor in (*seen.given, *results):
+    def _hook(self, operation: _Operation, made: list[torch.Tensor], origin: NonFiniteOrigin) -> None:
+        """Hook the gradients at the operation's inputs and results."""
+        results = [t for t in operation.results if t.requires_grad]
+        suspect = -1 if operation.bad else 2 if any(t.requires_grad for t in made) else int(operation.name in _STEEP)
+        differentiable = _Differentiable(origin, {id(t): True for t in results}, suspect)
+        for tensor in (*operation.inputs, *results):
             if tensor.requires_grad and id(tensor) not in self._hooked:
                 self._hooked[id(tensor)] = tensor
                 tensor.register_hook(functools.partial(self._arrived, id(tensor)))  # type: ignore[no-untyped-call]
-        for tensor in seen.given:
-            self._takers.setdefault(id(tensor), []).append(call)
+        for tensor in operation.inputs:
+            self._consumers.setdefault(id(tensor), []).append(differentiable)
         for tensor in results:
-            self._makers[id(tensor)] = call
+            self._producers[id(tensor)] = differentiable
 
     def _arrived(self, which: int, gradient: torch.Tensor | None) -> None:
         watch = self._watch
@@ -279,24 +310,24 @@ class NonFiniteOrigins(WatchingMode):
             return
         with watch.quietly(), torch.no_grad():
             finite = not gradient.is_floating_point() or _finite(gradient)
-        if which in self._makers:
-            self._makers[which].finite[which] = finite
-        takers = [c for c in self._takers.get(which, ()) if c.suspect >= 0 and all(c.finite.values())]
-        if not finite and takers:
-            self.gradient = max(enumerate(takers), key=lambda pair: (pair[1].suspect, pair[0]))[1].birth
+        if which in self._producers:
+            self._producers[which].finite[which] = finite
+        consumers = [c for c in self._consumers.get(which, ()) if c.suspect >= 0 and all(c.finite.values())]
+        if not finite and consumers:
+            self.gradient = max(enumerate(consumers), key=lambda pair: (pair[1].suspect, pair[0]))[1].origin
 
     def _backward(self, watch: Watch, args: Any, kwargs: Any) -> None:
         for root in floats(tensors_in(args, kwargs)):
             if id(root) in self._known and self.root is None:
                 self.root = self._known[id(root)][1]
             elif root.requires_grad and (root.grad_fn is None or (root.numel() == 1 and float(root.detach()) == 0.0)):
-                dropped = [b for t, b in self._known.values() if self._may_be_loss(t) and t.requires_grad]
+                dropped = [origin for t, origin in self._known.values() if self._may_be_loss(t) and t.requires_grad]
                 if dropped:
-                    self.masked.append(Masked("a new tensor", here(3)[0], dropped[-1], watch.record.steps))
+                    self.masked.append(MaskedLoss("a new tensor", here(3)[0], dropped[-1], watch.record.steps))
 
 
-def _told(state: Any) -> str:
-    """Dtype of what an optimizer keeps for a parameter, and how much of it is zero or not finite."""
+def _described(state: Any) -> str:
+    """Dtypes of the state that an optimizer keeps for a parameter, and the share of it that is zero or not finite."""
     parts = []
     for name, value in state.items() if isinstance(state, dict) else ():
         for t in floats([value]) if isinstance(value, torch.Tensor) and value.numel() > 1 else ():
@@ -306,21 +337,17 @@ def _told(state: Any) -> str:
     return "; ".join(parts)
 
 
-def _held(optimizer: Any) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def _finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor.detach()).all())
 
 
 def _lost(tensor: torch.Tensor) -> bool:
-    """Whether it holds NaN or +inf: -inf is the logarithm of what has no chance, and sums of such are right."""
+    """Whether it holds NaN or +inf. -inf is the logarithm of probability 0, and sums of such are right."""
     return bool(tensor.detach().isnan().any() or (tensor.detach() == math.inf).any())
 
 
 def _range(tensors: list[torch.Tensor]) -> tuple[float, float]:
-    """Of the finite entries."""
+    """The smallest and the largest finite entry; NaN where there is none."""
     kept = [t.detach().double() for t in tensors]
     ends = [(float(v.min()), float(v.max())) for t in kept if (v := t[torch.isfinite(t)]).numel()]
     return (min(low for low, _ in ends), max(high for _, high in ends)) if ends else (math.nan, math.nan)

@@ -1,4 +1,4 @@
-"""The first operation that makes what is not finite of what is."""
+"""The first operation whose result is not finite though its inputs are."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Net(nn.Module):
         return self.head(self._between(self.body(x)))
 
 
-def births(between=torch.tanh, loss_of=lambda out: out.square().mean(), given=None):
+def origins(between=torch.tanh, loss_of=lambda out: out.square().mean(), given=None):
     def make():
         model = Net(between)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -57,10 +57,10 @@ def zero(h):
     ids=["0 / 0", "x / 0", "exp", "sqrt of negative", "log 0", "softmax of a masked row", "mean of nothing"],
 )
 def test_the_operation_is_named_with_its_module(between, op, value):
-    birth = births(between).root
-    assert (birth.op, birth.value, birth.direction, birth.step) == (op, value, "forward", 0)
-    assert birth.module == "Net"
-    assert "between" in birth.place.code or "lambda" in birth.place.code
+    origin = origins(between).root
+    assert (origin.op, origin.value, origin.direction, origin.step) == (op, value, "forward", 0)
+    assert origin.module == "Net"
+    assert "between" in origin.place.code or "lambda" in origin.place.code
 
 
 @pytest.mark.parametrize(
@@ -72,15 +72,15 @@ def test_the_operation_is_named_with_its_module(between, op, value):
     ],
     ids=["softmax of a mask", "logsumexp of a mask", "sigmoid of inf"],
 )
-def test_what_is_written_out_is_meant(between):
-    found = births(between)
+def test_a_literal_infinity_is_intended(between):
+    found = origins(between)
     assert (found.root, found.gradient, found.masked) == (None, None, [])
 
 
-def test_what_was_handed_in_was_made_by_nobody_here():
-    found = births(given=torch.full((6, 3), float("nan")))
+def test_a_nonfinite_input_comes_from_no_operation():
+    found = origins(given=torch.full((6, 3), float("nan")))
     assert (found.root, found.gradient) == (None, None)
-    assert (found.handed.op, found.handed.module) == ("linear", "body")
+    assert (found.from_input.op, found.from_input.module) == ("linear", "body")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_what_was_handed_in_was_made_by_nobody_here():
     ids=["root of zero", "the side not taken", "acos at one"],
 )
 def test_a_slope_is_found_behind_a_finite_loss(between, op):
-    found = births(between)
+    found = origins(between)
     assert found.root is None
     assert (found.gradient.op, found.gradient.direction) == (op, "backward")
 
@@ -107,8 +107,8 @@ def test_a_slope_is_found_behind_a_finite_loss(between, op):
     ids=["nan_to_num", "clamp"],
 )
 def test_a_loss_that_is_made_finite_is_noted(loss_of, op):
-    (first, *_) = births(loss_of=loss_of).masked
-    assert (first.op, first.birth.op) == (op, "div")
+    (first, *_) = origins(loss_of=loss_of).masked
+    assert (first.op, first.origin.op) == (op, "div")
 
 
 def test_rows_of_a_loss_that_are_set_in_place_are_noted():
@@ -117,7 +117,7 @@ def test_rows_of_a_loss_that_are_set_in_place_are_noted():
         rows[rows.isinf()] = 0.0
         return rows.mean() + out.mean()
 
-    (first, *_) = births(loss_of=loss_of).masked
+    (first, *_) = origins(loss_of=loss_of).masked
     assert first.op == "__setitem__"
 
 
@@ -126,10 +126,10 @@ def test_a_number_for_the_log_is_no_loss():
         (out.mean() / zero(out).sum()).clamp(max=9).item()
         return out.square().mean()
 
-    assert births(loss_of=loss_of).masked == []
+    assert origins(loss_of=loss_of).masked == []
 
 
 def test_modules_before_it_are_shown_with_their_ranges():
-    trail = births(lambda h: zero(h) / zero(h)).root.trail
+    trail = origins(lambda h: zero(h) / zero(h)).root.trail
     assert len(trail) == 1
     assert trail[0].startswith("body [")

@@ -178,13 +178,13 @@ def _shape(shape: tuple[int, ...]) -> str:
 def _leftover(edges: Edges, last: Outcome) -> Finding:
     end = edges.ending
     what = f"fit raises {last.raised}" if last.raised else f"{some(last.lost)} {be(last.lost)} not finite after a step"
-    made = f"; the first operation that is not finite is {last.birth.op}()" if last.birth else ""
+    made = f"; the first operation that is not finite is {last.origin.op}()" if last.origin else ""
     return Finding(
         cause="leftover_batch",
         summary=f"the loader ends an epoch with a batch of {last.words}, on which {what}",
         measured=f"{end.data} rows of data in batches of {end.of}: {last.words} left over{made}",
         shown_by="that batch as the loader's dataset and collate_fn give it; full batches go through",
-        culprits=("DataLoader",) + ((last.birth.op,) if last.birth else ()),
+        culprits=("DataLoader",) + ((last.origin.op,) if last.origin else ()),
         where=last.where,
         smallest=last.words,
         repair="drop_last=True in the training loader; or have the loop leave out or join what is too small",
@@ -192,7 +192,7 @@ def _leftover(edges: Edges, last: Outcome) -> Finding:
 
 
 def _uncounted(edges: Edges, empty: Outcome, level: Level) -> Finding:
-    op = empty.birth.op if empty.birth else "step"
+    op = empty.origin.op if empty.origin else "step"
     made = f"{len(empty.lost)} weights NaN" if empty.lost else "the loss NaN, and weights stay finite"
     return Finding(
         cause="nan_when_all_ignored",
@@ -210,7 +210,7 @@ def _uncounted(edges: Edges, empty: Outcome, level: Level) -> Finding:
 
 def _short(short: Short, level: Level) -> Finding:
     outcome = short.outcome
-    op = outcome.birth.op if outcome.birth else "step"
+    op = outcome.origin.op if outcome.origin else "step"
     return Finding(
         cause="nan_at_length_one",
         level=level,

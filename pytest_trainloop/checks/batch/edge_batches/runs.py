@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.run import RunPlan
-    from pytest_trainloop.tracing.nonfinite import Birth
+    from pytest_trainloop.tracing.nonfinite import NonFiniteOrigin
 
 Compose = Callable[["TrainLoop"], Any]
 """Makes a batch for a fresh loop."""
@@ -65,7 +65,7 @@ class Outcome:
     by_hand: bool = False
     lost: tuple[str, ...] = ()
     nan: bool = False
-    birth: Birth | None = None
+    origin: NonFiniteOrigin | None = None
 
     @property
     def fine(self) -> bool:
@@ -220,10 +220,10 @@ class Edges:
         found = self.outcome(words, compose, full=True, plan=plan)
         if not found.lost and not found.nan:
             return found
-        births = NonFiniteOrigins()
-        self.outcome(words, compose, births.contexts, full=True, plan=plan)
-        birth = births.root or births.gradient or births.loss
-        return replace(found, birth=birth, where=str(birth.place) if birth else "")
+        origins = NonFiniteOrigins()
+        self.outcome(words, compose, origins.contexts, full=True, plan=plan)
+        origin = origins.first
+        return replace(found, origin=origin, where=str(origin.place) if origin else "")
 
     def outcome(
         self,

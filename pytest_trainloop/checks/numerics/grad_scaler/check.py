@@ -320,7 +320,7 @@ def _collapsed(evidence: Evidence, found: Trace) -> Iterator[Finding]:
         ),
         measured=f"{found}; {lowest.skipped} of {lowest.tried} skipped in a run from scale 2^-24",
         shown_by=f"at the lowest scale as many steps are skipped, so it is not the scale that overflows{source}",
-        culprits=(lowest.birth.op if lowest.birth else "scaler.step(optimizer)",),
+        culprits=(lowest.origin.op if lowest.origin else "scaler.step(optimizer)",),
         where=place,
         repair="mend the operation that makes what is not finite; leave a bad batch out before scaler.scale(loss)",
         explains=tuple(c for c in CONSEQUENCES if c != "precision_parity"),  # which knows the operation
@@ -328,8 +328,7 @@ def _collapsed(evidence: Evidence, found: Trace) -> Iterator[Finding]:
 
 
 def _source(lowest: AtLowest, fallback: Place) -> tuple[str, str]:
-    birth = lowest.birth
-    if birth is None:
+    origin = lowest.origin
+    if origin is None:
         return str(fallback), ""
-    inside = f" in {birth.module}" if birth.module else ""
-    return str(birth.place), f"; {birth.op}(){inside} makes the first {birth.value} ({birth.direction} pass)"
+    return str(origin.place), f"; {origin} makes the first {origin.value} ({origin.direction} pass)"

@@ -22,7 +22,7 @@ from pytest_trainloop.checks.numerics.grad_scaler.scale_trace import traces
 from pytest_trainloop.gradients.vectors import consumed, steps_of, values, vectors
 from pytest_trainloop.recording.events import GradWrite
 from pytest_trainloop.recording.patches import tapped
-from pytest_trainloop.tracing.nonfinite import Birth, NonFiniteOrigins
+from pytest_trainloop.tracing.nonfinite import NonFiniteOrigin, NonFiniteOrigins
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -76,7 +76,7 @@ class AtLowest:
 
     tried: int
     skipped: int
-    birth: Birth | None
+    origin: NonFiniteOrigin | None
 
 
 class Rescaled:
@@ -127,12 +127,12 @@ class Rescaled:
         def enough(record: Record) -> bool:
             return sum(call.what == "step" for call in record.scaler_calls()) >= tries
 
-        births = NonFiniteOrigins()
-        plan = replace(self._plan, contexts=births.contexts, count=max(tries, self._plan.count), enough=enough)
+        origins = NonFiniteOrigins()
+        plan = replace(self._plan, contexts=origins.contexts, count=max(tries, self._plan.count), enough=enough)
         with scalers_made(init_scale=LOWEST, growth_interval=NEVER):
             record = self._run(plan)
         made = [m for t in traces(record) for m in t.made] if self._begun_at(record, LOWEST) else []
-        return AtLowest(len(made), made.count(False), births.root or births.gradient or births.loss)
+        return AtLowest(len(made), made.count(False), origins.first)
 
     def _at(self, scale: float, wanted: dict[int, int], **how: Any) -> Record:
         def enough(record: Record) -> bool:
