@@ -23,7 +23,7 @@ from pytest_trainloop import explain, registry
 
 ROOT = Path(__file__).parents[1]
 CHECKS = ROOT / "docs" / "checks"
-WITH_PARTS = ("README.md", "mkdocs.yml", "docs/failures.md", "docs/cost.md")
+WITH_PARTS = ("README.md", "mkdocs.yml", "docs/index.md", "docs/failures.md", "docs/cost.md")
 PLANTED = "examples/planted/test_planted.py"
 
 PART = re.compile(

@@ -16,7 +16,7 @@ from pytest_trainloop import adapters, explain, registry, strategies
 from pytest_trainloop.knobs import KNOBS
 
 ROOT = Path(__file__).parents[1]
-NOT_OURS = {".git", ".venv", "build", "dist", "site"}
+NOT_OURS = {".git", ".venv", ".venv-ci", "build", "dist", "site"}
 TEXTS = sorted(
     path
     for path in ROOT.rglob("*")
