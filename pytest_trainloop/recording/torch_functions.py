@@ -15,6 +15,15 @@ from pytest_trainloop.recording.events import GradWrite, LossCall, Place
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
 from pytest_trainloop.recording.source import frames_called, here
 from pytest_trainloop.recording.torch_internals import take_off
+from pytest_trainloop.recording.torch_names import (
+    CLASS_LOSSES,
+    FINITENESS_TESTS,
+    IN_PLACE_OPERATORS,
+    LOSSES,
+    SIZES,
+    UNSCALING,
+    ZEROING,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,24 +31,12 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.recording.watch import Watch
 
-LOSSES = frozenset(
-    """cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div mse_loss l1_loss
-    smooth_l1_loss huber_loss
-    gaussian_nll_loss poisson_nll_loss ctc_loss cosine_embedding_loss margin_ranking_loss hinge_embedding_loss
-    triplet_margin_loss
-    triplet_margin_with_distance_loss soft_margin_loss multi_margin_loss multilabel_margin_loss
-    multilabel_soft_margin_loss""".split()
-)
-
-_IGNORING = ("cross_entropy", "nll_loss")
-
 _GRAD = torch.Tensor.grad
 _DATA = torch.Tensor.data
 _READ = (_GRAD, _DATA)
-_OPERATORS = frozenset({"__imul__", "__itruediv__", "__idiv__", "__iadd__", "__isub__", "__setitem__"})
 _NO_WRITES = frozenset({"requires_grad_", "detach_", "share_memory_"})
-_WARY = frozenset({"isnan", "isinf", "isfinite", "isposinf", "nan_to_num", "nansum", "nanmean", "nanmedian"})
-_UNSCALING = "_amp_foreach_non_finite_check_and_unscale_"
+_WARY = FINITENESS_TESTS | {"isposinf", "nan_to_num", "nansum", "nanmean", "nanmedian"}
+"""A loop that calls these expects values that are not finite."""
 
 
 class Functions(FunctionMode):
@@ -150,9 +147,9 @@ class Functions(FunctionMode):
     def _in_place(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         targets = args[0] if isinstance(args[0], (list, tuple)) else (args[0],)
         written = {i: t for t in targets if (i := self._parameter_of(t)) is not None}
-        if not written or name == _UNSCALING:
+        if not written or name == UNSCALING:
             return func(*args, **kwargs)
-        if name in ("zero_", "_foreach_zero_") or (name == "fill_" and args[1:] == (0,)):
+        if name in ZEROING or (name == "fill_" and args[1:] == (0,)):
             self._note("zero", list(written), "zero_grad" if frames_called("zero_grad", 7) else name)
             return func(*args, **kwargs)
         clip = frames_called("clip_grad_norm_", 9) or frames_called("clip", 9)
@@ -215,7 +212,7 @@ class Functions(FunctionMode):
                 target_shape=_shape(target),
                 target_dtype=_dtype(target),
                 reduction=str(kwargs.get("reduction", "mean")),
-                ignore_index=kwargs.get("ignore_index", -100) if name in _IGNORING else None,
+                ignore_index=kwargs.get("ignore_index", -100) if name in CLASS_LOSSES else None,
             )
             if isinstance(out, torch.Tensor) and out.numel() == 1:
                 watch.reader.scalar(out, lambda value: setattr(call, "value", value))
@@ -224,7 +221,7 @@ class Functions(FunctionMode):
 
 
 def _asks_for_shape(name: str) -> bool:
-    return name == "__get__" or name.endswith("_like") or name.startswith("new_") or name in ("size", "dim", "numel")
+    return name == "__get__" or name.endswith("_like") or name.startswith("new_") or name in SIZES
 
 
 @functools.cache
@@ -234,7 +231,7 @@ def _kind(name: str) -> Literal["get", "set", "write", "loss", "wary", "number",
         return "get"
     if name in ("__set__", "__delete__"):
         return "set"
-    if name in _OPERATORS or (name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES):
+    if name in IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES):
         return "write"
     if name in LOSSES:
         return "loss"

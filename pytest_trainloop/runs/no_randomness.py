@@ -12,16 +12,11 @@ import torch
 
 from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.torch_internals import on_in_engine
+from pytest_trainloop.recording.torch_names import DROPOUTS, RECURRENT
 from pytest_trainloop.runs.shared_draws import shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-_DROPOUTS = frozenset(
-    """dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout feature_dropout_
-    feature_alpha_dropout feature_alpha_dropout_""".split()
-)
-_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 
 
 class Still(FunctionMode):
@@ -40,13 +35,13 @@ class Still(FunctionMode):
         if func is torch.autograd.backward:
             with on_in_engine(self):
                 return func(*args, **kwargs)
-        if name in _DROPOUTS:
+        if name in DROPOUTS:
             return args[0] if args else kwargs["input"]
         if name == "scaled_dot_product_attention":
             args, kwargs = _placed(args, kwargs, 4, "dropout_p", 0.0)
         elif name == "multi_head_attention_forward":
             kwargs["training"] = False
-        elif name in _RECURRENT:
+        elif name in RECURRENT:
             args = tuple(0.0 if isinstance(a, float) else a for a in args)
         elif name == "batch_norm":
             args, kwargs = _running(args, kwargs)

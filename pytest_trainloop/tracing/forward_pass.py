@@ -20,8 +20,8 @@ from pytest_trainloop.checks.learning.swapped_rows import takes_data
 from pytest_trainloop.gradients.dependence import moved_a_little
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.source import here
-from pytest_trainloop.recording.torch_functions import LOSSES
 from pytest_trainloop.recording.torch_internals import tree_map
+from pytest_trainloop.recording.torch_names import EMBEDDINGS, LOSSES
 from pytest_trainloop.runs.checkpoint_bypass import switched, without
 from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.runs.no_randomness import Still
@@ -41,8 +41,6 @@ MOST_OPS = 20_000
 
 LONGEST = 16
 """Backward passes after which a run ends, though no step has come: the pass was long before."""
-
-_EMBEDDINGS = frozenset({"embedding", "embedding_bag"})
 
 Change = Callable[["Op"], Any]
 """What takes the place of an operation's result, seen from the operation."""
@@ -222,7 +220,7 @@ class Pass(WatchingMode):
         if op.number in self.changes:
             with watch.quietly():
                 out = op.out = self.changes[op.number](op)
-        elif op.name in _EMBEDDINGS and isinstance(out, torch.Tensor) and torch.is_grad_enabled():
+        elif op.name in EMBEDDINGS and isinstance(out, torch.Tensor) and torch.is_grad_enabled():
             with watch.quietly():
                 out = op.out = self._looked_up(op, out)
         if len(self.ops) < MOST_OPS:

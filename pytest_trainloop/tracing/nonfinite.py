@@ -20,7 +20,16 @@ from pytest_trainloop import nested
 from pytest_trainloop.optimizers.replay import around_steps
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.source import here
-from pytest_trainloop.recording.torch_functions import LOSSES
+from pytest_trainloop.recording.torch_names import (
+    ATTRIBUTES,
+    AUTOGRAD_CALLS,
+    CASTS,
+    DTYPE_CASTS,
+    FINITENESS_TESTS,
+    JOINS,
+    LOSSES,
+    UNBOUNDED_SLOPES,
+)
 from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.tracing.arguments import floats, in_place
 from pytest_trainloop.tracing.mode import WatchingMode
@@ -37,17 +46,15 @@ if TYPE_CHECKING:
 TRAIL = 3
 """Modules before the operation whose ranges are shown."""
 
-_PASSES_ON = frozenset(
-    """__get__ __set__ __deepcopy__ __getitem__ detach detach_ clone requires_grad_ to cpu cuda item stack cat view
-    reshape""".split()
+_PASSES_ON = (
+    ATTRIBUTES
+    | JOINS
+    | (CASTS - DTYPE_CASTS - {"data", "alias", "pin_memory"})
+    | {"__getitem__", "detach_", "item", "view", "reshape"}
 )
-_STEEP = frozenset(
-    """sqrt rsqrt norm vector_norm linalg_norm linalg_vector_norm cdist dist std pow __pow__ div __truediv__ true_divide
-    reciprocal log log2 log10 log1p acos asin arccos arcsin atanh acosh atan2 exp cosine_similarity normalize""".split()
-)
-"""Operations whose slope has no bound: where several took the same tensor, one of them made the gradient infinite."""
+"""Their result is what they are given. A cast to another dtype may overflow."""
 
-_LOOKS = frozenset({"isnan", "isinf", "isfinite", "backward", "grad", "register_hook", "retain_grad"})
+_LOOKS = FINITENESS_TESTS | AUTOGRAD_CALLS
 
 Direction = Literal["forward", "backward"]
 
@@ -293,7 +300,8 @@ class NonFiniteOrigins(WatchingMode):
     def _hook(self, operation: _Operation, made: list[torch.Tensor], origin: NonFiniteOrigin) -> None:
         """Hook the gradients at the operation's inputs and results."""
         results = [t for t in operation.results if t.requires_grad]
-        suspect = -1 if operation.bad else 2 if any(t.requires_grad for t in made) else int(operation.name in _STEEP)
+        steep = operation.name in UNBOUNDED_SLOPES
+        suspect = -1 if operation.bad else 2 if any(t.requires_grad for t in made) else int(steep)
         differentiable = _Differentiable(origin, {id(t): True for t in results}, suspect)
         for tensor in (*operation.inputs, *results):
             if tensor.requires_grad and id(tensor) not in self._hooked:

@@ -14,6 +14,16 @@ import torch
 import torch.nn.functional as F
 
 from pytest_trainloop.recording.torch_internals import tree_map
+from pytest_trainloop.recording.torch_names import (
+    ATTENTION,
+    DIVISIONS,
+    EXTREMES,
+    MULTIPLICATIONS,
+    RECURRENT,
+    REDUCTIONS,
+    RESHAPES,
+    SUBTRACTIONS,
+)
 from pytest_trainloop.tracing.forward_pass import axis_of
 from pytest_trainloop.tracing.provenance_queries import constant
 
@@ -25,16 +35,19 @@ if TYPE_CHECKING:
 Kind = Literal["softmax", "normalised", "views", "statistics", "batch_norm"]
 
 _SOFTMAX = {"softmax": torch.softmax, "log_softmax": torch.log_softmax}
-VIEWS = frozenset({"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"})
-STATISTICS = frozenset(
-    """mean sum std var norm amax amin max min median logsumexp var_mean std_mean vector_norm nanmean
-    cov corrcoef""".split()
+STATISTICS = (REDUCTIONS - {"nansum"}) | {"cov", "corrcoef"}
+_SPREADS = REDUCTIONS - EXTREMES - {"nansum", "logsumexp", "median"}
+"""What layers that normalise take over their rows: a largest value may be a range."""
+
+_SCALES = (
+    (DIVISIONS - {"truediv", "divide", "__div__"})
+    | (MULTIPLICATIONS - {"rmul", "__rmul__"})
+    | (SUBTRACTIONS - {"rsub", "__rsub__"})
+    | {"div_", "mul_", "sub_"}
 )
-_SPREADS = frozenset("mean sum std var norm vector_norm var_mean std_mean nanmean".split())
-_SCALES = frozenset("div __truediv__ true_divide div_ mul __mul__ mul_ sub __sub__ sub_ multiply subtract".split())
-SEQUENCES = frozenset(
-    "lstm gru rnn_tanh rnn_relu multi_head_attention_forward scaled_dot_product_attention matmul bmm baddbmm".split()
-)
+"""Rows minus a statistic, times it or over it."""
+
+SEQUENCES = RECURRENT | ATTENTION | {"matmul", "bmm", "baddbmm"}
 Reaches = Callable[[torch.Tensor], bool]
 """Whether a gradient comes in at a tensor, once statistics over rows are constants."""
 
@@ -59,7 +72,7 @@ def cures(ops: Sequence[Op], mixing: Sequence[Op], rows: int) -> Iterator[Cure]:
     normalised = [op for op in mixing if op.name in ("normalize", "layer_norm") and _wide(op, rows)]
     if normalised:
         yield Cure("normalised", tuple(normalised), {op.number: _each_row_alone(rows) for op in normalised})
-    views = [op for op in ops if op.name in VIEWS and scrambles(op, rows)]
+    views = [op for op in ops if op.name in RESHAPES and scrambles(op, rows)]
     if views:
         yield Cure("views", tuple(views), {op.number: moved_first(rows) for op in views})
     statistics = [op for op in ops if op.name in STATISTICS and takes_away(op, rows)]

@@ -14,7 +14,19 @@ from torch import nn
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.recording.source import here
-from pytest_trainloop.recording.torch_functions import LOSSES
+from pytest_trainloop.recording.torch_names import (
+    ACTIVATIONS,
+    AUTOGRAD_CALLS,
+    CASTS,
+    CLAMPS,
+    CONSTANT_ATTRIBUTES,
+    CONVOLUTIONS,
+    IN_PLACE_OPERATORS,
+    INDEXING,
+    LOSSES,
+    PRODUCTS,
+    VIEWS,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,29 +39,9 @@ if TYPE_CHECKING:
 MOST = 50_000
 """Nodes that are kept between two steps."""
 
-_RESHAPES = frozenset(
-    """view reshape flatten unflatten transpose t T mT permute swapaxes swapdims movedim moveaxis squeeze unsqueeze
-    ravel view_as reshape_as chunk split tensor_split unbind expand expand_as narrow select contiguous""".split()
-)
-_PICKS = frozenset(
-    "__getitem__ index_select masked_select gather take_along_dim flip roll repeat diagonal diag".split()
-)
-_CASTS = frozenset(
-    """clone to float double half bfloat16 type type_as cuda cpu detach data requires_grad_ alias
-    __deepcopy__ pin_memory""".split()
-)
-_IN_PLACE = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__setitem__"})
-_UNSEEN = frozenset({"backward", "grad", "register_hook", "retain_grad", "item", "tolist", "numpy"})
-
-ACTIVATIONS = frozenset(
-    """softmax log_softmax sigmoid log_sigmoid tanh relu relu6 gelu silu softplus elu selu celu mish hardsigmoid
-    leaky_relu log exp softmin""".split()
-)
+_UNSEEN = AUTOGRAD_CALLS | {"item", "tolist", "numpy"}
 _PLACED = ACTIVATIONS | {"hardtanh", "dropout"}
-PRODUCTS = frozenset({"matmul", "mm", "bmm", "einsum", "linear"})
 _CONTRACTS = PRODUCTS | {"baddbmm"}
-CLAMPS = frozenset({"clamp", "clip", "clamp_min", "clamp_max"})
-CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
 
 
 @dataclass(slots=True, eq=False)
@@ -125,9 +117,9 @@ class Lineage:
     ) -> None:
         if name in _UNSEEN or len(self._known) > MOST:
             return
-        if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_"):
+        if name in IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_"):
             out = args[0] if args else out
-            name = name.strip("_").removeprefix("i") if name in _IN_PLACE else name.rstrip("_")
+            name = name.strip("_").removeprefix("i") if name in IN_PLACE_OPERATORS else name.rstrip("_")
         for number, result in enumerate(tensors_in(out)):
             node = self._node(watch, func, name, args, kwargs, parents, result, number)
             self._known[id(result)] = (weakref.ref(result), node)
@@ -150,14 +142,14 @@ class Lineage:
             numbers=tuple(float(v) for v in args if isinstance(v, (int, float)) and not isinstance(v, bool)),
             history=result.requires_grad,
             floating=result.is_floating_point(),
-            cast=name in _CASTS,
+            cast=name in CASTS,
             value=_value(result),
         )
         if name == "contiguous":
             node.replay = _as_it_is
-        elif name in _RESHAPES or name in _PICKS:
+        elif name in VIEWS or name in INDEXING:
             node.replay = _replay(func, args, kwargs, number)
-            node.picks = name in _PICKS and not _plain_index(name, args)
+            node.picks = name in INDEXING and not _plain_index(name, args)
         elif name in LOSSES:
             node.place = here(4)[0]
         elif name in _PLACED:
@@ -261,4 +253,4 @@ def _ones(tensor: torch.Tensor, axis: int) -> bool:
 @functools.cache
 def watched(name: str) -> bool:
     """Whether a call of this name makes tensors of others, as far as lineage goes."""
-    return name not in ("grad", "shape", "dtype", "device", "requires_grad", "grad_fn", "is_leaf", "layout", "names")
+    return name not in CONSTANT_ATTRIBUTES

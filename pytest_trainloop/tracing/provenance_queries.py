@@ -8,7 +8,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.tracing.provenance import ACTIVATIONS, CLAMPS, CONVOLUTIONS, PRODUCTS
+from pytest_trainloop.recording.torch_names import (
+    ACTIVATIONS,
+    ADDITIONS,
+    CLAMPS,
+    CONVOLUTIONS,
+    DIVISIONS,
+    MASKING,
+    MULTIPLICATIONS,
+    NEGATIONS,
+    PRODUCTS,
+    RECIPROCALS,
+    SUBTRACTIONS,
+    TRANSPOSES,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,12 +31,11 @@ if TYPE_CHECKING:
 FARTHEST = 200
 """Nodes that a way back is followed for."""
 
-_TIMES = frozenset({"mul", "rmul", "multiply", "__mul__", "__rmul__"})
-_OVER = frozenset({"div", "truediv", "true_divide", "divide", "__truediv__", "__div__"})
-_PLUS = frozenset({"add", "radd", "sub", "subtract", "__add__", "__radd__", "__sub__"})
-_INVERSE = frozenset({"reciprocal", "rdiv", "__rdiv__", "__rtruediv__", "rtruediv", *_OVER})
-_HIDES = frozenset({"masked_fill", "where", "setitem", "nan_to_num"})
-_SAME_SHAPE = _TIMES | _OVER | _PLUS | CLAMPS | _HIDES | {"neg", "__neg__", "dropout"}
+_PLUS = ADDITIONS | (SUBTRACTIONS - {"rsub", "__rsub__"})
+"""The first operand keeps its sign: ``rsub`` turns it."""
+
+_INVERSE = RECIPROCALS | DIVISIONS
+_SAME_SHAPE = MULTIPLICATIONS | DIVISIONS | _PLUS | CLAMPS | MASKING | NEGATIONS | {"dropout"}
 LAYERS = CONVOLUTIONS | PRODUCTS | {"addmm"}
 
 
@@ -58,7 +70,7 @@ def behind(node: Node | None) -> Found | None:
         parent = inner(node)
         if parent is None:
             return found
-        if node.moves or (node.op in _HIDES and parent.shape == node.shape and parent.history):
+        if node.moves or (node.op in MASKING and parent.shape == node.shape and parent.history):
             found = replace(found, node=parent)
         elif node.op == "dropout":
             dropped = node if node.numbers and node.numbers[0] > 0 else found.dropped
@@ -68,7 +80,7 @@ def behind(node: Node | None) -> Found | None:
                 b if not math.isnan(b) else e for b, e in zip(node.numbers, (-math.inf, math.inf), strict=True)
             )
             found = replace(found, node=parent, low=max(low, found.low), high=min(high, found.high))
-        elif node.op in _TIMES | _OVER | _PLUS and (constant := _constant(node)) is not None:
+        elif node.op in MULTIPLICATIONS | DIVISIONS | _PLUS and (constant := _constant(node)) is not None:
             found = _scaled(found, node, *constant)
         else:
             return found
@@ -89,8 +101,8 @@ def _constant(node: Node) -> tuple[Node, float, bool] | None:
 def _scaled(found: Found, node: Node, parent: Node, number: float, learned: bool) -> Found:
     if node.op in _PLUS:
         return replace(found, node=parent, shifted=True)
-    factor = number if node.op in _TIMES else 1 / number if number else math.nan
-    times = found.multiplied or (node.op in _TIMES and number > 1)
+    factor = number if node.op in MULTIPLICATIONS else 1 / number if number else math.nan
+    times = found.multiplied or (node.op in MULTIPLICATIONS and number > 1)
     return replace(found, node=parent, scale=found.scale * factor, multiplied=times, learned=found.learned or learned)
 
 
@@ -104,7 +116,7 @@ def is_sigmoid(node: Node) -> bool:
     if total.op not in _PLUS or not _only_parent(total) or (1.0 not in total.numbers):
         return False
     power = total.parents[0]
-    return power.op == "exp" and bool(power.parents) and power.parents[0].op in ("neg", "__neg__", "mul", "rmul")
+    return power.op == "exp" and bool(power.parents) and power.parents[0].op in NEGATIONS | {"mul", "rmul"}
 
 
 def _only_parent(node: Node) -> bool:
@@ -147,9 +159,6 @@ def _axis(layer: Node) -> int:
     return 1 if layer.op in CONVOLUTIONS else len(layer.shape) - 1
 
 
-_TURNS = frozenset({"transpose", "t", "T", "mT", "permute", "swapaxes", "swapdims", "movedim", "moveaxis"})
-
-
 def layout(node: Node | None) -> Layout | None:
     """How the entries lie in the output of the layer that made them; None where no one layer did."""
     moves: list[Node] = []
@@ -182,7 +191,7 @@ def layout(node: Node | None) -> Layout | None:
             position, feature = move.replay(position), move.replay(feature)
         except (RuntimeError, TypeError):  # a move that numbers cannot make, as to another dtype
             return None
-    return Layout(node, position, feature, any(m.picks for m in moves), any(m.op in _TURNS for m in moves))
+    return Layout(node, position, feature, any(m.picks for m in moves), any(m.op in TRANSPOSES for m in moves))
 
 
 def constant(values: torch.Tensor, axis: int) -> bool:

@@ -51,6 +51,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
+from pytest_trainloop.recording.torch_names import ATTENTION, EXTREMES, PRODUCTS, SCATTERS
 from pytest_trainloop.registry import check
 
 if TYPE_CHECKING:
@@ -83,12 +84,9 @@ _REPAIRS = {
     "labels_of_other_rows": "bring outputs and targets into one order: put sorted rows back, transpose both or neither",
 }
 
-_MEANT = frozenset(
-    """matmul __matmul__ mm bmm baddbmm einsum cdist scaled_dot_product_attention multi_head_attention_forward
-    index_add index_add_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ segment_reduce max min amax amin
-    median""".split()
-)
-"""Operations that join rows on purpose where nothing else is known: products of rows, sums over edges, pooling."""
+_MEANT = (PRODUCTS - {"linear"}) | ATTENTION | SCATTERS | EXTREMES | {"__matmul__", "baddbmm", "cdist", "median"}
+"""Operations that join rows on purpose where nothing else is known: products of rows, sums over edges, pooling. A
+linear layer takes each row by itself."""
 
 _CAUSE_OF = {
     "softmax": "softmax_over_rows",

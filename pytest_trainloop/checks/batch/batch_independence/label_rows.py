@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from pytest_trainloop import nested
 from pytest_trainloop.checks.loss.loss_contract.call import bound
 from pytest_trainloop.recording.source import here
+from pytest_trainloop.recording.torch_names import BINARY_LOSSES, CLASS_LOSSES, DISTANCE_LOSSES
 from pytest_trainloop.tracing.forward_pass import Entry, Pass, slopes, weighed
 from pytest_trainloop.tracing.provenance_queries import same_shaped
 
@@ -28,11 +29,7 @@ ASKED = 8
 FARTHEST = 64
 """Operations that are gone back over."""
 
-_CLASSES = ("cross_entropy", "nll_loss")
-_ALIKE = (
-    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"),
-    *("binary_cross_entropy_with_logits",),
-)
+_ALIKE = DISTANCE_LOSSES | BINARY_LOSSES
 
 
 @dataclass(slots=True)
@@ -70,7 +67,7 @@ class Partners:
                 seen.lineage.adopt(tensor)
 
     def _look(self, seen: Pass, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.pairs or name not in (*_CLASSES, *_ALIKE):
+        if self.pairs or name not in CLASS_LOSSES | _ALIKE:
             return
         given = bound(getattr(F, name), args, kwargs)
         scores, target = given.get("input"), given.get("target")
@@ -80,7 +77,7 @@ class Partners:
         each = _one_by_one(name, scores, target)
         if labels is None or each is None or labels.shape != target.shape:
             return
-        kept = (target != given.get("ignore_index", -100)).flatten() if name in _CLASSES else None
+        kept = (target != given.get("ignore_index", -100)).flatten() if name in CLASS_LOSSES else None
         known = [(e, rows) for e in seen.entries if (rows := _entered(e)) is not None]
         try:
             self._follow(seen, each, labels.flatten(), kept, known)
@@ -114,7 +111,7 @@ class Partners:
 
 def _one_by_one(name: str, scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
     """The scores that belong to each target, in the order of the flattened targets."""
-    if name in _CLASSES:
+    if name in CLASS_LOSSES:
         if target.is_floating_point() or scores.dim() != target.dim() + 1 or scores.dim() < 2:
             return None
         return scores.movedim(1, -1).reshape(-1, scores.shape[1])

@@ -5,10 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from pytest_trainloop.recording.torch_names import (
+    ATTENTION,
+    CONVOLUTIONS,
+    NORMALISATIONS,
+    PRODUCTS,
+    RECURRENT,
+    RESHAPES,
+    SOFTMAXES,
+)
 from pytest_trainloop.tracing.forward_pass import alone, axis_of, slopes, weighed
 from pytest_trainloop.tracing.operation_fixes import (
     STATISTICS,
-    VIEWS,
     as_a_constant,
     moved_first,
     scrambles,
@@ -27,18 +35,15 @@ Kind = Literal["views", "attention", "softmax", "recurrent", "convolution", "sta
 FARTHEST = 40
 """Operations that are gone back over."""
 
-_OVER_PAIRS = frozenset({"softmax", "log_softmax"})
-
 KINDS: tuple[Kind, ...] = ("views", "softmax", "attention", "recurrent", "convolution", "statistics", "other")
 """In the order in which they are tried."""
 
 _KIND_OF: dict[str, Kind] = {
-    **dict.fromkeys(("matmul", "__matmul__", "mm", "bmm", "baddbmm", "einsum"), "attention"),
-    **dict.fromkeys(("scaled_dot_product_attention", "multi_head_attention_forward"), "attention"),
-    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), "recurrent"),
-    **dict.fromkeys(("conv1d", "conv2d", "conv_transpose1d", "conv_transpose2d"), "convolution"),
-    **dict.fromkeys(("group_norm", "layer_norm", "instance_norm", "batch_norm", "normalize", "rms_norm"), "statistics"),
-    **dict.fromkeys(VIEWS, "views"),
+    **dict.fromkeys(ATTENTION | (PRODUCTS - {"linear"}) | {"__matmul__", "baddbmm"}, "attention"),
+    **dict.fromkeys(RECURRENT, "recurrent"),
+    **dict.fromkeys(CONVOLUTIONS - {"conv3d", "conv_transpose3d"}, "convolution"),
+    **dict.fromkeys(NORMALISATIONS | {"normalize"}, "statistics"),
+    **dict.fromkeys(RESHAPES, "views"),
 }
 
 
@@ -55,17 +60,17 @@ def look_ahead(ops: Sequence[Op], length: int) -> Iterator[Ahead]:
     """Those that look ahead, in order. Inputs and outputs count that have one axis of so many positions; of a softmax
     over two such axes it is asked whether later keys, or queries, are in its sums."""
     for op in ops:
-        if op.name in ("softmax", "log_softmax"):
+        if op.name in SOFTMAXES:
             if (kind := _softmax(op, length)) is not None:
                 yield Ahead(op, kind)
             continue
         if op.name in STATISTICS and takes_away(op, length):
             yield Ahead(op, "statistics")
             continue
-        if op.name in VIEWS and not scrambles(op, length):
+        if op.name in RESHAPES and not scrambles(op, length):
             continue
         offsets = _offsets(op, length)
-        if op.name in VIEWS or any(o > 0 for o in offsets):
+        if op.name in RESHAPES or any(o > 0 for o in offsets):
             yield Ahead(op, _KIND_OF.get(op.name, "other"), frozenset(offsets))
 
 
@@ -74,7 +79,7 @@ def first_seeing(ops: Sequence[Op], leaf: torch.Tensor, length: int) -> Ahead | 
     others made, the one behind it that gathered over positions."""
     made_by = {id(t): op for op in ops for t in op.gave}
     for op in ops:
-        if op.name in _OVER_PAIRS or not any(_sees_later(t, leaf, length) for t in op.gave):
+        if op.name in SOFTMAXES or not any(_sees_later(t, leaf, length) for t in op.gave):
             continue
         kind = _KIND_OF.get(op.name)
         if kind is not None and (kind != "recurrent" or any(o > 0 for o in _offsets(op, length))):
@@ -95,7 +100,7 @@ def _behind(op: Op, made_by: Mapping[int, Op], length: int) -> Ahead | None:
                 continue
             if maker.name in STATISTICS and takes_away(maker, length):
                 return Ahead(maker, "statistics")
-            if maker.name in _KIND_OF and maker.name not in VIEWS and _KIND_OF[maker.name] == "convolution":
+            if maker.name in _KIND_OF and maker.name not in RESHAPES and _KIND_OF[maker.name] == "convolution":
                 return Ahead(maker, "convolution")
             todo.append(maker)
     return None

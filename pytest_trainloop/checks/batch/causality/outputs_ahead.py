@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from pytest_trainloop.checks.batch.causality.operations_ahead import Ahead, attentions, first_seeing, look_ahead
 from pytest_trainloop.checks.loss.loss_contract.call import Call, bound
 from pytest_trainloop.recording.source import here
+from pytest_trainloop.recording.torch_names import CLASS_LOSSES, DISTANCE_LOSSES
 from pytest_trainloop.tracing.forward_pass import slopes, weighed
 from pytest_trainloop.tracing.provenance_queries import layout
 
@@ -32,9 +33,6 @@ FARTHEST = 4
 """Positions ahead that are looked for."""
 
 ROUNDING = 1e3
-
-_CLASSES = ("cross_entropy", "nll_loss")
-_DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 
 
 @dataclass(slots=True)
@@ -62,7 +60,7 @@ class Future:
 
     def look(self, seen: Pass, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Judge one call of a loss function, unless an earlier one was enough."""
-        if name not in (*_CLASSES, *_DISTANCES):
+        if name not in CLASS_LOSSES | DISTANCE_LOSSES:
             return
         given = bound(getattr(F, name), args, kwargs)
         scores, target = given.get("input"), given.get("target")
@@ -105,7 +103,7 @@ def _positions(
     at = layout(call.node("input"))
     if at is None or len(at.leading) != 2:
         return None
-    if call.name in _CLASSES:
+    if call.name in CLASS_LOSSES:
         if target.is_floating_point() or scores.dim() != target.dim() + 1:
             return None
         flat = at.position.select(1, 0)
@@ -115,7 +113,7 @@ def _positions(
         return None
     row, position = at.coordinates(flat.to(target.device))
     ignored = call.given.get("ignore_index", -100)
-    kept = target != ignored if call.name in _CLASSES else torch.ones_like(target, dtype=torch.bool)
+    kept = target != ignored if call.name in CLASS_LOSSES else torch.ones_like(target, dtype=torch.bool)
     return row, position, (at.leading[0], at.leading[1]), kept
 
 
@@ -184,7 +182,7 @@ def _felt(
     offsets: set[int] = set()
     for at in sorted({asked[len(asked) * n // 4] for n in (1, 2, 3)} if asked else ()):
         chosen = (position == at) & kept
-        picked = scores.movedim(1, -1)[chosen] if name in _CLASSES else scores[chosen]
+        picked = scores.movedim(1, -1)[chosen] if name in CLASS_LOSSES else scores[chosen]
         (slope,) = slopes(weighed(picked), [entry.leaf])
         if slope is not None:
             least = ROUNDING * torch.finfo(slope.dtype).eps * float(slope.abs().max()) if inexact else 0.0

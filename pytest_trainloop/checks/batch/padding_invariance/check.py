@@ -73,6 +73,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
+from pytest_trainloop.recording.torch_names import EXTREMES, MAX_POOLS_1D, MEAN_POOLS_1D, RECURRENT
 from pytest_trainloop.registry import check
 
 if TYPE_CHECKING:
@@ -129,9 +130,8 @@ _POSITIONS = _Way(
 )
 _WAYS = (_ATTENTION, _POOLING, _POSITIONS)
 
-_MAXIMA = frozenset({"max", "amax", "min", "amin", "adaptive_max_pool1d", "max_pool1d"})
-_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
-_MEANS = frozenset({"mean", "nanmean", "adaptive_avg_pool1d", "avg_pool1d", "embedding_bag"})
+_MAXIMA = EXTREMES | MAX_POOLS_1D
+_MEANS = MEAN_POOLS_1D | {"mean", "nanmean", "embedding_bag"}
 
 
 @check(needs={"fit"}, causes=CAUSES, rank=20)
@@ -203,7 +203,7 @@ def _of_way(made: PaddingRuns, found: Compared, way: _Way, closing: frozenset[st
 
 def _recurrent_only(made: PaddingRuns, found: Compared, calls: list[Met]) -> str:
     """Why a recurrent net that runs over padding may be meant; nothing where what is behind the padding is used."""
-    if not {m.op for m in calls} & _RECURRENT:
+    if not {m.op for m in calls} & RECURRENT:
         return ""
     if made.left:
         return "it comes first, and changes the state that the row begins with"

@@ -12,11 +12,11 @@ import torch
 from pytest_trainloop.checks.batch.padding_invariance import attention, pooling, positions
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.source import here
-from pytest_trainloop.recording.torch_functions import LOSSES
+from pytest_trainloop.recording.torch_names import CONVOLUTIONS, LOSSES, NORMALISATIONS, RECURRENT
 from pytest_trainloop.runs.no_randomness import Still
 from pytest_trainloop.runs.shared_draws import draws
 from pytest_trainloop.tracing.mode import WatchingMode
-from pytest_trainloop.tracing.provenance import CONVOLUTIONS, name_of
+from pytest_trainloop.tracing.provenance import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 WAYS = ("attention", "pooling", "positions")
 """Ways that can be closed; "outputs" besides, by which padded places get no gradient from the loss."""
 
-_NORMS = frozenset({"batch_norm", "group_norm", "instance_norm", "layer_norm"})
+_NORMS = NORMALISATIONS - {"rms_norm"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Closed(WatchingMode, Still):
             same = all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(before, after, strict=True))
             if not same:
                 self.seen.closed.append(Met(way, name, here(3)[0], self._is_zero(given)))
-            if way == "pooling" and name not in pooling.RECURRENT and name not in pooling.READS:
+            if way == "pooling" and name not in RECURRENT and name not in pooling.READS:
                 self._pooled |= {id(t): t for t in tensors_in(out)}
 
     def _follow(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -159,7 +159,7 @@ class Closed(WatchingMode, Still):
             self.seen.drawn.append((name, shape, numbers))
         elif name in LOSSES:
             self._target(args[1] if len(args) > 1 else kwargs.get("target"))
-        elif name in pooling.RECURRENT:
+        elif name in RECURRENT:
             self._recurrent(watch, name, args, out)
         elif name in CONVOLUTIONS or name in _NORMS:
             self._mixing(watch, name, args)

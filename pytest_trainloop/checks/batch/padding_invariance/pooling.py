@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from pytest_trainloop.recording.torch_names import POOLS_1D, RECURRENT, REDUCTIONS
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -16,11 +18,8 @@ if TYPE_CHECKING:
 
 Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
-_REDUCTIONS = frozenset("mean nanmean sum nansum max amax min amin logsumexp std var median norm".split())
-_ADAPTIVE = frozenset({"adaptive_avg_pool1d", "adaptive_max_pool1d"})
-_WHOLE = frozenset({"avg_pool1d", "max_pool1d"})
+_REDUCTIONS = REDUCTIONS - {"vector_norm", "std_mean", "var_mean"}
 READS = frozenset({"__getitem__", "select"})
-RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 
 SEVERAL = 3
 """Axes that what is pooled has at least: rows, positions and features. With less it is a loss of each position."""
@@ -40,7 +39,7 @@ def pooled(name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any],
         return None
     if name in _REDUCTIONS and given.dim() >= SEVERAL:
         return _reduced(call, given, args, kwargs, span)
-    if name in _ADAPTIVE or name in _WHOLE:
+    if name in POOLS_1D:
         return _pooled(name, given, args, kwargs, span)
     if name in READS:
         return _read(name, given, args, span)
@@ -67,10 +66,11 @@ def _pooled(name: str, given: torch.Tensor, args: tuple[Any, ...], kwargs: dict[
     size, real = args[1] if len(args) > 1 else None, span.of(given.shape[-1])
     size = next((kwargs[k] for k in ("output_size", "kernel_size") if k in kwargs), size)
     size = size[0] if isinstance(size, (tuple, list)) and len(size) == 1 else size
-    if real is None or size != (1 if name in _ADAPTIVE else given.shape[-1]):
+    adaptive = name.startswith("adaptive")
+    if real is None or size != (1 if adaptive else given.shape[-1]):
         return None
     pool = getattr(F, name)
-    return pool(_narrowed(given, -1, real), 1 if name in _ADAPTIVE else real[1] - real[0])
+    return pool(_narrowed(given, -1, real), 1 if adaptive else real[1] - real[0])
 
 
 def _read(name: str, given: torch.Tensor, args: tuple[Any, ...], span: Span) -> Any:

@@ -17,7 +17,7 @@ from torch import nn
 
 from pytest_trainloop.checks.loss.loss_at_init.unit_inputs import UnitInputs
 from pytest_trainloop.recording.source import here
-from pytest_trainloop.recording.torch_functions import LOSSES
+from pytest_trainloop.recording.torch_names import DISTANCE_LOSSES, LOSSES
 from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def _judged(name: str, func: Callable[..., Any], args: Any, kwargs: Any, out: to
     answer, target = given
     if guess is None or not isinstance(answer, torch.Tensor) or not isinstance(target, torch.Tensor):
         return found
-    if name in _SYMMETRIC and target.requires_grad:
+    if name in DISTANCE_LOSSES and target.requires_grad:
         if answer.requires_grad:
             return found  # both sides are the model's: what it would give by chance is not known
         answer, target = target, answer
@@ -191,8 +191,7 @@ _GUESSES: dict[str, Guess] = {
     "binary_cross_entropy": _halves,
     "nll_loss": _log_uniform(1),
     "ctc_loss": _log_uniform(-1),
-    **dict.fromkeys(("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"), _constants),
+    **dict.fromkeys(DISTANCE_LOSSES, _constants),
 }
 
-_SYMMETRIC = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"})
 _SQUARE = frozenset({"mse_loss"})

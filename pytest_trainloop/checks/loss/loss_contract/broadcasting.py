@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.checks.loss.loss_contract.call import Breach, Call
+from pytest_trainloop.recording.torch_names import CLASS_LOSSES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -62,7 +63,7 @@ def weights(call: Call) -> Iterator[Breach]:
     given = call.tensor("input")
     for name in ("weight", "pos_weight"):
         weight = call.tensor(name)
-        if given is None or weight is None or call.name in ("cross_entropy", "nll_loss") or not given.numel():
+        if given is None or weight is None or call.name in CLASS_LOSSES or not given.numel():
             continue
         try:
             out = tuple(torch.broadcast_shapes(given.shape, weight.shape))  # type: ignore[no-untyped-call]

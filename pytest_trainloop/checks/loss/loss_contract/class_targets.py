@@ -14,7 +14,7 @@ from pytest_trainloop.checks.loss.loss_contract.value_tests import (
     slack,
     sums_to_one,
 )
-from pytest_trainloop.tracing.provenance import CONVOLUTIONS
+from pytest_trainloop.recording.torch_names import CONVOLUTIONS
 from pytest_trainloop.tracing.provenance_queries import (
     Layout,
     across_rows,

@@ -15,15 +15,13 @@ from pytest_trainloop.checks.loss.loss_contract import (
     scores,
     token_labels,
 )
-from pytest_trainloop.recording.torch_functions import LOSSES
+from pytest_trainloop.recording.torch_names import DISTANCE_LOSSES, LOSSES, SIGN_LOSSES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pytest_trainloop.checks.loss.loss_contract.call import Breach, Call
 
-_DISTANCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
-_SIGNED = ("cosine_embedding_loss", "margin_ranking_loss", "hinge_embedding_loss", "soft_margin_loss")
 BY_HAND = frozenset("log_softmax logsumexp log_sigmoid log log1p softplus gather sub rsub __sub__ mul".split())
 """Operations that losses are written with."""
 
@@ -58,8 +56,8 @@ _OWN: dict[str, tuple[Callable[[Call], Iterator[Breach]], ...]] = {
     "gaussian_nll_loss": (likelihoods.variance, broadcasting.broadcast),
     "poisson_nll_loss": (likelihoods.rate, broadcasting.broadcast),
     "ctc_loss": (likelihoods.alignment,),
-    **dict.fromkeys(_DISTANCES, (broadcasting.broadcast, token_labels.padded_entries)),
-    **dict.fromkeys(_SIGNED, (binary.signs, broadcasting.broadcast)),
+    **dict.fromkeys(DISTANCE_LOSSES, (broadcasting.broadcast, token_labels.padded_entries)),
+    **dict.fromkeys(SIGN_LOSSES, (binary.signs, broadcasting.broadcast)),
     "log_softmax": (scores.classes, scores.over_the_batch),
     "logsumexp": (scores.normaliser, scores.over_the_batch),
     "log_sigmoid": (scores.binary,),

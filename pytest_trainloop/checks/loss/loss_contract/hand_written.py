@@ -10,6 +10,7 @@ from pytest_trainloop.checks.loss.loss_contract.call import Breach, Call
 from pytest_trainloop.checks.loss.loss_contract.class_targets import over_the_wrong_axis
 from pytest_trainloop.checks.loss.loss_contract.kl_div import hot
 from pytest_trainloop.checks.loss.loss_contract.value_tests import logs_of_one, sums_to_one
+from pytest_trainloop.recording.torch_names import SOFTMAXES
 from pytest_trainloop.tracing.provenance_queries import LAYERS, across_rows, ancestors, behind
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def gathered(call: Call) -> Iterator[Breach]:
         return
     source = _softmax_behind(call.node("input")) or found.node
     along = call.given.get("dim")
-    if source.op not in ("softmax", "log_softmax") or source.dim is None or source.dim == along:
+    if source.op not in SOFTMAXES or source.dim is None or source.dim == along:
         return
     if source.shape == tuple(call.given["input"].shape) and across_rows(source):
         yield over_the_wrong_axis(call, source)

@@ -9,6 +9,7 @@ import torch
 from pytest_trainloop.checks.loss.loss_contract.call import Breach, Call
 from pytest_trainloop.checks.loss.loss_contract.class_targets import over_the_wrong_axis, softened_twice, twice_softened
 from pytest_trainloop.checks.loss.loss_contract.value_tests import bounds, logs_of_one, sums_to_one
+from pytest_trainloop.recording.torch_names import SOFTMAXES
 from pytest_trainloop.tracing.provenance_queries import LAYERS, Found, across_rows, behind
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def _advice(call: Call, given: torch.Tensor) -> Iterator[Breach]:
 def hot(call: Call, *nodes: Node | None) -> Iterator[Breach]:
     """Distillation whose two sides are multiplied by a temperature above 1, which makes them sharper, not softer."""
     sides = [behind(node) for node in nodes]
-    inner = [behind(s.node.parents[0]) for s in sides if s is not None and s.node.op in ("softmax", "log_softmax")]
+    inner = [behind(s.node.parents[0]) for s in sides if s is not None and s.node.op in SOFTMAXES]
     scaled = [i for i in inner if i is not None and i.multiplied and i.scale > SHARPER and i.node.op in LAYERS]
     side = "a product" if call.name == "product" else call.name
     if len(scaled) == 2 and scaled[0].scale == scaled[1].scale and not any(i.node.unit for i in scaled):

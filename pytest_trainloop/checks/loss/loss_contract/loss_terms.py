@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.checks.loss.loss_contract.call import Breach, Call
-from pytest_trainloop.recording.torch_functions import LOSSES
+from pytest_trainloop.recording.torch_names import ADDITIONS, DIVISIONS, JOINS, LOSSES, MULTIPLICATIONS, NEGATIONS
 from pytest_trainloop.tracing.provenance_queries import layout
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.tracing.provenance import Node
 
-_ADDS = frozenset({"add", "radd", "__add__", "__radd__", "sub", "__sub__", "stack", "cat", "sum", "mean"})
-_SCALES = frozenset({"mul", "rmul", "__mul__", "div", "__truediv__", "truediv", "neg", "__neg__"})
+_ADDS = ADDITIONS | JOINS | {"sub", "__sub__", "sum", "mean"}
+_SCALES = (MULTIPLICATIONS - {"multiply", "__rmul__"}) | (DIVISIONS - {"true_divide", "divide", "__div__"}) | NEGATIONS
 
 
 def turned(call: Call) -> Iterator[Breach]:

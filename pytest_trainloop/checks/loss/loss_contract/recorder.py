@@ -17,7 +17,7 @@ from pytest_trainloop.checks.loss.loss_contract.call import Breach, Call, bound
 from pytest_trainloop.checks.loss.loss_contract.contracts import BY_HAND, READERS
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.source import here
-from pytest_trainloop.recording.torch_functions import LOSSES
+from pytest_trainloop.recording.torch_names import LOSSES
 from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import Lineage, name_of, watched
 

@@ -10,12 +10,12 @@ import torch
 from pytest_trainloop.checks.loss.loss_contract import binary, broadcasting
 from pytest_trainloop.checks.loss.loss_contract.call import Breach, Call, as_list
 from pytest_trainloop.checks.loss.loss_contract.value_tests import bounds
+from pytest_trainloop.recording.torch_names import BINARY_LOSSES, CLASS_LOSSES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_CLASSES = frozenset({"cross_entropy", "nll_loss", "multi_margin_loss"})
-_BINARY = frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits"})
+_CLASSES = CLASS_LOSSES | {"multi_margin_loss"}
 
 
 def refused(call: Call, error: Exception) -> Iterator[Breach]:
@@ -44,7 +44,7 @@ def _known(call: Call, error: Exception, given: torch.Tensor, target: torch.Tens
         yield _weights(call, error, given)
     elif call.name in _CLASSES:
         yield from _classes(call, error, given, target)
-    elif given.shape != target.shape and (call.name in _BINARY or given.dim() != target.dim()):
+    elif given.shape != target.shape and (call.name in BINARY_LOSSES or given.dim() != target.dim()):
         yield _breach(call, error, "target_shape",
                       f"{call.name} is given targets of shape {tuple(target.shape)} for an input of "
                       f"{tuple(given.shape)}: the shapes must be equal",

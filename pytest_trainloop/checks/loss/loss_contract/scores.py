@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.loss.loss_contract.call import Breach, Call
 from pytest_trainloop.checks.loss.loss_contract.value_tests import bounds, logs_of_one, sums_to_one
-from pytest_trainloop.tracing.provenance import PRODUCTS
+from pytest_trainloop.recording.torch_names import HALF_OPEN_ACTIVATIONS, PRODUCTS
 from pytest_trainloop.tracing.provenance_queries import (
     LAYERS,
     Found,
@@ -31,7 +31,6 @@ caps (30 tanh(x / 30)) are far wider."""
 COLD = 0.5
 """Factor on cosines below which their whole range is less than 1."""
 
-_HALF_OPEN = frozenset({"relu", "relu6", "gelu", "silu", "softplus"})
 _REPAIR = {
     "cross_entropy": "give cross_entropy the scores as they are: it takes the log-softmax itself",
     "log_softmax": "take log_softmax of the scores, once",
@@ -61,7 +60,7 @@ def classes(call: Call) -> Iterator[Breach]:
         yield _probabilities(call, source, f"sigmoid{_at(source)}", count, repair)
     elif source.op == "tanh" and 2 * abs(found.scale) <= WIDEST:
         yield _activation(call, source, f"no score leaves [-{found.scale:g}, {found.scale:g}]", repair)
-    elif source.op in _HALF_OPEN and found.scale > 0 and not found.shifted:
+    elif source.op in HALF_OPEN_ACTIVATIONS and found.scale > 0 and not found.shifted:
         yield _activation(call, source, "no class can be given a score below 0", repair)
     elif found.low >= 0 and source.op in LAYERS and not found.shifted:
         yield _clamped(call, repair)
@@ -115,7 +114,7 @@ def binary(call: Call) -> Iterator[Breach]:
     if (is_sigmoid(source) or source.op in ("softmax", "hardsigmoid")) and abs(found.scale) <= WIDEST:
         if not (found.shifted and found.scale != 1):  # 2 s - 1 is centred again
             yield _squashed_twice(call, source, repair)
-    elif source.op in _HALF_OPEN and found.scale > 0 and not found.shifted:
+    elif source.op in HALF_OPEN_ACTIVATIONS and found.scale > 0 and not found.shifted:
         yield _activation(call, source, "no score can be below 0, and no probability below a half", repair)
     elif found.low >= 0 and source.op in LAYERS and not found.shifted:
         yield _clamped(call, repair)

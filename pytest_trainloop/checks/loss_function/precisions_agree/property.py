@@ -11,6 +11,7 @@ from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.losses.calls import Answer, Caller, Refused
 from pytest_trainloop.losses.search import Seen
 from pytest_trainloop.recording.torch_internals import DispatchMode, tree_leaves
+from pytest_trainloop.recording.torch_names import ATEN_DRAWS
 from pytest_trainloop.strategies.loss_cases import Inputs, inputs_of
 
 if TYPE_CHECKING:
@@ -25,9 +26,6 @@ PERTURBED = 3
 KERNEL = 8
 """Roundings in one kernel: the longest of torch's fused losses (a weighted binary cross-entropy: exp, log1p, a maximum,
 three products, two sums) makes eight in a row; a function of the math library is right to within two."""
-
-
-_DRAWS = ("rand", "normal_", "uniform_", "bernoulli", "exponential_", "multinomial", "dropout")
 
 
 class Magnitudes(DispatchMode):  # type: ignore[no-untyped-call]
@@ -47,7 +45,7 @@ class Magnitudes(DispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.drew = self.drew or any(word in str(func) for word in _DRAWS)
+        self.drew = self.drew or any(word in str(func) for word in ATEN_DRAWS)
         made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel()]
         given = [t.numel() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         for tensor in made[:1]:

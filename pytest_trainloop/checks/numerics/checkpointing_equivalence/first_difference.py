@@ -12,6 +12,7 @@ from pytest_trainloop.checks.numerics.checkpointing_equivalence.rng_state import
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
 from pytest_trainloop.recording.samples import readable, spaced
 from pytest_trainloop.recording.source import here
+from pytest_trainloop.recording.torch_names import ATTRIBUTES
 from pytest_trainloop.runs.checkpoint_bypass import Asked, Piece, without_cut_off
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class _Noting(FunctionMode):
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
-        if name not in ("__get__", "__set__"):
+        if name not in ATTRIBUTES:
             with self._watch.quietly(), torch.no_grad():
                 gave = tuple(spaced(t.detach()).clone() for t in tensors_in(out) if _plain(t))
                 if gave:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.checks.numerics.precision_parity.replay import PRODUCTS, name_of
+from pytest_trainloop.checks.numerics.precision_parity.replay import name_of
 from pytest_trainloop.recording.torch_internals import DispatchMode, no_dispatch_modes, tree_map
+from pytest_trainloop.recording.torch_names import ATEN_PRODUCTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -39,7 +40,7 @@ class Rounded(DispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         name = name_of(func)
-        if name not in PRODUCTS or not self._lowered(name):
+        if name not in ATEN_PRODUCTS or not self._lowered(name):
             return func(*args, **kwargs)
         with no_dispatch_modes():  # what is drawn here is no draw of the loop's
             lowered = tree_map(self._rounded, args)

@@ -12,6 +12,7 @@ from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.patches import tapped
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import apply_of, tree_map
+from pytest_trainloop.recording.torch_names import ATTRIBUTES
 from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class InFloat32(WatchingMode):
             yield
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name in ("__get__", "__set__", "backward") or not self._within():
+        if name in ATTRIBUTES | {"backward"} or not self._within():
             return func(*args, **kwargs)
         self.met = True
         with _plain():

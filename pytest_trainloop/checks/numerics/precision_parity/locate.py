@@ -21,6 +21,7 @@ from pytest_trainloop.checks.numerics.precision_parity.first_gradient import (
 from pytest_trainloop.checks.numerics.precision_parity.float32_regions import InFloat32, Scaled
 from pytest_trainloop.checks.numerics.precision_parity.op_log import Call, Journal, Sample
 from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.recording.torch_names import ADDITIONS, SUBTRACTIONS
 
 if TYPE_CHECKING:
     from pytest_trainloop.checks.numerics.precision_parity.runs import Parity, Way
@@ -38,10 +39,8 @@ CANCELS = 0.25
 REPEATED = 16
 """Additions on one line before it counts as a sum by hand."""
 
-_DIFFERENCES = frozenset(
-    {"sub", "__sub__", "__rsub__", "rsub", "subtract", "sub_", "__isub__", "add", "__add__", "diff"}
-)
-_SUMS = frozenset({"add", "__add__", "__radd__", "add_", "__iadd__", "iadd", "sum", "cumsum", "mean", "index_add_"})
+_DIFFERENCES = SUBTRACTIONS | {"sub_", "__isub__", "add", "__add__", "diff"}
+_SUMS = (ADDITIONS - {"radd"}) | {"add_", "__iadd__", "iadd", "sum", "cumsum", "mean", "index_add_"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.patches import tapped
 from pytest_trainloop.recording.source import NOWHERE, here, place_of
 from pytest_trainloop.recording.torch_internals import apply_of, function_class, no_dispatch_modes
+from pytest_trainloop.recording.torch_names import ATTRIBUTES, AUTOGRAD_CALLS, FINITENESS_TESTS, SIZES
 from pytest_trainloop.tracing.arguments import floats, in_place
 from pytest_trainloop.tracing.mode import WatchingMode
 
@@ -30,10 +31,14 @@ ENTRIES = 256
 MOST = 20_000
 """Calls that are kept at most."""
 
-_NO_WORK = frozenset(
-    """__get__ __set__ __deepcopy__ detach detach_ requires_grad_ item tolist numpy size dim numel is_floating_point
-    backward grad register_hook retain_grad isnan isinf isfinite""".split()
+_NO_WORK = (
+    ATTRIBUTES
+    | AUTOGRAD_CALLS
+    | FINITENESS_TESTS
+    | SIZES
+    | {"__deepcopy__", "detach", "detach_", "requires_grad_", "item", "tolist", "numpy", "is_floating_point"}
 )
+"""They compute nothing that may be rounded."""
 
 
 @dataclass(slots=True)

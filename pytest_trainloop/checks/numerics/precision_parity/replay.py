@@ -13,26 +13,18 @@ import torch
 
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.torch_internals import DispatchMode
+from pytest_trainloop.recording.torch_names import (
+    ATEN_COMPARISONS,
+    ATEN_OPAQUE,
+    ATEN_PICKS,
+    ATEN_PRODUCTS,
+    EXTREME_PLACES,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 LOW = (torch.bfloat16, torch.float16)
-
-_COMPARISONS = frozenset({"gt", "lt", "ge", "le"})
-_PLACES = frozenset({"argmax", "argmin"})
-_PICKS = frozenset({"topk", "sort", "max", "min", "kthvalue", "median", "nanmedian"})
-_OPAQUE = ("attention", "rnn", "lstm", "gru", "miopen", "cudnn")
-"""Kernels that may draw and are marked so, whatever they do."""
-
-PRODUCTS = frozenset(
-    """mm addmm bmm baddbmm addbmm mv addmv dot linear convolution convolution_backward convolution_overrideable
-    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
-    _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
-    _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
-    _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward""".split()
-)
-"""Operations whose inputs and outputs low precision rounds, whatever surrounds them."""
 
 
 def name_of(func: Any) -> str:
@@ -73,7 +65,7 @@ class Recording(DispatchMode):  # type: ignore[no-untyped-call]
         for tensor in given:
             if tensor.dtype in LOW:
                 tape.low[tensor.dtype] = tape.low.get(tensor.dtype, 0) + 1
-        if name in PRODUCTS:
+        if name in ATEN_PRODUCTS:
             tape.products.append((name, any(t.dtype in LOW for t in given)))
         elif _draws(func, name):
             tape.draws.append((name, [t.detach().clone() for t in given]))
@@ -99,7 +91,7 @@ class Replaying(DispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = name_of(func)
-        if name in PRODUCTS:
+        if name in ATEN_PRODUCTS:
             return out
         given = list(tensors_in(out))
         if _draws(func, name):
@@ -134,7 +126,7 @@ class Replaying(DispatchMode):  # type: ignore[no-untyped-call]
         if not self._picks:
             return out
         mine.copy_(theirs)
-        if name in _PICKS:
+        if name in ATEN_PICKS:
             next(tensors_in(out)).copy_(_gathered(name, args, kwargs, mine))
         return out
 
@@ -151,12 +143,12 @@ def _gathered(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], places: 
 
 
 def _draws(func: Any, name: str) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags and not any(word in name for word in _OPAQUE)
+    return torch.Tag.nondeterministic_seeded in func.tags and not any(word in name for word in ATEN_OPAQUE)
 
 
 def _picks(name: str, args: tuple[Any, ...], given: list[torch.Tensor]) -> bool:
     if not args or not isinstance(args[0], torch.Tensor) or not args[0].is_floating_point():
         return False
-    if name in _COMPARISONS or name in _PLACES:
+    if name in ATEN_COMPARISONS or name in EXTREME_PLACES:
         return len(given) == 1
-    return name in _PICKS and len(given) == 2
+    return name in ATEN_PICKS and len(given) == 2

@@ -11,6 +11,7 @@ import torch
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import no_torch_function
+from pytest_trainloop.recording.torch_names import ATTRIBUTES, RECORD_FUNCTION
 from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
@@ -53,9 +54,9 @@ class Journal(WatchingMode):
         return not (self.watch.quiet or self.watch.stepping or len(self.entries) >= MOST)
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = () if name in ("__get__", "__set__") else _fingerprint((args, kwargs))
+        given = () if name in ATTRIBUTES else _fingerprint((args, kwargs))
         out = func(*args, **kwargs)
-        if name not in ("__get__", "__set__") and not name.startswith("_record_function"):
+        if name not in ATTRIBUTES and not name.startswith(RECORD_FUNCTION):
             self.entries.append(_Entry(name, here(2)[0], self.watch.module_path(), given, _fingerprint(out)))
         return out
 

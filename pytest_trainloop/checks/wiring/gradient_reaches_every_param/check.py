@@ -48,6 +48,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
+from pytest_trainloop.recording.torch_names import CLAMPS
 from pytest_trainloop.registry import check
 from pytest_trainloop.wording import be, some, them, they, verb
 
@@ -343,7 +344,7 @@ def _arrives_as_zero(evidence: Evidence, record: Record, zero: Sequence[Paramete
 def _bounds(cut: Cut) -> bool:
     """Whether the operation keeps a number within bounds: a single one that stands there (CLIP's scale) may be meant
     to."""
-    return cut.candidate.op.rstrip("_") in ("clamp", "clip", "clamp_min", "clamp_max", "minimum", "maximum", "hardtanh")
+    return cut.candidate.op.rstrip("_") in CLAMPS | {"minimum", "maximum", "hardtanh"}
 
 
 def _zero_advice(names: Sequence[str]) -> Finding:

@@ -14,6 +14,16 @@ from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.patches import tapped
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import apply_of
+from pytest_trainloop.recording.torch_names import (
+    CLAMPS,
+    CONVOLUTIONS,
+    NORMALISATIONS,
+    ROUNDINGS,
+    SET_GRAD_ENABLED,
+    SOFTMAXES,
+    TO_PYTHON,
+    TRANSPOSED_CONVOLUTIONS,
+)
 from pytest_trainloop.tracing.arguments import in_place
 from pytest_trainloop.tracing.mode import WatchingMode
 
@@ -26,32 +36,16 @@ if TYPE_CHECKING:
 Kind = Literal["detach", "grad_off", "value", "custom", "flat", "dead"]
 
 _DETACHES = frozenset({"detach", "detach_", "data"})
-_VALUES = frozenset(
-    {"item", "tolist", "numpy", "__float__", "__array__", "__int__", "__complex__", "__index__", "tensor", "as_tensor"}
-)
-_NOT_A_TENSOR = frozenset({"numpy", "tolist", "__float__", "__array__", "__int__", "__complex__", "__index__"})
-_FLAT = frozenset(
-    """round round_ floor floor_ ceil ceil_ trunc trunc_ fix sign sign_ sgn heaviside clamp clamp_ clip clamp_min
-    clamp_max hardtanh hardtanh_
-    hardsigmoid hardswish relu6 threshold""".split()
-)
-_CAN_DIE = frozenset(
-    {
-        "relu",
-        "relu_",
-        "softmax",
-        "log_softmax",
-        "layer_norm",
-        "group_norm",
-        "instance_norm",
-        "batch_norm",
-        "rms_norm",
-        "normalize",
-    }
-)
+_VALUES = (TO_PYTHON - {"__bool__", "__format__"}) | {"tensor", "as_tensor"}
+"""Numbers that a loop may compute with: what is asked or printed is none."""
 
+_NOT_A_TENSOR = TO_PYTHON - {"__bool__", "__format__", "item"}
+"""They must not give a tensor; ``item`` may, where its result is computed with."""
 
-_LAYERS = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
+_FLAT = ROUNDINGS | CLAMPS | {"clamp_", "hardtanh", "hardtanh_", "hardsigmoid", "hardswish", "relu6", "threshold"}
+_CAN_DIE = SOFTMAXES | NORMALISATIONS | {"normalize", "relu", "relu_"}
+_LAYERS = (CONVOLUTIONS - TRANSPOSED_CONVOLUTIONS) | {"linear"}
+"""The first axis of the weight is that of the outputs; in a transposed convolution it is the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +100,7 @@ class Tracer(WatchingMode):
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = _name(func)
-        if name == "_set_grad_enabled":
+        if name == SET_GRAD_ENABLED:
             self._region = here(2) if args and args[0] is False else None
             return func(*args, **kwargs)
         given = list(tensors_in(args, kwargs))
@@ -245,7 +239,7 @@ def _constant(name: str, given: list[torch.Tensor], outputs: list[torch.Tensor])
     out = outputs[0].detach()
     if name in ("relu", "relu_"):
         return not bool(out.any())
-    if name in ("softmax", "log_softmax"):
+    if name in SOFTMAXES:
         return bool((out == (1.0 if name == "softmax" else 0.0)).all())
     rows = out.reshape(out.shape[0], -1) if out.dim() > 1 else out.reshape(1, -1)
     return rows.shape[0] > 1 and bool((rows == rows[:1]).all()) and not _same_rows(given[0].detach())

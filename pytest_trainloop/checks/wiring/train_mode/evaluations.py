@@ -18,6 +18,7 @@ from pytest_trainloop import nested
 from pytest_trainloop.checks.wiring.train_mode.mode_switch import Passes
 from pytest_trainloop.recording.events import Backward, Event, Move, Step
 from pytest_trainloop.recording.function_mode import tensors_in
+from pytest_trainloop.recording.torch_names import EQUALITIES, EXTREME_PLACES, SAMPLES, TO_PYTHON
 from pytest_trainloop.runs.hooks import call_from_outside, hooked
 from pytest_trainloop.runs.run import fit_of
 from pytest_trainloop.tracing.mode import WatchingMode
@@ -70,10 +71,8 @@ def _checkpointed(forward: Forward) -> bool:
 
 Verdict = Literal["fault", "advice"]
 
-_DRAWN = frozenset({"multinomial", "bernoulli", "normal", "poisson", "binomial"})
-_CHOSEN = frozenset({"argmax", "argmin", "argsort", "topk", "sort"})
-_COMPARED = frozenset({"eq", "ne", "__eq__", "__ne__", "isclose"})
-_READ = frozenset({"item", "__float__", "__int__", "__bool__", "__format__", "tolist", "numpy"})
+_CHOSEN = EXTREME_PLACES | {"argsort", "topk", "sort"}
+_READ = TO_PYTHON - {"__array__", "__complex__", "__index__"}
 
 
 class Spoiled(WatchingMode):
@@ -129,7 +128,7 @@ class Spoiled(WatchingMode):
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
-        if name not in _DRAWN:
+        if name not in SAMPLES:
             kinds = [self._made[id(t)] for t in tensors_in(args, kwargs) if id(t) in self._made]
             if kinds and name in _READ:
                 if "distributions" in Path(sys._getframe(2).f_code.co_filename).parts:
@@ -137,7 +136,7 @@ class Spoiled(WatchingMode):
                 self.scored = any(kinds) and args[0].numel() == 1
                 self.taken_out = self.taken_out or args[0].numel() > 1
             elif kinds:
-                score = (any(kinds) and name not in _CHOSEN) or name in _COMPARED
+                score = (any(kinds) and name not in _CHOSEN) or name in EQUALITIES
                 for tensor in tensors_in(out):
                     self._note(tensor, score=score)
         return out

@@ -10,6 +10,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from pytest_trainloop import nested
+from pytest_trainloop.recording.torch_names import ATTENTION, RECURRENT, RUNNING_NORMALISATIONS
 from pytest_trainloop.runs.hooks import call_from_outside, hooked
 from pytest_trainloop.tracing.mode import WatchingMode
 
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.recording.watch import Watch
 
-_NORMS = frozenset({"batch_norm", "instance_norm"})
-_MAY_DROP = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward", "lstm", "gru", "rnn_tanh"})
+_MAY_DROP = ATTENTION | (RECURRENT - {"rnn_relu"})
 
 
 class Passes(WatchingMode):
@@ -118,7 +118,7 @@ class Passes(WatchingMode):
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.dropped = self.dropped or name in _MAY_DROP or ("dropout" in name and _flag(args, kwargs, 2, True))
-        self.normed = self.normed or (name in _NORMS and _flag(args, kwargs, 5, False))
+        self.normed = self.normed or (name in RUNNING_NORMALISATIONS and _flag(args, kwargs, 5, False))
         return func(*args, **kwargs)
 
 
