@@ -22,10 +22,9 @@ from pytest_trainloop.knobs import nearest
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pytest_trainloop.checks.learning.one_batch import Progress
     from pytest_trainloop.losses.evidence import LossEvidence
     from pytest_trainloop.registry import Check, Judged
-    from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.runs.evidence import Evidence, Progress
 
 Verdict = tuple[Finding, ...] | CannotDecide | Unreliable | UserCodeError | UserError
 

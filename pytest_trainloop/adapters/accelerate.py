@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pytest_trainloop.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def fresh_accelerator(**options: Any) -> Any:
@@ -44,28 +39,3 @@ def fresh_accelerator(**options: Any) -> Any:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
     return accelerate.Accelerator(**options)
-
-
-@contextmanager
-def gradient_state_kept() -> Iterator[None]:
-    """Give back Accelerate's view of where in an accumulation window the process is.
-
-    All accelerators share it: a run that ends inside a window leaves ``sync_gradients`` off, and a later loop without
-    ``accumulate()`` would never step. Settings stay: an accelerator made inside lives on.
-    """
-    before = _gradient_state()
-    sync_gradients = before.get("sync_gradients", True)
-    references = list(before.get("_dataloader_references_ref", [None]))
-    try:
-        yield
-    finally:
-        after = _gradient_state()
-        if after:
-            after["sync_gradients"] = sync_gradients
-            after["_dataloader_references_ref"] = references
-
-
-def _gradient_state() -> dict[str, Any]:
-    """The dictionary that every ``GradientState`` shares; empty where Accelerate was not used so far."""
-    state = sys.modules.get("accelerate.state")
-    return state.GradientState._shared_state if state else {}

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.adapters.accelerate import gradient_state_kept
 from pytest_trainloop.adapters.swap import swapped
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.loop import TrainLoop, _a
+from pytest_trainloop.runs.accelerate_state import gradient_state_kept
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.errors import CannotDecide, Unreliable
+from pytest_trainloop.gradients.tolerances import ROUNDING
 from pytest_trainloop.recording.events import Backward, Step
 from pytest_trainloop.recording.watch import FULL_ROUNDS
 from pytest_trainloop.wording import some, them
@@ -105,7 +106,7 @@ def _largest_changes(
                 f"two identical runs of the loop backpropagate values that differ by {noise:.1e}; seed every random "
                 "source inside the function"
             )
-        bound = max(1e3 * _epsilon(evidence, probe.double), 10 * noise)
+        bound = max(ROUNDING * _epsilon(evidence, probe.double), 10 * noise)
         known = settled(probe)
         found.update({n: Dependence(0.0, bound) for n in names if n in known and n not in found})
         todo = [n for n in names if n not in known and (n not in found or not found[n].change > bound)]

@@ -8,11 +8,11 @@ that a weighted sum of gradients is the same weighted sum of vectors.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.checks.batch.accumulation_equivalence.weights import Combination
 from pytest_trainloop.recording.events import GradWrite, Step
 
 if TYPE_CHECKING:
@@ -104,3 +104,11 @@ def combination(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> Combinati
     outside = float(torch.linalg.vector_norm(whole - basis @ scaled))
     size = float(torch.linalg.vector_norm(whole))
     return Combination(tuple(float(w) / n for w, n in zip(scaled, lengths, strict=True)), outside / size if size else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """``weights`` of the parts in the whole, and the share of the whole that lies outside of their span."""
+
+    weights: tuple[float, ...]
+    residual: float

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.checks.wiring.every_param_moves.bit_equal import growth, spacings
 from pytest_trainloop.optimizers.lost_updates import Losses, spaced_by_index
-from pytest_trainloop.optimizers.replay import around_steps, kind_of, step
+from pytest_trainloop.optimizers.replay import kind_of, step
+from pytest_trainloop.optimizers.spacing import lr_growth, spacings
 from pytest_trainloop.optimizers.widened import NoHalves, reached, widen
 from pytest_trainloop.recording.torch_internals import has_step_hooks, is_patched_by_scheduler
+from pytest_trainloop.runs.hooks import around_steps
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -156,7 +157,7 @@ def _devices(optimizer: Any) -> set[torch.device]:
 def _growth(seen: Record, watch: Watch, group: Mapping[str, Any]) -> float:
     """By how much a warm-up still raises the rate of this group."""
     indices = [watch.book.index(p) for p in group["params"]]
-    return max((growth(seen, i) for i in indices if i is not None), default=1.0)
+    return max((lr_growth(seen, i) for i in indices if i is not None), default=1.0)
 
 
 def _racer(watch: Watch, optimizer: Any, grads: Collection[int], factors: list[float]) -> _Racer:

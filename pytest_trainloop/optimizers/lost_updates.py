@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.checks.wiring.every_param_moves.bit_equal import growth, spacings
-from pytest_trainloop.optimizers.replay import REFUSED, around_steps, snapshot, stepped
+from pytest_trainloop.optimizers.replay import REFUSED, snapshot, stepped
+from pytest_trainloop.optimizers.spacing import lr_growth, spacings
 from pytest_trainloop.recording.events import Step
 from pytest_trainloop.recording.samples import spaced
+from pytest_trainloop.runs.hooks import around_steps
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -149,7 +150,7 @@ def peak_rate(record: Record, index: int) -> float:
         if s.optimizer == o.index and group < len(s.rates)
     ]
     mean = sum(rates) / len(rates) if rates else 0.0
-    return max([growth(record, index) * mean, *rates])
+    return max([lr_growth(record, index) * mean, *rates])
 
 
 def _summed(losses: Losses, kept: _Kept, peak: float) -> Losses:

@@ -6,19 +6,18 @@ step of the class is called below its hooks, so that nobody who watches optimize
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.recording.torch_internals import has_step_hooks
-from pytest_trainloop.runs.hooks import hooked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+
+    from torch.optim.optimizer import Optimizer
 
     from pytest_trainloop.recording.watch import Watch
 
@@ -204,36 +203,3 @@ def stepped(snap: Snapshot, *, wide: bool, steps: int = 1, **options: Any) -> di
 
 REFUSED = (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError)
 """What torch raises where an optimizer or a variant does not take these tensors or options."""
-
-
-@contextlib.contextmanager
-def around_steps(watch: Watch, take: Callable[[Any], T | None], use: Callable[[Any, T], None]) -> Iterator[None]:
-    """Ask ``take`` for what it wants to keep where a step has its gradients and has not begun yet, and give that to
-    ``use`` once the step is made."""
-    taken: dict[int, T | None] = {}
-
-    def enter(optimizer: Any, args: Any, kwargs: Any) -> Any:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if not callable(closure):
-            look(optimizer)
-            return None
-
-        def watched(*a: Any, **k: Any) -> Any:
-            loss = closure(*a, **k)
-            look(optimizer)
-            return loss
-
-        return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": watched})
-
-    def look(optimizer: Any) -> None:
-        with watch.quietly(), torch.no_grad():
-            taken[id(optimizer)] = take(optimizer)
-
-    def leave(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        snap = taken.pop(id(optimizer), None)
-        if snap is not None:
-            with watch.quietly(), torch.no_grad():
-                use(optimizer, snap)
-
-    with hooked(register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)):
-        yield

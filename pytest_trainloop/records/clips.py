@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.recording.events import GradWrite, Step
+from pytest_trainloop.recording.events import Backward, GradWrite, Site, Step
 
 if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Record
@@ -47,3 +49,38 @@ def clipped_to(record: Record) -> Clip | None:
     if last is None or not shares:
         return None
     return Clip(statistics.median(shares), last.limit or 0.0, last.by, str(last.place))
+
+
+def clips_by_site(record: Record) -> list[list[GradWrite]]:
+    """The clips that bite, by the line that they come from."""
+    by_site: dict[Site, list[GradWrite]] = defaultdict(list)
+    for write in record.of(GradWrite):
+        if write.how == "clipped" and _bites(write):
+            by_site[write.site].append(write)
+    return list(by_site.values())
+
+
+def _bites(clip: GradWrite) -> bool:
+    if clip.limit is None:
+        return clip.changed
+    return math.isfinite(clip.limit) and clip.limit < LOGGED_NORM
+
+
+def comes_after_step(record: Record, clip: GradWrite) -> bool:
+    """Whether what happened last to the clipped gradients is that a step consumed them."""
+    mine = set(clip.parameters)
+    for event in reversed(record.events):
+        if event.at >= clip.at:
+            continue
+        if isinstance(event, Step) and event.reads and event.consumes and not event.nested:
+            if any(event.reads[-1].grads.get(i) is not None for i in mine):
+                return event.until > 0
+        elif isinstance(event, Backward) and mine & set(event.arrivals):
+            return False
+        elif isinstance(event, GradWrite) and event.assigns and mine & set(event.parameters):
+            return False  # gradients copied in, as into master weights
+    return False
+
+
+LOGGED_NORM = 1e5
+"""Above this bound a clip is taken for a norm that is logged: no training clips gradients there."""

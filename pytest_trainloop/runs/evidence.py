@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from pytest_trainloop.finding import Finding
     from pytest_trainloop.recording.record import Record
 
+    Progress = Callable[[int, int, float], None]
+
 T = TypeVar("T")
 
 WINDOWS = 4
@@ -65,7 +67,7 @@ class Evidence:
         """Optimizer steps of the loop that were made for its checks so far."""
         self.root_causes: Callable[[str], Sequence[Finding]] = lambda check: ()
         """Faults that other checks found and that explain a failure of the named one."""
-        self.progress: Callable[[int, int, float], None] = lambda step, most, loss: None
+        self.progress: Progress = lambda step, most, loss: None
         """Told how far a long run is."""
 
     @property

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.recording.events import Forward
     from pytest_trainloop.recording.watch import Watch
+
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -51,3 +55,36 @@ def call_from_outside(watch: Watch, module: nn.Module) -> Forward | None:
     """The call that is under way, where this module is the one that was called from outside any module."""
     forward = watch.thread.forward
     return forward if forward is not None and watch.book.path_of(module) == forward.module else None
+
+
+@contextlib.contextmanager
+def around_steps(watch: Watch, take: Callable[[Any], T | None], use: Callable[[Any, T], None]) -> Iterator[None]:
+    """Ask ``take`` for what it wants to keep where a step has its gradients and has not begun yet, and give that to
+    ``use`` once the step is made."""
+    taken: dict[int, T | None] = {}
+
+    def enter(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            look(optimizer)
+            return None
+
+        def watched(*a: Any, **k: Any) -> Any:
+            loss = closure(*a, **k)
+            look(optimizer)
+            return loss
+
+        return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": watched})
+
+    def look(optimizer: Any) -> None:
+        with watch.quietly(), torch.no_grad():
+            taken[id(optimizer)] = take(optimizer)
+
+    def leave(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        snap = taken.pop(id(optimizer), None)
+        if snap is not None:
+            with watch.quietly(), torch.no_grad():
+                use(optimizer, snap)
+
+    with hooked(register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)):
+        yield

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.adapters.accelerate import gradient_state_kept
 from pytest_trainloop.recording.torch_internals import default_device
+from pytest_trainloop.runs.accelerate_state import gradient_state_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from pytest_trainloop.recording.samples import readable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 
 def floats(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -20,3 +23,30 @@ def floats(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def in_place(name: str) -> bool:
     """Whether an operation of this name writes to its first argument."""
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+@functools.cache
+def _signature(func: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(func)
+    except (TypeError, ValueError):
+        return None
+
+
+def bound_arguments(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by name, defaults included."""
+    signature = _signature(func)
+    if signature is None:
+        return dict(zip(("input", "target"), args, strict=False)) | kwargs
+    try:
+        given = signature.bind(*args, **kwargs)
+    except TypeError:
+        return {}
+    given.apply_defaults()
+    return dict(given.arguments)
+
+
+def takes_data(module: nn.Module, args: Any) -> bool:
+    """Whether this is a layer where data may come in."""
+    own = any(True for _ in module.parameters(recurse=False))
+    return bool(own and args and not any(True for _ in module.children()))

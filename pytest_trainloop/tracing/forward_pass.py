@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pytest_trainloop.checks.learning.swapped_rows import takes_data
 from pytest_trainloop.gradients.dependence import moved_a_little
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.source import here
@@ -25,6 +24,7 @@ from pytest_trainloop.recording.torch_names import EMBEDDINGS, LOSSES
 from pytest_trainloop.runs.checkpoint_bypass import switched, without
 from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.runs.no_randomness import Still
+from pytest_trainloop.tracing.arguments import takes_data
 from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import Lineage, Node, name_of, watched
 

@@ -17,7 +17,6 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 from pytest_trainloop import nested
-from pytest_trainloop.optimizers.replay import around_steps
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import (
@@ -30,7 +29,7 @@ from pytest_trainloop.recording.torch_names import (
     LOSSES,
     UNBOUNDED_SLOPES,
 )
-from pytest_trainloop.runs.hooks import hooked
+from pytest_trainloop.runs.hooks import around_steps, hooked
 from pytest_trainloop.tracing.arguments import floats, in_place
 from pytest_trainloop.tracing.mode import WatchingMode
 

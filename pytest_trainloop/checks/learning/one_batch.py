@@ -37,11 +37,10 @@ if TYPE_CHECKING:
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
-    from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.runs.evidence import Evidence, Progress
     from pytest_trainloop.runs.run import RunPlan
 
     Contexts = Callable[[Watch], Any]
-    Progress = Callable[[int, int, float], None]
     """Told of a step, of the most steps that may follow, and of the loss."""
     Going = Callable[[Sequence[float], Sequence[float]], bool]
     """Whether losses and rates are those of a loop that needs no further look."""

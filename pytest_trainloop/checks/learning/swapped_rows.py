@@ -14,6 +14,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pytest_trainloop.runs.hooks import hooked
+from pytest_trainloop.tracing.arguments import takes_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -32,12 +33,6 @@ def all_the_first(given: torch.Tensor, axis: int) -> torch.Tensor:
 
 def each_its_neighbours(given: torch.Tensor, axis: int) -> torch.Tensor:
     return given.roll(1, axis)
-
-
-def takes_data(module: nn.Module, args: Any) -> bool:
-    """Whether this is a layer where data may come in."""
-    own = any(True for _ in module.parameters(recurse=False))
-    return bool(own and args and not any(True for _ in module.children()))
 
 
 class OtherRows:

@@ -384,7 +384,7 @@ def _weights(weighing: Weighing) -> str:
 
 
 def _last_window(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.wiring.step_order.windows import last_window_lost
+    from pytest_trainloop.checks.batch.accumulation_equivalence.last_window import last_window_lost
     from pytest_trainloop.records.gradient_ledger import keep
 
     record = evidence.run(accumulate=WINDOW)

@@ -20,7 +20,7 @@ import torch
 
 from pytest_trainloop.batches import totals
 from pytest_trainloop.batches.micro_batches import MicroBatches
-from pytest_trainloop.checks.batch.accumulation_equivalence.weights import Combination, Weighing
+from pytest_trainloop.checks.batch.accumulation_equivalence.weights import Weighing
 from pytest_trainloop.errors import CannotDecide, Unreliable
 from pytest_trainloop.gradients.compare import (
     Agreement,
@@ -38,7 +38,8 @@ from pytest_trainloop.gradients.compare import (
     step_place,
     updates_apart,
 )
-from pytest_trainloop.gradients.vectors import Gradient, combination, consumed, vectors
+from pytest_trainloop.gradients.tolerances import RESEEDED, ROUNDING
+from pytest_trainloop.gradients.vectors import Combination, Gradient, combination, consumed, vectors
 from pytest_trainloop.runs.process_state import preserved
 from pytest_trainloop.runs.run import RunPlan, canonical
 from pytest_trainloop.runs.same_start import SameStart, varied
@@ -51,9 +52,6 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
 
 WINDOWS = 2
-RESEEDED = 1_000_003
-ROUNDING = 1e3
-"""Machine epsilons within which two orders of summation agree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

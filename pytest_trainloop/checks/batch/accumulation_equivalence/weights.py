@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pytest_trainloop.gradients.vectors import Combination
+
 CLOSE = 1e-6
 """How near a factor must come to a whole one: weights are good to 1e-8 (span.ALIKE), a token in a million is 1e-6."""
 
@@ -22,14 +24,6 @@ Pattern = Literal[
     "scaled_again",
     "other",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Combination:
-    """``weights`` of the parts in the whole, and the share of the whole that lies outside of their span."""
-
-    weights: tuple[float, ...]
-    residual: float
 
 
 @dataclass(frozen=True, slots=True)

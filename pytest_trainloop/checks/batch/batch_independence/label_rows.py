@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from pytest_trainloop import nested
-from pytest_trainloop.checks.loss.loss_contract.call import bound
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import BINARY_LOSSES, CLASS_LOSSES, DISTANCE_LOSSES
+from pytest_trainloop.tracing.arguments import bound_arguments
 from pytest_trainloop.tracing.forward_pass import Entry, Pass, slopes, weighed
 from pytest_trainloop.tracing.provenance_queries import same_shaped
 
@@ -69,7 +69,7 @@ class Partners:
     def _look(self, seen: Pass, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.pairs or name not in CLASS_LOSSES | _ALIKE:
             return
-        given = bound(getattr(F, name), args, kwargs)
+        given = bound_arguments(getattr(F, name), args, kwargs)
         scores, target = given.get("input"), given.get("target")
         if not isinstance(scores, torch.Tensor) or not isinstance(target, torch.Tensor) or not scores.requires_grad:
             return

@@ -15,16 +15,19 @@ import torch
 import torch.nn.functional as F
 
 from pytest_trainloop.checks.batch.causality.operations_ahead import Ahead, attentions, first_seeing, look_ahead
-from pytest_trainloop.checks.loss.loss_contract.call import Call, bound
+from pytest_trainloop.gradients.tolerances import ROUNDING
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import CLASS_LOSSES, DISTANCE_LOSSES
+from pytest_trainloop.tracing.arguments import bound_arguments
 from pytest_trainloop.tracing.forward_pass import slopes, weighed
 from pytest_trainloop.tracing.provenance_queries import layout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
+    from pytest_trainloop.recording.events import Place
     from pytest_trainloop.tracing.forward_pass import Entry, Pass
+    from pytest_trainloop.tracing.provenance import Node
 
 FEWEST = 12
 """Positions at which targets and later inputs must be equal."""
@@ -32,7 +35,15 @@ FEWEST = 12
 FARTHEST = 4
 """Positions ahead that are looked for."""
 
-ROUNDING = 1e3
+
+@dataclass(frozen=True, slots=True)
+class _LossCall:
+    """A call of a loss function: its arguments by name, the user's line, and what its input was computed by."""
+
+    name: str
+    given: Mapping[str, Any]
+    place: Place
+    node: Node | None
 
 
 @dataclass(slots=True)
@@ -62,19 +73,18 @@ class Future:
         """Judge one call of a loss function, unless an earlier one was enough."""
         if name not in CLASS_LOSSES | DISTANCE_LOSSES:
             return
-        given = bound(getattr(F, name), args, kwargs)
+        given = bound_arguments(getattr(F, name), args, kwargs)
         scores, target = given.get("input"), given.get("target")
         if not isinstance(scores, torch.Tensor) or not isinstance(target, torch.Tensor) or not scores.requires_grad:
             return
         place = here(4)[0]
-        call = Call(name=name, given=given, place=place, site=(), out=scores)
-        call.nodes = {"input": seen.lineage.of(scores)}
+        call = _LossCall(name, given, place, seen.lineage.of(scores))
         try:
             self._compared(seen, call, scores, target.detach())
         except RuntimeError as error:
             self.refused = str(error).partition("\n")[0]
 
-    def _compared(self, seen: Pass, call: Call, scores: torch.Tensor, target: torch.Tensor) -> None:
+    def _compared(self, seen: Pass, call: _LossCall, scores: torch.Tensor, target: torch.Tensor) -> None:
         at = _positions(call, scores, target)
         if at is None:
             return
@@ -97,10 +107,10 @@ class Future:
 
 
 def _positions(
-    call: Call, scores: torch.Tensor, target: torch.Tensor
+    call: _LossCall, scores: torch.Tensor, target: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int], torch.Tensor] | None:
     """Row and position of each entry of the targets, the numbers of both, and which entries count."""
-    at = layout(call.node("input"))
+    at = layout(call.node)
     if at is None or len(at.leading) != 2:
         return None
     if call.name in CLASS_LOSSES:

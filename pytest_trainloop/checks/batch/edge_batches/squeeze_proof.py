@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.batch.edge_batches.squeezes import Squeezes
 from pytest_trainloop.gradients.compare import Agreement, agreement, optimizers
+from pytest_trainloop.gradients.tolerances import ROUNDING
 from pytest_trainloop.gradients.vectors import combination, consumed, vectors
 from pytest_trainloop.runs.no_randomness import Still
 from pytest_trainloop.runs.same_start import SameStart
@@ -23,9 +24,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.batch.edge_batches.runs import Edges, Outcome
     from pytest_trainloop.checks.batch.edge_batches.squeezes import Key, Squeeze
 
-ROUNDING = 1e3 * 2.0**-52
-"""Two orders of one sum of less than 1e3 terms, in float64 (see accumulation.py)."""
-
+_BOUND = ROUNDING * 2.0**-52
 SEPARABLE = 1e-9
 """Of the gradient of two rows, what may lie outside the span of the rows' own
 (docs/how-it-decides.md#accumulation-as-weights)."""
@@ -58,7 +57,7 @@ def proven(edges: Edges, lost: Mapping[Key, Squeeze], whole: Mapping[Key, Squeez
     exact = _Exact(edges)
     left_in = exact.run([0], whole)
     apart = None if one.raised else _apart(left_in, exact.run([0], {}))
-    if not left_in.fine or (apart is not None and apart.difference <= ROUNDING):
+    if not left_in.fine or (apart is not None and apart.difference <= _BOUND):
         return None
     weights = _weights(exact, left_in, whole)
     if weights is None or not exact.holds:
@@ -136,6 +135,6 @@ def _that_matter(
     enough = []
     for site, squeeze in sites.items():
         mended = exact.run([0], {key: there for key, there in whole.items() if key[:2] == site})
-        if mended.fine and _apart(left_in, mended).difference <= ROUNDING:
+        if mended.fine and _apart(left_in, mended).difference <= _BOUND:
             enough.append(squeeze)
     return tuple(enough or sites.values())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from pytest_trainloop.checks.loss.loss_contract.call import bound
+from pytest_trainloop.tracing.arguments import bound_arguments
 
 if TYPE_CHECKING:
     from pytest_trainloop.checks.batch.padding_invariance.slices import Span
@@ -59,7 +59,7 @@ def _dot_product(args: tuple[Any, ...], kwargs: dict[str, Any], span: Span) -> G
 
 
 def _multi_head(args: tuple[Any, ...], kwargs: dict[str, Any], span: Span) -> Given | None:
-    given = bound(F.multi_head_attention_forward, args, kwargs)
+    given = bound_arguments(F.multi_head_attention_forward, args, kwargs)
     query, key = given["query"], given["key"]
     out = blocked(query.shape[0], key.shape[0], span, query.device)
     if out is None:
@@ -129,7 +129,7 @@ def _added(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Te
         mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
         return _as_numbers(~mask if mask is not None and mask.dtype is torch.bool else mask, args[0].dtype)
     if name == "multi_head_attention_forward":
-        given = bound(F.multi_head_attention_forward, args, kwargs)
+        given = bound_arguments(F.multi_head_attention_forward, args, kwargs)
         return _as_numbers(given.get("key_padding_mask"), given["query"].dtype)
     scores = args[0] if args else kwargs["input"]
     dim = args[1] if len(args) > 1 else kwargs.get("dim")

@@ -14,11 +14,11 @@ from torch import nn
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches.padding_mask import Padded, find, plain, time_axes
-from pytest_trainloop.checks.batch.accumulation_equivalence.runs import RESEEDED, ROUNDING
 from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import WAYS, Closed, Met, Seen
 from pytest_trainloop.checks.batch.padding_invariance.slices import Part, cut, parts
 from pytest_trainloop.errors import CannotDecide, Unreliable, UsageError
 from pytest_trainloop.gradients.compare import Agreement, agreement, optimizers
+from pytest_trainloop.gradients.tolerances import RESEEDED, ROUNDING
 from pytest_trainloop.gradients.vectors import consumed, vectors
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.process_state import preserved

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from pytest_trainloop.checks.learning.swapped_rows import takes_data
 from pytest_trainloop.runs.hooks import hooked
+from pytest_trainloop.tracing.arguments import takes_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from pytest_trainloop.checks.loss.loss_contract.token_labels import Tokens
     from pytest_trainloop.recording.events import Place, Site
@@ -74,27 +72,6 @@ class Call:
         if self.weights is None or self.out.dim() == 0 or self.weights.shape != self.out.shape:
             return None
         return self.weights.detach() != 0
-
-
-@functools.cache
-def _signature(func: Callable[..., Any]) -> inspect.Signature | None:
-    try:
-        return inspect.signature(func)
-    except (TypeError, ValueError):
-        return None
-
-
-def bound(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by name, defaults included."""
-    signature = _signature(func)
-    if signature is None:
-        return dict(zip(("input", "target"), args, strict=False)) | kwargs
-    try:
-        given = signature.bind(*args, **kwargs)
-    except TypeError:
-        return {}
-    given.apply_defaults()
-    return dict(given.arguments)
 
 
 def as_list(values: torch.Tensor, most: int = 6) -> str:

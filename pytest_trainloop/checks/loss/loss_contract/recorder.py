@@ -13,11 +13,12 @@ import torch.nn.functional as F
 
 from pytest_trainloop import nested
 from pytest_trainloop.checks.loss.loss_contract import broadcasting, loss_terms, refused_calls, token_labels
-from pytest_trainloop.checks.loss.loss_contract.call import Breach, Call, bound
+from pytest_trainloop.checks.loss.loss_contract.call import Breach, Call
 from pytest_trainloop.checks.loss.loss_contract.contracts import BY_HAND, READERS
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import LOSSES
+from pytest_trainloop.tracing.arguments import bound_arguments
 from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import Lineage, name_of, watched
 
@@ -169,7 +170,7 @@ class LossCallRecorder(WatchingMode):
             self._added[where] = self._added.get(where, 0) + 1
 
     def _looked_up(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> None:
-        given = bound(F.embedding, args, kwargs)
+        given = bound_arguments(F.embedding, args, kwargs)
         ids, pad = given.get("input"), given.get("padding_idx")
         if isinstance(ids, torch.Tensor) and ids.dim() == 2:
             self._tokens.embedded.append((ids.detach(), None if pad is None or pad < 0 else pad, out))
@@ -181,7 +182,7 @@ class LossCallRecorder(WatchingMode):
         if name in LOSSES or name == "embedding":
             if getattr(F, name, None) is not func:
                 return None
-            given = bound(func, args, kwargs)
+            given = bound_arguments(func, args, kwargs)
         elif name in BY_HAND:
             name, given = _by_hand(name, args, kwargs)
         else:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.checks.batch.accumulation_equivalence.runs import ROUNDING
 from pytest_trainloop.checks.numerics.checkpointing_equivalence.first_difference import Recalled
 from pytest_trainloop.checks.numerics.checkpointing_equivalence.fixed_weights import Kept, Run, kept, weights_held
 from pytest_trainloop.checks.numerics.checkpointing_equivalence.passes import first_apart, passes, plain_name
 from pytest_trainloop.checks.numerics.checkpointing_equivalence.rng_state import PutBack
 from pytest_trainloop.errors import CannotDecide, Unreliable, UsageError, UserCodeError
+from pytest_trainloop.gradients.tolerances import ROUNDING
 from pytest_trainloop.recording.watch import FULL_ROUNDS
 from pytest_trainloop.runs.checkpoint_bypass import not_reentrant, switched, without, without_cut_off
 from pytest_trainloop.runs.no_randomness import Still

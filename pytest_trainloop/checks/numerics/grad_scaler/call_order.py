@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.checks.wiring.step_order.call_order import after_step, clips_by_site
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.recording.events import Backward, GradWrite, ScalerCall, Step
+from pytest_trainloop.records.clips import clips_by_site, comes_after_step
 from pytest_trainloop.wording import some
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def order_findings(record: Record) -> Iterator[Finding]:
 def _clips(record: Record) -> Iterator[Finding]:
     """Clips while gradients still carry the loss scale."""
     for clips in clips_by_site(record):
-        late = [c for c in clips if after_step(record, c)]
+        late = [c for c in clips if comes_after_step(record, c)]
         scaled = [_Scaled(c, *s) for c in clips if (s := _scaled(record, c)) is not None and not _scaled_limit(c, s[0])]
         if len(scaled) >= 2 and not (len(late) >= 2 and 2 * len(late) > len(clips)):
             yield _clip_before_unscale(record, scaled)

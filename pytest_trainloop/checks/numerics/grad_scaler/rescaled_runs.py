@@ -9,23 +9,20 @@ is twice the other.
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.amp.grad_scaler import GradScaler
 
 from pytest_trainloop.checks.numerics.grad_scaler.scale_trace import traces
 from pytest_trainloop.gradients.vectors import consumed, steps_of, values, vectors
 from pytest_trainloop.recording.events import GradWrite
-from pytest_trainloop.recording.patches import tapped
+from pytest_trainloop.runs.scalers import scalers_built_with
 from pytest_trainloop.tracing.nonfinite import NonFiniteOrigin, NonFiniteOrigins
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.gradients.vectors import Gradient
     from pytest_trainloop.recording.events import Step
@@ -129,7 +126,7 @@ class Rescaled:
 
         origins = NonFiniteOrigins()
         plan = replace(self._plan, contexts=origins.contexts, count=max(tries, self._plan.count), enough=enough)
-        with scalers_made(init_scale=LOWEST, growth_interval=NEVER):
+        with scalers_built_with(init_scale=LOWEST, growth_interval=NEVER):
             record = self._run(plan)
         made = [m for t in traces(record) for m in t.made] if self._begun_at(record, LOWEST) else []
         return AtLowest(len(made), made.count(False), origins.first)
@@ -138,7 +135,7 @@ class Rescaled:
         def enough(record: Record) -> bool:
             return bool(record.steps) and all(len(steps_of(record, o)) >= n for o, n in wanted.items())
 
-        with scalers_made(init_scale=scale, **{"growth_interval": NEVER, **how}):
+        with scalers_built_with(init_scale=scale, **{"growth_interval": NEVER, **how}):
             return self._run(replace(self._plan, enough=enough))
 
     def _begun_at(self, record: Record, scale: float) -> bool:
@@ -174,24 +171,6 @@ class Rescaled:
             return None
         changed = [n for n, g in named[0].items() if n in named[1] and not torch.equal(g, named[1][n])]
         return Dependence(optimizer, 0, kind, whole, factor, scale, tuple(changed))
-
-
-@contextlib.contextmanager
-def scalers_made(**given: Any) -> Iterator[None]:
-    """Scalers that are built inside are built with these arguments in place of the user's own."""
-
-    def told(original: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(original)
-
-        def init(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
-            bound = signature.bind(scaler, *args, **kwargs)
-            bound.arguments.update(given)
-            original(*bound.args, **bound.kwargs)
-
-        return init
-
-    with tapped(GradScaler, "__init__", told):
-        yield
 
 
 def _eaten(record: Record, optimizer: int, nth: int) -> Gradient | None:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.optimizers.replay import around_steps, first_entries, snapshot
+from pytest_trainloop.optimizers.replay import first_entries, snapshot
 from pytest_trainloop.recording.watch import FULL_ROUNDS
+from pytest_trainloop.runs.hooks import around_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

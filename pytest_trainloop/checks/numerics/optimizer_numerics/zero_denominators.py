@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.checks.numerics.optimizer_numerics.first_steps import root_of, zero_eps
-from pytest_trainloop.optimizers.replay import around_steps, kind_of
+from pytest_trainloop.optimizers.replay import kind_of
 from pytest_trainloop.recording.samples import readable
+from pytest_trainloop.runs.hooks import around_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -87,10 +87,10 @@ LEAST_STEPS = 3
 
 @check(needs={"fit"}, causes=CAUSES, rank=20)
 def parameter_precision(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.wiring.every_param_moves.bit_equal import low_and_fed
+    from pytest_trainloop.records.stepped_parameters import low_precision_stepped
 
     record = evidence.run()
-    low = [p.name for p in low_and_fed(record, LOW)]
+    low = [p.name for p in low_precision_stepped(record, LOW)]
     if low:
         yield from _updates(evidence, record, _counted(evidence, low))
     if masters := _with_masters(record):

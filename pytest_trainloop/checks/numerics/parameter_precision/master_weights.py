@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.checks.wiring.every_param_moves.bit_equal import spacings
 from pytest_trainloop.optimizers.lost_updates import MOST, Losses, spaced_by_index
-from pytest_trainloop.optimizers.replay import around_steps
+from pytest_trainloop.optimizers.spacing import spacings
 from pytest_trainloop.recording.samples import readable
+from pytest_trainloop.runs.hooks import around_steps
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pytest_trainloop.checks.wiring.every_param_moves.bit_equal import spacings
 from pytest_trainloop.gradients.vectors import values
 from pytest_trainloop.optimizers.lost_updates import spaced_by_index
+from pytest_trainloop.optimizers.spacing import spacings
 from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.recording.source import here

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.checks.numerics.grad_scaler.rescaled_runs import scalers_made
 from pytest_trainloop.checks.numerics.precision_parity.autocast import around_all
 from pytest_trainloop.checks.numerics.precision_parity.expected_error import Rounded, unit_roundoff
 from pytest_trainloop.checks.numerics.precision_parity.first_gradient import (
@@ -30,6 +29,7 @@ from pytest_trainloop.checks.numerics.precision_parity.same_batches import SameB
 from pytest_trainloop.errors import CannotDecide, Unreliable, UsageError, UserCodeError
 from pytest_trainloop.runs.run import READ_AHEAD_BUDGETS
 from pytest_trainloop.runs.same_start import SameValues
+from pytest_trainloop.runs.scalers import scalers_built_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -107,7 +107,7 @@ class Way:
     def _inside(self, *modes: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self._scale is not None:
-                stack.enter_context(scalers_made(init_scale=self._scale))
+                stack.enter_context(scalers_built_with(init_scale=self._scale))
             for mode in modes:
                 stack.enter_context(mode)
             yield

@@ -12,19 +12,15 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
-from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import NOISE
 from pytest_trainloop.gradients.vectors import values
-from pytest_trainloop.recording.events import Backward, Step
+from pytest_trainloop.optimizers.spacing import lr_growth, spacings
+from pytest_trainloop.recording.events import Step
+from pytest_trainloop.records.stepped_parameters import LEAST_STEPS, low_precision_stepped, steps_with_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_trainloop.recording.record import Parameter, Record
-
-LEAST_STEPS = 3
-"""Steps with a gradient before a parameter is called stuck."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +42,7 @@ class Stuck:
 def bit_equal(record: Record) -> list[Parameter]:
     """Held parameters whose sampled entries were stepped with gradients other than zero and never changed."""
     moved = {i for move in record.moves for i in move.parameters}
-    fed = _fed(record)
+    fed = steps_with_gradient(record)
     return [
         p
         for p in record.parameters
@@ -56,26 +52,6 @@ def bit_equal(record: Record) -> list[Parameter]:
         and p.start.same(record.end[p.index])
         and not p.gone
     ]
-
-
-def _fed(record: Record) -> dict[int, int]:
-    """How many steps at a rate above zero consumed a gradient with sampled entries other than zero, and above what is
-    left of terms that cancel (a bias before a batch norm)."""
-    peaks = [a.incoming.peak for b in record.of(Backward) for arrived in b.arrivals.values() for a in arrived]
-    noise = NOISE * max((p for p in peaks if math.isfinite(p)), default=0.0)
-    fed: dict[int, int] = {}
-    for step in record.of(Step):
-        if step.nested or not step.full or not step.reads:
-            continue
-        optimizer = record.optimizers[step.optimizer]
-        group_of = dict(zip(optimizer.parameters, optimizer.groups, strict=True))
-        for index, grad in step.reads[-1].grads.items():
-            if grad is None or grad.sparse or not noise < grad.peak < math.inf or not any(grad.sample):
-                continue
-            group = group_of.get(index, 0)
-            if group < len(step.rates) and step.rates[group] > 0:
-                fed[index] = fed.get(index, 0) + 1
-    return fed
 
 
 def measure(parameters: Sequence[Parameter], native: Record, double: Record) -> list[Stuck]:
@@ -89,7 +65,7 @@ def measure(parameters: Sequence[Parameter], native: Record, double: Record) -> 
         steps = max(1, sum(other.index in s.updates for s in double.of(Step)) or double.rounds)
         change = values(double.end[other.index], "float64") - values(other.start, "float64")
         typical = float(change.abs().median()) / steps
-        update = typical * growth(native, p.index) if typical else 0.0
+        update = typical * lr_growth(native, p.index) if typical else 0.0
         found.append(Stuck(p.name, p.dtype, update, float(spacings(values(p.start, p.dtype), p.dtype).median())))
     return found
 
@@ -106,49 +82,16 @@ def lost_shares(parameters: Sequence[Parameter], native: Record, double: Record)
         start, end = values(p.start, p.dtype), values(native.end[p.index], p.dtype)
         largest = max(float(values(f, "float64").abs().max()) for f in (other.start, double.end[other.index]))
         steps = [s.updates[other.index] for s in double.of(Step) if other.index in s.updates]
-        step = max(steps, default=0.0) * largest * growth(native, p.index)
+        step = max(steps, default=0.0) * largest * lr_growth(native, p.index)
         lost = (start == end) & (step < spacings(start, p.dtype) / 2)
         shares[p.name] = float(lost.double().mean()) if 0.0 < step < math.inf else 0.0
     return shares
-
-
-def low_and_fed(record: Record, dtypes: Sequence[str]) -> list[Parameter]:
-    """Parameters of these dtypes that were stepped with gradients, and that nobody but optimizers moves."""
-    by_others = {i for move in record.moves if move.by is None for i in move.parameters}
-    fed = _fed(record)
-    return [
-        p
-        for p in record.parameters
-        if p.dtype in dtypes and fed.get(p.index, 0) >= LEAST_STEPS and p.index not in by_others and not p.gone
-    ]
 
 
 def low_and_stepped(record: Record, dtypes: Sequence[str]) -> list[Parameter]:
     """Those of them that only optimizers of torch's own move."""
     return [
         p
-        for p in low_and_fed(record, dtypes)
+        for p in low_precision_stepped(record, dtypes)
         if all(record.optimizers[o].from_torch for o in record.held.get(p.index, ()))
     ]
-
-
-def growth(record: Record, index: int) -> float:
-    """By how much a warm-up still raises the rate of the parameter's group: peak over the mean of the rates seen;
-    infinity where it rises to what is not known."""
-    for optimizer in record.optimizers:
-        if index not in optimizer.parameters:
-            continue
-        group = optimizer.groups[optimizer.parameters.index(index)]
-        rates = [s.rates[group] for s in record.of(Step) if s.optimizer == optimizer.index and group < len(s.rates)]
-        peak = optimizer.peaks[group] if group < len(optimizer.peaks) else math.nan
-        seen = sum(rates) / len(rates) if rates else 0.0
-        if len(rates) > 1 and rates[-1] > rates[-2] and not peak > rates[-1]:
-            return math.inf  # it still rises, and nobody knows where to
-        return max(1.0, peak / seen) if seen > 0 and peak > 0 else 1.0
-    return 1.0
-
-
-def spacings(points: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The distance of each value to the next larger one of its dtype."""
-    info = torch.finfo(getattr(torch, dtype))
-    return info.eps * torch.exp2(torch.floor(torch.log2(points.abs().clamp_min(info.tiny))))

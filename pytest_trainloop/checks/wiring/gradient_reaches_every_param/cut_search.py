@@ -20,6 +20,7 @@ from pytest_trainloop.gradients.dependence import (
     roots_before_first_step,
     until_stepped,
 )
+from pytest_trainloop.gradients.tolerances import CANCELLATION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,10 +28,6 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
 
-NOISE = 1e-5
-"""Share of the largest gradient entry of a run below which a gradient is rounding: a sum that cancels exactly (a bias
-before a batch norm, or before a softmax over keys) leaves a few machine epsilons of its terms, up to about 1e2 * 1.2e-7
-in float32."""
 
 MOST = 16
 """Candidates put to the test one by one, those nearest to the loss first."""
@@ -135,7 +132,7 @@ def arriving(record: Record, names: Sequence[str]) -> dict[str, float]:
     """The largest gradient entry at each of the parameters that gets one that is not zero."""
     peaks = {p.name: max((a.incoming.peak for a in record.arrivals(p.index)), default=0.0) for p in record.parameters}
     largest = max((peak for peak in peaks.values() if math.isfinite(peak)), default=0.0)
-    return {name: peaks[name] for name in names if name in peaks and not peaks[name] <= NOISE * largest}
+    return {name: peaks[name] for name in names if name in peaks and not peaks[name] <= CANCELLATION * largest}
 
 
 def _traced(

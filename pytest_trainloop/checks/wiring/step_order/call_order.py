@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.finding import Finding
-from pytest_trainloop.recording.events import Backward, GradWrite, ScalerCall, SchedulerStep, Site, Step
+from pytest_trainloop.recording.events import GradWrite, ScalerCall, SchedulerStep, Site, Step
+from pytest_trainloop.records.clips import clips_by_site, comes_after_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.recording.record import Record
 
-LOGGED_NORM = 1e5
-"""Above this bound a clip is taken for a norm that is logged: no training clips gradients there."""
 
 _LEARNING = ("overfit_one_batch", "update_ratio")
 
@@ -27,43 +25,12 @@ def call_order(record: Record) -> Iterator[Finding]:
     yield from _schedulers(record)
 
 
-def clips_by_site(record: Record) -> list[list[GradWrite]]:
-    """The clips that bite, by the line that they come from."""
-    by_site: dict[Site, list[GradWrite]] = defaultdict(list)
-    for write in record.of(GradWrite):
-        if write.how == "clipped" and _bites(write):
-            by_site[write.site].append(write)
-    return list(by_site.values())
-
-
 def _clips(record: Record) -> Iterator[Finding]:
     """Clips that come after the step."""
     for clips in clips_by_site(record):
-        after = [c for c in clips if after_step(record, c)]
+        after = [c for c in clips if comes_after_step(record, c)]
         if len(after) >= 2 and 2 * len(after) > len(clips):
             yield _clip_after_step(record, clips, after)
-
-
-def _bites(clip: GradWrite) -> bool:
-    if clip.limit is None:
-        return clip.changed
-    return math.isfinite(clip.limit) and clip.limit < LOGGED_NORM
-
-
-def after_step(record: Record, clip: GradWrite) -> bool:
-    """Whether what happened last to the clipped gradients is that a step consumed them."""
-    mine = set(clip.parameters)
-    for event in reversed(record.events):
-        if event.at >= clip.at:
-            continue
-        if isinstance(event, Step) and event.reads and event.consumes and not event.nested:
-            if any(event.reads[-1].grads.get(i) is not None for i in mine):
-                return event.until > 0
-        elif isinstance(event, Backward) and mine & set(event.arrivals):
-            return False
-        elif isinstance(event, GradWrite) and event.assigns and mine & set(event.parameters):
-            return False  # gradients copied in, as into master weights
-    return False
 
 
 def _clip_after_step(record: Record, clips: list[GradWrite], after: list[GradWrite]) -> Finding:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.recording.events import GradWrite
+from pytest_trainloop.records.windows import left_open
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,40 +60,6 @@ def left_over(record: Record, ledger: Ledger) -> Iterator[Finding]:
                 "step once more after the loop when a window is open, or drop the remainder on purpose (drop_last=True)"
             ),
         )
-
-
-def last_window_lost(record: Record, ledger: Ledger, accumulate: int) -> Iterator[Finding]:
-    """The same of a loop whose knob was at ``accumulate``."""
-    left = left_open(record, ledger)
-    if left:
-        yield Finding(
-            cause="last_window_lost",
-            level="advice",
-            summary=f"the last {len(left)} of {record.items} micro-batches are never stepped: the window stays open",
-            measured=f"{len(left)} backward passes after the last step, windows of {accumulate}",
-            shown_by="their gradients still stand in .grad when fit returns",
-            culprits=("optimizer.step()",),
-            where=str(left[0].backward.place),
-            repair="step once more after the loop when a window is open, or drop the remainder on purpose",
-        )
-
-
-def left_open(record: Record, ledger: Ledger) -> list[Account]:
-    """The passes at the end of a run that no step consumed, where earlier ones of their place were consumed."""
-    stepped = {a.backward.site for a in ledger.accounts if a.consumed}
-    left = [a for a in ledger.accounts if _left_over(record, a) and a.backward.site in stepped]
-    by_itself = record.raised is None and record.ended
-    return left if left and by_itself and left[-1] is ledger.accounts[-1] else []
-
-
-def _left_over(record: Record, account: Account) -> bool:
-    """Whether no step came after this pass that could consume its gradients, not even one that a gradient scaler
-    skipped, and nothing wiped them."""
-    holders = {o for i in account.pending for o in record.held.get(i, ())}
-    stepped = [(s.at, s.optimizer) for s in record.innermost_steps()]
-    tried = [(c.at, c.optimizer) for c in record.scaler_calls() if c.what == "step"]
-    later = any(optimizer in holders for at, optimizer in (*stepped, *tried) if at > account.backward.at)
-    return bool(account.pending) and not account.consumed and not account.wiped and not later
 
 
 def _window(accounts: list[Account]) -> tuple[int, int] | None:

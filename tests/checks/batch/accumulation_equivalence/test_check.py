@@ -9,9 +9,10 @@ import pytest
 from pytest_trainloop.checks.batch.accumulation_equivalence import shrink
 from pytest_trainloop.checks.batch.accumulation_equivalence.check import accumulation_equivalence
 from pytest_trainloop.checks.batch.accumulation_equivalence.runs import Accumulation, Split
-from pytest_trainloop.checks.batch.accumulation_equivalence.weights import Combination, Weighing
+from pytest_trainloop.checks.batch.accumulation_equivalence.weights import Weighing
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.compare import Agreement
+from pytest_trainloop.gradients.vectors import Combination
 from tests.helpers.records import ONE, FakeEvidence, parameter, record
 
 SAME = Agreement(1.0, 1.0, 1e-16)

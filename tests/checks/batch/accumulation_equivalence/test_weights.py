@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_trainloop.checks.batch.accumulation_equivalence.weights import Combination, Weighing
+from pytest_trainloop.checks.batch.accumulation_equivalence.weights import Weighing
+from pytest_trainloop.gradients.vectors import Combination
 
 HALVES = (0.5, 0.5)
 THIRDS = (1 / 3, 1 / 3, 1 / 3)

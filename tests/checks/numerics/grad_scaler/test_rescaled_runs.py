@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from pytest_trainloop.checks.numerics.grad_scaler.rescaled_runs import Rescaled, scalers_made
+from pytest_trainloop.checks.numerics.grad_scaler.rescaled_runs import Rescaled
 from pytest_trainloop.checks.numerics.grad_scaler.scale_trace import traces
 from pytest_trainloop.runs.evidence import Evidence
+from pytest_trainloop.runs.scalers import scalers_built_with
 
 
 def batch():
@@ -126,7 +127,7 @@ def test_the_lowest_scale_skips_what_is_not():
 
 
 def test_scalers_are_built_as_ever_afterwards():
-    with contextlib.suppress(ZeroDivisionError), scalers_made(init_scale=8.0):
+    with contextlib.suppress(ZeroDivisionError), scalers_built_with(init_scale=8.0):
         assert torch.amp.GradScaler("cpu", 2.0**10).get_scale() == 8.0
         raise ZeroDivisionError
     assert torch.amp.GradScaler("cpu", 2.0**10).get_scale() == 1024.0
@@ -138,7 +139,7 @@ class Own(torch.amp.GradScaler):
 
 
 def test_scalers_of_a_subclass_are_built_so_too():
-    with scalers_made(init_scale=8.0, growth_interval=7):
+    with scalers_built_with(init_scale=8.0, growth_interval=7):
         scaler = Own(2.0**10)
     assert (scaler.get_scale(), scaler.get_growth_interval()) == (8.0, 7)
 

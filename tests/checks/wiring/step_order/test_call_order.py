@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_trainloop.checks.wiring.step_order.call_order import LOGGED_NORM, call_order
+from pytest_trainloop.checks.wiring.step_order.call_order import call_order
+from pytest_trainloop.records.clips import LOGGED_NORM
 from tests.helpers.story import Story
 
 

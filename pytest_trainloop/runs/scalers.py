@@ -1,0 +1,32 @@
+"""Gradient scalers that are built with other arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from torch.amp import GradScaler
+
+from pytest_trainloop.recording.patches import tapped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def scalers_built_with(**given: Any) -> Iterator[None]:
+    """Scalers that are built inside are built with these arguments in place of the user's own."""
+
+    def told(original: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(original)
+
+        def init(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
+            bound = signature.bind(scaler, *args, **kwargs)
+            bound.arguments.update(given)
+            original(*bound.args, **bound.kwargs)
+
+        return init
+
+    with tapped(GradScaler, "__init__", told):
+        yield
