@@ -81,6 +81,16 @@ def test_files_that_are_named_exist():
     assert not wrong
 
 
+@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name == "contributing"], ids=relative)
+def test_paths_for_contributors_exist(page):
+    paths = re.findall(r"`((?:\w+/)+(?:\w+\.py)?|\w+\.py)`", read(page))
+    example = "parameters_are_contiguous"
+    places = (ROOT, ROOT / "pytest_trainloop", ROOT / "pytest_trainloop" / "recording")
+    in_any_folder = {path.name for path in TEXTS}
+    missing = [p for p in paths if not any((place / p).exists() for place in places) and p not in in_any_folder]
+    assert [path for path in missing if example not in path] == []
+
+
 def test_nothing_refers_to_notes_outside_of_the_repository():
     own = Path(__file__)
     assert [f"{relative(p)}: {m[0]}" for p in TEXTS if p != own for m in NOTES.finditer(read(p))] == []
