@@ -21,6 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pytest_trainloop.checks.numerics.precision_parity import check
 from pytest_trainloop.checks.numerics.precision_parity.runs import ways
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.runs.batch_stream import first_batches
@@ -39,7 +40,7 @@ RIGHT = {
     "scan in float32": "mixed_scan",
     "vector quantisation": "mixed_codes",
 }
-PAGE = Path(__file__).parents[1] / "pytest_trainloop" / "checks" / "precision_parity.py"
+PAGE = Path(check.__file__)
 ANNOUNCED = "    The largest ratios over 20 seeds (python scripts/parity.py 20 --page; u: one rounding):"
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -67,7 +68,7 @@ def ratios(make: Make, seed: int) -> Iterator[tuple[str, float]]:
     evidence = Evidence(make, knobs={"precision": "precision"} if _has_knob(make) else {}, seed=seed)
     knob = evidence.knobs.get("precision")
     default = inspect.signature(make).parameters[knob].default if knob else None
-    for way in evidence.further(lambda seen, plan, run: ways(seen, plan, run, knob, default)):
+    for way in ways(evidence, knob, default, idle=[]):
         if way.low is None:
             continue
         try:

@@ -49,17 +49,23 @@ def anchors(page: Path) -> set[str]:
 
 
 @cache
-def docs():
-    """scripts/docs.py as a module."""
-    spec = importlib.util.spec_from_file_location("docs_script", ROOT / "scripts" / "docs.py")
+def script(name):
+    """A file in scripts/ as a module."""
+    spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / "scripts" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def test_what_is_generated_from_the_check_files_is_not_stale():
-    old = [relative(path) for path in docs().stale(docs().generated(fast=True))]
+    docs = script("docs")
+    old = [relative(path) for path in docs.stale(docs.generated(fast=True))]
     assert not old, "run python scripts/docs.py"
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "scripts").glob("*.py")))
+def test_scripts_that_the_documentation_names_can_be_loaded(name):
+    assert script(name).__doc__
 
 
 @pytest.mark.parametrize("page", PAGES, ids=relative)
