@@ -1,8 +1,9 @@
-"""Optimizers of which nothing is known, raced with themselves in float32: the same gradient, step after step.
+"""Optimizers of unknown arithmetic, compared with a float32 twin on the same gradient, step after step.
 
 Such an optimizer may keep what rounding takes (Kahan summation, stochastic rounding, master weights). Once float32 has
-gone several spacings of a weight's dtype, all of these have moved the weight as well; one that stores the rounded sum
-has not, and never will.
+gone several ULPs of the weight's dtype, all of these have moved the weight as well; an optimizer that stores the
+rounded sum has not, and never will. The twin computes in float32 and not in float64, because code that rounds by itself
+works on the bits of float32 numbers.
 """
 
 from __future__ import annotations
@@ -10,52 +11,56 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.optimizers.lost_updates import Losses, spaced_by_index
+from pytest_trainloop.optimizers.lost_updates import EntryUpdates, LostUpdates, spaced_by_index, summed
 from pytest_trainloop.optimizers.replay import kind_of, step
 from pytest_trainloop.optimizers.spacing import lr_growth, spacings
-from pytest_trainloop.optimizers.widened import NoHalves, reached, widen
-from pytest_trainloop.recording.torch_internals import has_step_hooks, is_patched_by_scheduler
+from pytest_trainloop.recording.torch_internals import DispatchMode, has_step_hooks, is_patched_by_scheduler
 from pytest_trainloop.runs.hooks import around_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator
 
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
+HALVES = (torch.bfloat16, torch.float16)
+
 START = 3
-"""The step of an optimizer from which it is raced: its state is made by then."""
+"""The step at which an optimizer is copied: its state exists by then."""
 
 FAR = 4.0
-"""Spacings that float32 goes before an entry that has its bits as they were counts as lost. Rounding to nearest moves
-whatever is stored exactly by half a spacing; one more may be lost on either side of a power of two, where it doubles;
-stochastic rounding leaves an entry that is due to move by four spacings in e^-4 of all cases at most, so that a tensor
-of which nearly all rest is none of its doing."""
+"""ULPs that float32 goes before an entry with unchanged bits counts as lost. Rounding to nearest moves whatever is
+stored exactly by half a ULP; one more may be lost on either side of a power of two, where the ULP doubles. Stochastic
+rounding leaves an entry that is due to move by four ULPs unchanged with probability e^-4 at most, and never nearly all
+entries of a tensor."""
 
 MOST_STEPS = 256
 """A tensor that needs more steps to go so far is not judged."""
 
 TRIED = 8
-"""Steps in float32 from which it is told how many are needed."""
+"""Steps in float32 that are made to estimate how many are needed."""
 
 MOST_ENTRIES = 8_000_000
 """An optimizer that refers to more, state and all, is not copied."""
 
 
-@dataclass(slots=True)
-class _Racer:
-    """A copy of an optimizer and of all that it refers to, with the parameters of the original by index."""
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A copy of an optimizer and of all that it refers to."""
 
     optimizer: Any
     held: dict[int, torch.Tensor]
+    """Its parameters, by index of the original."""
 
-    def run(self, grads: Mapping[int, torch.Tensor], steps: int) -> None:
+    def step(self, grads: Mapping[int, torch.Tensor], steps: int) -> None:
         for _ in range(steps):
             for index, p in self.held.items():
                 p.grad = grads[index].to(p.dtype, copy=True)
@@ -65,51 +70,48 @@ class _Racer:
         return {index: spaced_by_index(p.detach()).clone() for index, p in self.held.items()}
 
 
-class Races:
-    """A short run in which every optimizer that is not made again entry by entry is raced at its third step."""
+class Float32Twins:
+    """A short run in which every optimizer whose steps cannot be repeated entry by entry is copied twice at its third
+    step, once into float32."""
 
     def __init__(self, evidence: Evidence) -> None:
-        self._seen, self._plan, self._run = evidence.run(), evidence.plan(), evidence.rerun
-        self._found: dict[int, Losses] = {}
+        self._seen, self._rerun = evidence.run(), evidence.rerun
+        self._found: dict[int, tuple[int, EntryUpdates]] = {}
 
-    def losses(self, names: Collection[str], dtypes: Collection[str]) -> list[Losses]:
-        """By parameter, where float32 goes far enough for a verdict: ``updates`` counts the entries that it takes
-        that far, ``lost`` those of them whose bits are as they were."""
+    def lost_updates(self, names: Collection[str], dtypes: Collection[str]) -> list[LostUpdates]:
+        """By parameter, where float32 goes far enough for a verdict: ``updates`` counts the entries that it moves that
+        far, ``lost`` those of them with unchanged bits."""
         kinds = {getattr(torch, dtype) for dtype in dtypes}
-        record = self._run(
-            replace(
-                self._plan,
-                enough=lambda so_far: so_far.rounds > START,
-                contexts=lambda watch: (self._watching(watch, kinds),),
-            )
+        record = self._rerun(
+            enough=lambda so_far: so_far.rounds > START, contexts=lambda watch: (self._watching(watch, kinds),)
         )
         found = []
-        for index, losses in self._found.items():
-            p = record.parameters[index]
+        for index, (steps, one) in self._found.items():
+            p, update = record.parameters[index], float(one.due[one.counted].abs().median()) / steps
             if p.name in names:
-                found.append(replace(losses, name=p.name, dtype=p.dtype, entries=math.prod(p.shape)))
+                found.append(summed(p, [one], steps=steps, update=update, from_twin=True))
         return found
 
     @contextlib.contextmanager
     def _watching(self, watch: Watch, kinds: set[torch.dtype]) -> Iterator[None]:
         steps: dict[int, int] = {}
-        racing = False
+        comparing = False
 
         def look(optimizer: Any) -> None:
-            nonlocal racing
-            if racing:  # an optimizer inside of the one that is raced
+            nonlocal comparing
+            if comparing:  # an optimizer inside the one that is copied
                 return
             steps[id(optimizer)] = steps.get(id(optimizer), 0) + 1
             if steps[id(optimizer)] == START and _unknown(optimizer) and _low_among(optimizer, kinds):
-                racing = True
+                comparing = True
                 with contextlib.suppress(Exception), torch.random.fork_rng(_devices(optimizer)):  # a user's step
-                    self._race(watch, optimizer, kinds)
-                racing = False
+                    self._compare(watch, optimizer, kinds)
+                comparing = False
 
         with around_steps(watch, look, lambda _optimizer, _none: None):
             yield
 
-    def _race(self, watch: Watch, optimizer: Any, kinds: set[torch.dtype]) -> None:
+    def _compare(self, watch: Watch, optimizer: Any, kinds: set[torch.dtype]) -> None:
         grads = {
             index: p.grad.detach().clone()
             for group in optimizer.param_groups
@@ -119,27 +121,26 @@ class Races:
         factors = [_growth(self._seen, watch, group) for group in optimizer.param_groups]
         if not all(map(math.isfinite, factors)):
             return
-        low, wide = (_racer(watch, optimizer, grads, factors) for _ in range(2))
-        widen(vars(wide.optimizer))
+        low, twin = (_copied(watch, optimizer, grads, factors) for _ in range(2))
+        _to_float32(vars(twin.optimizer))
         before = low.values()
         judged = [i for i, entries in before.items() if entries.dtype in kinds]
-        with NoHalves():  # type: ignore[no-untyped-call]
-            wide.run(grads, TRIED)
-            tried = wide.values()
-            needed = [math.ceil(TRIED * FAR * 2 / m) for i in judged if (m := _median_spacings(before[i], tried[i]))]
+        with _NoHalves():  # type: ignore[no-untyped-call]
+            twin.step(grads, TRIED)
+            tried = twin.values()
+            needed = [math.ceil(TRIED * FAR * 2 / m) for i in judged if (m := _median_ulps(before[i], tried[i]))]
             steps = max((n for n in needed if n <= MOST_STEPS), default=0)
-            wide.run(grads, max(0, steps - TRIED))
-        low.run(grads, max(steps, TRIED))
-        after, there = low.values(), wide.values()
+            twin.step(grads, max(0, steps - TRIED))
+        low.step(grads, max(steps, TRIED))
+        after, due = low.values(), twin.values()
         for i in judged:
-            losses = _compared(before[i], after[i], there[i], max(steps, TRIED))
-            if losses.updates:
-                self._found[i] = losses
+            one = _updates(before[i], after[i], due[i])
+            if bool(one.counted.any()):
+                self._found[i] = max(steps, TRIED), one
 
 
 def _unknown(optimizer: Any) -> bool:
-    """Whether its steps are not those of torch that are made again entry by entry, and no hooks or wrappers of its own
-    do a part of them."""
+    """Whether its steps cannot be repeated entry by entry, and no hooks or wrappers of its own do a part of them."""
     patched = vars(optimizer).get("step")
     wrapped = patched is None or is_patched_by_scheduler(patched)
     return kind_of(optimizer) is None and not has_step_hooks(optimizer) and wrapped
@@ -147,7 +148,7 @@ def _unknown(optimizer: Any) -> bool:
 
 def _low_among(optimizer: Any, kinds: set[torch.dtype]) -> bool:
     low = any(p.dtype in kinds for group in optimizer.param_groups for p in group["params"])
-    return low and sum(t.numel() for t in reached(vars(optimizer))) <= MOST_ENTRIES
+    return low and sum(t.numel() for t in _reached(vars(optimizer))) <= MOST_ENTRIES
 
 
 def _devices(optimizer: Any) -> set[torch.device]:
@@ -155,13 +156,13 @@ def _devices(optimizer: Any) -> set[torch.device]:
 
 
 def _growth(seen: Record, watch: Watch, group: Mapping[str, Any]) -> float:
-    """By how much a warm-up still raises the rate of this group."""
+    """The factor by which a warm-up still raises the learning rate of this group."""
     indices = [watch.book.index(p) for p in group["params"]]
     return max((lr_growth(seen, i) for i in indices if i is not None), default=1.0)
 
 
-def _racer(watch: Watch, optimizer: Any, grads: Collection[int], factors: list[float]) -> _Racer:
-    """Below the class's own way to be copied: that one keeps groups and state only."""
+def _copied(watch: Watch, optimizer: Any, grads: Collection[int], factors: list[float]) -> _Copy:
+    """A copy of all attributes: the class's own ``__getstate__`` keeps groups and state only."""
     fresh = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): fresh}
     vars(fresh).update(copy.deepcopy(vars(optimizer), memo))
@@ -174,30 +175,62 @@ def _racer(watch: Watch, optimizer: Any, grads: Collection[int], factors: list[f
         for p in group["params"]
         if (index := watch.book.index(p)) is not None and index in grads and id(p) in memo
     }
-    return _Racer(fresh, held)
+    return _Copy(fresh, held)
 
 
-def _median_spacings(before: torch.Tensor, after: torch.Tensor) -> float:
-    """How far the typical entry that moves at all goes, in spacings of the dtype before."""
-    way = (after.double() - before.double()).abs()
-    moved = way[way > 0] / spacings(before.double(), _name(before))[way > 0]
+def _median_ulps(before: torch.Tensor, after: torch.Tensor) -> float:
+    """How far the median entry that moves at all goes, in ULPs of the dtype before."""
+    distance = (after.double() - before.double()).abs()
+    moved = distance[distance > 0] / spacings(before.double(), _name(before))[distance > 0]
     return float(moved.median()) if moved.numel() else 0.0
 
 
-def _compared(before: torch.Tensor, after: torch.Tensor, there: torch.Tensor, steps: int) -> Losses:
-    dtype, start = _name(before), before.double()
-    way = there - start
-    wide = torch.maximum(spacings(start, dtype), spacings(there, dtype))
-    far = way.isfinite() & (way.abs() >= FAR * wide)
-    losses = Losses("", dtype, 0, steps=steps, sampled=len(before), raced=True)
-    losses.updates, losses.lost = int(far.sum()), int((far & (after == before)).sum())
-    losses.way = float(way[far].abs().sum())
-    losses.gone = float(((after.double() - start) * way.sign())[far].sum())
-    if losses.updates:
-        losses.update = float(way[far].abs().median()) / steps
-        losses.spacing = float(wide[far].median())
-    return losses
+def _updates(before: torch.Tensor, after: torch.Tensor, twin: torch.Tensor) -> EntryUpdates:
+    start = before.double()
+    due = twin - start
+    ulp = torch.maximum(spacings(start, _name(before)), spacings(twin, _name(before)))
+    far = due.isfinite() & (due.abs() >= FAR * ulp)
+    return EntryUpdates(start, due, after.double(), counted=far, lost=far & (after == before), ulp=ulp)
 
 
 def _name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+class _NoHalves(DispatchMode):  # type: ignore[no-untyped-call]
+    """Replaces every half-precision dtype among the arguments of an operation by float32."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*map(_dtype, args), **{name: _dtype(value) for name, value in (kwargs or {}).items()})
+
+
+def _dtype(value: Any) -> Any:
+    return torch.float32 if isinstance(value, torch.dtype) and value in HALVES else value
+
+
+def _to_float32(root: Any) -> None:
+    """Convert every half-precision tensor that is reached through containers and attributes, in place."""
+    for tensor in _reached(root):
+        if tensor.dtype in HALVES:
+            tensor.data = tensor.data.float()
+
+
+def _reached(root: Any) -> Iterator[torch.Tensor]:
+    """Every tensor that is reached through containers and attributes, once."""
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, Mapping):
+            waiting += [*value.keys(), *value.values()]
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            waiting += value
+        elif hasattr(value, "__dict__") and not isinstance(value, (type, FunctionType, ModuleType)):
+            waiting.append(vars(value))

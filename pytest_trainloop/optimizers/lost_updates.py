@@ -1,14 +1,15 @@
-"""Updates that rounding takes back: each watched step made again in float64, from the same values of the same entries.
+"""Updates that rounding takes back: each watched step repeated in float64, from the same values of the same entries.
 
 An update is lost where float64 moves the entry and the step that was made leaves its bits as they were, and where
-rounding does so too at the rate that the schedule leads to and with the momentum that is yet to gather.
+rounding would do so too at the learning rate that the schedule leads to and with the momentum still to build up.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,91 +21,143 @@ from pytest_trainloop.recording.samples import spaced
 from pytest_trainloop.runs.hooks import around_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Sequence
 
     from pytest_trainloop.optimizers.replay import Snapshot
-    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.recording.record import Parameter, Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
 MOST = 12
-"""Steps of a parameter that are made again."""
+"""Steps of a parameter that are repeated."""
 
 
-@dataclass(slots=True)
-class Losses:
-    """Of one parameter: how many updates of sampled entries float64 made with a gradient, how many of them were lost,
-    how far they would go in all and how far they went once rounded; the medians of their sizes and of the spacing of
-    the values. ``raced`` says that steps of a copy were counted, ``refreshed`` that these are updates of a float32
-    master which is written over with this tensor."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostUpdates:
+    """The updates of one parameter's sampled entries, and how many of them rounding took back."""
 
     name: str
     dtype: str
     entries: int
+    """Of the parameter, sampled or not."""
     state: tuple[str, ...] = ()
+    """Dtypes of the optimizer's state."""
     steps: int = 0
-    updates: int = 0
-    lost: int = 0
-    way: float = 0.0
-    gone: float = 0.0
     sampled: int = 0
+    """Entries sampled, summed over the steps."""
+    updates: int = 0
+    """Updates that float64 makes where there is a gradient."""
+    lost: int = 0
+    """Those of them that leave the bits of the entry as they were."""
+    due: float = 0.0
+    """Summed size of the updates in float64."""
+    made: float = 0.0
+    """Summed size of the updates after rounding, in the direction that is due."""
     update: float = 0.0
-    spacing: float = 0.0
-    raced: bool = False
-    refreshed: bool = False
+    """Median size of an update in one step."""
+    ulp: float = 0.0
+    """Median distance from an entry to the next number of its dtype."""
+    from_twin: bool = False
+    """Whether the steps of a copy were counted."""
+    master_overwritten: bool = False
+    """Whether these are updates of a float32 master that is overwritten with this tensor between steps."""
 
     @property
     def share(self) -> float:
-        """Of the updates."""
+        """Of the updates, by their number."""
         return self.lost / self.updates if self.updates else 0.0
 
     @property
-    def share_of_way(self) -> float:
-        """Of the way that the updates would go in all: some are rounded up, and go farther than they should."""
-        return max(0.0, 1.0 - self.gone / self.way) if self.way > 0.0 else 0.0
+    def share_of_size(self) -> float:
+        """Of the updates, by their summed size: those rounded up make up for some that are lost."""
+        return max(0.0, 1.0 - self.made / self.due) if self.due > 0.0 else 0.0
 
     @property
-    def weight(self) -> float:
-        """Updates of all its entries, as the sample has it."""
+    def updates_of_all_entries(self) -> float:
+        """Extrapolated from the sample."""
         return self.updates / self.sampled * self.entries if self.sampled else 0.0
 
 
-@dataclass(slots=True)
-class _Made:
-    """One step of one parameter."""
+@dataclass(frozen=True, slots=True)
+class EntryUpdates:
+    """The updates of one parameter's sampled entries in one step, as vectors."""
+
+    before: torch.Tensor
+    """Values in float64."""
+    due: torch.Tensor
+    """Updates in float64, without rounding."""
+    after: torch.Tensor
+    """Values in float64, after rounding."""
+    counted: torch.Tensor
+    """Mask of the updates that count."""
+    lost: torch.Tensor
+    """Mask of those among them that rounding takes back."""
+    ulp: torch.Tensor
+
+
+def summed(p: Parameter, each: Sequence[EntryUpdates], **fields: Any) -> LostUpdates:
+    """What the steps of one parameter lose together."""
+    updates = sum(int(s.counted.sum()) for s in each)
+    return LostUpdates(
+        name=p.name,
+        dtype=p.dtype,
+        entries=math.prod(p.shape),
+        sampled=sum(len(s.counted) for s in each),
+        updates=updates,
+        lost=sum(int(s.lost.sum()) for s in each),
+        due=sum(float(s.due[s.counted].abs().sum()) for s in each),
+        made=sum(float(((s.after - s.before) * s.due.sign())[s.counted].sum()) for s in each),
+        ulp=float(torch.cat([s.ulp[s.counted] for s in each]).median()) if updates else 0.0,
+        **{
+            "steps": sum(bool(s.counted.any()) for s in each),
+            "update": float(torch.cat([s.due[s.counted].abs() for s in each]).median()) if updates else 0.0,
+            **fields,
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeated:
+    """One step of one parameter, repeated in float64 on sampled entries."""
 
     before: torch.Tensor
     after: torch.Tensor
     wide: torch.Tensor
-    fed: torch.Tensor
-    rate: float
-    gathered: float
+    """The entries after the same step in float64."""
+    with_gradient: torch.Tensor
+    lr: float
+    momentum: float
+    """The share of the momentum that has built up by this step."""
+    state: tuple[str, ...]
+
+    def updates(self, highest_lr: float) -> EntryUpdates:
+        before, (lr, momentum) = self.before.to(torch.float64), (self.lr, self.momentum)
+        due = (self.wide - before) * (max(1.0, highest_lr / lr) / momentum if lr > 0.0 and momentum > 0.0 else math.inf)
+        rounded = (before + due).to(self.before.dtype)
+        counted = self.with_gradient & due.isfinite() & (due != 0)
+        lost = counted & (self.after == self.before) & (rounded == self.before)
+        ulp = spacings(before, str(self.before.dtype).removeprefix("torch."))
+        return EntryUpdates(before, due, rounded.to(torch.float64), counted, lost, ulp)
 
 
-@dataclass(slots=True)
-class _Kept:
-    made: list[_Made] = field(default_factory=list)
-    state: set[str] = field(default_factory=set)
-
-
-class Updates:
-    """The watched run made once more, each step of some low-precision parameters made again in float64."""
+class RepeatedSteps:
+    """The watched run made once more, each step of some low-precision parameters repeated in float64."""
 
     def __init__(self, evidence: Evidence) -> None:
-        self._seen, self._plan, self._run = evidence.run(), evidence.plan(), evidence.rerun
-        self._kept: dict[int, _Kept] = {}
+        self._rerun = evidence.rerun
+        self._steps: dict[int, list[_Repeated]] = defaultdict(list)
 
-    def losses(self, names: Collection[str], dtypes: Collection[str]) -> list[Losses]:
-        """By parameter, where at least one of its steps could be made again. Parameters whose rate still rises to what
-        is not known are left out."""
+    def lost_updates(self, names: Collection[str], dtypes: Collection[str]) -> list[LostUpdates]:
+        """By parameter, where at least one of its steps could be repeated. A parameter whose learning rate still rises
+        to an unknown value is left out."""
         kinds = {getattr(torch, dtype) for dtype in dtypes}
-        record = self._run(replace(self._plan, contexts=lambda watch: (self._watching(watch, kinds),)))
+        record = self._rerun(contexts=lambda watch: (self._watching(watch, kinds),))
         found = []
-        for index, kept in self._kept.items():
-            p = record.parameters[index]
-            peak = peak_rate(record, index)
-            if p.name in names and peak < math.inf:
-                found.append(_summed(Losses(p.name, p.dtype, math.prod(p.shape)), kept, peak))
+        for index, steps in self._steps.items():
+            p, lr = record.parameters[index], highest_lr(record, index)
+            if p.name in names and lr < math.inf:
+                state = tuple(sorted({dtype for s in steps for dtype in s.state}))
+                found.append(summed(p, [s.updates(lr) for s in steps], state=state))
         return found
 
     @contextlib.contextmanager
@@ -112,25 +165,23 @@ class Updates:
         def take(optimizer: Any) -> Snapshot | None:
             return snapshot(optimizer, watch, spaced_by_index, lambda p: p.dtype in kinds)
 
-        with around_steps(watch, take, lambda _optimizer, snap: self._step_again(watch, snap)):
+        with around_steps(watch, take, lambda _optimizer, snap: self._repeat(watch, snap)):
             yield
 
-    def _step_again(self, watch: Watch, snap: Snapshot) -> None:
+    def _repeat(self, watch: Watch, snap: Snapshot) -> None:
         try:
             wide = stepped(snap, wide=True)
         except REFUSED:
             return
         for group in snap.groups:
+            lr, beta = float(group.options.get("lr", math.nan)), float(group.options.get("momentum", 0.0))
             for m in group.members:
-                kept = self._kept.setdefault(m.index, _Kept())
-                if len(kept.made) >= MOST:
-                    continue
+                steps = self._steps[m.index]
                 now = spaced_by_index(watch.book.tensors[m.index].detach())
-                if now.dtype is m.entries.dtype and len(now) == len(m.entries):
-                    gathered = 1.0 - float(group.options.get("momentum", 0.0)) ** (len(kept.made) + 1)
-                    rate = float(group.options.get("lr", math.nan))
-                    kept.made.append(_Made(m.entries, now.clone(), wide[m.index], m.grad != 0, rate, gathered))
-                    kept.state.update(m.state_dtypes)
+                if len(steps) < MOST and now.dtype is m.entries.dtype and len(now) == len(m.entries):
+                    momentum = 1.0 - beta ** (len(steps) + 1)
+                    after, moved = now.clone(), m.grad != 0
+                    steps.append(_Repeated(m.entries, after, wide[m.index], moved, lr, momentum, m.state_dtypes))
 
 
 def spaced_by_index(tensor: torch.Tensor) -> torch.Tensor:
@@ -138,9 +189,9 @@ def spaced_by_index(tensor: torch.Tensor) -> torch.Tensor:
     return spaced(tensor.contiguous())
 
 
-def peak_rate(record: Record, index: int) -> float:
-    """The highest rate of a parameter's group that was seen or that its schedule is known to lead to; infinity where it
-    rises to what is not known."""
+def highest_lr(record: Record, index: int) -> float:
+    """The highest learning rate of a parameter's group that was seen or that its schedule is known to lead to; infinity
+    where it rises to an unknown value."""
     rates = [
         s.rates[group]
         for o in record.optimizers
@@ -151,28 +202,3 @@ def peak_rate(record: Record, index: int) -> float:
     ]
     mean = sum(rates) / len(rates) if rates else 0.0
     return max([lr_growth(record, index) * mean, *rates])
-
-
-def _summed(losses: Losses, kept: _Kept, peak: float) -> Losses:
-    sizes: list[torch.Tensor] = []
-    distances: list[torch.Tensor] = []
-    for made in kept.made:
-        before = made.before.to(torch.float64)
-        factor = max(1.0, peak / made.rate) / made.gathered if made.rate > 0.0 and made.gathered > 0.0 else math.inf
-        update = (made.wide - before) * factor
-        counted = made.fed & update.isfinite() & (update != 0)
-        rounded = (before + update).to(made.before.dtype)
-        lost, size = counted & (made.after == made.before) & (rounded == made.before), update.abs()
-        losses.steps += bool(counted.any())
-        losses.sampled += len(counted)
-        losses.updates += int(counted.sum())
-        losses.lost += int(lost.sum())
-        losses.way += float(size[counted].sum())
-        losses.gone += float(((rounded.to(torch.float64) - before) * update.sign())[counted].sum())
-        sizes.append(size[counted])
-        distances.append(spacings(before[counted], losses.dtype))
-    if losses.updates:
-        losses.update = float(torch.cat(sizes).median())
-        losses.spacing = float(torch.cat(distances).median())
-    losses.state = tuple(sorted(kept.state))
-    return losses

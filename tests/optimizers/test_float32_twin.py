@@ -1,4 +1,4 @@
-"""Optimizers of which nothing is known, raced with themselves in float64."""
+"""Optimizers of unknown arithmetic, compared with a float32 twin."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.optimizers import float32_twin
-from pytest_trainloop.optimizers.float32_twin import Races
+from pytest_trainloop.optimizers.float32_twin import Float32Twins
 from pytest_trainloop.runs.evidence import Evidence
 
 ENTRIES = 64
@@ -113,7 +113,9 @@ def shares(kind, *, dtype=torch.bfloat16, prepare=lambda optimizer: None, **opti
 
         return TrainLoop(model=model, optimizer=optimizer, batch=torch.ones(ENTRIES), fit=fit)
 
-    return {f.name: f.share for f in Evidence(make).shared(Races).losses(["gain"], ["bfloat16", "float16"])}
+    return {
+        f.name: f.share for f in Evidence(make).shared(Float32Twins).lost_updates(["gain"], ["bfloat16", "float16"])
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

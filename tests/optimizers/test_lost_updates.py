@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from pytest_trainloop.checks.numerics.parameter_precision.weight_averages import _blends
-from pytest_trainloop.optimizers.lost_updates import Updates
+from pytest_trainloop.checks.numerics.parameter_precision.weight_averages import _updates
+from pytest_trainloop.optimizers.lost_updates import RepeatedSteps
 from pytest_trainloop.runs.evidence import Evidence
 
 
@@ -39,21 +39,21 @@ def counted(rate, *, schedule=None, batch=(1.0, 1.0, 1.0, 1.0), **options):
 
         return TrainLoop(model=model, optimizer=optimizer, batch=torch.tensor([batch]), fit=fit)
 
-    return Evidence(make).shared(Updates).losses(["gain"], ["bfloat16"])
+    return Evidence(make).shared(RepeatedSteps).lost_updates(["gain"], ["bfloat16"])
 
 
 @pytest.mark.parametrize(("rate", "share"), [(1e-3, 1.0), (3.8e-3, 1.0), (4e-3, 0.0), (1e-2, 0.0)])
-def test_half_a_spacing_is_the_limit(rate, share):
+def test_half_a_ulp_is_the_limit(rate, share):
     (found,) = counted(rate)
     assert found.share == share
     assert found.updates == 4 * found.steps == 48
     assert found.update == pytest.approx(rate)
-    assert found.spacing == 2**-7
+    assert found.ulp == 2**-7
 
 
-def test_what_is_rounded_up_is_not_missing_from_the_way():
+def test_updates_rounded_up_make_up_for_lost_ones():
     (found,) = counted(4e-3)
-    assert found.share_of_way == 0.0
+    assert found.share_of_size == 0.0
 
 
 def test_entries_without_gradient_are_not_counted():
@@ -101,9 +101,9 @@ def copies(weight, steps=5, *, after=True, other=0.0):
 
 @pytest.mark.parametrize("after", [True, False])
 def test_a_blend_is_known_by_its_weight(after):
-    found = _blends(*copies(0.001, after=after))
+    found = _updates(*copies(0.001, after=after))
     assert [b.weight for b in found] == pytest.approx([0.001] * 5)
 
 
 def test_what_moves_otherwise_is_no_blend():
-    assert _blends(*copies(0.001, other=1e-4)) == []
+    assert _updates(*copies(0.001, other=1e-4)) == []

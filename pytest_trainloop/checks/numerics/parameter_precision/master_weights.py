@@ -1,20 +1,19 @@
-"""Master weights that are written over with their own low-precision copies between two steps.
+"""Float32 master weights that are overwritten with their own low-precision copies between two steps.
 
-Such a master has a value of the copy's dtype whenever a step begins: what the step before had left in it, rounded. An
-update below half a spacing is gone by then, as if there were no master. One that is set once (from loaded weights), or
-stays as the step left it, has other values.
+Such a master holds values of the copy's dtype whenever a step begins: those that the step before left in it, rounded.
+An update below half a ULP is gone by then, as if there were no master. A master that is set once (from pretrained
+weights), or that stays as the step left it, holds other values.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.optimizers.lost_updates import MOST, Losses, spaced_by_index
+from pytest_trainloop.optimizers.lost_updates import MOST, EntryUpdates, LostUpdates, spaced_by_index, summed
 from pytest_trainloop.optimizers.spacing import spacings
 from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.runs.hooks import around_steps
@@ -30,32 +29,28 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Master:
-    """Sampled entries of one master before and after each step, and the copies that it had the values of by then."""
+    """Sampled entries of one float32 tensor that an optimizer steps."""
 
     before: list[torch.Tensor] = field(default_factory=list)
     after: list[torch.Tensor] = field(default_factory=list)
     copies: set[int] | None = None
+    """Low-precision tensors that held its values before every step so far."""
 
 
-class Refreshed:
-    """The watched run made once more, with a look at float32 tensors that optimizers step."""
+class OverwrittenMasters:
+    """The watched run made once more, with the values of the float32 tensors that optimizers step."""
 
     def __init__(self, evidence: Evidence) -> None:
-        self._seen, self._plan, self._run = evidence.run(), evidence.plan(), evidence.rerun
+        self._rerun = evidence.rerun
         self._masters: dict[int, _Master] = {}
 
-    def losses(self, names: Collection[str], dtypes: Collection[str]) -> list[Losses]:
+    def lost_updates(self, names: Collection[str], dtypes: Collection[str]) -> list[LostUpdates]:
         """By low-precision copy, the updates of its master that are gone when the next step begins."""
         kinds = {getattr(torch, dtype) for dtype in dtypes}
-        record = self._run(replace(self._plan, contexts=lambda watch: (self._watching(watch, kinds),)))
-        found = []
-        for master in self._masters.values():
-            for index in sorted(master.copies or ()):
-                p = record.parameters[index]
-                losses = _summed(master, Losses(p.name, p.dtype, math.prod(p.shape), refreshed=True))
-                if losses is not None and p.name in names:
-                    found.append(losses)
-        return found
+        record = self._rerun(contexts=lambda watch: (self._watching(watch, kinds),))
+        copies = [(record.parameters[i], m) for m in self._masters.values() for i in sorted(m.copies or ())]
+        steps = [(p, _updates(master, p.dtype)) for p, master in copies if p.name in names]
+        return [summed(p, made, master_overwritten=True) for p, made in steps if made is not None]
 
     @contextlib.contextmanager
     def _watching(self, watch: Watch, kinds: set[torch.dtype]) -> Iterator[None]:
@@ -66,7 +61,7 @@ class Refreshed:
                     index = watch.book.index(p)
                     if p.dtype is torch.float32 and p.grad is not None and readable(p) and index is not None:
                         found[index] = spaced_by_index(p.detach()).clone()
-                        self._match(watch, index, p, kinds)
+                        self._narrow(watch, index, p, kinds)
             return found
 
         def use(_optimizer: Any, before: Entries) -> None:
@@ -79,8 +74,8 @@ class Refreshed:
         with around_steps(watch, take, use):
             yield
 
-    def _match(self, watch: Watch, index: int, p: torch.Tensor, kinds: set[torch.dtype]) -> None:
-        """Keep those low-precision tensors that have had the master's values at every step."""
+    def _narrow(self, watch: Watch, index: int, p: torch.Tensor, kinds: set[torch.dtype]) -> None:
+        """Drop the low-precision tensors that do not hold the master's values before this step."""
         master = self._masters.setdefault(index, _Master())
         held = dict(enumerate(watch.book.tensors))
         among = held if master.copies is None else {i: held[i] for i in master.copies}
@@ -89,23 +84,15 @@ class Refreshed:
         }
 
 
-def _summed(master: _Master, losses: Losses) -> Losses | None:
-    """None where a step finds something else than what the one before had left, rounded."""
-    dtype = getattr(torch, losses.dtype)
-    rounded = [entries.to(dtype).float() for entries in master.after]
+def _updates(master: _Master, copy_dtype: str) -> list[EntryUpdates] | None:
+    """None where a step finds other values than those that the step before left, rounded."""
+    rounded = [entries.to(getattr(torch, copy_dtype)).float() for entries in master.after]
     if any(not torch.equal(r, b) for r, b in zip(rounded, master.before[1:], strict=False)):
         return None
+    found = []
     for before, after, low in zip(master.before, master.after, rounded, strict=True):
-        update = after.double() - before.double()
-        counted = update.isfinite() & (update != 0)
-        losses.steps += bool(counted.any())
-        losses.sampled += len(before)
-        losses.updates += int(counted.sum())
-        losses.lost += int((counted & (low == before)).sum())
-        losses.way += float(update[counted].abs().sum())
-        losses.gone += float(((low.double() - before.double()) * update.sign())[counted].sum())
-    if losses.updates:
-        first = master.after[0].double() - master.before[0].double()
-        losses.update = float(first.abs().median())
-        losses.spacing = float(spacings(master.before[0].double(), losses.dtype).median())
-    return losses
+        due = after.double() - before.double()
+        counted = due.isfinite() & (due != 0)
+        ulp = spacings(before.double(), copy_dtype)
+        found.append(EntryUpdates(before.double(), due, low.double(), counted, counted & (low == before), ulp))
+    return found

@@ -114,11 +114,12 @@ def _whole_tensors(evidence: Evidence, record: Record, stuck: Sequence[Parameter
 
 def _kept(evidence: Evidence, record: Record) -> bool:
     """Whether updates below half a spacing move other weights in the long run: then the optimizer keeps them."""
-    from pytest_trainloop.optimizers.float32_twin import Races
+    from pytest_trainloop.optimizers.float32_twin import Float32Twins
     from pytest_trainloop.records.stepped_parameters import low_precision_stepped
 
-    races = evidence.shared(Races).losses([p.name for p in low_precision_stepped(record, LOW)], LOW)
-    return any(f.share < FEW and f.update < f.spacing / 2 for f in races)
+    names = [p.name for p in low_precision_stepped(record, LOW)]
+    counted = evidence.shared(Float32Twins).lost_updates(names, LOW)
+    return any(f.share < FEW and f.update < f.ulp / 2 for f in counted)
 
 
 def _left_out_by_own(evidence: Evidence, record: Record, stuck: Sequence[Parameter]) -> list[str]:
