@@ -1,3 +1,5 @@
+"""What holds for every test of this folder: one thread, all modules loaded, no tests of CUDA without a device."""
+
 from __future__ import annotations
 
 import importlib
@@ -8,8 +10,6 @@ import pytest
 import torch
 
 import pytest_trainloop
-
-pytest_plugins = ["pytester"]
 
 # An in-process run of pytester drops every module that it was the first to import, and torch can't be imported twice in
 # one process. The adapters stay out: they import what they adapt.

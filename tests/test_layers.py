@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,7 @@ def module_of(file: Path) -> str:
 MODULES = {module_of(file) for file in FILES}
 
 
+@cache
 def parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
 
@@ -78,6 +80,7 @@ def imports(tree: ast.AST, *, in_functions: bool = True, for_typing: bool = True
             yield from imports(node, in_functions=in_functions, for_typing=for_typing)
 
 
+@cache
 def own_imports(file: Path) -> set[str]:
     """The modules of this package that a file imports."""
     names = {name.removeprefix(f"{NAME}.") for name in imports(parsed(file)) if name.startswith(f"{NAME}.")}

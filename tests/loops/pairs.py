@@ -30,6 +30,8 @@ class Pair:
     """Part of torch's own message where the faulty loop raises."""
     mentions: tuple[str, ...] = ()
     """Must all stand somewhere in the finding's text."""
+    quick: bool = False
+    """The cheapest pair of its cause, the one that ``pytest -m quick`` runs."""
 
 
 PAIRS: dict[str, Pair] = {}

@@ -239,4 +239,5 @@ pair(
     mentions=("unequal numbers of valid targets",),
     faulty=several(lambda squares, count, _everything: squares.mean() / count),
     fixed=several(lambda squares, _count, everything: squares.sum() / everything),
+    quick=True,
 )

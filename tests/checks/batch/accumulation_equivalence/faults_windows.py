@@ -138,6 +138,7 @@ pair(
     mentions=("after 1 of 2",),
     faulty=classifier(train_stepping_on_the_first),
     fixed=classifier(train),
+    quick=True,
 )
 
 
@@ -286,6 +287,7 @@ pair(
     culprits=("optimizer.step()",),
     faulty=regression(train_tail_dropped_silently),
     fixed=regression(train_zeroed_each_window),
+    quick=True,
 )
 
 

@@ -120,6 +120,7 @@ pair(
     mentions=("2 of 8 rows",),
     faulty=recognition(mean_of_frames),
     fixed=recognition(mean_of_frames_if_any),
+    quick=True,
 )
 
 

@@ -108,6 +108,7 @@ pair(
     mentions=("rises",),
     faulty=autoencoder(0.1),
     fixed=autoencoder(1e-3),
+    quick=True,
 )
 
 
@@ -169,6 +170,7 @@ pair(
     mentions=("rate is 0",),
     faulty=warmed_up(lambda step: min(1, step // 1000)),
     fixed=warmed_up(lambda step: min(1, step / 10)),
+    quick=True,
 )
 
 

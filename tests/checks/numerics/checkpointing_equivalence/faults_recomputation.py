@@ -506,6 +506,7 @@ pair(
     where="x = self.run(functools.partial(self.one, block), x, **self.how)",
     faulty=language(Shortcut, run=reentrant),
     fixed=language(ShortcutInEval, run=reentrant),
+    quick=True,
 )
 
 
@@ -552,6 +553,7 @@ pair(
     culprits=("torch's generator",),
     faulty=two_ways(OwnCheckpoint, preserve=False),
     fixed=two_ways(OwnCheckpoint, preserve=True),
+    quick=True,
 )
 
 

@@ -102,4 +102,5 @@ pair(
     where="scores = q @ k",
     faulty=scored(large=True),
     fixed=scored(large=False),
+    quick=True,
 )

@@ -200,4 +200,5 @@ pair(
     where="checkpoint_sequential(",
     faulty=segmented(use_reentrant=True),
     fixed=segmented(use_reentrant=False),
+    quick=True,
 )

@@ -116,6 +116,7 @@ pair(
     raises="No inf checks were recorded prior to update",
     faulty=scaled_cnn(train_scaled_without_step),
     fixed=scaled_cnn(train_scaled),
+    quick=True,
 )
 pair(
     "scaler_steps_before_backward",

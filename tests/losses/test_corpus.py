@@ -11,73 +11,87 @@ import torch
 from torch import nn
 
 from pytest_trainloop import LossContract, check_loss
+from tests.helpers.every_pair import parametrized, parametrized_in_corpus
+from tests.helpers.findings import assert_complete, assert_survives_json, described, named
 from tests.losses.corpus import MODULES, ODD, PAIRS
 
-FEW = hypothesis.settings(max_examples=5)
-SOME = hypothesis.settings(max_examples=12)
-MANY = hypothesis.settings(max_examples=25)
-"""For each of eight properties: 200 calls of each module."""
+every_pair = parametrized(PAIRS)
+every_pair_in_corpus = parametrized_in_corpus(PAIRS)
+
+
+def calls(few, many):
+    """Try each of the eight properties on few calls, and under the marker ``corpus`` on many."""
+    corpus = pytest.param(many, marks=pytest.mark.corpus)
+    return pytest.mark.parametrize("examples", [few, corpus], ids=["few", "many"], indirect=True)
+
+
+def only(count):
+    return pytest.mark.parametrize("examples", [count], ids=[f"{count}"], indirect=True)
 
 
 @pytest.fixture
 def examples(request):
-    """How many calls a property is tried on, as a user's profile says it."""
+    """How many calls a property is tried on, as a user's profile gives it."""
     before = hypothesis.settings.get_current_profile_name()
-    hypothesis.settings.register_profile("corpus", request.param)
+    hypothesis.settings.register_profile("corpus", max_examples=request.param)
     hypothesis.settings.load_profile("corpus")
     yield
     hypothesis.settings.load_profile(before)
 
 
-few = pytest.mark.parametrize("examples", [FEW], ids=["few"], indirect=True)
-some = pytest.mark.parametrize("examples", [SOME], ids=["some"], indirect=True)
-many = pytest.mark.parametrize("examples", [MANY], ids=["many"], indirect=True)
-
-
-def said(report):
-    return [
-        f"{r.check}: {r.outcome} {r.reason} {[(f.cause, f.summary, f.measured, f.smallest) for f in r.findings]}"
-        for r in report.results
-        if r.outcome in ("failed", "error", "unreliable") or r.findings
-    ]
-
-
-@some
-@pytest.mark.parametrize("name", PAIRS)
-def test_the_fault_is_named(name, examples):
-    pair = PAIRS[name]
+def assert_named(pair):
     report = check_loss(pair.faulty, only=[pair.check], raises=False)
-    found = [(f.check, f.cause, f.level) for r in report.results for f in r.findings]
-    assert (pair.check, pair.cause, pair.level) in found, "\n".join(said(report))
+    findings = named(report, pair.check, pair.cause, pair.level)
+    assert_complete(findings)
+    assert_survives_json(report)
     assert pair.level == "advice" or not report.ok
-    finding = next(f for r in report.results for f in r.findings if f.cause == pair.cause)
-    assert "row" in finding.smallest
-    assert finding.culprits == (getattr(pair.faulty.criterion, "__name__", None),)
+    assert "row" in findings[0].smallest
+    assert findings[0].culprits == (getattr(pair.faulty.criterion, "__name__", None),)
 
 
-@few
-@pytest.mark.parametrize("name", PAIRS)
-def test_the_repaired_twin_is_silent(name, examples):
-    report = check_loss(PAIRS[name].fixed, raises=False)
-    assert report.ok, "\n".join(said(report))
-    assert PAIRS[name].cause not in {
-        f.cause for r in report.results for f in r.findings if f.check == PAIRS[name].check
-    }
+def assert_passes(pair):
+    report = check_loss(pair.fixed, raises=False)
+    assert report.ok, described(report)
+    assert pair.cause not in {f.cause for r in report.results for f in r.findings if f.check == pair.check}
 
 
-@few
+@only(8)
+@every_pair
+def test_the_fault_is_named(pair, examples):
+    assert_named(pair)
+
+
+@only(12)
+@every_pair_in_corpus
+def test_the_fault_is_named_on_many_calls(pair, examples):
+    assert_named(pair)
+
+
+@only(3)
+@every_pair
+def test_the_repaired_loss_passes(pair, examples):
+    assert_passes(pair)
+
+
+@only(5)
+@every_pair_in_corpus
+def test_the_repaired_loss_passes_on_many_calls(pair, examples):
+    assert_passes(pair)
+
+
+@calls(3, 5)
 @pytest.mark.parametrize("name", ODD)
 def test_an_odd_but_correct_loss_is_silent(name, examples):
     report = check_loss(ODD[name], raises=False)
-    assert report.ok, "\n".join(said(report))
+    assert report.ok, described(report)
     assert any(r.outcome == "passed" for r in report.results)
 
 
-@many
+@calls(8, 25)
 @pytest.mark.parametrize("name", MODULES)
 def test_a_loss_of_torch_used_right_is_silent(name, examples):
     report = check_loss(MODULES[name], raises=False)
-    assert report.ok, "\n".join(said(report))
+    assert report.ok, described(report)
 
 
 def test_nothing_of_the_users_changes():

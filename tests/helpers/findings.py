@@ -1,0 +1,46 @@
+"""What the tests of the corpora say about findings."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.finding import Finding, Result
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_trainloop.report import Report
+
+
+def described(report: Report) -> str:
+    """A line for each check that did not simply pass."""
+    return "\n".join(
+        f"{r.check}: {r.outcome} {r.reason} {[(f.level, f.cause, f.summary, f.smallest) for f in r.findings]}"
+        for r in report.results
+        if r.outcome in ("failed", "error", "unreliable") or r.findings
+    )
+
+
+def named(report: Report, check: str, cause: str, level: str) -> list[Finding]:
+    """The findings of this cause; none at all is a failure."""
+    found = [f for r in report.results for f in r.findings if (f.check, f.cause, f.level) == (check, cause, level)]
+    assert found, described(report)
+    return found
+
+
+def assert_complete(findings: Sequence[Finding]) -> None:
+    """Every finding says what was measured, what shows it (advice may leave that out) and what repairs it."""
+    for finding in findings:
+        assert finding.summary
+        assert finding.measured
+        assert finding.shown_by or finding.level == "advice"
+        assert finding.repair
+        assert finding.culprits
+        assert "\n" not in finding.summary
+        assert Finding.from_json(json.loads(json.dumps(finding.to_json()))) == finding
+
+
+def assert_survives_json(report: Report) -> None:
+    for result in report.results:
+        assert Result.from_json(json.loads(json.dumps(result.to_json()))).findings == result.findings

@@ -1,0 +1,92 @@
+"""The corpora of loops: every fault is named, every repaired loop passes, every odd but correct loop is silent.
+
+By default a pair is judged by the check that names its fault, and an odd loop by an eighth of the checks, in turn, so
+that each check still meets an eighth of all odd loops. ``-m corpus`` judges every loop by the whole battery.
+"""
+
+import pytest
+
+from pytest_trainloop import registry
+from pytest_trainloop.api import check_loop
+from tests.helpers.every_pair import parametrized, parametrized_in_corpus
+from tests.helpers.findings import assert_complete, assert_survives_json, described, named
+from tests.loops.corpus import ODD, PAIRS
+
+SEEDS = 3
+"""Seeds over which the odd loops are spread, each under one of them (scripts/seeds.py runs more)."""
+
+SHARE = 8
+"""Every how manieth check judges an odd loop by default."""
+
+LONG = dict.fromkeys(("overfit_one_batch", "update_ratio"), "takes long, and is explained by the fault")
+
+
+every_pair = parametrized(PAIRS)
+every_pair_in_corpus = parametrized_in_corpus(PAIRS)
+every_odd_loop = pytest.mark.parametrize(("name", "number"), [(name, n) for n, name in enumerate(sorted(ODD))])
+
+
+def assert_named(pair, report):
+    """The fault is named with its culprits, its line and its text."""
+    findings = named(report, pair.check, pair.cause, pair.level)
+    assert_complete(findings)
+    assert_survives_json(report)
+    assert set(pair.culprits) <= {c for f in findings for c in f.culprits}
+    assert pair.where is None or any(pair.where in f.where for f in findings)
+    text = " ".join((findings[0].summary, findings[0].measured, findings[0].shown_by, findings[0].repair))
+    assert [words for words in pair.mentions if words not in text] == []
+    explained = {check for f in findings for check in f.explains}
+    others = [
+        (f.check, f.cause)
+        for r in report.results
+        for f in r.faults
+        if f.cause != pair.cause and f.check not in explained
+    ]
+    assert not others, f"one fault, one root cause; also named: {others}"
+
+
+@every_pair
+def test_the_fault_is_named_by_its_check(pair):
+    assert_named(pair, check_loop(pair.faulty, only=[pair.check], raises=False))
+
+
+@every_pair
+def test_the_repaired_loop_passes_that_check(pair):
+    report = check_loop(pair.fixed, only=[pair.check], raises=False)
+    assert report.ok, described(report)
+
+
+@every_odd_loop
+def test_an_odd_but_correct_loop_is_silent(name, number):
+    checks = [check for i, check in enumerate(registry.of("loop")) if (i + number // SEEDS) % SHARE == 0]
+    assert_silent(name, number, only=checks)
+
+
+@every_pair_in_corpus
+def test_the_fault_is_the_only_root_cause(pair):
+    skip = {} if pair.check in LONG else LONG
+    assert_named(pair, check_loop(pair.faulty, raises=False, skip=skip))
+
+
+@every_pair_in_corpus
+def test_the_repaired_loop_passes_every_check(pair):
+    report = check_loop(pair.fixed, raises=False)
+    assert report.ok, described(report)
+
+
+@pytest.mark.corpus
+@every_odd_loop
+def test_an_odd_but_correct_loop_is_silent_in_every_check(name, number):
+    assert_silent(name, number, only=None)
+
+
+def assert_silent(name, number, only):
+    skip = {} if ODD[name].fixed_seed_ok else {"determinism": ODD[name].why}
+    seed = number % SEEDS
+    report = check_loop(ODD[name].make, seed=seed, only=only, skip=skip, raises=False)
+    assert report.ok, f"seed {seed}: {ODD[name].why}\n{described(report)}"
+
+
+def test_one_quick_pair_a_cause():
+    causes = [(p.check, p.cause) for p in PAIRS.values() if p.quick]
+    assert len(causes) == len(set(causes))
