@@ -23,7 +23,7 @@ from pytest_trainloop.checks.learning.loss_curve import (
     mean,
     still_falls,
 )
-from pytest_trainloop.checks.learning.reference_adam import Adam, Instead, stay
+from pytest_trainloop.checks.learning.reference_adam import Adam, ReferenceSteps, stay
 from pytest_trainloop.checks.learning.swapped_rows import OtherRows, all_the_first, each_its_neighbours
 from pytest_trainloop.checks.learning.update_sizes import Ratios
 from pytest_trainloop.recording.events import ScalerCall, Step
@@ -232,7 +232,7 @@ class OneBatch:
     ) -> Curve:
         if name in self._made:
             return self._made[name]
-        instead = Instead(move, kind_of(self.seen))
+        instead = ReferenceSteps(move, kind_of(self.seen))
         contexts: Contexts = lambda watch: (*also(watch), *instead.contexts(watch))  # noqa: E731
         curve = self._run(plan or self.plan, contexts, patience)
         self.reached = self.reached or instead.reached

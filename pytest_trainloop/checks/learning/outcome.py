@@ -51,7 +51,7 @@ class Learning:
 
     ``ratio`` is the largest update relative to the weights, ``peak`` the largest rate, ``descent`` the mean cosine
     between steps and the way down the gradient; ``falling`` tells that the loss still fell, ``decayed`` that the rate
-    is next to nothing in the end, ``by_hand`` that weights or gradients are also written by hand.
+    is next to nothing in the end, ``assigns`` that the loop also writes weights or gradients itself.
     """
 
     steps: int
@@ -64,7 +64,7 @@ class Learning:
     peak: float
     falling: bool
     decayed: bool
-    by_hand: bool
+    assigns: bool
 
     @property
     def progress(self) -> float:
@@ -174,7 +174,7 @@ def learning(batch: OneBatch, seconds: float) -> Learning:
         peak=max((r for r in curve.rates if not math.isnan(r)), default=math.nan),
         falling=still_falls(curve.losses),
         decayed=_decayed(curve.rates),
-        by_hand=_by_hand(batch.seen),
+        assigns=_assigns(batch.seen),
     )
 
 
@@ -208,7 +208,7 @@ def _decayed(rates: Sequence[float]) -> bool:
     return bool(known) and known[-1] < DECAYED * max(known)
 
 
-def _by_hand(record: Record) -> bool:
+def _assigns(record: Record) -> bool:
     """Whether weights or gradients are also written by hand: noise that is added, projections, own averages."""
     held = record.held
     writes = any(w.assigns or (w.how == "altered" and "add" in w.by) for w in record.of(GradWrite))

@@ -55,7 +55,7 @@ class Adam:
         weight.copy_(exact)
 
 
-class Instead:
+class ReferenceSteps:
     """To be used by ``contexts`` of a run. ``kind`` is the door of autograd whose gradients count.
 
     ``work`` becomes, for each fourth step, what the loss should have changed by since the first if it is a function of

@@ -35,7 +35,7 @@ IN_VAIN = 1e4
 
 
 @dataclass(frozen=True, slots=True)
-class Cure:
+class Remedy:
     """What helped: ``factor`` on the rates; after how many steps the batch was learned; the ``band`` of rates that were
     tried and learn."""
 
@@ -44,14 +44,14 @@ class Cure:
     band: tuple[float, float]
 
 
-def higher(batch: OneBatch, found: Learning, seconds: float) -> Cure | None:
+def higher(batch: OneBatch, found: Learning, seconds: float) -> Remedy | None:
     """The first higher rates that learn the batch. None are tried any more once all runs that are not the loop's own
     took so many seconds."""
     worth = [factor for factor in HIGHER if factor * found.ratio >= WORTH] if found.ratio > 0 else HIGHER
     return _first(batch, found, worth, seconds)
 
 
-def lower(batch: OneBatch, found: Learning, seconds: float) -> Cure | None:
+def lower(batch: OneBatch, found: Learning, seconds: float) -> Remedy | None:
     """The same of lower rates."""
     return _first(batch, found, LOWER, seconds)
 
@@ -80,7 +80,7 @@ def usual_eps(batch: OneBatch, found: Learning) -> tuple[float, int] | None:
     return (largest, curve.steps) if _learns(curve, found) else None
 
 
-def _first(batch: OneBatch, found: Learning, factors: Sequence[float], seconds: float) -> Cure | None:
+def _first(batch: OneBatch, found: Learning, factors: Sequence[float], seconds: float) -> Remedy | None:
     for number, factor in enumerate(factors):
         if not _affordable(batch, factor, seconds):
             return None
@@ -92,7 +92,7 @@ def _first(batch: OneBatch, found: Learning, factors: Sequence[float], seconds: 
                     break
                 last = further
             low, high = sorted((factor * found.peak, last * found.peak))
-            return Cure(factor, curve.steps, (low, high))
+            return Remedy(factor, curve.steps, (low, high))
         if factor >= IN_VAIN and curve.end == curve.start:
             return None
     return None

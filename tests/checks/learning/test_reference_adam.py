@@ -9,7 +9,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.checks.learning.loss_curve import Losses
-from pytest_trainloop.checks.learning.reference_adam import Adam, Instead, stay
+from pytest_trainloop.checks.learning.reference_adam import Adam, ReferenceSteps, stay
 from pytest_trainloop.runs.run import RunPlan, run
 
 models: list[nn.Module] = []
@@ -46,7 +46,7 @@ def loop(kind=torch.optim.SGD, *, loss_of=None, wipe=True, sign=1.0, **settings)
 
 
 def made(make, move, steps=9):
-    instead = Instead(move, "backward")
+    instead = ReferenceSteps(move, "backward")
     record = run(make, RunPlan(contexts=instead.contexts, count=steps, enough=lambda r: r.rounds >= steps))
     return Losses(record).read(), instead
 

@@ -11,20 +11,19 @@ Why is this bad?
 How it decides
     Batch i is run under seed i modulo 4, so that losses under one seed can be compared. The loop passes as soon as the
     loss is half of what it was under each of the four; as soon as it went half of the way to where plain Adam comes to
-    (the better of two rates, 150 steps, from the same start); and, after 100 steps, if it still lowers its loss by
-    steps that change its weights: it is merely slow, as fine-tuning is.
-    It fails by one of these observations. A clip leaves a hundredth of the gradient or less, the loss stands still, and
-    higher rates learn the batch. The rates of all steps add up to less than five at their peak, and held there they
-    learn it. It stands still, and without weight decay it learns. Every step finds the weights, bit for bit, where the
-    first did: each update is undone. Steps lead up the gradient. The rate is far too low or too high, as update_ratio
-    tells. Plain Adam, too, stops above half of the first loss, at the very loss that it comes to when all rows of the
-    input are the same, and takes the same way there when every row stands in its neighbour's place: the model cannot
-    use its input.
-    Curves alone are no fault: the loss of many a right loop stands on a plateau for thousands of steps.
-    A loss is judged only where it is one. It must come again with its seed while no weight moves, and change by what
-    its gradients say (the integral of gradient times displacement): policy gradients, targets that move and annealed
-    weights do not, and are skipped, as are loops with several losses for several optimizers.
-    Options: ``steps`` (300 of the loop's own at most) and ``seconds`` (60 for all runs that are not the loop's own).
+    (the better of two learning rates, 150 steps, from the same start); and, after 100 steps, if it still lowers its
+    loss by steps that change its weights: it is merely slow, as fine-tuning is. It fails by one of these observations.
+    A clip leaves a hundredth of the gradient or less, the loss stands still, and higher learning rates learn the batch.
+    The learning rates of all steps add up to less than five at their peak, and held there they learn it. It stands
+    still, and without weight decay it learns. Every step finds the weights, bit for bit, where the first did: each
+    update is undone. Steps lead up the gradient. The learning rate is far too low or too high, as update_ratio says.
+    Plain Adam, too, stops above half of the first loss, at the very loss that it comes to when all rows of the input
+    are the same, and takes the same way there when every row stands in its neighbour's place: the model cannot use its
+    input. Curves alone are no fault: the loss of many a correct loop stands on a plateau for thousands of steps. A loss
+    is judged only where it is one. It must come again with its seed while no weight moves, and change by what its
+    gradients say (the integral of gradient times displacement): policy gradients, targets that move and annealed
+    weights do not, and are skipped, as are loops with several losses for several optimizers. Options: ``steps`` (300 of
+    the loop's own at most) and ``seconds`` (60 for all runs that are not the loop's own).
 
 Faulty
     >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)   # meant for epochs
@@ -58,30 +57,58 @@ from typing import TYPE_CHECKING
 from pytest_trainloop.checks.learning.limits import OWN_STEPS, SECONDS
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
-from pytest_trainloop.registry import check
+from pytest_trainloop.registry import Cause, check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.checks.learning.one_batch import Curve, OneBatch
     from pytest_trainloop.checks.learning.outcome import Learning
-    from pytest_trainloop.checks.learning.remedies import Cure
+    from pytest_trainloop.checks.learning.remedies import Remedy
     from pytest_trainloop.records.clips import Clip
     from pytest_trainloop.runs.evidence import Evidence
 
 FEW = 5.0
-"""Steps at the peak rate to which those of a run must add up, or its schedule is over before anything happened."""
+"""Steps at the peak learning rate to which those of a run must add up; below, its schedule ends before anything
+happened."""
 
 CAUSES = {
-    "input_unused": "plain Adam goes the same way whatever row stands beside a label, and no further than with one row",
-    "lr_decays_too_early": "the rates add up to a few steps at their peak, and held there they learn the batch",
-    "gradients_clipped_away": (
-        "gradients are clipped to a hundredth or less, and higher rates, which undo that, learn the batch"
+    "input_unused": Cause(
+        proof="plain Adam goes the same way whatever row stands beside a label, and no further than with one row",
+        repair=(
+            "look for what makes rows equal: shapes (N, 1) against (N,) that broadcast in the loss, units that are all "
+            "dead or saturated, a mask that hides everything, integers that were divided (uint8 // 255)"
+        ),
+        explains=("update_ratio",),
     ),
-    "not_learning": "steps lead up the gradient, or other rates learn the batch, or an earlier check says why",
-    "update_undone": "steps move the weights, and each finds them bit for bit where the first had found them",
-    "weight_decay_dominates": "without weight decay, and with nothing else changed, the batch is learned",
-    "learns_slowly": "the loss stands on a plateau in steps in which plain Adam goes much further",
+    "lr_decays_too_early": Cause(
+        proof="the learning rates add up to a few steps at their peak, and held there they learn the batch",
+        repair="give the schedule the number of steps that the loop makes, and step it as often as it counts",
+        explains=("update_ratio",),
+    ),
+    "gradients_clipped_away": Cause(
+        proof="gradients are clipped to a hundredth or less; higher learning rates, which undo that, learn the batch",
+        repair="clip at the size of ordinary gradients (1.0 for most models), or raise the learning rate",
+        explains=("update_ratio",),
+    ),
+    "not_learning": Cause(
+        proof="steps lead up the gradient, or other learning rates learn the batch, or an earlier check says why",
+        repair="see update_ratio",
+    ),
+    "update_undone": Cause(
+        proof="steps move the weights, and each finds them bit for bit where the first had found them",
+        repair="look for what writes the weights after the step: a load_state_dict, an average copied back, a restore",
+        explains=("update_ratio",),
+    ),
+    "weight_decay_dominates": Cause(
+        proof="without weight decay, and with nothing else changed, the batch is learned",
+        repair="a smaller weight_decay (AdamW's default is 0.01; each step takes lr * weight_decay off the weights)",
+        explains=("update_ratio",),
+    ),
+    "learns_slowly": Cause(
+        proof="the loss stands on a plateau in steps in which plain Adam goes much further",
+        repair="nothing, if that is meant; else another learning rate, or momentum",
+    ),
 }
 
 
@@ -110,9 +137,9 @@ def overfit_one_batch(evidence: Evidence, *, steps: int = OWN_STEPS, seconds: fl
     if going and batch.quick.halved:
         return
     found = learning(batch, seconds)
-    alike = unused(batch, found)
-    if alike is not None:
-        yield _unused(batch, found, alike)
+    equal_rows = unused(batch, found)
+    if equal_rows is not None:
+        yield _unused(batch, found, equal_rows)
     elif found.hopeless:
         raise CannotDecide(
             f"plain Adam takes no more than {found.start - found.reference:.2g} off the loss of {found.start:.3g} "
@@ -124,7 +151,7 @@ def overfit_one_batch(evidence: Evidence, *, steps: int = OWN_STEPS, seconds: fl
 
 def _reached(found: Learning) -> str:
     return (
-        f"loss {found.start:.4g} at the start, {found.end:.4g} after {found.steps} steps; plain Adam (rate "
+        f"loss {found.start:.4g} at the start, {found.end:.4g} after {found.steps} steps; plain Adam (lr "
         f"{found.rate:g}) comes to {found.reference:.4g}"
     )
 
@@ -151,12 +178,10 @@ def _undone(batch: OneBatch) -> Finding:
         shown_by="steps move the weights, and each finds them bit for bit where the first had found them",
         culprits=("weights",),
         where=batch.seen.step_line(),
-        repair="look for what writes the weights after the step: a load_state_dict, an average copied back, a restore",
-        explains=("update_ratio",),
     )
 
 
-def _unused(batch: OneBatch, found: Learning, alike: float) -> Finding:
+def _unused(batch: OneBatch, found: Learning, equal_rows: float) -> Finding:
     lost = batch.lost_before
     return Finding(
         cause="input_unused",
@@ -167,7 +192,7 @@ def _unused(batch: OneBatch, found: Learning, alike: float) -> Finding:
         ),
         measured=(
             f"plain Adam comes from {found.start:.4g} to {found.reference:.4g}"
-            + ("" if lost else f", with all rows alike to {alike:.4g}")
+            + ("" if lost else f", with all rows equal to {equal_rows:.4g}")
         ),
         shown_by=(
             "the rows of the batch differ, and those that come in at layers with weights do not"
@@ -175,11 +200,6 @@ def _unused(batch: OneBatch, found: Learning, alike: float) -> Finding:
             else "with each row in its neighbour's place and the labels in theirs, the loss goes the same way"
         ),
         culprits=("model",),
-        repair=(
-            "look for what makes rows alike: shapes (N, 1) against (N,) that broadcast in the loss, units that are all "
-            "dead or saturated, a mask that hides everything, whole numbers that were divided (uint8 // 255)"
-        ),
-        explains=("update_ratio",),
     )
 
 
@@ -188,15 +208,15 @@ def _stuck(batch: OneBatch, found: Learning, seconds: float) -> Finding:
     from pytest_trainloop.checks.learning.remedies import held, higher, lower, undecayed, usual_eps
     from pytest_trainloop.records.clips import clipped_to
 
-    if found.by_hand:
-        return _slow(batch, found, "weights or gradients are also written by hand, which may be meant to slow it")
+    if found.assigns:
+        return _slow(batch, found, "the loop also writes weights or gradients itself, which may be meant to slow it")
     clip = clipped_to(batch.seen)
     if clip is not None and clip.starves and found.stands_still:
         helped = higher(batch, found, seconds)
         if helped is not None:
             return _clipped(found, clip, helped)
     if found.nowhere and (without := undecayed(batch, found)) is not None:
-        return _drowned(batch, found, without)
+        return _decay_dominates(batch, found, without)
     if found.decayed and (curve := held(batch, found)) is not None:
         return _decays(batch, found, curve)
     if found.astray:
@@ -210,34 +230,32 @@ def _stuck(batch: OneBatch, found: Learning, seconds: float) -> Finding:
     if found.too_far and (helped := lower(batch, found, seconds)) is not None:
         return _by_rates(found, helped)
     if found.too_small:
-        return _slow(batch, found, "steps move next to nothing, and no higher rate that was tried changes that")
-    return _slow(batch, found, "steps lead down the gradient, at a rate that is neither too low nor too high to learn")
+        return _slow(
+            batch, found, "steps move next to nothing, and no higher learning rate that was tried changes that"
+        )
+    return _slow(batch, found, "steps lead down the gradient, at a learning rate that is neither too low nor too high")
 
 
-def _clipped(found: Learning, clip: Clip, helped: Cure) -> Finding:
+def _clipped(found: Learning, clip: Clip, helped: Remedy) -> Finding:
     return Finding(
         cause="gradients_clipped_away",
         summary=f"the clip leaves {clip.share:.1g} of the gradient, and the loop does not learn its batch",
         measured=f"{_reached(found)}; the clip's bound is {clip.limit:g}",
-        shown_by=f"with rates {helped.factor:g} times as high the batch is learned in {helped.steps} steps",
+        shown_by=f"at {helped.factor:g} times the learning rate the batch is learned in {helped.steps} steps",
         culprits=(clip.by,),
         where=clip.where,
-        repair="clip at the size of ordinary gradients (1.0 for most models), or raise the rate",
-        explains=("update_ratio",),
     )
 
 
-def _drowned(batch: OneBatch, found: Learning, without: Curve) -> Finding:
+def _decay_dominates(batch: OneBatch, found: Learning, without: Curve) -> Finding:
     decay = max(d for o in batch.seen.optimizers for d in o.decays)
     return Finding(
         cause="weight_decay_dominates",
-        summary=f"weight decay of {decay:g} drowns the gradient: the loop does not learn its batch",
+        summary=f"weight decay of {decay:g} dominates the gradient: the loop does not learn its batch",
         measured=_reached(found),
         shown_by=f"without decay, and with nothing else changed, the batch is learned in {without.steps} steps",
         culprits=("weight_decay",),
         where=batch.seen.step_line(),
-        repair="a smaller weight_decay (AdamW's default is 0.01; each step takes rate times decay off the weights)",
-        explains=("update_ratio",),
     )
 
 
@@ -248,16 +266,14 @@ def _decays(batch: OneBatch, found: Learning, curve: Curve) -> Finding:
     return Finding(
         cause="lr_decays_too_early",
         level="fault" if whole < FEW else "advice",
-        summary=f"the rate is below a hundredth of its peak from step {gone + 1} on, before anything is learned",
+        summary=f"lr is below a hundredth of its peak from step {gone + 1} on, before anything is learned",
         measured=(
-            f"{_reached(found)}; rate {max(rates):.1e} at its peak, {rates[-1]:.1e} at the end: all steps add up to "
+            f"{_reached(found)}; lr {max(rates):.1e} at its peak, {rates[-1]:.1e} at the end: all steps add up to "
             f"{whole:.1f} at the peak"
         ),
-        shown_by=f"with the rates held at their peak the batch is learned in {curve.steps} steps",
+        shown_by=f"with the learning rate held at its peak the batch is learned in {curve.steps} steps",
         culprits=("lr",),
         where=batch.seen.step_line(),
-        repair="give the schedule the number of steps that the loop makes, and step it as often as it counts",
-        explains=("update_ratio",),
     )
 
 
@@ -279,22 +295,20 @@ def _astray(found: Learning) -> Finding:
 def _without_rate(found: Learning) -> Finding:
     return Finding(
         cause="not_learning",
-        summary=f"one fixed batch is not learned: the rate is 0 in all of {found.steps} steps",
+        summary=f"one fixed batch is not learned: the learning rate is 0 in all of {found.steps} steps",
         measured=_reached(found),
         shown_by="plain Adam learns with the same model and data",
         culprits=("lr",),
-        repair="see update_ratio",
     )
 
 
-def _by_rates(found: Learning, helped: Cure) -> Finding:
+def _by_rates(found: Learning, helped: Remedy) -> Finding:
     return Finding(
         cause="not_learning",
-        summary=f"one fixed batch is not learned at this rate, and is at {helped.factor:g} times the rate",
+        summary=f"one fixed batch is not learned at this learning rate, and is at {helped.factor:g} times as much",
         measured=_reached(found),
-        shown_by=f"with rates {helped.factor:g} times as high the batch is learned in {helped.steps} steps",
+        shown_by=f"at {helped.factor:g} times the learning rate the batch is learned in {helped.steps} steps",
         culprits=("lr",),
-        repair="see update_ratio",
     )
 
 
@@ -305,7 +319,6 @@ def _by_eps(found: Learning, eps: float, steps: int) -> Finding:
         measured=_reached(found),
         shown_by=f"with eps = 1e-8 in its place the batch is learned in {steps} steps",
         culprits=("eps",),
-        repair="see update_ratio",
     )
 
 
@@ -315,8 +328,7 @@ def _slow(batch: OneBatch, found: Learning, shown: str) -> Finding:
         cause="learns_slowly",
         level="advice",
         summary=f"one fixed batch is learned slowly: {found.progress:.0%} of the way that plain Adam goes",
-        measured=f"{_reached(found)}; this loop's rate is {rate:.1e} at most",
+        measured=f"{_reached(found)}; this loop's learning rate is {rate:.1e} at most",
         shown_by=shown,
         culprits=("lr",),
-        repair="nothing, if that is meant; else another rate, or momentum",
     )

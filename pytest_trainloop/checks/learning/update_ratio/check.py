@@ -1,23 +1,24 @@
 """Steps are as large as weights need them.
 
 What it does
-    On one fixed batch it measures by how much of its size a step moves each weight matrix, and at which rates. Where
-    the batch is not learned, it tries other rates on fresh loops.
+    On one fixed batch it measures by how much of its size a step moves each weight matrix, and at which learning rates.
+    Where the batch is not learned, it tries other learning rates on fresh loops.
 
 Why is this bad?
-    A rate that is a thousand times too low looks like a hard problem: the loss falls a little, for weeks. One that is
-    too high looks like a broken model.
+    A learning rate that is a thousand times too low looks like a hard problem: the loss falls a little, for weeks. One
+    that is too high looks like a broken model.
 
 How it decides
-    The textbook's band of 1e-4 to 1e-2 is left by nine in ten right loops that are small, so it is not asked for. The
-    rate is too low where no measured step moves the weight matrices of a group by more than 2e-6 of their size (a
-    hundred thousand of them, all in one direction, would move them by a fifth), where the loss of one batch falls by
-    less than a twentieth in 300 steps and plain Adam lowers it, and where rates that are higher by a power of ten, and
-    nothing else, learn it; or an eps that is larger than 1e-3 is too large, if a usual one alone learns it.
-    It is too high where the loss of that batch ends above its start, or stands still after steps that are as large as
-    the weights, and lower rates learn it. Rates that still rise after 300 steps, schedules that have ended by then, and
-    loops that have no one loss to lower are left alone.
-    Advice: weights that were loaded (they are the same under another seed) train at the rate of a head that was drawn.
+    Nine in ten correct loops that are small leave the textbook's band of 1e-4 to 1e-2, so it is not asked for. The
+    learning rate is too low where no measured step moves the weight matrices of a group by more than 2e-6 of their size
+    (a hundred thousand such steps, all in one direction, would move them by a fifth), where the loss of one batch falls
+    by less than a twentieth in 300 steps and plain Adam lowers it, and where a learning rate that is higher by a power
+    of ten, and nothing else, learns it. An eps above 1e-3 is too large if a usual one alone learns it.
+    The learning rate is too high where the loss of that batch ends above its start, or stands still after steps that
+    are as large as the weights, and a lower one learns it. Learning rates that still rise after 300 steps, schedules
+    that have ended by then, and loops that have no single loss to lower are left alone.
+    Advice: pretrained weights (the same under another seed) train at the learning rate of a randomly initialised
+    head.
 
 Faulty
     >>> for group in optimizer.param_groups:
@@ -36,8 +37,8 @@ Fixed
     ...     optimizer.step()
 
 Known limits
-    A single batch tells when nothing happens and when everything breaks, not which rate is best. A rate for pretrained
-    weights is low for weights that are not.
+    A single batch shows when nothing happens and when everything breaks, not which learning rate is best. One that fits
+    pretrained weights is low for weights that are not.
 
 References
     https://arxiv.org/abs/1506.01186
@@ -51,26 +52,34 @@ from typing import TYPE_CHECKING
 from pytest_trainloop.checks.learning.limits import SECONDS
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
-from pytest_trainloop.registry import check
-from pytest_trainloop.wording import some
+from pytest_trainloop.registry import Cause, check
+from pytest_trainloop.wording import be, some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.checks.learning.one_batch import OneBatch
     from pytest_trainloop.checks.learning.outcome import Learning
-    from pytest_trainloop.checks.learning.remedies import Cure
+    from pytest_trainloop.checks.learning.remedies import Remedy
     from pytest_trainloop.runs.evidence import Evidence
 
-CONSEQUENCES = ("overfit_one_batch",)
-
 CAUSES = {
-    "same_lr_for_pretrained_and_new": (
-        "weights that are the same under another seed train at the rate of weights that are drawn anew"
+    "same_lr_for_pretrained_and_new": Cause(
+        proof="weights that are the same under another seed train at the learning rate of randomly initialised ones",
+        repair="two parameter groups: a learning rate about ten times as high for what is new",
     ),
-    "lr_too_low": "no step moves the weights by more than 2e-6 of their size, and higher rates learn the batch",
-    "eps_too_large": "no step moves the weights by more than 2e-6 of their size, and with a usual eps alone they learn",
-    "lr_too_high": "the loss of one batch rises or stands still under large steps, and lower rates alone learn it",
+    "lr_too_low": Cause(
+        proof="no step moves the weights by more than 2e-6 of their size, and higher learning rates learn the batch",
+        explains=("overfit_one_batch",),
+    ),
+    "eps_too_large": Cause(
+        proof="no step moves the weights by more than 2e-6 of their size, and with a usual eps alone they learn",
+        explains=("overfit_one_batch",),
+    ),
+    "lr_too_high": Cause(
+        proof="the loss of one batch rises or stands still under large steps, and only lower learning rates learn it",
+        explains=("overfit_one_batch",),
+    ),
 }
 
 
@@ -81,7 +90,7 @@ def update_ratio(evidence: Evidence, *, seconds: float = SECONDS) -> Iterator[Fi
     from pytest_trainloop.checks.learning.remedies import higher, lower, undecayed, usual_eps
     from pytest_trainloop.records.clips import clipped_to
 
-    yield from _one_rate(evidence)
+    yield from _same_lr(evidence)
     single_loss(evidence.run())
     batch = evidence.shared(OneBatchRuns).of()
     if batch.curve.halved or batch.going:
@@ -92,7 +101,7 @@ def update_ratio(evidence: Evidence, *, seconds: float = SECONDS) -> Iterator[Fi
     found = learning(batch, seconds)
     if found.hopeless:
         raise CannotDecide("plain Adam does not lower the loss either; give a batch that the model can learn by heart")
-    if found.by_hand or found.learned or found.astray or found.decayed or batch.ratios.undone:
+    if found.assigns or found.learned or found.astray or found.decayed or batch.ratios.undone:
         return
     if found.nowhere and undecayed(batch, found) is not None:
         return
@@ -112,7 +121,7 @@ def update_ratio(evidence: Evidence, *, seconds: float = SECONDS) -> Iterator[Fi
             yield _too_low(batch, found, helped)
 
 
-def _one_rate(evidence: Evidence) -> Iterator[Finding]:
+def _same_lr(evidence: Evidence) -> Iterator[Finding]:
     """Advice where a pretrained trunk and a randomly initialised head train at one learning rate."""
     from pytest_trainloop.runs.weight_origins import weight_origins
 
@@ -129,48 +138,49 @@ def _one_rate(evidence: Evidence) -> Iterator[Finding]:
     if len(both) != 1 or not rates["pretrained"] or not rates["random"]:
         return
     rate = next(iter(both))
-    loaded, drawn = rates["pretrained"][rate], rates["random"][rate]
-    if len(loaded) > len(drawn):
+    pretrained, new = rates["pretrained"][rate], rates["random"][rate]
+    if len(pretrained) > len(new):
         yield Finding(
             cause="same_lr_for_pretrained_and_new",
             level="advice",
-            summary=f"{len(loaded)} weight matrices that were loaded train at the rate of {some(drawn)}, drawn anew",
-            measured=f"one rate for all, {rate:.1e} at the first step",
-            shown_by="built under another seed, the first are the same bit for bit and the others are not",
-            culprits=tuple(drawn),
-            repair="two parameter groups: a rate about ten times as high for what is new",
+            summary=(
+                f"{len(pretrained)} pretrained weight matrices train at the learning rate of {some(new)}, which "
+                f"{be(new)} randomly initialised"
+            ),
+            measured=f"lr {rate:.1e} for all at the first step",
+            shown_by="built under another seed, the former are the same bit for bit and the latter are not",
+            culprits=tuple(new),
         )
 
 
 def _measured(batch: OneBatch, found: Learning) -> str:
     groups = sorted({(r.optimizer, r.group) for r in batch.ratios.seen})
-    told = [
+    sizes = [
         f"{max(r.ratio for r in batch.ratios.seen if (r.optimizer, r.group) == at):.1e}"
         + (f" in group {at[1]}" if len(groups) > 1 else "")
         for at in groups[:4]
     ]
     return (
-        f"a step moves the weight matrices by {', '.join(told)} of their size at rate {max(batch.curve.rates):.1e}; "
+        f"a step moves the weight matrices by {', '.join(sizes)} of their size at lr {max(batch.curve.rates):.1e}; "
         f"loss {found.start:.4g} at the start, {found.end:.4g} after {found.steps} steps"
     )
 
 
-def _shown(helped: Cure) -> str:
+def _shown(helped: Remedy) -> str:
     low, high = helped.band
-    band = f"; rates from {low:.0e} to {high:.0e} learn" if high > low else f"; a rate of {low:.0e} learns"
-    return f"with rates {helped.factor:g} times as high the batch is learned in {helped.steps} steps{band}"
+    band = f"; lr from {low:.0e} to {high:.0e} learn it" if high > low else f"; lr {low:.0e} learns it"
+    return f"at {helped.factor:g} times the learning rate the batch is learned in {helped.steps} steps{band}"
 
 
-def _too_low(batch: OneBatch, found: Learning, helped: Cure) -> Finding:
+def _too_low(batch: OneBatch, found: Learning, helped: Remedy) -> Finding:
     return Finding(
         cause="lr_too_low",
-        summary=f"the rate is too low for anything to happen: {helped.factor:g} times as high it learns its batch",
+        summary=f"the learning rate is too low to learn: at {helped.factor:g} times it the batch is learned",
         measured=_measured(batch, found),
         shown_by=_shown(helped),
         culprits=("lr",),
         where=batch.seen.step_line(),
-        repair=f"a rate between {helped.band[0]:.0e} and {helped.band[1]:.0e}",
-        explains=CONSEQUENCES,
+        repair=f"a learning rate between {helped.band[0]:.0e} and {helped.band[1]:.0e}",
     )
 
 
@@ -179,38 +189,34 @@ def _eps(batch: OneBatch, found: Learning, eps: float, steps: int) -> Finding:
         cause="eps_too_large",
         summary=f"eps = {eps:g} is so much larger than the root of the second moment that steps come to nothing",
         measured=_measured(batch, found),
-        shown_by=f"with eps = 1e-8 in its place and all else alike the batch is learned in {steps} steps",
+        shown_by=f"with eps = 1e-8 in its place and nothing else changed the batch is learned in {steps} steps",
         culprits=("eps",),
         where=batch.seen.step_line(),
-        repair="eps=1e-8, or a rate that makes up for it: where eps dominates, steps go as lr / eps",
-        explains=CONSEQUENCES,
     )
 
 
 def _nothing(batch: OneBatch, found: Learning) -> Finding:
     return Finding(
         cause="lr_too_low",
-        summary=f"the rate is 0 in all of {found.steps} steps",
+        summary=f"the learning rate is 0 in all of {found.steps} steps",
         measured=_measured(batch, found),
-        shown_by="no group of the optimizer has a rate above 0 at any step, and it does not rise",
+        shown_by="no group of the optimizer has a learning rate above 0 at any step, and it does not rise",
         culprits=("lr",),
         where=batch.seen.step_line(),
-        repair="look at what sets it: a warm-up that counts in whole numbers, a factor of 0, a schedule that has ended",
-        explains=CONSEQUENCES,
+        repair="look at what sets it: a warm-up that divides integers, a factor of 0, a schedule that has ended",
     )
 
 
-def _too_high(batch: OneBatch, found: Learning, helped: Cure) -> Finding:
+def _too_high(batch: OneBatch, found: Learning, helped: Remedy) -> Finding:
     return Finding(
         cause="lr_too_high",
         summary=(
-            f"the rate is too high: the loss of one batch {'rises' if found.diverged else 'does not fall'}, and at "
-            f"{helped.factor:g} times the rate is learned"
+            f"the learning rate is too high: one batch's loss {'rises' if found.diverged else 'does not fall'}, and at "
+            f"{helped.factor:g} times it is learned"
         ),
         measured=_measured(batch, found),
         shown_by=_shown(helped),
         culprits=("lr",),
         where=batch.seen.step_line(),
-        repair=f"a rate of {helped.band[1]:.0e} or lower; a warm-up; a clip",
-        explains=CONSEQUENCES,
+        repair=f"a learning rate of {helped.band[1]:.0e} or lower; a warm-up; a clip",
     )
