@@ -12,12 +12,10 @@ from pytest_trainloop.recording.events import (
     Event,
     Fact,
     Forward,
-    GradWrite,
     Move,
     Place,
     Raised,
     ScalerCall,
-    Site,
     Step,
 )
 
@@ -208,26 +206,6 @@ class Record:
         """Parameters that differ at the end from their start."""
         return {p.index for p in self.parameters if p.index in self.end and not p.start.same(self.end[p.index])}
 
-    def wipe_after(self, backward: Backward, parameters: set[int]) -> GradWrite | None:
-        """The first wipe of these gradients after a backward pass."""
-        for write in self.of(GradWrite):
-            if write.at > backward.at and write.how in ("none", "zero") and parameters & set(write.parameters):
-                return write
-        return None
-
-    def moved_between(self, backward: Backward, parameters: set[int]) -> bool:
-        """Whether the parameters changed between this backward and the next that reaches them (SAM's first step)."""
-        after = min(
-            (b.at for b in self.backwards() if b.at > backward.at and parameters & set(b.arrivals)), default=None
-        )
-        return any(
-            m.at > backward.at
-            and m.since < (after or m.at)
-            and parameters & set(m.parameters)
-            and m.at <= (after or m.at) + 1
-            for m in self.moves
-        )
-
     def root_forwards(self) -> list[Forward]:
         """Forward passes called from outside any module, recomputation in backward left out."""
         return [f for f in self.of(Forward) if not f.in_backward]
@@ -235,31 +213,6 @@ class Record:
     def innermost_steps(self) -> list[Step]:
         """The innermost steps."""
         return [s for s in self.of(Step) if not s.nested]
-
-    def zeroing_elsewhere(self, parameters: set[int], optimizer: int, *, before: int) -> GradWrite | None:
-        """A zero_grad that comes round with the steps but zeroes none of these: other parameters of the same
-        optimizer, parameters that
-        nothing steps, or one more place of zeroing than there are other optimizers to zero."""
-        first_step = min((s.at for s in self.of(Step)), default=0)
-        zeroings = [w for w in self.of(GradWrite) if w.by == "zero_grad" and first_step < w.at < before]
-        if any(parameters & set(w.parameters) for w in zeroings):
-            return None
-        held = self.held
-        by_site: dict[Site, GradWrite] = {}
-        for write in zeroings:
-            by_site[write.site] = write
-        partly = [w for w in zeroings if set(w.parameters) & set(self.optimizers[optimizer].parameters)]
-        if partly:
-            return partly[-1]
-        others = {o for w in zeroings for i in w.parameters for o in held.get(i, ()) if self.optimizers[o].steps}
-        idle = [
-            w
-            for w in by_site.values()
-            if not any(self.optimizers[o].steps for i in w.parameters for o in held.get(i, ()))
-        ]
-        if idle:
-            return idle[-1]
-        return list(by_site.values())[-1] if len(by_site) > len(others) else None
 
     def moved_outside_steps(self) -> set[int]:
         """Parameters that changed outside optimizer steps."""

@@ -1,4 +1,4 @@
-"""How much of the gradient a clip leaves."""
+"""Clips of gradients: on which line, whether before or after the step, and how much they leave."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 LEAST = 0.01
 """Share of the gradient that a clip must leave."""
+
+LOGGED_NORM = 1e5
+"""Limit from which a clip only computes the norm for a log: no training clips gradients there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,3 @@ def comes_after_step(record: Record, clip: GradWrite) -> bool:
         elif isinstance(event, GradWrite) and event.assigns and mine & set(event.parameters):
             return False  # gradients copied in, as into master weights
     return False
-
-
-LOGGED_NORM = 1e5
-"""Above this bound a clip is taken for a norm that is logged: no training clips gradients there."""

@@ -385,10 +385,10 @@ def _weights(weighing: Weighing) -> str:
 
 def _last_window(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.accumulation_equivalence.last_window import last_window_lost
-    from pytest_trainloop.records.gradient_ledger import keep
+    from pytest_trainloop.records.gradient_ledger import gradient_ledger
 
     record = evidence.run(accumulate=WINDOW)
-    yield from last_window_lost(record, keep(record), WINDOW)
+    yield from last_window_lost(record, gradient_ledger(record), WINDOW)
 
 
 def _by_loss(evidence: Evidence) -> Iterator[Finding]:

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.recording.record import Record
-    from pytest_trainloop.records.gradient_ledger import Ledger
+    from pytest_trainloop.records.gradient_ledger import GradientLedger
 
 
-def last_window_lost(record: Record, ledger: Ledger, accumulate: int) -> Iterator[Finding]:
-    """The same of a loop whose knob was at ``accumulate``."""
+def last_window_lost(record: Record, ledger: GradientLedger, accumulate: int) -> Iterator[Finding]:
+    """The last window, where it is left open by a loop whose knob was at ``accumulate``."""
     left = left_open(record, ledger)
     if left:
         yield Finding(

@@ -8,40 +8,21 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.recording.events import SchedulerStep, Step
-from pytest_trainloop.runs.further_runs import longer_run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from pytest_trainloop.recording.record import Record
-    from pytest_trainloop.records.gradient_ledger import Account
-    from pytest_trainloop.runs.evidence import Evidence
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
-def never_steps(evidence: Evidence, optimizer: int, mine: set[int], lost: Sequence[Account]) -> bool:
-    """Whether an optimizer whose gradients come with those of another is zeroed each time, no call of step() that was
-    not made stands in the loop, and a longer run makes none either: it may wait for its turn."""
-    if not all(mine & a.wiped for a in lost[:-1]) or may_step_later(evidence.run()):
-        return False
-    later = evidence.shared(longer_run).optimizers
-    return optimizer < len(later) and not later[optimizer].steps
-
-
-def left_not_finite(mine: set[int], lost: Sequence[Account]) -> int:
-    """How many of these passes bring finite gradients to these parameters and find what is not finite in their place,
-    left by an earlier one."""
-    return sum(
-        any(a.incoming.finite and a.residual is not None and not a.residual.finite for a in arrived)
-        for account in lost
-        for arrived in [[a for i in mine for a in account.backward.arrivals.get(i, ())]]
-    )
-
-
 def may_step_later(record: Record) -> bool:
-    """Whether the functions that call backward, or a function of the same file that one of them calls by name, hold a
-    call of ``step()`` that this run did not reach; also where there is no source to look at."""
+    """Whether the loop's source holds a call of ``step()`` that this run did not make.
+
+    The functions that call ``backward()`` are searched, and those of the same file that they call by name. True where
+    there is no source.
+    """
     made: dict[tuple[str, int], set[object]] = defaultdict(set)
     for step in record.of(Step):
         for line in step.site:
@@ -50,10 +31,10 @@ def may_step_later(record: Record) -> bool:
         for line in scheduled.site:
             made[line].add("scheduler")
     places = {line for backward in record.backwards() for line in backward.site[:1]}
-    return any(_unmade(file, line, made) for file, line in places) or not places
+    return any(_uncalled(file, line, made) for file, line in places) or not places
 
 
-def _unmade(file: str, line: int, made: dict[tuple[str, int], set[object]]) -> bool:
+def _uncalled(file: str, line: int, made: dict[tuple[str, int], set[object]]) -> bool:
     source = "".join(linecache.getlines(file))
     try:
         tree = ast.parse(source)

@@ -1,90 +1,85 @@
-"""Accumulation windows: micro-batches wiped inside one, and a window left open at the end of the data. Plain data, no
+"""Accumulation windows: micro-batches cleared inside one, and a window left open at the end of the data. Plain data, no
 torch."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.finding import Finding
+from pytest_trainloop.checks.wiring.step_order.clearing import cleared_after
 from pytest_trainloop.recording.events import GradWrite
-from pytest_trainloop.records.windows import left_open
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
+    from pytest_trainloop.recording.events import Backward
     from pytest_trainloop.recording.record import Record
-    from pytest_trainloop.records.gradient_ledger import Account, Ledger
-
-_CONSEQUENCES = ("accumulation_equivalence", "overfit_one_batch", "update_ratio", "every_param_moves")
+    from pytest_trainloop.records.gradient_ledger import BackwardOutcome, GradientLedger
 
 
-def window_findings(record: Record, ledger: Ledger, accumulate: int = 0) -> Iterator[Finding]:
-    """What goes wrong inside an accumulation window.
+@dataclass(frozen=True, slots=True)
+class ClearedInside:
+    """Micro-batches whose gradients are cleared in every accumulation window."""
+
+    window: Window
+    cleared: int
+    """Cleared backward passes of the whole run."""
+    backwards: int
+    """All backward passes of the same line."""
+    first: Backward
+    """The first of the cleared passes."""
+    clearing: GradWrite | None
+    """The write that cleared it, where one was seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Regular windows: the backward passes in one, and how many of these are cleared."""
+
+    size: int
+    cleared: int
+
+
+def cleared_inside(record: Record, ledger: GradientLedger, accumulate: int = 0) -> ClearedInside | None:
+    """The micro-batches that are cleared in every accumulation window.
 
     Passes count as micro-batches where the loop's own knob says how many there are (``accumulate``), or where each has
-    a batch of its own: several passes over one batch are what adversarial training and per-sample gradients do.
+    a batch of its own: adversarial training and per-sample gradients make several passes over one batch.
     """
-    by_hand = ledger.by_hand or any(w.how == "altered" and "add" in w.by for w in record.of(GradWrite))
-    by_site: dict[object, list[Account]] = defaultdict(list)
-    for account in ledger.accounts:
-        if account.backward.reached:
-            by_site[account.backward.site].append(account)
-    for accounts in by_site.values():
-        lost = [a for a in accounts if a.wiped and not a.consumed and not a.pending]
-        perturbed = any(record.moved_between(a.backward, a.wiped) for a in lost)
-        window = _window(accounts) if 0 < len(lost) < len(accounts) else None
-        fresh = all(a.backward.item < b.backward.item for a, b in itertools.pairwise(accounts))
-        micro = fresh or (window is not None and window[1] == accumulate)
-        if window and micro and not perturbed and not by_hand and all(_finite(a) for a in lost):
-            yield _zeroed_inside(record, accounts, lost, *window)
-            return
-
-
-def left_over(record: Record, ledger: Ledger) -> Iterator[Finding]:
-    """A window that is open when the data end, of a loop without a knob for it."""
-    left = left_open(record, ledger)
-    if left:
-        yield Finding(
-            cause="window_left_over",
-            level="advice",
-            summary=(
-                f"the last {len(left)} backward passes were never stepped: the window at the end of the data stays open"
-            ),
-            measured=f"{len(left)} of {len(ledger.accounts)} backward passes at the end; {record.items} batches",
-            shown_by="their gradients still stand in .grad when fit returns",
-            culprits=("optimizer.step()",),
-            where=str(left[0].backward.place),
-            repair=(
-                "step once more after the loop when a window is open, or drop the remainder on purpose (drop_last=True)"
-            ),
-        )
-
-
-def _window(accounts: list[Account]) -> tuple[int, int] | None:
-    """How many passes are wiped in a window, and how many make one, where at least three whole windows are alike."""
-    runs = [(bool(c), len(list(g))) for c, g in itertools.groupby(accounts, key=lambda a: bool(a.consumed))]
-    wiped = [n for consumed, n in (runs if runs[-1][0] else runs[:-1]) if not consumed]
-    kept = [n for consumed, n in runs if consumed]
-    if len(wiped) < 3 or len(set(wiped)) != 1:
+    if ledger.assigned or any(w.how == "altered" and "add" in w.by for w in record.of(GradWrite)):
         return None
-    return wiped[0], wiped[0] + max(set(kept), key=kept.count)
+    by_site: dict[object, list[BackwardOutcome]] = defaultdict(list)
+    for outcome in ledger.backwards:
+        if outcome.backward.reached:
+            by_site[outcome.backward.site].append(outcome)
+    for outcomes in by_site.values():
+        lost = [b for b in outcomes if b.cleared and not b.consumed and not b.pending]
+        window = _window(outcomes) if 0 < len(lost) < len(outcomes) else None
+        if window is None or any(_moved_after(record, b.backward, b.cleared) for b in lost):
+            continue
+        own_batches = all(a.backward.item < b.backward.item for a, b in itertools.pairwise(outcomes))
+        if (own_batches or window.size == accumulate) and all(b.finite() for b in lost):
+            first = lost[0]
+            clearing = cleared_after(record, first.backward, first.cleared)
+            return ClearedInside(window, len(lost), len(outcomes), first.backward, clearing)
+    return None
 
 
-def _finite(account: Account) -> bool:
-    return all(a.incoming.finite for arrived in account.backward.arrivals.values() for a in arrived)
+def _window(outcomes: list[BackwardOutcome]) -> Window | None:
+    """The window of these passes, where at least three whole ones clear equally many."""
+    runs = [(consumed, len(list(g))) for consumed, g in itertools.groupby(outcomes, key=lambda b: bool(b.consumed))]
+    cleared = [n for consumed, n in (runs if runs[-1][0] else runs[:-1]) if not consumed]
+    kept = [n for consumed, n in runs if consumed]
+    if len(cleared) < 3 or len(set(cleared)) != 1:
+        return None
+    return Window(cleared[0] + max(set(kept), key=kept.count), cleared[0])
 
 
-def _zeroed_inside(record: Record, accounts: list[Account], lost: list[Account], wiped: int, window: int) -> Finding:
-    wipe = record.wipe_after(lost[0].backward, lost[0].wiped)
-    return Finding(
-        cause="zeroed_inside_window",
-        summary=f"gradients are zeroed inside the accumulation window: {wiped} of {window} micro-batches are lost",
-        measured=f"{len(lost)} of {len(accounts)} backward passes were wiped before a step could consume them",
-        shown_by=f"in every window the gradients of {wiped} micro-batches are gone when the step reads what is left",
-        culprits=(wipe.by if wipe else "zero_grad()",),
-        where=str(wipe.place if wipe else lost[0].backward.place),
-        repair="call zero_grad() once for each step, right after it, not once for each micro-batch",
-        explains=_CONSEQUENCES,
-    )
+def _moved_after(record: Record, backward: Backward, parameters: set[int]) -> bool:
+    """Whether the parameters changed between this backward pass and the next that reaches them, as in SAM's first
+    step."""
+    later = (b.at for b in record.backwards() if b.at > backward.at and parameters & set(b.arrivals))
+    after = min(later, default=math.inf)
+    moves = (m for m in record.moves if m.at > backward.at and parameters & set(m.parameters))
+    return any(m.since < after and m.at <= after + 1 for m in moves)

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from pytest_trainloop.gradients.dependence import difference
 from pytest_trainloop.recording.events import Backward, Forward, ModeCall
 from pytest_trainloop.recording.torch_internals import NORM_MODULES
-from pytest_trainloop.records.gradient_ledger import keep
+from pytest_trainloop.records.gradient_ledger import gradient_ledger
 from pytest_trainloop.runs.hooks import hooked
 
 if TYPE_CHECKING:
@@ -87,11 +87,10 @@ def _training_passes(record: Record) -> Iterator[Forward]:
     """Forward passes that train what was called: a backward pass goes through the result, and a step consumes the
     gradient that it brings to a parameter of the module. Not those that look for adversarial examples, nor those of a
     fixed net or a validation."""
-    ledger = keep(record)
-    consumed = {a.backward.at: a.consumed for a in ledger.accounts}
+    ledger = gradient_ledger(record)
+    consumed = {b.backward.at: b.consumed for b in ledger.backwards}
     for forward in record.root_forwards():
-        eaten = {i for at in forward.answered for i in consumed.get(at, ())}
-        mine = eaten | ledger.by_hand
+        mine = {i for at in forward.answered for i in consumed.get(at, ())} | ledger.assigned
         if forward.answered and (forward.below & mine if forward.below else mine):
             yield forward
 

@@ -1,16 +1,17 @@
-"""The order of clips and schedulers, and scalers that never step, on records made by hand."""
+"""The order of clips and schedulers, and scalers that never step, on hand-written records."""
 
 from __future__ import annotations
 
 import pytest
 
-from pytest_trainloop.checks.wiring.step_order.call_order import call_order
+from pytest_trainloop.checks.wiring.step_order.check import step_order
 from pytest_trainloop.records.clips import LOGGED_NORM
+from tests.helpers.records import FakeEvidence
 from tests.helpers.story import Story
 
 
 def found(story: Story, **how):
-    return list(call_order(story.record(**how)))
+    return list(step_order(FakeEvidence(story.record(**how))))
 
 
 def causes(story: Story, **how):
@@ -20,7 +21,7 @@ def causes(story: Story, **how):
 def run(*calls: str, times: int = 3, story: Story | None = None, **clip) -> Story:
     """The named calls, in this order, in every iteration."""
     story = story or Story([0, 1])
-    told = {
+    events = {
         "zero": story.zero,
         "backward": story.backward,
         "step": story.step,
@@ -38,7 +39,7 @@ def run(*calls: str, times: int = 3, story: Story | None = None, **clip) -> Stor
 
     for _ in range(times):
         for call in calls:
-            told.get(call, scaled_step)()
+            events.get(call, scaled_step)()
     return story
 
 
@@ -74,7 +75,7 @@ def test_one_late_clip_is_no_habit():
     assert found(run("zero", "backward", "step", "clip", times=1, story=story)) == []
 
 
-def test_a_clip_of_what_was_put_there_after_the_step_is_fine():
+def test_a_clip_of_what_was_assigned_after_the_step_is_fine():
     story = Story([0])
     for _ in range(3):
         story.backward()
@@ -118,7 +119,7 @@ def test_a_scheduler_before_the_optimizer():
     assert finding.where == "train.py:40   scheduler.step()"
 
 
-def test_a_scheduler_that_is_told_a_metric_may_come_whenever():
+def test_a_scheduler_that_gets_a_metric_may_come_whenever():
     assert found(run("zero", "plateau", "backward", "step")) == []
 
 
@@ -143,8 +144,8 @@ def test_a_step_that_the_scaler_skipped_was_tried():
     story = Story([0])
     story.scaler("step")
     story.scheduler()
-    assert found(run("backward", "step", "scheduler", story=story)) == []
+    assert found(run("zero", "backward", "step", "scheduler", story=story)) == []
 
 
-def test_without_any_step_nothing_is_said():
-    assert found(run("backward", "scheduler")) == []
+def test_without_any_step_no_order_is_wrong():
+    assert causes(run("backward", "scheduler")) == [("step_missing", "fault")]

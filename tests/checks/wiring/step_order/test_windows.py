@@ -1,26 +1,24 @@
-"""Accumulation windows, on records made by hand."""
+"""Accumulation windows, on hand-written records."""
 
 from __future__ import annotations
 
 import pytest
 
-from pytest_trainloop.checks.wiring.step_order.windows import left_over, window_findings
+from pytest_trainloop.checks.wiring.step_order.check import step_order
 from pytest_trainloop.recording.events import Fact
-from pytest_trainloop.records.gradient_ledger import keep
+from tests.helpers.records import FakeEvidence
 from tests.helpers.story import Story
 
 
 def found(story: Story, **how):
-    record = story.record(**how)
-    ledger = keep(record)
-    return [*window_findings(record, ledger), *left_over(record, ledger)]
+    return list(step_order(FakeEvidence(story.record(**how))))
 
 
 def causes(story: Story, **how):
     return [finding.cause for finding in found(story, **how)]
 
 
-def wiped_inside(windows: int = 3, size: int = 4) -> Story:
+def cleared_inside(windows: int = 3, size: int = 4) -> Story:
     story = Story([0, 1])
     for _ in range(windows):
         for _ in range(size):
@@ -41,16 +39,16 @@ def test_whole_windows_are_fine():
 
 
 def test_zeroing_in_every_micro_batch_is_named_with_its_line():
-    (finding,) = found(wiped_inside())
+    (finding,) = found(cleared_inside())
     assert finding.cause == "zeroed_inside_window"
     assert finding.culprits == ("zero_grad",)
     assert finding.where == "train.py:12   zero_grad()"
-    assert finding.measured == "9 of 12 backward passes were wiped before a step could consume them"
+    assert finding.measured == "the gradients of 9 of 12 backward passes were zeroed before a step"
     assert "of 4 micro-batches" in finding.summary
 
 
 def test_two_windows_are_too_few_to_tell():
-    assert found(wiped_inside(windows=2)) == []
+    assert found(cleared_inside(windows=2)) == []
 
 
 def test_batches_skipped_openly_come_in_no_regular_windows():
@@ -64,7 +62,7 @@ def test_batches_skipped_openly_come_in_no_regular_windows():
 
 
 def test_gradients_that_were_not_finite_are_thrown_away_rightly():
-    story = wiped_inside()
+    story = cleared_inside()
     for backward in story.record().backwards():
         for arrived in backward.arrivals.values():
             arrived[0].incoming = Fact(float("nan"), b"nan")
@@ -93,13 +91,13 @@ def test_several_passes_over_one_batch_are_no_window():
     assert found(story) == []
 
 
-def test_gradients_written_by_hand_are_the_users_own_doing():
-    story = wiped_inside()
+def test_user_code_answers_for_gradients_that_it_assigns():
+    story = cleared_inside()
     story.assign(0)
     assert found(story) == []
 
 
-def test_passes_of_another_call_site_may_always_be_wiped():
+def test_passes_of_another_call_site_may_always_be_cleared():
     story = Story([0])
     for _ in range(4):
         story.zero()

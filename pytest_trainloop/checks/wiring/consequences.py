@@ -1,0 +1,5 @@
+"""Checks that fail as a consequence where parameters do not train as they should."""
+
+LEARNING = ("overfit_one_batch", "update_ratio")
+
+TRAINING = (*LEARNING, "every_param_moves")
