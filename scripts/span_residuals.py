@@ -15,8 +15,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pytest_trainloop.checks.batch.accumulation_equivalence.check import OUTSIDE
-from pytest_trainloop.checks.batch.accumulation_equivalence.runs import Accumulation
+from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation
+from pytest_trainloop.checks.batch.accumulation_equivalence.diagnosis import OUTSIDE
 from pytest_trainloop.errors import CannotDecide, TrainLoopError
 from pytest_trainloop.runs.evidence import Evidence
 from tests.loops.corpus import ODD, PAIRS

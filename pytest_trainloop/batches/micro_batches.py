@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop import nested
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Record
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class MicroBatches:
     """Copies of the first batches, the order in which their rows are taken, and what they hold beside rows.
 
@@ -49,6 +49,10 @@ class MicroBatches:
         valid = valid_entries(batches[0], rows, axis, loop.padding, seen)
         beside = {} if loop.split_batch else counts.beside_rows(batches[0], rows)
         return cls(batches, axis, loop.split_batch, valid, beside, counts.totals(beside, rows, valid.counts))
+
+    def recounting(self) -> MicroBatches:
+        """The same, with the totals counted anew for each part."""
+        return replace(self, recount=True)
 
     @property
     def unknown(self) -> dict[counts.Path, float]:

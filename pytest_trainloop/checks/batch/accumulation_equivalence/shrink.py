@@ -1,8 +1,8 @@
 """The smallest composition of rows over which windows of micro-batches still show the same fault.
 
-Looked for when a fault is known, over at most ``TRIES`` compositions of two runs each: one row in each micro-batch,
-then two; and of each size first rows with equal counts of valid entries, then one micro-batch that counts
-otherwise. What is wrong must be wrong in the same way: nothing of the verdict depends on this.
+The search tries at most ``TRIES`` compositions, of two runs each: one row in each micro-batch, then two; of each size
+first rows with equal numbers of valid targets, then one micro-batch with another number. The verdict is made before
+it.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.batches.valid_targets import Valid
-    from pytest_trainloop.checks.batch.accumulation_equivalence.runs import Accumulation, Split
+    from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation, Split
 
 TRIES = 4
 
 SHOWN = 8
-"""Rows that are told one by one."""
+"""Rows that are listed one by one."""
 
 
 def smallest(made: Accumulation, split: Split) -> str:
     """The smallest composition in words: ``rows [3] | [1]; 7 against 2 valid targets``."""
     for _, rows in zip(range(TRIES), _compositions(made.cut.valid, split), strict=False):
-        other = made.over(rows, split)
+        other = made.over(rows)
         try:
             found = other.split(split.accumulate, rows=len(rows))
         except (CannotDecide, Unreliable):
             continue
         if _same_fault(found, split):
-            return _told(other, found)
-    return _told(made, split)
+            return _described(other, found)
+    return _described(made, split)
 
 
 def _compositions(valid: Valid, split: Split) -> Iterator[tuple[int, ...]]:
@@ -42,15 +42,15 @@ def _compositions(valid: Valid, split: Split) -> Iterator[tuple[int, ...]]:
     k, size = split.accumulate, 1
     tried: set[tuple[int, ...]] = set()
     while size * k < split.rows:
-        for rows in (_alike(valid, size * k), (*valid.order[: (k - 1) * size], *valid.order[-size:])):
+        for rows in (_equal_counts(valid, size * k), (*valid.order[: (k - 1) * size], *valid.order[-size:])):
             if rows and rows not in tried:
                 tried.add(rows)
                 yield rows
         size *= 2
 
 
-def _alike(valid: Valid, number: int) -> tuple[int, ...]:
-    """So many rows with equal counts, the first there are; any where nothing is counted."""
+def _equal_counts(valid: Valid, number: int) -> tuple[int, ...]:
+    """The first ``number`` rows with equal counts; of any rows where nothing is counted."""
     counts = valid.counts[0] if valid.counts else [0] * len(valid.order)
     for count in dict.fromkeys(counts[row] for row in valid.order):
         rows = [row for row in valid.order if counts[row] == count]
@@ -64,9 +64,8 @@ def _same_fault(found: Split, known: Split) -> bool:
     where it is one, or only a later window."""
     if found.optimizer != known.optimizer or found.equal or found.updates <= found.bound:
         return False
-    early = [s.steps > s.steps_expected or s.first_window < s.accumulate for s in (found, known)]
-    if any(early):
-        return all(early)
+    if found.steps_too_early or known.steps_too_early:
+        return found.steps_too_early and known.steps_too_early
     first = [s.windows[0].difference > s.bound for s in (found, known)]
     if not all(first):
         return not any(first)
@@ -76,9 +75,9 @@ def _same_fault(found: Split, known: Split) -> bool:
     return a.cosine > 1 - CLOSE and abs(a.ratio - b.ratio) <= CLOSE * b.ratio
 
 
-def _told(made: Accumulation, split: Split) -> str:
+def _described(made: Accumulation, split: Split) -> str:
     k, size = split.accumulate, split.rows // split.accumulate
-    if split.chunks or made.cut.own or split.rows > SHOWN:
+    if split.loop_splits or made.cut.own or split.rows > SHOWN:
         return f"{split.rows} examples as [{', '.join([str(size)] * k)}]"
     order = made.cut.valid.order
     rows = " | ".join(str(list(order[i * size : (i + 1) * size])) for i in range(k))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.gradients.vectors import Combination
 
 CLOSE = 1e-6
-"""How near a factor must come to a whole one: weights are good to 1e-8 (span.ALIKE), a token in a million is 1e-6."""
+"""How near a factor must come to a whole one: weights are good to 1e-8, and one token in a million changes 1e-6."""
 
 Pattern = Literal[
     "last_absent",
@@ -47,16 +47,16 @@ class Weighing:
         return [i for i, w in enumerate(got) if abs(w) < CLOSE * max(map(abs, got))]
 
     @property
-    def again(self) -> float:
+    def factor_to_next(self) -> float:
         """What the last micro-batch but one is multiplied by, where the last one counts as it should."""
         full, got = self.one_batch.weights, self.accumulated.weights
         return got[-2] / full[-2] * full[-1] / got[-1]
 
-    def follows(self, again: float) -> bool:
-        """Whether the last micro-batch weighs what it does in one batch, and each before it that many times the
+    def decays_by(self, factor: float) -> bool:
+        """Whether the last micro-batch weighs what it does in one batch, and each before it ``factor`` times the
         next."""
         full, got = self.one_batch.weights, self.accumulated.weights
-        due = [w * again ** (len(full) - 1 - i) for i, w in enumerate(full)]
+        due = [w * factor ** (len(full) - 1 - i) for i, w in enumerate(full)]
         return all(abs(g - d) < CLOSE * max(map(abs, got)) for g, d in zip(got, due, strict=True))
 
     @property
@@ -66,20 +66,20 @@ class Weighing:
         if self.absent:
             return "last_absent" if self.absent[-1] == k - 1 else "absent"
         factors = [g / w for g, w in zip(got, full, strict=True)]
-        if alike(factors):
+        if all_equal(factors):
             return "scaled"
-        if alike([f * k ** (k - 1 - i) for i, f in enumerate(factors)]):
+        if all_equal([f * k ** (k - 1 - i) for i, f in enumerate(factors)]):
             return "divided_again"
-        if alike([f * (i + 1) for i, f in enumerate(factors)]):
+        if all_equal([f * (i + 1) for i, f in enumerate(factors)]):
             return "divided_by_position"
-        if alike(got) and abs(factor - 1) < CLOSE:
+        if all_equal(got) and abs(factor - 1) < CLOSE:
             return "means"
-        if alike(got) and (abs(factor - k) < CLOSE * k or abs(factor * k - 1) < CLOSE):
+        if all_equal(got) and (abs(factor - k) < CLOSE * k or abs(factor * k - 1) < CLOSE):
             return "scaled_means"
-        if self.follows(self.again):
+        if self.decays_by(self.factor_to_next):
             return "scaled_again"
         return "other"
 
 
-def alike(values: Sequence[float]) -> bool:
+def all_equal(values: Sequence[float]) -> bool:
     return max(values) - min(values) <= CLOSE * max(map(abs, values))

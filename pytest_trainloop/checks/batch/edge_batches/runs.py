@@ -133,7 +133,7 @@ class Edges:
         given = loop.batches
         if loop.batch is not None:
             loop.batches = None  # the example, which no shuffling changes
-        rows = MicroBatches.of(loop, seen, 1)
+        rows = MicroBatches.of(loop, seen, 1).recounting()
         if isinstance(rows.batches[0], list) and not any(isinstance(item, torch.Tensor) for item in rows.batches[0]):
             raise CannotDecide("the batch is a list of items, and rows are taken along an axis of tensors only")
         loop.batches = given
@@ -145,7 +145,6 @@ class Edges:
             widths = [lengths_of(b, nested.rows(b), loop.padding)[1] for b in first_batches(loop, LOOKED_AT)]
             made.cuts = len({made.full, *widths} - {0}) > 1
         made.without = rows_without(made.batch, made.count, rows.axis, loop.padding, seen)
-        rows.recount = True
         return made
 
     @property

@@ -136,7 +136,7 @@ pair(
     "penalty_not_divided",
     "accumulation_equivalence",
     "loss_not_divided",
-    mentions=("a part of the loss",),
+    mentions=("a term of the loss",),
     faulty=regression(step_loss_with_whole_penalty),
     fixed=regression(step_loss),
 )

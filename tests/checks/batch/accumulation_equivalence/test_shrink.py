@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from pytest_trainloop.checks.batch.accumulation_equivalence.runs import Accumulation
+from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation
 from pytest_trainloop.checks.batch.accumulation_equivalence.shrink import TRIES, smallest
 from pytest_trainloop.runs.evidence import Evidence
 
@@ -93,7 +93,7 @@ def test_few_runs_are_made_and_the_verdict_stays():
     made = found.shared(Accumulation.of)
     before = made.split(2)
     runs = []
-    own, made._run_plan = made._run_plan, lambda plan: runs.append(plan) or own(plan)
+    own, made._runs._run_plan = made._runs._run_plan, lambda plan: runs.append(plan) or own(plan)
     smallest(made, before)
     assert len(runs) <= 2 * TRIES
     assert made.split(2) == before

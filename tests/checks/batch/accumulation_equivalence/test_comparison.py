@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from pytest_trainloop.checks.batch.accumulation_equivalence.runs import Accumulation
+from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation
 from pytest_trainloop.errors import CannotDecide, Unreliable
 from pytest_trainloop.runs.evidence import Evidence
 
@@ -122,7 +122,7 @@ def test_a_parts_loss_says_what_dividing_would_do():
         return ((model(x) - y).square() * weights).sum() / weights.sum()
 
     declared = Evidence(lambda: TrainLoop(model=nn.Linear(3, 1), batch=(X, X[:, :1]), loss=weighted))
-    a, b = declared.shared(Accumulation.of).weights_of_loss()
+    a, b = declared.shared(Accumulation.of_loss).weights_of_halves()
     assert a + b == pytest.approx(1.0)
     assert a != pytest.approx(b, rel=1e-3)
 

@@ -1,0 +1,376 @@
+"""The loop over k micro-batches a window, against the loop itself over the same rows in one batch.
+
+See docs/how-it-decides.md#accumulation-as-weights.
+
+Two windows are run. In float64 both ways must give the same gradients, but for rounding: the rows' gradients are summed
+in another order. Where they do not, the gradient of each micro-batch alone is taken, and both are written as weighted
+sums of these: the weights are the diagnosis.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from pytest_trainloop.batches import totals
+from pytest_trainloop.batches.micro_batches import MicroBatches
+from pytest_trainloop.checks.batch.accumulation_equivalence.runs import Runs, bound, precision, separable
+from pytest_trainloop.checks.batch.accumulation_equivalence.weights import Weighing
+from pytest_trainloop.errors import CannotDecide, Unreliable
+from pytest_trainloop.gradients.compare import (
+    Agreement,
+    agreement,
+    cuts_by_itself,
+    first_apart,
+    first_backward,
+    library_around,
+    micro_batches,
+    moving_steps,
+    optimizers,
+    passes,
+    rates,
+    step_count,
+    step_place,
+    updates_apart,
+    window_sizes,
+)
+from pytest_trainloop.gradients.tolerances import RESEEDED
+from pytest_trainloop.gradients.vectors import Combination, Gradient, combination, consumed, vectors
+from pytest_trainloop.runs.process_state import preserved
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.runs.evidence import Evidence
+
+WINDOWS = 2
+
+_Items = Literal["whole", "micro", "copies", "reversed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Windows of ``accumulate`` micro-batches against one batch of the same rows."""
+
+    accumulate: int
+    rows: int
+    loop_splits: bool
+    """Whether the loop splits each whole batch by itself."""
+    optimizer: int
+    steps: int
+    """Steps of that optimizer over the micro-batches."""
+    steps_expected: int
+    """Its steps over the whole batches."""
+    first_window: int
+    """Micro-batches before its first step."""
+    backwards: int
+    """How many of these had their backward pass."""
+    windows: tuple[Agreement, ...]
+    """The gradients that the steps consumed, compared with those of the one batch."""
+    updates: float
+    """The difference of the weights at the end, over how far they moved."""
+    lr_differs: bool
+    bound: float
+    """By how much the gradients may differ from rounding."""
+    parameters: int
+    precision: str
+    place: str
+    """The line of the first backward pass."""
+    library: str
+    """The framework whose code calls backward, if any."""
+    step_place: str
+
+    @property
+    def equal(self) -> bool:
+        """Whether every step came when it should and consumed what it should."""
+        return self.steps == self.steps_expected and all(w.difference <= self.bound for w in self.windows)
+
+    @property
+    def steps_too_early(self) -> bool:
+        return self.steps > self.steps_expected or self.first_window < self.accumulate
+
+
+class Accumulation:
+    """The comparisons over one cut of the batches. It holds no state besides the runs that were made."""
+
+    def __init__(self, cut: MicroBatches, runs: Runs) -> None:
+        self.cut = cut
+        self._runs = runs
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> Accumulation:
+        """Over as many windows of the first batches as an accumulating run has."""
+        return cls(_cut(evidence), Runs.of(evidence))
+
+    @classmethod
+    def of_loss(cls, evidence: Evidence) -> Accumulation:
+        """The same, for a plain loop over the declared loss."""
+        return cls(_cut(evidence), Runs.of_loss(evidence))
+
+    def over(self, rows: Sequence[int]) -> Accumulation:
+        """The same comparison over other rows, from the same start."""
+        return Accumulation(replace(self.cut, valid=replace(self.cut.valid, order=tuple(rows))), self._runs)
+
+    def sizes(self) -> list[int]:
+        """The numbers of micro-batches that the rows allow, of 2, 3 and 4."""
+        return self.cut.sizes()
+
+    def compare(self) -> tuple[Accumulation, list[Split]]:
+        """The comparison at each size, and the runs that later questions about them are to be asked of.
+
+        Where micro-batches differ from one batch, and the gradient depends on a number that the batch holds besides its
+        rows, the comparison is made again, and so are those after it, with that number counted anew for each part.
+        Raises ``CannotDecide`` where the loop cannot be run so, or where a number cannot be counted anew.
+        """
+        made, splits = self, list[Split]()
+        for k in self.sizes():
+            split = made.split(k)
+            if not split.equal and made is self and self._depends_on(self.cut.beside, split):
+                made = Accumulation(self.cut.recounting(), self._runs)
+                split = made.split(k)
+                unknown = made.cut.unknown
+                if not split.equal and made._depends_on(unknown, split):
+                    places = ", ".join(".".join(map(str, path)) for path in unknown)
+                    raise CannotDecide(
+                        f"the batch holds {places} besides its rows: the gradient depends on it, and what it should be "
+                        "for a part of the rows is not known; give split_batch="
+                    )
+            splits.append(split)
+        return made, splits
+
+    def split(self, k: int, *, rows: int | None = None) -> Split:
+        """One comparison. Raises ``CannotDecide`` where the loop cannot be run so."""
+        count = rows or self.cut.rows(k)
+        one, many = self._one(count), self._run("micro", k, count)
+        loop_splits = False
+        if many.steps > one.steps:
+            whole = self._run("whole", k, count)
+            loop_splits = cuts_by_itself(one, whole, k)
+            many = whole if loop_splits else many
+        _require_steps(one, many, k)
+        judged = [o for o in optimizers(one) if not self._steps_with_each(one, many, o, k, count)]
+        optimizer = max(judged, key=lambda o: _worst(one, many, o))
+        comparable = many.rounds == one.rounds or moving_steps(many) == moving_steps(one)
+        backward = first_backward(many, optimizer)
+        return Split(
+            accumulate=k,
+            rows=count,
+            loop_splits=loop_splits,
+            optimizer=optimizer,
+            steps=step_count(many, optimizer),
+            steps_expected=step_count(one, optimizer),
+            first_window=micro_batches(one, many, optimizer),
+            backwards=passes(many, optimizer)[1] // max(1, passes(one, optimizer)[1]),
+            windows=tuple(_agreements(one, many, optimizer)),
+            updates=updates_apart(one, many) if comparable else float("inf"),
+            lr_differs=rates(one, optimizer, WINDOWS) != rates(many, optimizer, WINDOWS),
+            bound=bound(one, many),
+            parameters=len(consumed(one, optimizer, 0) or ()),
+            precision=precision(one, many),
+            place=str(backward.place) if backward else "",
+            library=library_around(backward),
+            step_place=step_place(many, optimizer),
+        )
+
+    def weigh(self, split: Split) -> Weighing:
+        """The weights of the first window. Raises ``CannotDecide`` where examples interact, or where the loop draws
+        random numbers from generators that torch does not seed."""
+        one_batch = self.one_batch(split)
+        self._require_repeatable(split)
+        if one_batch.residual > separable(split.bound):
+            raise CannotDecide(
+                "examples interact: the gradient of the whole batch is no weighted sum of those of its parts "
+                f"({one_batch.residual:.1e} of it lies outside), so that accumulation is not meant to be equal"
+            )
+        accumulated = self._weighted(self._many(split), split)
+        return Weighing(one_batch, accumulated, self.cut.valid.weigh(one_batch.weights))
+
+    def one_batch(self, split: Split) -> Combination:
+        """The gradient of the one batch as a weighted sum of its micro-batches'. Raises ``CannotDecide`` where these
+        are linearly dependent."""
+        return self._weighted(self._one(split.rows), split)
+
+    def weights_of_halves(self) -> tuple[float, ...]:
+        """How two halves of the rows weigh in the gradient of all of them."""
+        count = self.cut.rows(2)
+        one, parts = self._one(count), self._parts(2, count)
+        optimizer = optimizers(one)[0]
+        whole, *halves = vectors([consumed(record, optimizer, 0) or {} for record in (one, *parts)])
+        found = combination(whole, halves)
+        if found is None or found.residual > separable(bound(one, *parts)):
+            raise CannotDecide("the declared loss is no weighted sum over rows: accumulation is not meant to be equal")
+        return found.weights
+
+    def excess_of_second_window(self, split: Split) -> Combination | None:
+        """What the second window holds too much, as a weighted sum of the first window's micro-batches; of the
+        parameters where it does."""
+        o = split.optimizer
+        one, many = consumed(self._one(split.rows), o, 1) or {}, consumed(self._many(split), o, 1) or {}
+        differing = {
+            name
+            for name in many
+            if agreement(*vectors([{name: one[name]} if name in one else {}, {name: many[name]}])).difference
+            > split.bound
+        }
+        gradients = (one, many, *self._own_gradients(split))
+        expected, got, *basis = vectors([{n: v for n, v in g.items() if n in differing} for g in gradients])
+        return combination(got - expected, basis)
+
+    def grows_with_windows(self, split: Split) -> bool:
+        """Whether a part of the loss is counted once for each micro-batch.
+
+        Over the same rows, what windows of 4 give too much is then three times what windows of 2 give. It is about as
+        much in the second window as in the first; what grows from one micro-batch to the next is something else.
+        """
+        count = len(self.cut.valid.order) // 4 * 4
+        if not count:
+            return False
+        one = self._one(count)
+        excess: dict[tuple[int, int], torch.Tensor] = {}
+        for k in (2, 4):
+            many = self._many(self.split(k, rows=count))
+            for nth in range(WINDOWS):
+                pair = [consumed(record, split.optimizer, nth) or {} for record in (one, many)]
+                whole, got = vectors(pair)
+                excess[k, nth] = got - whole
+        sizes = {key: float(torch.linalg.vector_norm(v)) for key, v in excess.items()}
+        steady = all(0.5 < sizes[k, 1] / max(sizes[k, 0], 1e-300) < 2.0 for k in (2, 4))
+        return steady and float(torch.linalg.vector_norm(excess[4, 0] - 3 * excess[2, 0])) <= 1e-6 * sizes[4, 0]
+
+    def divides_by_a_constant(self, split: Split) -> bool:
+        """Whether a window of k copies of the whole batch gives the one batch's gradient: the loop then divides by a
+        number of rows from its settings, which parts of a batch do not have."""
+        copies = self._run("copies", split.accumulate, split.rows)
+        return first_apart(self._one(split.rows), copies, split.optimizer) <= split.bound
+
+    def difference_when_reversed(self, split: Split) -> float:
+        """The difference that reversing the rows of the one batch makes: rounding, where rows do not interact."""
+        backwards = self._run("reversed", 1, split.rows)
+        return first_apart(self._one(split.rows), backwards, split.optimizer)
+
+    def _depends_on(self, numbers: Mapping[totals.Path, float], split: Split) -> bool:
+        """Whether the gradient changes with these numbers of the batch."""
+        if not numbers:
+            return False
+        one, count = self._one(split.rows), split.rows
+        double = self._runs.made(
+            self._key("doubled", count, tuple(numbers)),
+            1,
+            lambda: [totals.doubled(batch, count, numbers) for batch in self.cut.whole(count)],
+            may_raise=True,
+        )
+        return double.raised is not None or first_apart(one, double, split.optimizer) > bound(one, double)
+
+    def _steps_with_each(self, one: Record, many: Record, optimizer: int, k: int, count: int) -> bool:
+        """Whether an optimizer is meant to step with every micro-batch, next to another that waits for the window's
+        end: it consumes the first micro-batch's own gradient, undivided."""
+        others = [o for o in optimizers(one) if o != optimizer and step_count(many, o) == step_count(one, o)]
+        if not others or step_count(many, optimizer) < k * step_count(one, optimizer):
+            return False
+        first = self._parts(k, count)[0]
+        return first_apart(first, many, optimizer) <= bound(first, many)
+
+    def _weighted(self, record: Record, split: Split) -> Combination:
+        """The first gradient consumed in a run, as a weighted sum of the micro-batches' own."""
+        whole, *basis = vectors([consumed(record, split.optimizer, 0) or {}, *self._own_gradients(split)])
+        found = combination(whole, basis)
+        if found is None:
+            raise CannotDecide(
+                f"the gradients of {split.accumulate} micro-batches are linearly dependent, or one of them is zero; "
+                "give a batch with rows that differ"
+            )
+        return found
+
+    def _own_gradients(self, split: Split) -> list[Gradient]:
+        return [consumed(r, split.optimizer, 0) or {} for r in self._parts(split.accumulate, split.rows)]
+
+    def _require_repeatable(self, split: Split) -> None:
+        """Draws of the loop's own (noise, a shuffle, stochastic depth) make two runs differ by more than rounding."""
+        for fit_seed, refused in (
+            (None, Unreliable("two identical runs of the loop differ: see determinism, and seed what draws there")),
+            (
+                RESEEDED,
+                CannotDecide(
+                    "the loop draws random numbers from python's or numpy's generators: with another seed for fit the "
+                    "gradient differs; draw them with torch to have windows compared"
+                ),
+            ),
+        ):
+            pairs: tuple[tuple[_Items, int], ...] = (("whole", 1), ("micro", split.accumulate))
+            for items, k in pairs:
+                first = self._run(items, k, split.rows)
+                again = self._run(items, k, split.rows, fit_seed=fit_seed, again=True)
+                if first_apart(first, again, split.optimizer) > bound(first, again):
+                    raise refused
+
+    def _one(self, count: int) -> Record:
+        return self._run("whole", 1, count)
+
+    def _many(self, split: Split) -> Record:
+        return self._run("whole" if split.loop_splits else "micro", split.accumulate, split.rows)
+
+    def _parts(self, k: int, count: int) -> list[Record]:
+        """Runs on one micro-batch each."""
+        return [
+            self._runs.made(self._key("part", k, count, i), 1, lambda i=i: self.cut.split(k, count)[i : i + 1])  # type: ignore[misc]
+            for i in range(k)
+        ]
+
+    def _run(
+        self, what: _Items, accumulate: int, count: int, *, fit_seed: int | None = None, again: bool = False
+    ) -> Record:
+        """The run with the knob at ``accumulate`` over what is made of so many rows."""
+        items: dict[_Items, Callable[[], list[Any]]] = {
+            "whole": lambda: self.cut.whole(count),
+            "micro": lambda: self.cut.split(accumulate, count),
+            "copies": lambda: [batch for batch in self.cut.whole(count) for _ in range(accumulate)],
+            "reversed": lambda: self.cut.reversed(count),
+        }
+        return self._runs.made(
+            self._key(what, accumulate, count, fit_seed, again), accumulate, items[what], fit_seed=fit_seed
+        )
+
+    def _key(self, *key: object) -> tuple[object, ...]:
+        return self.cut.valid.order, self.cut.recount, *key
+
+
+def _cut(evidence: Evidence) -> MicroBatches:
+    seen, loop = evidence.run(), evidence.fresh_loop()
+    with preserved():
+        return MicroBatches.of(loop, seen, WINDOWS)
+
+
+def require_windows_of_one_size(evidence: Evidence, window: int) -> None:
+    """Windows that grow step by step up to the knob are meant (a warm-up of the batch size)."""
+    sizes = window_sizes(evidence.run(accumulate=window))[:-1]  # the last may be what is left of the data
+    if sizes == sorted(sizes) and len(set(sizes)) > 2:
+        shown = ", ".join(map(str, sizes))
+        raise CannotDecide(f"windows grow during training ({shown} backward passes a step): no two runs are comparable")
+
+
+def _require_steps(one: Record, many: Record, k: int) -> None:
+    made, expected = many.steps, one.steps
+    if not any(step_count(one, o) >= WINDOWS for o in optimizers(one)):
+        raise CannotDecide(
+            f"with accumulate=1 the loop made {expected} steps over {WINDOWS} batches, where {WINDOWS} are due"
+        )
+    if made < expected:
+        raise CannotDecide(
+            f"with accumulate={k} the loop made {made} steps over {WINDOWS * k} micro-batches, where {expected} "
+            "are due: it counts its windows in another way, or collects more batches before it steps"
+        )
+
+
+def _agreements(one: Record, many: Record, optimizer: int) -> list[Agreement]:
+    pairs = [(consumed(one, optimizer, n), consumed(many, optimizer, n)) for n in range(WINDOWS)]
+    return [agreement(*vectors([a, b])) for a, b in pairs if a is not None and b is not None]
+
+
+def _worst(one: Record, many: Record, optimizer: int) -> float:
+    """How far the windows differ; infinite where the optimizer stepped another number of times."""
+    if step_count(one, optimizer) != step_count(many, optimizer):
+        return float("inf")
+    return max((a.difference for a in _agreements(one, many, optimizer)), default=0.0)
