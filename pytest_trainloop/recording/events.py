@@ -24,12 +24,15 @@ class Place:
 
 @dataclass(slots=True)
 class Fact:
-    """A tensor at one moment: its largest absolute entry and the bytes of up to 128 entries, always at the same places
-    but of a ``sparse`` one."""
+    """A tensor at one moment."""
 
     peak: float = math.nan
+    """The largest absolute entry: NaN if any is, and where only a sample was taken."""
     sample: bytes = b""
+    """The bytes of up to 128 entries, always at the same places unless the tensor is sparse."""
     sparse: bool = False
+    nonfinite: Literal["", "inf", "nan"] = ""
+    """What the sample holds that is not finite: "nan" if any entry is NaN."""
 
     @property
     def zero(self) -> bool:
@@ -37,6 +40,7 @@ class Fact:
 
     @property
     def finite(self) -> bool:
+        """Whether every entry is finite; False where only a sample was taken."""
         return math.isfinite(self.peak)
 
     def same(self, other: Fact | None) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -18,18 +18,22 @@ if TYPE_CHECKING:
 BLOCK = 32_768
 """Entries of a block."""
 
+NonFinite = Literal["", "inf", "nan"]
+
+_KINDS: tuple[NonFinite, ...] = ("", "inf", "nan")
+
 Kept = tuple[int, int, int]
 """Where entries are kept: block, first, behind the last."""
 
 
 class Store:
-    """Keeps copies of entries; ``take_bytes`` and ``take_floats`` read them back, with one transfer a block."""
+    """Keeps copies of entries; ``take_samples`` and ``take_floats`` read them back, with one transfer a block."""
 
     def __init__(self) -> None:
         self._blocks: list[torch.Tensor] = []
         self._used: list[int] = []
         self._last: dict[tuple[torch.device, torch.dtype], int] = {}
-        self._lock = threading.RLock()  # see facts.Reader
+        self._lock = threading.RLock()  # see samples.Reader
 
     def keep(self, entries: torch.Tensor) -> Kept:
         """Copy the entries of a flat tensor."""
@@ -54,17 +58,18 @@ class Store:
         number = self._last[like.device, like.dtype] = len(self._blocks) - 1
         return number
 
-    def take_bytes(self) -> Callable[[Kept], bytes]:
-        """Read all blocks and let go of them: the bytes of what was kept."""
-        raw: list[tuple[bytes, int]] = []
+    def take_samples(self) -> Callable[[Kept], tuple[bytes, NonFinite]]:
+        """Read all blocks and let go of them: the bytes of what was kept, and what in it is not finite."""
+        raw: list[tuple[bytes, int, bytes]] = []
         for block in self._taken():
             here = block.cpu()
-            raw.append((ctypes.string_at(here.data_ptr(), here.numel() * here.itemsize), here.itemsize))
+            joined = ctypes.string_at(here.data_ptr(), here.numel() * here.itemsize)
+            raw.append((joined, here.itemsize, _nonfinite(here)))
 
-        def read(kept: Kept) -> bytes:
+        def read(kept: Kept) -> tuple[bytes, NonFinite]:
             number, first, behind = kept
-            joined, size = raw[number]
-            return joined[first * size : behind * size]
+            joined, size, kinds = raw[number]
+            return joined[first * size : behind * size], _KINDS[max(kinds[first:behind], default=0)]
 
         return read
 
@@ -87,3 +92,13 @@ class Store:
             block, self._blocks[number] = self._blocks[number], torch.empty(0)
             yield block[:used]
         self._blocks, self._used, self._last = [], [], {}
+
+
+def _nonfinite(block: torch.Tensor) -> bytes:
+    """For each entry its place in ``_KINDS``; nothing where all are finite."""
+    if not (block.is_floating_point() or block.is_complex()):
+        return b""
+    wide = block.to(torch.complex128 if block.is_complex() else torch.float64)  # torch has no isfinite for float8
+    if bool(wide.isfinite().all()):
+        return b""
+    return bytes((wide.isfinite().logical_not().to(torch.uint8) + wide.isnan().to(torch.uint8)).tolist())

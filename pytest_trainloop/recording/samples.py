@@ -84,12 +84,12 @@ class Reader:
     def resolve(self) -> None:
         """Read everything that is pending."""
         with self._lock:
-            entries, numbers = self._entries.take_bytes(), self._numbers.take_floats()
+            entries, numbers = self._entries.take_samples(), self._numbers.take_floats()
             facts, self._facts = self._facts, []
             scalars, self._scalars = self._scalars, []
         seen: dict[bytes, bytes] = {}  # what arrived, what was consumed and what was left are often the same
         for fact, sampled, extremes in facts:
-            chunk = entries(sampled)
+            chunk, fact.nonfinite = entries(sampled)
             fact.sample = seen.setdefault(chunk, chunk)
             if extremes is not None:
                 fact.peak = max(map(abs, numbers(extremes)))

@@ -53,6 +53,7 @@ def test_what_is_not_finite():
     assert math.isnan(nan.peak)
     assert inf.peak == math.inf
     assert [f.finite or f.zero for f in (nan, inf)] == [False, False]
+    assert (nan.nonfinite, inf.nonfinite) == ("nan", "inf")
     assert nan.same(fact_of(torch.tensor([1.0, math.nan])))
 
 
@@ -164,6 +165,17 @@ def test_facts_may_begin_in_one_grad_mode_and_go_on_in_another(inside):
         third = reader.fact(torch.ones(2) * 3)
     reader.resolve()
     assert [f.peak for f in (first, second, third)] == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.float32, torch.float64, torch.complex64, torch.float8_e5m2], ids=str
+)
+def test_a_sample_says_what_of_it_is_not_finite(dtype):
+    reader = Reader()
+    entries = [[1.0, 2.0], [1.0, math.inf], [math.nan, -math.inf], [3.0, 0.0]]
+    facts = [reader.sample_only(torch.tensor(e).to(dtype)) for e in entries]
+    reader.resolve()
+    assert [f.nonfinite for f in facts] == ["", "inf", "nan", ""]
 
 
 def test_more_facts_than_one_block_holds():

@@ -23,7 +23,7 @@ from pytest_trainloop.checks.batch.edge_batches.length_one import lengths_of, sh
 from pytest_trainloop.checks.batch.edge_batches.squeezes import Squeezes
 from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
 from pytest_trainloop.recording.record import Record
-from pytest_trainloop.records.finiteness import ruined
+from pytest_trainloop.records.finiteness import became_nonfinite
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.process_state import preserved
 from pytest_trainloop.tracing.nonfinite import NonFiniteOrigins
@@ -122,7 +122,7 @@ class Edges:
         windows: RunPlan | None,
     ) -> Edges:
         """``seen`` is the loop's run by this plan over its own batches; by ``windows`` it accumulates over two."""
-        if seen.raised is not None or ruined(seen):
+        if seen.raised is not None or became_nonfinite(seen):
             raise CannotDecide("the loop does not run through on its own batches: see the checks before this one")
         if not seen.steps:
             raise CannotDecide("the loop makes no optimizer step on its own batches")
@@ -251,7 +251,7 @@ class Edges:
             return Outcome(words, Record(), str(error))
         if record.raised is None:
             nan = any(not math.isfinite(root.value) for b in record.backwards() for root in b.roots)
-            return Outcome(words, record, lost=tuple(p.name for p in ruined(record)), nan=nan)
+            return Outcome(words, record, lost=tuple(p.name for p in became_nonfinite(record)), nan=nan)
         place = record.raised.place
         return Outcome(words, record, record.raised.summary, str(place), place.code.startswith(("raise", "assert ")))
 

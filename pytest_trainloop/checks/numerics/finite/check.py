@@ -129,7 +129,7 @@ def finite(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.tracing.nonfinite import NonFiniteOrigins
 
     record = evidence.run()
-    start = tuple(p.name for p in finiteness.bad_from_the_start(record))
+    start = tuple(p.name for p in finiteness.nonfinite_from_the_start(record))
     if start:
         yield Finding(
             cause="nonfinite_parameter",
@@ -139,8 +139,8 @@ def finite(evidence: Evidence) -> Iterator[Finding]:
             culprits=start,
         )
         return
-    lost, bad = finiteness.ruined(record), finiteness.bad_losses(record)
-    suspicious = record.wary or finiteness.losses_not_finite(record)
+    lost, bad = finiteness.became_nonfinite(record), finiteness.stepped_nonfinite_losses(record)
+    suspicious = record.wary or finiteness.nonfinite_losses(record)
     if lost or bad or finiteness.never_stepped(record) or (record.raised is not None and suspicious):
         yield from _spread(record, evidence.shared(NonFiniteOrigins.of), lost, bad, finiteness.explosion(record))
     elif cleaned := finiteness.cleaned_gradients(record):
