@@ -1,7 +1,7 @@
-"""A step of one of torch's own optimizers, made again on copies of some entries of its parameters.
+"""A step of one of torch's own optimizers, repeated on copies of some entries of its parameters.
 
-Only optimizers that treat every entry by itself are copied: a few entries then move exactly as they do among all. The
-step of the class is called below its hooks, so that nobody who watches optimizers sees it.
+Only optimizers that treat every entry alone are copied: a few entries then move exactly as they do among all. The step
+of the class is called below its hooks, so that no observer of optimizers sees it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ WIDE |= {torch.complex64: torch.complex128, torch.complex32: torch.complex128}
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Copied entries of one parameter, of its gradient and of its state, all as vectors; ``index`` is its place in the
-    book."""
+    """Copied entries of one parameter, of its gradient and of its state, all as vectors; ``index`` is that of the
+    parameter in the record."""
 
     index: int
     entries: torch.Tensor
@@ -73,9 +73,9 @@ class Snapshot:
 
 
 def kind_of(optimizer: Any) -> type[Optimizer] | None:
-    """Torch's class whose step this optimizer makes, if it is one that treats each entry by itself: its own class, or
-    that of which its class changes no more than the way it is built. None where hooks of its own change what a step
-    does, or a gradient scaler works inside of it."""
+    """Torch's class whose step this optimizer makes, if that treats each entry alone: its own class, or one of which
+    its class overrides special methods only. None where hooks of its own may change what a step does, or a gradient
+    scaler works inside of it."""
     if has_step_hooks(optimizer):
         return None
     if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
@@ -89,7 +89,7 @@ def kind_of(optimizer: Any) -> type[Optimizer] | None:
 
 
 def snapshot(optimizer: Any, watch: Watch, pick: Pick, wanted: Callable[[torch.Tensor], bool]) -> Snapshot | None:
-    """Copies of what the optimizer's next step works on; None where it cannot be made again on copies."""
+    """Copies of what the optimizer's next step works on; None where it cannot be repeated on copies."""
     kind = kind_of(optimizer)
     if kind is None or _captured(optimizer):
         return None
@@ -128,7 +128,7 @@ def _copied(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A hyperparameter as a number, also where it is kept in a tensor: variants do not take that alike."""
+    """A hyperparameter as a number, also where it is kept in a tensor: not all variants accept that."""
     if isinstance(value, tuple):
         return tuple(map(_plain, value))
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
@@ -140,13 +140,13 @@ def entrywise(key: str, value: Any) -> bool:
 
 
 def first_entries(most: int) -> Pick:
-    """So many entries, in order of their index."""
+    """The first ``most`` entries, in order of their index."""
     return lambda tensor: tensor.reshape(-1)[:most]
 
 
 def rebuilt(snap: Snapshot, *, wide: bool, **options: Any) -> tuple[Optimizer, dict[int, torch.Tensor]]:
-    """A fresh optimizer over copies of the copies, by parameter, in float64 on wish; ``options`` are of its groups,
-    where these know them."""
+    """A fresh optimizer over copies of the copies, and these by parameter; in float64 if ``wide``. ``options`` replace
+    those of its groups that have them."""
 
     def cast(value: Any) -> Any:
         return value.to(WIDE.get(value.dtype, value.dtype) if wide else value.dtype, copy=True)
@@ -177,7 +177,7 @@ def rebuilt(snap: Snapshot, *, wide: bool, **options: Any) -> tuple[Optimizer, d
 
 
 def _placed(key: str, value: Any, p: torch.Tensor, options: dict[str, Any]) -> Any:
-    """The count of steps stands where the variant wants it."""
+    """A value that is no vector of entries; the step count on the device that the variant needs."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.to(p.device, copy=True) if key == "step" and options["fused"] else value.clone()
@@ -190,7 +190,7 @@ def step(optimizer: Optimizer) -> None:
 
 
 def stepped(snap: Snapshot, *, wide: bool, steps: int = 1, **options: Any) -> dict[int, torch.Tensor]:
-    """The copied entries after so many steps on the same gradients."""
+    """The copied entries after ``steps`` steps on the same gradients."""
     fresh, held = rebuilt(snap, wide=wide, **options)
     grads = {index: p.grad for index, p in held.items()}
     for _ in range(steps):
@@ -202,4 +202,4 @@ def stepped(snap: Snapshot, *, wide: bool, steps: int = 1, **options: Any) -> di
 
 
 REFUSED = (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError)
-"""What torch raises where an optimizer or a variant does not take these tensors or options."""
+"""What torch raises where an optimizer or a variant does not accept these tensors or options."""

@@ -1,6 +1,6 @@
-"""Decay rates under which steps grow where gradients vanish: the second moment is forgotten before the first.
+"""Betas under which steps grow where gradients vanish: the second moment decays faster than the first.
 
-With no gradient m decays as b1^k and sqrt(v) as sqrt(b2)^k, so that the step goes as (b1 / sqrt(b2))^k.
+With no gradient m decays as b1^k and sqrt(v) as sqrt(b2)^k, so that the step scales as (b1 / sqrt(b2))^k.
 """
 
 from __future__ import annotations
@@ -23,30 +23,32 @@ LONG = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Growing:
-    """Betas of a group; ``by`` is the largest step without a gradient, against the one step with it that came before,
-    and ``after`` at how many such steps it is made."""
+class GrowingSteps:
+    """Steps of one parameter group, made on copies without a gradient."""
 
     kind: str
     first: float
     second: float
+    """The betas."""
     by: float
+    """The largest step without a gradient, relative to the one step with a gradient before it."""
     after: int
+    """Steps without a gradient until that one."""
     indices: tuple[int, ...]
 
     @property
     def ratio(self) -> float:
-        """Factor on the step by each step without a gradient."""
+        """Factor on the size of the step at each step without a gradient."""
         return self.first / math.sqrt(self.second) if self.second > 0.0 else math.inf
 
     @property
-    def for_sure(self) -> bool:
-        """Whether the weaker condition of Adam's own theorem is broken as well."""
+    def breaks_theorem(self) -> bool:
+        """Whether the weaker condition of Adam's own theorem is violated as well."""
         return self.first * self.ratio >= 1.0
 
 
-def growing(snap: Snapshot) -> Iterator[Growing]:
-    """The groups of an optimizer of Adam's kind under whose betas steps grow."""
+def growing_steps(snap: Snapshot) -> Iterator[GrowingSteps]:
+    """The groups of an Adam-like optimizer under whose betas steps may grow."""
     if snap.kind.__name__ not in ADAMS:
         return
     for group in snap.groups:
@@ -56,14 +58,15 @@ def growing(snap: Snapshot) -> Iterator[Growing]:
         first, second = float(given[0]), float(given[1])
         if first > math.sqrt(second):
             try:
-                by, after = _grown(Snapshot(snap.kind, (group,)))
+                by, after = _largest_step(Snapshot(snap.kind, (group,)))
             except REFUSED:
                 continue
-            yield Growing(snap.kind.__name__, first, second, by, after, tuple(m.index for m in group.members))
+            yield GrowingSteps(snap.kind.__name__, first, second, by, after, tuple(m.index for m in group.members))
 
 
-def _grown(snap: Snapshot) -> tuple[float, int]:
-    """One step on the gradients as they are, then many on gradients of zero, in float64 and without decay."""
+def _largest_step(snap: Snapshot) -> tuple[float, int]:
+    """Of one step on the gradients as they are and many on gradients of zero, in float64 without weight decay: the
+    largest of the latter relative to the former, and its number."""
     (group,) = snap.groups
     member = max(group.members, key=lambda m: float(m.grad.abs().max()))
     alone = Snapshot(snap.kind, (Group({**group.options, "weight_decay": 0.0}, (member,)),))

@@ -1,4 +1,4 @@
-"""What the optimizers of a loop are about to do at their first steps: copies, options, and the state they keep."""
+"""The first steps of the optimizers of a loop: what they work on, their options, and the state that they keep."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ MOST = 4096
 """Entries of a tensor that are copied: all of a small one, and a small part of the memory of a large one."""
 
 OPTIMIZERS = 8
-"""Optimizers that are looked at: some loops make a new one in every round."""
+"""Optimizers that are watched: some loops build a new one in every iteration."""
 
 COUNTED_TO = {torch.bfloat16: 2**8, torch.float16: 2**11}
-"""The largest whole number to which 1 can be added: beyond it the next one is two further on, and 1 rounds away."""
+"""The largest integer to which 1 can be added: the next number of the dtype after it is two further on."""
 
 ROOTS = {
     **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam"), "exp_avg_sq"),
     **{"Adamax": "exp_inf", "Adagrad": "sum", "RMSprop": "square_avg"},
 }
-"""What each optimizer keeps of which its denominator is made, by adding ``eps`` in the dtype of that."""
+"""The state of each optimizer from which its denominator is made; ``eps`` is added in the dtype of that state."""
 
 
 def root_of(kind: str, options: dict[str, Any]) -> str:
-    """The name of that state under these options."""
+    """The key of that state under these options."""
     return "max_exp_avg_sq" if options.get("amsgrad") and kind != "Adagrad" else ROOTS.get(kind, "")
 
 
 @dataclass(frozen=True, slots=True)
-class Epsilon:
-    """An ``eps`` that is 0 in the dtype in which it is added; ``given`` is what was asked for."""
+class ZeroEps:
+    """An ``eps`` that is 0 in the dtype in which it is added; ``given`` is what the user asked for."""
 
     kind: str
     given: float
@@ -51,23 +51,33 @@ class Epsilon:
     names: tuple[str, ...]
 
 
-@dataclass(slots=True)
-class First:
-    """One optimizer at its first step; from its first two steps, ``zero`` maps an ``eps`` and the dtype of state in
-    which it is 0 to parameters, and ``counters`` the low-precision dtype in which steps are counted."""
+@dataclass(frozen=True, slots=True)
+class LowPrecisionCount:
+    """A step count in a dtype in which it stays at ``last``."""
 
-    optimizer: int
+    kind: str
+    dtype: str
+    last: int
+    names: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class OptimizerStart:
+    """One optimizer: its first step, and what its first two steps show."""
+
     snap: Snapshot
-    zero: dict[tuple[float, str], set[int]] = field(default_factory=dict)
-    counters: dict[str, set[int]] = field(default_factory=dict)
+    zero_eps: dict[tuple[float, str], set[int]] = field(default_factory=dict)
+    """Parameters by an ``eps`` and the dtype of the state in which it is 0."""
+    counts: dict[str, set[int]] = field(default_factory=dict)
+    """Parameters by the low-precision dtype in which their steps are counted."""
 
 
 class FirstSteps:
-    """A short run in which the first two steps of every optimizer are looked at."""
+    """A short run in which the first two steps of every optimizer are watched."""
 
     def __init__(self, evidence: Evidence) -> None:
-        seen = self._seen = evidence.run()
-        self.found: dict[int, First] = {}
+        seen = evidence.run()
+        self.found: dict[int, OptimizerStart] = {}
         wanted = {o.index for o in seen.optimizers if o.steps}
         least = {o.index: min(2, o.steps) for o in seen.optimizers}
 
@@ -88,57 +98,49 @@ class FirstSteps:
             return snapshot(optimizer, watch, first_entries(MOST), lambda p: True)
 
         def use(optimizer: Any, snap: Snapshot) -> None:
-            index = watch.optimizers.index(optimizer)
-            first = self.found.setdefault(index, First(index, snap))
+            start = self.found.setdefault(watch.optimizers.index(optimizer), OptimizerStart(snap))
             for group in optimizer.param_groups:
                 for p in group["params"]:
-                    place = watch.book.index(p)
-                    if place is None or p.grad is None:
+                    index = watch.book.index(p)
+                    if index is None or p.grad is None:
                         continue
                     state = optimizer.state.get(p, {})
-                    known, counter = zero_eps(snap.kind.__name__, group, state), state.get("step")
-                    if known is not None:
-                        first.zero.setdefault(known, set()).add(place)
-                    if isinstance(counter, torch.Tensor) and counter.dtype in COUNTED_TO:
-                        first.counters.setdefault(_plain_name(counter.dtype), set()).add(place)
+                    eps, count = zero_eps(snap.kind.__name__, group, state), state.get("step")
+                    if eps is not None:
+                        start.zero_eps.setdefault(eps, set()).add(index)
+                    if isinstance(count, torch.Tensor) and count.dtype in COUNTED_TO:
+                        start.counts.setdefault(str(count.dtype).removeprefix("torch."), set()).add(index)
 
         with around_steps(watch, take, use):
             yield
 
-    def epsilons(self) -> list[Epsilon]:
+    def zero_eps(self) -> list[ZeroEps]:
         """Every ``eps`` that is 0 where it is added."""
         return [
-            Epsilon(f.snap.kind.__name__, given, dtype, self.record.names(indices))
-            for f in self.found.values()
-            for (given, dtype), indices in f.zero.items()
+            ZeroEps(start.snap.kind.__name__, given, dtype, self.record.names(indices))
+            for start in self.found.values()
+            for (given, dtype), indices in start.zero_eps.items()
         ]
 
-    def counters(self) -> list[tuple[str, str, int, tuple[str, ...]]]:
-        """Every optimizer that counts steps in low precision: its class, the dtype, where that stops counting, and
-        whose steps they are."""
+    def low_precision_counts(self) -> list[LowPrecisionCount]:
+        """Every step count that is kept in low precision."""
         return [
-            (f.snap.kind.__name__, dtype, COUNTED_TO[getattr(torch, dtype)], self.record.names(indices))
-            for f in self.found.values()
-            for dtype, indices in f.counters.items()
+            LowPrecisionCount(
+                start.snap.kind.__name__, dtype, COUNTED_TO[getattr(torch, dtype)], self.record.names(indices)
+            )
+            for start in self.found.values()
+            for dtype, indices in start.counts.items()
         ]
-
-
-def _plain_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def zero_eps(kind: str, group: dict[str, Any], state: dict[str, Any]) -> tuple[float, str] | None:
     """The ``eps`` of a group and the dtype of this state, where the one is 0 in the other. A fused step adds it in
-    float32, a capturable one divides it by the rate first."""
+    float32, a capturable one divides it by the learning rate first."""
     root, eps = state.get(root_of(kind, group)), group.get("eps")
     if not isinstance(root, torch.Tensor) or not (root.is_floating_point() or root.is_complex()):
         return None
-    if not isinstance(eps, (int, float)) or _otherwise(group):
+    if not isinstance(eps, (int, float)) or any(group.get(f) for f in ("fused", "capturable", "differentiable")):
         return None
     real = torch.finfo(root.dtype).dtype
     held = torch.tensor(eps, dtype=torch.float64).to(getattr(torch, real))
     return (float(eps), str(root.dtype).removeprefix("torch.")) if not bool(held) else None
-
-
-def _otherwise(group: dict[str, Any]) -> bool:
-    return any(group.get(flag) for flag in ("fused", "capturable", "differentiable"))

@@ -1,6 +1,6 @@
-"""Steps that divide by zero: the second moment is 0, ``eps`` is 0 in its dtype, and the parameter is not finite after.
+"""Steps that divide by zero: the second moment is 0, ``eps`` is 0 in its dtype, and the parameter is non-finite after.
 
-A denominator is sqrt(v) + eps. With both 0 it gives m / 0, infinite, or 0 / 0, not a number.
+The denominator is sqrt(v) + eps. With both 0 the step is m / 0, infinite, or 0 / 0, NaN.
 """
 
 from __future__ import annotations
@@ -27,21 +27,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DividedByZero:
-    """A step in which finite entries and gradients became something else: ``count`` of ``entries``, at the optimizer's
-    ``step``, ``without`` of them with a gradient of exactly zero."""
+    """A step that made finite entries with finite gradients non-finite."""
 
     name: str
     kind: str
     eps: float
     dtype: str
+    """Of the second moment."""
     step: int
+    """Of the optimizer, from 1."""
     count: int
+    """Entries that are not finite after it."""
     without: int
+    """Those of them with a gradient of exactly zero."""
     entries: int
 
 
-class Denominators:
-    """The watched run made once more, with a look at parameters whose ``eps`` is 0."""
+class ZeroDenominators:
+    """The watched run made once more, with the parameters whose ``eps`` is 0 read after each step."""
 
     def __init__(self, evidence: Evidence) -> None:
         self._found: dict[int, DividedByZero] = {}

@@ -9,7 +9,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.checks.numerics.optimizer_numerics.first_steps import FirstSteps, zero_eps
-from pytest_trainloop.checks.numerics.optimizer_numerics.zero_denominators import Denominators
+from pytest_trainloop.checks.numerics.optimizer_numerics.zero_denominators import ZeroDenominators
 from pytest_trainloop.runs.evidence import Evidence
 
 
@@ -56,18 +56,18 @@ def test_an_eps_where_there_is_no_state_or_no_such_number():
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Adagrad])
 def test_small_gradients_in_float16_are_divided_by_zero(kind):
     found = evidence(lambda params: kind(params, lr=1e-3), torch.float16, scale=1e-3)
-    assert [e.dtype for e in found.shared(FirstSteps).epsilons()] == ["float16"]
-    assert {d.step for d in found.shared(Denominators).found} == {1}
+    assert [e.dtype for e in found.shared(FirstSteps).zero_eps()] == ["float16"]
+    assert {d.step for d in found.shared(ZeroDenominators).found} == {1}
 
 
 def test_larger_gradients_are_not():
     found = evidence(lambda params: torch.optim.Adam(params, lr=1e-3), torch.float16, scale=100.0)
-    assert len(found.shared(FirstSteps).epsilons()) == 1
-    assert found.shared(Denominators).found == []
+    assert len(found.shared(FirstSteps).zero_eps()) == 1
+    assert found.shared(ZeroDenominators).found == []
 
 
 def test_float32_has_nothing_to_show():
     found = evidence(lambda params: torch.optim.Adam(params, lr=1e-3)).shared(FirstSteps)
-    assert found.epsilons() == []
+    assert found.zero_eps() == []
     assert [f.snap.kind for f in found.found.values()] == [torch.optim.Adam]
     assert found.record.rounds == 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pytest_trainloop.checks.numerics.optimizer_numerics import step_variants
-from pytest_trainloop.checks.numerics.optimizer_numerics.step_variants import apart, in_use
+from pytest_trainloop.checks.numerics.optimizer_numerics.step_variants import in_use, wrong_variants
 from pytest_trainloop.optimizers.replay import ENTRYWISE, Group, Member, Snapshot
 
 
@@ -29,24 +29,24 @@ def snap(kind, dtype, size=1.0, **options):
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"maximize": True}])
 @pytest.mark.parametrize("size", [1.0, 1e-4])
 def test_torchs_variants_agree(kind, dtype, options, size):
-    assert list(apart(snap(kind, dtype, size, lr=1e-2, **options))) == []
+    assert list(wrong_variants(snap(kind, dtype, size, lr=1e-2, **options))) == []
 
 
 @pytest.mark.parametrize("options", [{"momentum": 0.9, "nesterov": True}, {"momentum": 0.9, "dampening": 0.5}])
 def test_a_variant_that_writes_into_gradients_agrees_as_well(options):
-    assert list(apart(snap(torch.optim.SGD, torch.float32, lr=0.1, **options))) == []
+    assert list(wrong_variants(snap(torch.optim.SGD, torch.float32, lr=0.1, **options))) == []
 
 
 @pytest.mark.parametrize("kind", ENTRYWISE)
 def test_for_loop_and_foreach_agree_to_rounding_in_bfloat16(kind):
-    found = apart(snap(kind, torch.bfloat16, lr=1e-2))
+    found = wrong_variants(snap(kind, torch.bfloat16, lr=1e-2))
     assert {f.variant for f in found} <= {"fused"}
 
 
 def test_a_second_moment_that_is_zero_in_float16_is_found():
-    found = list(apart(snap(torch.optim.Adam, torch.float16, size=1e-3, eps=1e-4)))
+    found = list(wrong_variants(snap(torch.optim.Adam, torch.float16, size=1e-3, eps=1e-4)))
     assert {"for-loop", "foreach"} <= {f.variant for f in found}
-    assert all(f.off > f.allowed for f in found)
+    assert all(f.error > f.allowed for f in found)
     assert {f.variant for f in found if f.in_use} == {"for-loop"}
 
 
@@ -58,13 +58,13 @@ def test_a_variant_that_does_nothing_is_found(monkeypatch):
 
     original = step_variants.stepped
     monkeypatch.setattr(step_variants, "stepped", lazy)
-    found = list(apart(snap(torch.optim.SGD, torch.float32, lr=0.1, fused=True)))
+    found = list(wrong_variants(snap(torch.optim.SGD, torch.float32, lr=0.1, fused=True)))
     assert {(f.variant, f.dtype, f.in_use) for f in found} == {
         ("fused", "float64", True),
         ("fused", "float32", True),
     }
-    assert all(f.off >= f.update / 2 for f in found)
-    assert all(f.agreeing == ("for-loop", "foreach") for f in found)
+    assert all(f.error >= f.update / 2 for f in found)
+    assert all(f.right == ("for-loop", "foreach") for f in found)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_torchs_fused_sgd_leaves_low_precision_weights_on_a_cpu_where_they_are()
     torch.optim.SGD([p], lr=0.1, fused=True).step()
     if bool(p.any()):
         pytest.skip("this torch moves them")
-    (found,) = apart(snap(torch.optim.SGD, torch.bfloat16, lr=0.1, fused=True))
+    (found,) = wrong_variants(snap(torch.optim.SGD, torch.bfloat16, lr=0.1, fused=True))
     assert (found.variant, found.in_use) == ("fused", True)
-    assert "for-loop" in found.agreeing
-    assert found.off >= found.update / 2
+    assert "for-loop" in found.right
+    assert found.error >= found.update / 2

@@ -58,7 +58,7 @@ pair(
     "parameter_precision",
     "updates_lost",
     culprits=("0.weight", "2.weight"),
-    mentions=("written over", "once, before the loop"),
+    mentions=("overwritten", "once, before the loop"),
     where="self.optimizer.step()",
     faulty=mixed(refresh=True),
     fixed=mixed(refresh=False),
