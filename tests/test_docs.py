@@ -17,11 +17,8 @@ from pytest_trainloop.knobs import KNOBS
 
 ROOT = Path(__file__).parents[1]
 NOT_OURS = {".git", ".venv", ".venv-ci", "build", "dist", "site"}
-TEXTS = sorted(
-    path
-    for path in ROOT.rglob("*")
-    if path.suffix in {".py", ".md", ".toml"} and not NOT_OURS & set(path.relative_to(ROOT).parts)
-)
+OURS = (path for top in ROOT.iterdir() if top.name not in NOT_OURS for path in (top, *top.rglob("*")))
+TEXTS = sorted(path for path in OURS if path.suffix in {".py", ".md", ".toml"})
 PAGES = [path for path in TEXTS if path.suffix == ".md"]
 
 LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
