@@ -152,12 +152,14 @@ def _plan(
     options: Mapping[str, Mapping[str, Any]] | None,
     strict: bool,
 ) -> Plan:
-    from pytest_trainloop.selection import choose, marker_wishes
+    from pytest_trainloop.selection import choose, marker_selection
 
     known = {name: tuple(check.causes) for name, check in checks.items()}
     given: dict[str, Any] = {"only": only, "skip": skip, "xfail": xfail}
-    wishes = marker_wishes(where, (), {k: v for k, v in given.items() if v is not None} | dict(options or {}), known)
-    return choose(known, wishes, strict=strict)
+    selection = marker_selection(
+        where, (), {k: v for k, v in given.items() if v is not None} | dict(options or {}), known
+    )
+    return choose(known, selection, strict=strict)
 
 
 def _reported(name: str, results: Sequence[Result], raises: bool) -> Report:

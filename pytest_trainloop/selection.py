@@ -24,7 +24,7 @@ _KEYWORDS = ("only", "skip", "xfail", "knobs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class Selection:
     """What one place asks for; ``where`` names the place in messages."""
 
     where: str
@@ -111,32 +111,32 @@ class Plan:
         return result.with_outcome("failed", f"xfail(strict): {'; '.join(missing)}") if missing else result
 
 
-def choose(known: Known, *places: Wishes, strict: bool = False, among: Collection[str] | None = None) -> Plan:
+def choose(known: Known, *places: Selection, strict: bool = False, among: Collection[str] | None = None) -> Plan:
     """The plan that the given places agree on; where two give a reason for one name, the first place counts.
 
     A name may be that of any known check; only those ``among`` which the subject's checks are get into the plan.
     """
-    for wishes in places:
-        validate(wishes, known)
+    for selection in places:
+        validate(selection, known)
     own = known if among is None else {check: causes for check, causes in known.items() if check in among}
-    skip = [_Rule(entry, reason) for wishes in places for entry, reason in wishes.skip.items()]
+    skip = [_Rule(entry, reason) for selection in places for entry, reason in selection.skip.items()]
     options: dict[str, Mapping[str, Any]] = {}
-    for wishes in reversed(places):
-        for check, given in wishes.options.items():
+    for selection in reversed(places):
+        for check, given in selection.options.items():
             options[check] = {**options.get(check, {}), **given}
     whole = [rule for rule in skip if not rule.cause]
     return Plan(
-        checks=tuple(check for check in own if all(_wanted(check, wishes) for wishes in places)),
+        checks=tuple(check for check in own if all(_wanted(check, selection) for selection in places)),
         skip={check: rule.reason for check in known for rule in reversed(whole) if rule.covers(check)},
         options=options,
         strict=strict,
         known=known,
         suppress=tuple(rule for rule in skip if rule.cause),
-        expect=tuple(_Rule(entry, reason) for wishes in places for entry, reason in wishes.xfail.items()),
+        expect=tuple(_Rule(entry, reason) for selection in places for entry, reason in selection.xfail.items()),
     )
 
 
-def marker_wishes(where: str, args: Sequence[object], kwargs: Mapping[str, Any], known: Known) -> Wishes:
+def marker_selection(where: str, args: Sequence[object], kwargs: Mapping[str, Any], known: Known) -> Selection:
     """What a trainloop marker asks for; every keyword that is none of its own must be the name of a check."""
     if args:
         raise UsageError(
@@ -146,11 +146,11 @@ def marker_wishes(where: str, args: Sequence[object], kwargs: Mapping[str, Any],
         if keyword not in _KEYWORDS and keyword not in known:
             raise UsageError(f"{where} has no keyword {keyword!r}; {nearest(keyword, [*_KEYWORDS, *known])}")
     own = {keyword: kwargs[keyword] for keyword in _KEYWORDS if kwargs.get(keyword) is not None}
-    return Wishes(where=where, options={k: v for k, v in kwargs.items() if k not in _KEYWORDS}, **own)
+    return Selection(where=where, options={k: v for k, v in kwargs.items() if k not in _KEYWORDS}, **own)
 
 
-def _wanted(check: str, wishes: Wishes) -> bool:
-    return wishes.only is None or any(fnmatchcase(check, pattern) for pattern in wishes.only)
+def _wanted(check: str, selection: Selection) -> bool:
+    return selection.only is None or any(fnmatchcase(check, pattern) for pattern in selection.only)
 
 
 def _expected_to_fail(result: Result, rule: _Rule) -> Result:
@@ -161,14 +161,14 @@ def _expected_to_fail(result: Result, rule: _Rule) -> Result:
     )
 
 
-def validate(wishes: Wishes, known: Known) -> None:
+def validate(selection: Selection, known: Known) -> None:
     """Raise ``UsageError`` for the first wish that cannot be met by these checks."""
-    where = wishes.where
-    if wishes.only is not None:
-        _validate_only(where, wishes.only, known)
+    where = selection.where
+    if selection.only is not None:
+        _validate_only(where, selection.only, known)
     for key in ("skip", "xfail"):
-        _validate_reasons(where, key, getattr(wishes, key), known)
-    for check, given in wishes.options.items():
+        _validate_reasons(where, key, getattr(selection, key), known)
+    for check, given in selection.options.items():
         if check not in known:
             raise UsageError(f"{where} gives options to {check!r}, which is no check; {nearest(check, known)}")
         if not isinstance(given, Mapping) or not all(isinstance(option, str) for option in given):

@@ -15,7 +15,7 @@ from pytest_trainloop.plugin import options
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from pytest_trainloop.plugin.fixture import ByHand
+    from pytest_trainloop.plugin.fixture import TrainloopFixture
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -84,7 +84,7 @@ def _is_ours(item: pytest.Item) -> bool:
 
 
 @pytest.fixture
-def trainloop(request: pytest.FixtureRequest) -> ByHand:
+def trainloop(request: pytest.FixtureRequest) -> TrainloopFixture:
     """Checks by hand: check(name, make), check_loop(make), check_loss(make), observe()."""
     from pytest_trainloop.plugin import fixture
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_trainloop.errors import UsageError
-from pytest_trainloop.plugin import settings as chosen
+from pytest_trainloop.plugin.settings import read_selections, read_settings
 from pytest_trainloop.plugin.summary import Ledger
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 def configure(config: pytest.Config) -> None:
     """Check the options and register the hooks that they need."""
-    settings = chosen.settings(config)
+    settings = read_settings(config)
     try:
-        chosen.wishes(config)
+        read_selections(config)
     except UsageError as error:
         raise pytest.UsageError(str(error)) from None
     worker = hasattr(config, "workerinput")

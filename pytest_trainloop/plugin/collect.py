@@ -10,9 +10,9 @@ import pytest
 
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.knobs import read_knobs
-from pytest_trainloop.plugin import settings
 from pytest_trainloop.plugin.nodeids import ON_CUDA
-from pytest_trainloop.selection import Plan, Wishes, choose, marker_wishes, validate
+from pytest_trainloop.plugin.settings import is_strict, read_selections, read_settings
+from pytest_trainloop.selection import Plan, Selection, choose, marker_selection, validate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +27,7 @@ HIDDEN = "trainloop_check"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Duty:
+class MarkedFunction:
     """What collection found out about one marked function."""
 
     plan: Plan
@@ -35,16 +35,16 @@ class Duty:
     judges: Judged = "loop"
 
 
-_DUTIES = pytest.StashKey[dict[str, Duty]]()
+_MARKED = pytest.StashKey[dict[str, MarkedFunction]]()
 
 
-def duty_of(item: pytest.Item) -> tuple[str, Duty] | None:
-    """The check that an item runs, and its function's duty; None for an ordinary test."""
+def marked_function(item: pytest.Item) -> tuple[str, MarkedFunction] | None:
+    """The check that an item runs, and what was found out about its function; None for an ordinary test."""
     mark = item.get_closest_marker(HIDDEN)
     if mark is None or not isinstance(item, pytest.Function) or item.parent is None:
         return None
-    duty = item.config.stash.get(_DUTIES, {}).get(f"{item.parent.nodeid}::{item.originalname}")
-    return (str(mark.args[0]), duty) if duty is not None and mark.args else None
+    marked = item.config.stash.get(_MARKED, {}).get(f"{item.parent.nodeid}::{item.originalname}")
+    return (str(mark.args[0]), marked) if marked is not None and mark.args else None
 
 
 def refuse_test_case(collector: pytest.Collector, case: type) -> None:
@@ -98,9 +98,9 @@ def one_item_per_check(metafunc: pytest.Metafunc) -> None:
         knobs = _knobs(metafunc)
     except UsageError as error:
         raise pytest.Collector.CollectError(str(error)) from None
-    duties = metafunc.config.stash.setdefault(_DUTIES, {})
-    duties[metafunc.definition.nodeid] = Duty(plan=plan, knobs=knobs, judges=_judges(metafunc))
-    cuda = settings.settings(metafunc.config).device == "cuda" and _judges(metafunc) == "loop"
+    marked = metafunc.config.stash.setdefault(_MARKED, {})
+    marked[metafunc.definition.nodeid] = MarkedFunction(plan=plan, knobs=knobs, judges=_judges(metafunc))
+    cuda = read_settings(metafunc.config).device == "cuda" and _judges(metafunc) == "loop"
     metafunc.fixturenames.append(HIDDEN)
     metafunc.parametrize(HIDDEN, [_parameter(check, plan, cuda=cuda) for check in plan.checks] or [_no_check_left()])
 
@@ -112,12 +112,12 @@ def _plan(metafunc: pytest.Metafunc) -> Plan:
     own = {name: known[name] for name in registry.of(_judges(metafunc))}
     marker = _marker(metafunc)
     marked = [
-        marker_wishes(f"{metafunc.definition.nodeid}: the {marker} marker", mark.args, mark.kwargs, own)
+        marker_selection(f"{metafunc.definition.nodeid}: the {marker} marker", mark.args, mark.kwargs, own)
         for mark in metafunc.definition.iter_markers(marker)
     ]
-    for wishes in marked:
-        validate(wishes, own)
-    return choose(known, *marked, *settings.wishes(metafunc.config), strict=settings.strict(metafunc.config), among=own)
+    for selection in marked:
+        validate(selection, own)
+    return choose(known, *marked, *read_selections(metafunc.config), strict=is_strict(metafunc.config), among=own)
 
 
 def _marker(metafunc: pytest.Metafunc) -> str:
@@ -151,7 +151,7 @@ def _knobs(metafunc: pytest.Metafunc) -> dict[str, str]:
         if given is not None and not isinstance(given, dict):
             return read_knobs(metafunc.function, given)  # says what is wrong with it
         mapping.update(given or {})
-    ini: Wishes = settings.wishes(metafunc.config)[0]
+    ini: Selection = read_selections(metafunc.config)[0]
     return read_knobs(metafunc.function, mapping, project=ini.knobs)
 
 

@@ -12,8 +12,8 @@ from pytest_trainloop import api, battery, registry
 from pytest_trainloop.errors import CheckFailed, TrainLoopError, UsageError
 from pytest_trainloop.finding import Result
 from pytest_trainloop.knobs import nearest, read_knobs
-from pytest_trainloop.plugin import settings as chosen
 from pytest_trainloop.plugin.outcomes import PROPERTY, causes, location, skip_reason
+from pytest_trainloop.plugin.settings import is_strict, read_settings
 from pytest_trainloop.report import Entry, Report
 from pytest_trainloop.report.text import failure_text
 from pytest_trainloop.selection import choose
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 _RESULTS = pytest.StashKey[list[Result]]()
 
 
-def start(request: pytest.FixtureRequest) -> ByHand:
+def start(request: pytest.FixtureRequest) -> TrainloopFixture:
     """The fixture's value."""
     manager = request.config.pluginmanager
-    if not manager.has_plugin("trainloop-byhand"):
-        manager.register(Outcomes(), "trainloop-byhand")
-    return ByHand(request.node)
+    if not manager.has_plugin("trainloop-fixture"):
+        manager.register(Outcomes(), "trainloop-fixture")
+    return TrainloopFixture(request.node)
 
 
-class ByHand:
+class TrainloopFixture:
     """Checks of training loops by hand.
 
     >>> def test_accumulation(trainloop):
@@ -63,7 +63,7 @@ class ByHand:
             result = subject.run_check(name, options=options, reporter=self._item.nodeid)
         except UsageError as error:
             raise UsageError(str(error)) from None  # the sentence is enough: nobody reads our frames
-        result = choose({name: tuple(known[name].causes)}, strict=chosen.strict(self._item.config)).judge(result)
+        result = choose({name: tuple(known[name].causes)}, strict=is_strict(self._item.config)).judge(result)
         self._note([result])
         if result.outcome == "error":
             raise TrainLoopError(failure_text(result, {}))
@@ -85,7 +85,7 @@ class ByHand:
 
     def _all(self, check: Callable[..., Report], make: Any, own: dict[str, Any], choice: dict[str, Any]) -> Report:
         __tracebackhide__ = True
-        given = {"seed": _settings(self._item).seed, "strict": chosen.strict(self._item.config), **own}
+        given = {"seed": _settings(self._item).seed, "strict": is_strict(self._item.config), **own}
         try:
             report = check(make, **{**given, **choice})
         except CheckFailed as error:
@@ -145,4 +145,4 @@ class Outcomes:
 
 
 def _settings(item: pytest.Item) -> battery.Settings:
-    return chosen.settings(item.config)
+    return read_settings(item.config)

@@ -9,7 +9,7 @@ import pytest
 
 from pytest_trainloop.errors import CheckFailed
 from pytest_trainloop.finding import Result
-from pytest_trainloop.plugin.collect import duty_of
+from pytest_trainloop.plugin.collect import marked_function
 from pytest_trainloop.plugin.nodeids import loop_of
 from pytest_trainloop.report import Entry
 from pytest_trainloop.report.text import failure_text
@@ -55,7 +55,7 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    found = duty_of(item)
+    found = marked_function(item)
     if found is None:
         return report
     if report.when == "setup" and not report.passed:

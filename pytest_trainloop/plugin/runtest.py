@@ -12,9 +12,9 @@ import pytest
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.finding import Result
 from pytest_trainloop.plugin import outcomes, progress
-from pytest_trainloop.plugin import settings as chosen
-from pytest_trainloop.plugin.collect import RETURNED, Duty, duty_of
+from pytest_trainloop.plugin.collect import RETURNED, MarkedFunction, marked_function
 from pytest_trainloop.plugin.nodeids import loop_of
+from pytest_trainloop.plugin.settings import read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -30,13 +30,15 @@ class _Loops:
     waiting: dict[str, set[str]] = field(default_factory=dict)
     refused: dict[tuple[str, str], str] = field(default_factory=dict)
 
-    def subject(self, item: pytest.Function, loop: str, duty: Duty) -> Subject:
+    def subject(self, item: pytest.Function, loop: str, marked: MarkedFunction) -> Subject:
         make = _make(item)
         if loop not in self.subjects:
             from pytest_trainloop import battery
 
-            settings = chosen.settings(item.config)
-            self.subjects[loop] = battery.Subject(loop, make, settings=settings, knobs=duty.knobs, judges=duty.judges)
+            settings = read_settings(item.config)
+            self.subjects[loop] = battery.Subject(
+                loop, make, settings=settings, knobs=marked.knobs, judges=marked.judges
+            )
         self.subjects[loop].bind(make)
         return self.subjects[loop]
 
@@ -60,7 +62,7 @@ _LOOPS = pytest.StashKey[_Loops]()
 def pytest_collection_finish(session: pytest.Session) -> None:
     loops = session.config.stash.setdefault(_LOOPS, _Loops())
     for item in session.items:
-        found = duty_of(item)
+        found = marked_function(item)
         if found is not None:
             loops.waiting.setdefault(loop_of(item.nodeid, found[0]), set()).add(item.nodeid)
 
@@ -70,7 +72,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     try:
         return (yield)
     finally:
-        found = duty_of(item)
+        found = marked_function(item)
         if found is not None:
             item.config.stash[_LOOPS].done(item.nodeid, loop_of(item.nodeid, found[0]))
 
@@ -78,7 +80,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     __tracebackhide__ = True
-    found = duty_of(pyfuncitem)
+    found = marked_function(pyfuncitem)
     if found is None:
         late = next((name for name in RETURNED if pyfuncitem.get_closest_marker(name)), None)
         if late:
@@ -91,17 +93,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def _judged(item: pytest.Function, check: str, duty: Duty) -> Result:
+def _judged(item: pytest.Function, check: str, marked: MarkedFunction) -> Result:
     # The subject stays out of the frame that raises: a failure's traceback would keep it alive.
     loops = item.config.stash[_LOOPS]
     loop = loop_of(item.nodeid, check)
-    subject = loops.subject(item, loop, duty)
+    subject = loops.subject(item, loop, marked)
     try:
         with progress.shown(item.config) as subject.progress:
-            result = subject.run_check(check, options=duty.plan.options.get(check), reporter=item.nodeid)
+            result = subject.run_check(check, options=marked.plan.options.get(check), reporter=item.nodeid)
     except UsageError as error:
         return loops.refuse(loop, check, item.nodeid, str(error))
-    return duty.plan.judge(result)
+    return marked.plan.judge(result)
 
 
 def _make(item: pytest.Function) -> Callable[..., Any]:

@@ -9,10 +9,10 @@ import pytest
 
 from pytest_trainloop.battery import Settings
 from pytest_trainloop.errors import UsageError
-from pytest_trainloop.selection import Wishes
+from pytest_trainloop.selection import Selection
 
 
-def settings(config: pytest.Config) -> Settings:
+def read_settings(config: pytest.Config) -> Settings:
     """How loops are judged; the command line goes before the ini file."""
     seed = _number(config, "seed", int, 0)
     timeout = _number(config, "timeout", float, 120.0)
@@ -27,15 +27,15 @@ def settings(config: pytest.Config) -> Settings:
     return Settings(seed=int(seed), timeout=float(timeout), device=device, hypothesis_seed=given)
 
 
-def strict(config: pytest.Config) -> bool:
+def is_strict(config: pytest.Config) -> bool:
     return bool(config.getoption("trainloop_strict") or config.getini("trainloop_strict"))
 
 
-def wishes(config: pytest.Config) -> tuple[Wishes, Wishes]:
+def read_selections(config: pytest.Config) -> tuple[Selection, Selection]:
     """What the ini file and the command line ask for; raises ``UsageError`` for a line that cannot be read."""
     only = [name.strip() for given in config.getoption("trainloop_only") or () for name in given.split(",")]
     return (
-        Wishes(
+        Selection(
             where="the ini file",
             only=config.getini("trainloop_only") or None,
             skip=_pairs(config, "trainloop_skip"),
@@ -43,7 +43,7 @@ def wishes(config: pytest.Config) -> tuple[Wishes, Wishes]:
             options={check: _literal(check, text) for check, text in _pairs(config, "trainloop_options").items()},
             knobs=_pairs(config, "trainloop_knobs"),
         ),
-        Wishes(where="--trainloop-only", only=[name for name in only if name] if only else None),
+        Selection(where="--trainloop-only", only=[name for name in only if name] if only else None),
     )
 
 

@@ -75,7 +75,7 @@ def test_momentum_counts_with_what_is_to_gather():
 
 
 def test_a_rate_that_rises_to_nobody_knows_where_is_left_out():
-    class ByHand:
+    class TrainloopFixture:
         def __init__(self, optimizer):
             self.optimizer = optimizer
 
@@ -83,7 +83,7 @@ def test_a_rate_that_rises_to_nobody_knows_where_is_left_out():
             for group in self.optimizer.param_groups:
                 group["lr"] *= 1.5
 
-    assert counted(1e-6, schedule=ByHand) == []
+    assert counted(1e-6, schedule=TrainloopFixture) == []
 
 
 def copies(weight, steps=5, *, after=True, other=0.0):

@@ -7,13 +7,13 @@ import pytest
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.finding import Finding, Result
 from pytest_trainloop.knobs import KNOBS, nearest, read_knobs
-from pytest_trainloop.selection import Plan, Wishes, choose
+from pytest_trainloop.selection import Plan, Selection, choose
 
 KNOWN = {"step_order": ("stale", "lost"), "finite": ("nan",), "schedule": ("rate_stuck", "stale")}
 
 
-def plan(strict: bool = False, **wishes) -> Plan:
-    return choose(KNOWN, Wishes(where="here", **wishes), strict=strict)
+def plan(strict: bool = False, **selection) -> Plan:
+    return choose(KNOWN, Selection(where="here", **selection), strict=strict)
 
 
 def found(*causes: str, check: str = "step_order", level="fault") -> Result:
@@ -35,8 +35,8 @@ def test_a_skip_by_pattern_skips_all_that_it_matches():
 def test_the_first_place_and_the_first_entry_count():
     chosen = choose(
         KNOWN,
-        Wishes(where="a", skip={"finite": "mine", "f*": "later"}, options={"finite": {"n": 1}}),
-        Wishes(where="b", skip={"finite": "theirs"}, options={"finite": {"n": 2, "m": 3}}),
+        Selection(where="a", skip={"finite": "mine", "f*": "later"}, options={"finite": {"n": 1}}),
+        Selection(where="b", skip={"finite": "theirs"}, options={"finite": {"n": 2, "m": 3}}),
     )
     assert chosen.skip == {"finite": "mine"}
     assert chosen.options == {"finite": {"n": 1, "m": 3}}

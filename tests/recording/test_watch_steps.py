@@ -308,7 +308,7 @@ def test_a_step_consumes_if_it_computes_with_gradients_or_finds_none():
 
 
 def test_an_optimizer_that_is_none_of_torchs_moves_by_hand():
-    class ByHand:
+    class TrainloopFixture:
         def __init__(self, parameters):
             self.parameters = list(parameters)
 
@@ -322,11 +322,11 @@ def test_an_optimizer_that_is_none_of_torchs_moves_by_hand():
                     p -= 0.1 * p.grad
 
     model = net()
-    optimizer = ByHand(model.parameters())
+    optimizer = TrainloopFixture(model.parameters())
     with Watch({"": model}, [optimizer]) as watch:
         train(model, optimizer)
     assert watch.record.of(Step) == []
-    assert [(o.kind, o.steps, o.parameters) for o in watch.record.optimizers] == [("ByHand", 0, ())]
+    assert [(o.kind, o.steps, o.parameters) for o in watch.record.optimizers] == [("TrainloopFixture", 0, ())]
     assert watch.record.moved_outside_steps() == {0, 1, 2, 3}
 
 
