@@ -75,13 +75,58 @@ def named_children(value: Any) -> list[tuple[object, Any]]:
         return list(enumerate(value))
     if dataclasses.is_dataclass(value):
         return [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
-    if hasattr(value, "data") and isinstance(value.data, Mapping):
+    if _keeps_data(value):
         return list(value.data.items())
     held: list[tuple[object, Any]] = list(vars(value).items()) if hasattr(value, "__dict__") else []
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
         held += [(slot, getattr(value, slot, None)) for slot in ([slots] if isinstance(slots, str) else slots)]
     return held
+
+
+def _keeps_data(value: Any) -> bool:
+    """Whether an object that is no mapping keeps its entries in one, as ``data``."""
+    other = isinstance(value, (Mapping, list, tuple, set, frozenset)) or dataclasses.is_dataclass(value)
+    return not other and isinstance(getattr(value, "data", None), Mapping)
+
+
+def mapped(nest: Any, change: Callable[[Path, Any], Any], is_leaf: Callable[[Any], bool]) -> Any:
+    """A nest with other leaves: ``change`` is given the path and the value of each and returns what stands there then.
+
+    What holds no leaf that changes is shared with the given nest; containers of those that do are new, of the same
+    type. Sets stay as they are.
+    """
+    return _mapped(nest, change, is_leaf, (), set())
+
+
+def _mapped(
+    value: Any, change: Callable[[Path, Any], Any], is_leaf: Callable[[Any], bool], path: Path, above: set[int]
+) -> Any:
+    if is_leaf(value):
+        return change(path, value)
+    if isinstance(value, (*_NO_NEST, torch.Tensor, set, frozenset)) or id(value) in above:
+        return value
+    above = above | {id(value)}
+    pairs = [(key, old, _mapped(old, change, is_leaf, (*path, key), above)) for key, old in named_children(value)]
+    new = {key: made for key, old, made in pairs if made is not old}
+    return _with_children(value, new) if new else value
+
+
+def _with_children(value: Any, new: Mapping[Any, Any]) -> Any:
+    """A shallow copy with some of its ``named_children`` replaced."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(new.get(key, old) for key, old in named_children(value)))
+    if isinstance(value, (list, tuple)):
+        return type(value)(new.get(place, old) for place, old in enumerate(value))
+    made = _copy.copy(value)
+    for key, child in new.items():
+        if isinstance(made, Mapping):
+            made[key] = child  # type: ignore[index]
+        elif _keeps_data(made):
+            made.data = {**made.data, key: child}
+        else:
+            object.__setattr__(made, str(key), child)  # also of a frozen dataclass
+    return made
 
 
 def rows(batch: Any, axis: int = 0) -> int:

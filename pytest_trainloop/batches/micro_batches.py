@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.nested import Path
     from pytest_trainloop.recording.record import Record
 
 
@@ -30,8 +31,8 @@ class MicroBatches:
     axis: int
     own: Callable[[Any, int], Iterable[Any]] | None
     valid: Valid
-    beside: dict[counts.Path, float]
-    totals: Mapping[counts.Path, Sequence[int]]
+    beside: dict[Path, float]
+    totals: Mapping[Path, Sequence[int]]
     recount: bool = False
 
     @classmethod
@@ -55,7 +56,7 @@ class MicroBatches:
         return replace(self, recount=True)
 
     @property
-    def unknown(self) -> dict[counts.Path, float]:
+    def unknown(self) -> dict[Path, float]:
         """What is beside the rows and cannot be counted anew."""
         return {path: n for path, n in self.beside.items() if path not in self.totals}
 

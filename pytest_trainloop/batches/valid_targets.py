@@ -9,36 +9,38 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from pytest_trainloop import nested
+from pytest_trainloop.batches.padding import counted_entries
+from pytest_trainloop.batches.values import plain, whole
 from pytest_trainloop.recording.events import LossCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    import torch
 
     from pytest_trainloop.loop import Padding
     from pytest_trainloop.recording.record import Record
 
 
 TORCHS_OWN = -100
-"""What torch's losses ignore unless told otherwise; it is used for hand-made ones as well, and is no class or id."""
+"""The default ``ignore_index`` of torch's losses; hand-written losses use it as well, and it is no class or id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Valid:
     """``order``: all rows, those with the fewest valid entries first (as they stand where all are alike or some have
-    none). ``counts``: what may be the number of valid entries of each row, one list for each tensor that tells."""
+    none). ``counts``: what may be the number of valid entries of each row, one list for each tensor that says so."""
 
     order: tuple[int, ...]
     counts: tuple[tuple[int, ...], ...]
 
     def weigh(self, weights: Sequence[float]) -> bool:
         """Whether parts of equally many rows, taken in this order, weigh as their valid entries do."""
-        return self.told(weights) is not None
+        return self.explaining(weights) is not None
 
-    def told(self, weights: Sequence[float]) -> list[int] | None:
-        """The valid entries of such parts that weigh so, None where no counts do."""
+    def explaining(self, weights: Sequence[float]) -> list[int] | None:
+        """The valid entries of each of these parts, by the counts that explain the weights; None where no counts do."""
         size = len(self.order) // len(weights)
         for counts in self.counts:
             parts = [sum(counts[row] for row in self.order[i * size : (i + 1) * size]) for i in range(len(weights))]
@@ -48,9 +50,9 @@ class Valid:
 
 
 def valid_entries(batch: Any, count: int, axis: int, padding: Padding | None, seen: Record) -> Valid:
-    """What can be told of a batch with so many rows along this axis; ``seen`` is a run of the loop on it."""
-    told = list(dict.fromkeys(_counts(batch, count, axis, _ignored(padding, seen))))
-    uneven = [c for c in told if len(set(c)) > 1 and min(c) > 0]
+    """The valid entries of a batch with ``count`` rows along ``axis``; ``seen`` is a run of the loop on it."""
+    found = dict.fromkeys(_counts(batch, count, axis, _ignored(padding, seen)))
+    uneven = [c for c in found if len(set(c)) > 1 and min(c) > 0]
     order = sorted(range(count), key=lambda row: uneven[0][row]) if uneven else list(range(count))
     return Valid(tuple(order), tuple(uneven))
 
@@ -64,14 +66,14 @@ def _ignored(padding: Padding | None, seen: Record) -> list[int]:
 
 def rows_without(batch: Any, count: int, axis: int, padding: Padding | None, seen: Record) -> dict[int, int]:
     """Rows of which nothing counts, while others of the batch do: by row, how many entries it has that could; first
-    those of which most of what tells says so."""
+    those of which most tensors say so."""
     ignored = list(dict.fromkeys([*_ignored(padding, seen), TORCHS_OWN]))
-    masks = [rows for mask in _masks(batch, count, axis, ignored) for rows in _shifted(mask)]
+    masks = [rows for mask in counted_entries(batch, count, axis, ignored) for rows in _shifted(mask)]
     masks += [
         (leaf != value)[:, None]
-        for leaf in _plain(batch)
+        for leaf in nested.tensors(batch)
         for value in ignored
-        if leaf.shape == (count,) and not leaf.is_floating_point() and bool((leaf == value).any())
+        if leaf.shape == (count,) and plain(leaf) and whole(leaf) and bool((leaf == value).any())
     ]
     entries: dict[int, list[int]] = {}
     for mask in masks:
@@ -81,39 +83,19 @@ def rows_without(batch: Any, count: int, axis: int, padding: Padding | None, see
     return {row: found[0] for row, found in sorted(entries.items(), key=lambda item: -len(item[1]))}
 
 
-def _plain(batch: Any) -> list[torch.Tensor]:
-    return [t for t in nested.tensors(batch) if t.layout is torch.strided and not t.is_nested]
-
-
 def _shifted(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """All entries, and those without the first or last position, which a loss on shifted targets drops."""
     return mask, mask[:, 1:], mask[:, :-1]
 
 
-def _masks(batch: Any, count: int, axis: int, ignored: list[int]) -> Iterator[torch.Tensor]:
-    """What counts, as (rows, entries): of integers what is not ignored, of numbers what is not NaN, then of masks what
-    is set."""
-    leaves = [t for t in _plain(batch) if t.dim() > 1 and t.dim() > axis >= 0 and t.shape[axis] == count]
-    valid = [
-        leaf != value
-        for value in ignored
-        for leaf in leaves
-        if not leaf.is_floating_point() and not leaf.is_complex() and bool((leaf == value).any())
-    ]
-    valid += [~leaf.isnan() for leaf in leaves if bool(leaf.isnan().any())]
-    valid += [leaf != 0 for leaf in leaves if not leaf.is_complex() and bool(((leaf == 0) | (leaf == 1)).all())]
-    for mask in valid:
-        yield mask.movedim(axis, 0).flatten(1)
-
-
 def _counts(batch: Any, count: int, axis: int, ignored: list[int]) -> Iterator[tuple[int, ...]]:
     """Valid entries by row, then lengths that are given as such, and how many entries the tensors have that stand in a
     list with one item for each row."""
-    for mask in _masks(batch, count, axis, ignored):
+    for mask in counted_entries(batch, count, axis, ignored):
         for rows in _shifted(mask):
             yield tuple(int(n) for n in rows.sum(1))
-    for leaf in _plain(batch):
-        if leaf.shape == (count,) and not leaf.is_floating_point() and not leaf.is_complex():
+    for leaf in nested.tensors(batch):
+        if leaf.shape == (count,) and plain(leaf) and whole(leaf):
             yield tuple(int(n) for n in leaf)
     for listed in nested.lists_of_rows(batch, count):
         yield from zip(*([len(t) for t in nested.tensors(row) if t.dim()] for row in listed), strict=False)

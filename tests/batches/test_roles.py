@@ -114,12 +114,12 @@ def test_ctc_has_lengths_of_frames_and_of_labels():
         (
             text_without_padding(),
             None,
-            "positions of input_ids cannot be told: pass padding=",
+            "positions of input_ids is not known: pass padding=",
         ),
         (
             text_without_padding(),
             Padding(pad_id=0),
-            r"padded positions of labels cannot be told: pass padding=Padding\(ignore_index=\)",
+            r"padded positions of labels is not known: pass padding=Padding\(ignore_index=\)",
         ),
         (text(bias=torch.ones(3, 1, 5, 5).tril()), None, r"bias of shape \(3, 1, 5, 5\) has 5"),
         (text(shifted=IDS[:, 1:]), None, r"shifted of shape \(3, 4\)"),
@@ -128,7 +128,7 @@ def test_ctc_has_lengths_of_frames_and_of_labels():
         (
             text(decoder_attention_mask=torch.tensor([[1, 1, 1, 1, 0]] * 3)),
             None,
-            "padded positions of decoder_attention_mask cannot be told",
+            "padded positions of decoder_attention_mask is not known",
         ),
     ],
 )

@@ -146,7 +146,7 @@ def test_the_same_paddings_each_time():
     ("given", "options", "reason"),
     [
         ((IDS, LABELS), {}, r"pass padding=Padding\(pad_id=, ignore_index=, dim=\)"),
-        ([torch.ones(2), torch.ones(3)], {}, r"what is padding cannot be told from a list"),
+        ([torch.ones(2), torch.ones(3)], {}, r"nothing says which positions are padding in a list"),
         (text(), {"only": ["shorter"]}, "no change 'shorter': there are as_is, more"),
         (text(), {"masks": ["byte"]}, "a mask has no kind 'byte'"),
         (additive(), {"masks": ["bool"]}, "mask is added to scores"),

@@ -43,6 +43,7 @@ from pytest_trainloop.runs.process_state import preserved
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from pytest_trainloop.nested import Path
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -251,7 +252,7 @@ class Accumulation:
         backwards = self._run("reversed", 1, split.rows)
         return first_apart(self._one(split.rows), backwards, split.optimizer)
 
-    def _depends_on(self, numbers: Mapping[totals.Path, float], split: Split) -> bool:
+    def _depends_on(self, numbers: Mapping[Path, float], split: Split) -> bool:
         """Whether the gradient changes with these numbers of the batch."""
         if not numbers:
             return False

@@ -92,6 +92,6 @@ def _counts(made: Accumulation, split: Split) -> Sequence[int]:
     if not made.cut.valid.counts:
         return ()
     try:
-        return made.cut.valid.told(made.one_batch(split).weights) or ()
+        return made.cut.valid.explaining(made.one_batch(split).weights) or ()
     except (CannotDecide, Unreliable):
         return ()

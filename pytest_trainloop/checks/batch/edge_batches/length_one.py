@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop import nested
-from pytest_trainloop.checks.loss.loss_contract.token_labels import Tokens
+from pytest_trainloop.batches.padding import Proof, padding_ids, read_paddings
 
 if TYPE_CHECKING:
     import torch
 
     from pytest_trainloop.checks.batch.edge_batches.runs import Compose, Edges, Outcome
-    from pytest_trainloop.loop import Padding, TrainLoop
+    from pytest_trainloop.loop import TrainLoop
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +38,18 @@ def shortest(edges: Edges) -> Short | None:
     return Short(edges.among_full(f"row {row} alone, of length 1", _cut(edges, row, 1)), row)
 
 
-def lengths_of(batch: Any, count: int, padding: Padding | None) -> tuple[list[int], int]:
-    """The length of each row, where the batch tells, and what rows are padded to; else nothing and 0."""
-    wide = [t for t in nested.tensors(batch) if t.dim() > 1 and not t.is_nested and t.shape[0] == count]
-    tokens = Tokens(None if padding is None else padding.pad_id)
-    tokens.handed(batch)
-    tokens.embedded = [(t, None, t) for t in wide if t.dim() == 2 and _are_ids(t)]
-    for full in dict.fromkeys(t.shape[1] for t in wide):
-        padded = tokens.padded((count, full)) if full > 1 else None
-        if padded is not None and not bool(padded[:, 0].any()):
-            return (~padded).sum(1).tolist(), full
-    return [], 0
-
-
-def _are_ids(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() and not tensor.is_complex() and bool(((tensor != 0) & (tensor != 1)).any())
+def lengths_of(batch: Any, loop: TrainLoop) -> tuple[tuple[int, ...], int]:
+    """The length of each row, where padding at the ends of rows is proven, and what rows are padded to; else nothing
+    and 0."""
+    if loop.batch_dim not in (None, 0):
+        return (), 0
+    read = read_paddings(
+        batch,
+        at_least=Proof.EMPTY,  # rows are cut there, and all tensors with them
+        declared=loop.padding,
+        pad_ids=padding_ids(loop.modules.values()),
+    )
+    return next(((found.lengths, found.grid.length) for found in read if found.side == "right"), ((), 0))
 
 
 def _cut(edges: Edges, row: int, length: int) -> Compose:

@@ -100,7 +100,7 @@ class Edges:
         self.ending = Ending()
         self.without: dict[int, int] = {}
         self.padding: Padding | None = None
-        self.lengths: list[int] = []
+        self.lengths: tuple[int, ...] = ()
         self.full = 0
         self.cuts = False
 
@@ -140,9 +140,9 @@ class Edges:
         made = cls(rows, seen, plan, run_plan, windows)
         made.ending = Ending(drops=True) if _takes_all_data(seen) else ending(given)
         made.padding = loop.padding
-        made.lengths, made.full = lengths_of(made.batch, made.count, loop.padding)
+        made.lengths, made.full = lengths_of(made.batch, loop)
         if 1 in made.lengths and given is not None:
-            widths = [lengths_of(b, nested.rows(b), loop.padding)[1] for b in first_batches(loop, LOOKED_AT)]
+            widths = [lengths_of(b, loop)[1] for b in first_batches(loop, LOOKED_AT)]
             made.cuts = len({made.full, *widths} - {0}) > 1
         made.without = rows_without(made.batch, made.count, rows.axis, loop.padding, seen)
         return made

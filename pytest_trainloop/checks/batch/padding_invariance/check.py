@@ -222,7 +222,7 @@ def _excuse(made: PaddingRuns, found: Compared, way: _Way, calls: list[Met], clo
     if way is _POSITIONS:
         return "" if made.varying else "all batches are of one length, so that positions may be counted from the end"
     if not made.sure:
-        return f"known as padding only by {made.told}: pass padding=Padding(...) to have it judged"
+        return f"that {made.reason} may mean something other than padding: pass padding=Padding(...) to have it judged"
     if seen.target and made.by_lengths:
         return "the lengths are what is to be learned"
     if way is _ATTENTION:
@@ -350,7 +350,7 @@ def _finding(
             f"|g| with padding / without = {found.agreement.ratio:.4g}, cosine {found.agreement.cosine:.4g}, loss "
             f"{found.losses[0]:.5g} and {found.losses[1]:.5g}, all {found.parameters} parameters, {found.precision}"
         ),
-        shown_by=f"{shown}; padding is known by {made.told}",
+        shown_by=f"{shown}; these positions are padding: {made.reason}",
         culprits=(culprit,),
         where=where,
         smallest=f"{rows} row{'s' if rows > 1 else ''} of {total} positions, {real} of them real",

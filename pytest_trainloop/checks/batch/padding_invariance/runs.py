@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from pytest_trainloop import nested
-from pytest_trainloop.batches.padding_mask import Padded, find, plain, time_axes
+from pytest_trainloop.batches.grids import time_axes
+from pytest_trainloop.batches.padding import PaddingMask, Proof, padding_ids, read_paddings
+from pytest_trainloop.batches.values import plain
 from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import WAYS, Closed, Met, Seen
 from pytest_trainloop.checks.batch.padding_invariance.slices import Part, cut, parts
 from pytest_trainloop.errors import CannotDecide, Unreliable, UsageError
@@ -70,13 +71,13 @@ class Compared:
 class PaddingRuns:
     """The runs behind ``padding_invariance``, each made once.
 
-    ``told`` says by what the padding is known; ``sure`` that the project itself marks it as such, or that its batches
+    ``reason`` says what proves the padding; ``sure`` that the project itself marks it as such, or that its batches
     are not all of one length (``varying``)."""
 
     def __init__(
         self,
         batch: Any,
-        padded: Padded,
+        padded: PaddingMask,
         window: int,
         evidence: Evidence,
         *,
@@ -132,18 +133,13 @@ class PaddingRuns:
         ]
 
     @property
-    def told(self) -> str:
-        how = {"id": "the pad id", "mask": "a mask in the batch", "lengths": "lengths in the batch"}[
-            self._padded.source
-        ]
-        if not self._declared:
-            return how if self._padded.source != "id" else "an embedding's padding_idx"
-        return "the declared pad id" if self._padded.source == "id" else f"padding= and {how}"
+    def reason(self) -> str:
+        return self._padded.reason
 
     @property
     def sure(self) -> bool:
         """Whether the project itself says that this is padding; a mask beside features may be of observations."""
-        by_batch = self._padded.source == "lengths" or (self._padded.source == "mask" and self._padded.ids)
+        by_batch = self._padded.source == "lengths" or (self._padded.source == "mask" and self._padded.of_ids)
         return self._declared or self.varying or by_batch
 
     @property
@@ -152,7 +148,7 @@ class PaddingRuns:
 
     @property
     def left(self) -> bool:
-        return self._padded.left
+        return self._padded.side == "left"
 
     def first_difference(self) -> Compared | None:
         """The first part whose gradient changes with its padding. Raises ``CannotDecide`` where none could be compared.
@@ -193,7 +189,7 @@ class PaddingRuns:
     def _otherwise(self, part: Part) -> bool:
         """Whether there is another way to run a loop that did not run through: with as many rows as ever, and then in
         float32, since a kernel of its own may know no other."""
-        rows = nested.rows(self._batch, self._padded.rows)
+        rows = nested.rows(self._batch, self._padded.grid.batch_dim)
         if self._count is None and len(part.rows) < rows:
             self._count = rows
         elif self._precision == "float64":
@@ -306,23 +302,30 @@ class PaddingRuns:
         return record, closed.seen
 
 
-def _known(loop: TrainLoop, batch: Any) -> list[Padded]:
+def _known(loop: TrainLoop, batch: Any) -> list[PaddingMask]:
     time_first = loop.padding is not None and loop.padding.dim == 0
-    modules = [m for module in loop.modules.values() for m in module.modules()]
-    tables = [m for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-    pads = [m.padding_idx for m in tables if m.padding_idx is not None]
-    return find(batch, loop.batch_dim if isinstance(loop.batch_dim, int) else int(time_first), loop.padding, pads)
+    return read_paddings(
+        batch,
+        at_least=Proof.EMPTY,  # rows are cut there, and all tensors with them
+        batch_dim=loop.batch_dim if isinstance(loop.batch_dim, int) else int(time_first),
+        declared=loop.padding,
+        pad_ids=padding_ids(loop.modules.values()),
+    )
 
 
-def _lengths(given: list[Any], batch: Any, padded: Padded) -> set[int]:
+def _lengths(given: list[Any], batch: Any, padded: PaddingMask) -> set[int]:
     """How long batches are where this one is padded."""
-    count = nested.rows(batch, padded.rows)
-    for number, tensor in enumerate(plain(batch)):
-        axes = time_axes(tensor, padded.rows, count, padded.positions)
+    grid = padded.grid
+    for number, tensor in enumerate(_plain(batch)):
+        axes = time_axes(tensor, grid.batch_dim, grid.rows, grid.length, grid.time_dim)
         if axes:
-            same = [t for other in given for t in plain(other)[number : number + 1] if t.dim() == tensor.dim()]
+            same = [t for other in given for t in _plain(other)[number : number + 1] if t.dim() == tensor.dim()]
             return {t.shape[axes[0]] for t in same}
     return set()
+
+
+def _plain(batch: Any) -> list[torch.Tensor]:
+    return [t for t in nested.tensors(batch) if plain(t)]
 
 
 def _loss(record: Record) -> float:

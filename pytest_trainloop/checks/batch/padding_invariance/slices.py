@@ -7,13 +7,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop import nested
-from pytest_trainloop.batches.padding_mask import Padded, plain, time_axes
+from pytest_trainloop.batches.grids import time_axes
+from pytest_trainloop.batches.values import plain
 from pytest_trainloop.errors import CannotDecide
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+
+    from pytest_trainloop.batches.padding import PaddingMask
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +66,16 @@ class Span:
         return found
 
 
-def parts(padded: Padded) -> list[Part]:
+def parts(padded: PaddingMask) -> list[Part]:
     """The rows with the fewest real positions, and those with the most of all that are padded: as many of each as have
     equally many. Where there are others, rows with less than two real positions are left out, since a model of the next
     position has no target in them, and rows with less than two padded ones, since the first may end a text."""
-    lengths, total = padded.lengths(), padded.positions
+    lengths, total = padded.lengths, padded.grid.length
     wanted = ([n for n in lengths if 2 <= n <= total - 2], [n for n in lengths if 1 <= n < total])
     sizes = sorted(next((found for found in wanted if found), ()))
     chosen = list(dict.fromkeys((sizes[0], sizes[-1]))) if sizes else []
     return [
-        Part(rows, 0, total, total - n if padded.left else 0, total if padded.left else n)
+        Part(rows, 0, total, total - n if padded.side == "left" else 0, total if padded.side == "left" else n)
         for n in chosen
         for rows in [tuple(r for r, length in enumerate(lengths) if length == n)[:MOST]]
     ]
@@ -82,13 +85,13 @@ MOST = 4
 """Rows of a part, at most."""
 
 
-def cut(batch: Any, padded: Padded, part: Part, *, count: int | None = None) -> Any:
+def cut(batch: Any, padded: PaddingMask, part: Part, *, count: int | None = None) -> Any:
     """This part of a batch, with its rows again from the first where ``count`` are wanted."""
-    stretch = _Stretch(padded, part, nested.rows(batch, padded.rows))
-    memo = {id(t): made for t in plain(batch) if (made := stretch.of(t)) is not t}
+    stretch = _Stretch(padded, part, nested.rows(batch, padded.grid.batch_dim))
+    memo = {id(t): made for t in nested.tensors(batch) if plain(t) and (made := stretch.of(t)) is not t}
     wanted = [part.rows[i % len(part.rows)] for i in range(count or len(part.rows))]
     try:
-        return nested.take(copy.deepcopy(batch, memo), wanted, padded.rows)
+        return nested.take(copy.deepcopy(batch, memo), wanted, padded.grid.batch_dim)
     except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:
         raise CannotDecide(f"rows cannot be taken from {nested.describe(batch)} ({type(error).__name__})") from error
 
@@ -97,16 +100,17 @@ def cut(batch: Any, padded: Padded, part: Part, *, count: int | None = None) -> 
 class _Stretch:
     """Cuts tensors along their positions."""
 
-    padded: Padded
+    padded: PaddingMask
     part: Part
     count: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        total, size = self.padded.positions, self.part.stop - self.part.start
+        total, size = self.padded.grid.length, self.part.stop - self.part.start
         if tensor.dim() == 1 and self._are_lengths(tensor):
-            return tensor - (self.padded.lengths()[self.part.rows[0]] - (self.part.last - self.part.first))
+            return tensor - (self.padded.lengths[self.part.rows[0]] - (self.part.last - self.part.first))
         for longer in (0, 1, -1):
-            axes = time_axes(tensor, self.padded.rows, self.count, total + longer)
+            grid = self.padded.grid
+            axes = time_axes(tensor, grid.batch_dim, self.count, total + longer, grid.time_dim)
             if axes and (longer == 0 or self._is_shifted(tensor)):
                 return self._narrow(tensor, axes, longer)
         if total != self.count and tensor.shape[:1] == (total,) and set(tensor.shape) == {total}:
@@ -117,19 +121,19 @@ class _Stretch:
 
     def _is_shifted(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor with one position more or less holds ids, and nothing where it is cut off."""
-        if tensor.dim() != 2 or tensor.is_floating_point() or self.padded.rows != 0:
+        if tensor.dim() != 2 or tensor.is_floating_point() or self.padded.grid.batch_dim != 0:
             return False
         own = tensor[list(self.part.rows)]
         off = (
             own[:, : self.part.start]
             if self.part.start
-            else own[:, own.shape[1] - (self.padded.positions - self.part.stop) :]
+            else own[:, own.shape[1] - (self.padded.grid.length - self.part.stop) :]
         )
         return bool((off == off[:1, :1]).all())
 
     def _are_lengths(self, tensor: torch.Tensor) -> bool:
         same = tensor.shape == (self.count,) and not tensor.is_floating_point()
-        return same and tensor.tolist() == self.padded.lengths()
+        return same and tuple(tensor.tolist()) == self.padded.lengths
 
     def _narrow(self, tensor: torch.Tensor, axes: Sequence[int], longer: int) -> torch.Tensor:
         for axis in axes:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from pytest_trainloop import nested
+from pytest_trainloop.batches.padding import Ids
 from pytest_trainloop.checks.loss.loss_contract import broadcasting, loss_terms, refused_calls, token_labels
 from pytest_trainloop.checks.loss.loss_contract.call import Breach, Call
 from pytest_trainloop.checks.loss.loss_contract.contracts import BY_HAND, READERS
@@ -25,6 +26,7 @@ from pytest_trainloop.tracing.provenance import Lineage, name_of, watched
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from pytest_trainloop.loop import Padding
     from pytest_trainloop.recording.events import Site
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
@@ -55,11 +57,11 @@ class LossCallRecorder(WatchingMode):
     """To be used by ``contexts`` of a run; ``handed`` is told of every batch. ``places`` is what was seen, ``unread``
     what could not be judged, ``seen`` names the loss functions that were called."""
 
-    def __init__(self, pad_id: int | None = None) -> None:
+    def __init__(self, padding: Padding | None = None) -> None:
         super().__init__()
         self._lineage = Lineage()
         self._steps = -1
-        self._tokens = token_labels.Tokens(pad_id)
+        self._tokens = token_labels.Tokens(padding)
         self._rows = 0
         self.places: dict[tuple[str, Site, str | None], Place] = {}
         self._root: float | None = None
@@ -81,7 +83,7 @@ class LossCallRecorder(WatchingMode):
 
     def handed(self, _number: int, item: Any) -> None:
         self._rows = nested.rows(item)
-        self._tokens.handed(item)
+        self._tokens.batch = item
 
     @contextlib.contextmanager
     def watching(self, watch: Watch) -> Iterator[None]:
@@ -173,7 +175,7 @@ class LossCallRecorder(WatchingMode):
         given = bound_arguments(F.embedding, args, kwargs)
         ids, pad = given.get("input"), given.get("padding_idx")
         if isinstance(ids, torch.Tensor) and ids.dim() == 2:
-            self._tokens.embedded.append((ids.detach(), None if pad is None or pad < 0 else pad, out))
+            self._tokens.embedded.append((Ids(ids.detach(), None if pad is None or pad < 0 else pad), out))
 
     def _call(
         self, watch: Watch, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -8,61 +8,35 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop import nested
-from pytest_trainloop.batches.padding_marks import are_lengths, beyond, is_binary, runs
+from pytest_trainloop.batches.padding import Ids, Proof, read_padding
 from pytest_trainloop.checks.loss.loss_contract.call import Breach, Call
 from pytest_trainloop.tracing.provenance_queries import Layout, layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pytest_trainloop.loop import Padding
     from pytest_trainloop.tracing.provenance import Node
 
 FEWEST = 24
 """Positions that must be compared before a shift is named."""
 
-MOST = 64
-"""Tensors of a batch that are looked at."""
-
 
 @dataclass(slots=True)
 class Tokens:
-    """``batch`` holds the tensors of the batch at hand, ``embedded`` what embeddings looked up since the last step:
-    ids, the id of their padding, and what came out."""
+    """``batch`` is the batch at hand, ``embedded`` what embeddings looked up since the last step: the ids, and what
+    came out."""
 
-    pad_id: int | None = None
-    batch: list[torch.Tensor] = field(default_factory=list)
-    embedded: list[tuple[torch.Tensor, int | None, torch.Tensor]] = field(default_factory=list)
-
-    def handed(self, item: Any) -> None:
-        self.batch = [t.detach() for _, t in zip(range(MOST), nested.tensors(item), strict=False) if not t.is_nested]
+    declared: Padding | None = None
+    batch: Any = None
+    embedded: list[tuple[Ids, torch.Tensor]] = field(default_factory=list)
 
     def padded(self, shape: tuple[int, int]) -> torch.Tensor | None:
-        """Which of (rows, positions) are padding, if the batch shows it: by an id that is declared or that an embedding
-        leaves out, by a mask or lengths beyond which one and the same value stands."""
-        ids = [(i, p) for i, p, _ in self.embedded if tuple(i.shape) == shape]
-        for values, pad in ids:
-            known = self.pad_id if self.pad_id is not None else pad
-            if known is not None and (found := runs(values == known)) is not None:
-                return found
-        rows = [i for i, _ in ids] or [t for t in self.batch if tuple(t.shape[:2]) == shape and t.dim() > 2]
-        for values in rows:
-            for mask in self._masks(shape):
-                held = values[mask]
-                if held.numel() and bool((held == held[:1]).all()):
-                    return mask
-        return None
-
-    def _masks(self, shape: tuple[int, int]) -> Iterator[torch.Tensor]:
-        """Tensors of the batch that could say where rows end."""
-        rows, length = shape
-        for tensor in self.batch:
-            wide = tuple(tensor.shape)
-            cut = tensor[:, :length] if len(wide) == 2 and wide[0] == rows and wide[1] in (length, length + 1) else None
-            if cut is not None and is_binary(cut):
-                yield from (found for end in (0, 1) if (found := runs(cut == end)) is not None)
-            elif wide == (rows,) and are_lengths(tensor, length):
-                yield beyond(tensor, length)
+        """Which of (rows, positions) are padding; None where that is not proven. What stands in labels is no proof:
+        labels of padded positions are what is judged."""
+        inputs = [ids for ids, _ in self.embedded if tuple(ids.ids.shape) == shape]
+        found = read_padding(self.batch, at_least=Proof.INPUTS, shape=shape, declared=self.declared, inputs=inputs)
+        return None if found is None else found.mask
 
 
 def positions(node: Node | None, call: Call) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]] | None:
@@ -214,7 +188,7 @@ def shift(call: Call) -> Iterator[Breach]:
     known = call.counts()
     if known is not None and known.shape == kept.shape:
         kept = kept & known
-    for ids, _, out in tokens.embedded:
+    for (ids, _), out in tokens.embedded:
         if tuple(ids.shape) != shape or torch.unique(ids).numel() < 4:
             continue
         found = [s for s in (-1, 0, 1, 2, 3) if _agrees(ids, target, row, position, kept, s)]

@@ -129,10 +129,15 @@ def test_a_batch_in_which_nothing_counts_has_no_such_row():
 
 def test_lengths_by_padding_and_by_mask():
     ids = torch.tensor([[3, 4, 5], [6, 0, 0], [7, 8, 0]])
-    assert lengths_of((ids,), 3, Padding(pad_id=0)) == ([3, 1, 2], 3)
-    mask = (ids != 0).long()
-    assert lengths_of({"ids": ids, "mask": mask}, 3, None) == ([3, 1, 2], 3)
-    assert lengths_of((ids,), 3, None) == ([], 0)
+
+    def lengths(batch, padding=None, model=None):
+        model = model or nn.Linear(1, 1)
+        return lengths_of(batch, TrainLoop(model=model, batch=batch, fit=lambda batches: None, padding=padding))
+
+    assert lengths((ids,), Padding(pad_id=0)) == ((3, 1, 2), 3)
+    assert lengths({"ids": ids, "mask": (ids != 0).long()}) == ((3, 1, 2), 3)
+    assert lengths((ids,), model=nn.Embedding(9, 2, padding_idx=0)) == ((3, 1, 2), 3)
+    assert lengths((ids,)) == ((), 0)
 
 
 # squeezes

@@ -33,7 +33,7 @@ class Runs:
         self._found, self._closing, self._cut = found, frozenset(closing), cut
         self._seen = Seen(closed=list(closed), **seen)
         self.by_lengths = True
-        self.sure, self.varying, self.left, self.told = sure, varying, left, "a mask in the batch"
+        self.sure, self.varying, self.left, self.reason = sure, varying, left, "mask is 0 there"
 
     def first_difference(self):
         return self._found

@@ -85,7 +85,7 @@ def test_a_declared_id_that_does_not_occur_is_named():
                 given=lambda: {"ids": batch()["ids"] + 1, "mask": batch()["mask"] * 0 + 1}, padding=Padding(pad_id=77)
             )
         )
-    assert padding(made).told == "padding= and a mask in the batch"
+    assert padding(made).reason == "mask is 0 there"
 
 
 @pytest.mark.parametrize("window", [1, 3])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_trainloop.batches.padding_mask import find
+from pytest_trainloop.batches.padding import Proof, read_paddings
 from pytest_trainloop.checks.batch.padding_invariance.slices import Part, Span, cut, parts
 from pytest_trainloop.loop import Padding
 
@@ -19,8 +19,8 @@ def batch(**more):
 
 
 def padded(given, left=False):
-    (found,) = find(given, 0, Padding(pad_id=0), ())
-    assert found.left == left
+    (found,) = read_paddings(given, at_least=Proof.EMPTY, declared=Padding(pad_id=0))
+    assert (found.side == "left") == left
     return found
 
 

@@ -1,18 +1,20 @@
-"""A batch read: the role of each tensor, its axes, and what stands in it at padded positions."""
+"""What the tensors of a batch are: ids, masks, labels, lengths or features; their axes, and what stands at padding."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from pytest_trainloop import nested
-from pytest_trainloop.batches.roles.grids import Grid, Leaf, grids
-from pytest_trainloop.batches.roles.padded import Padded, additive, constant, is_label, padded, two_valued
+from pytest_trainloop.batches.grids import Grid, Leaf, leaves, open_grids
+from pytest_trainloop.batches.padding import PaddingMask, Proof, read_padding
+from pytest_trainloop.batches.padding_hints import is_label
+from pytest_trainloop.batches.values import additive, constant, count_up
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
     from pytest_trainloop.loop import Padding
     from pytest_trainloop.nested import Path
@@ -53,27 +55,29 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """``padded``: (rows, positions) on the CPU, true for padding; None where it cannot be told. ``undecided``: why the
-    batch cannot be padded in another way, and what to give; empty where it can."""
+    """``found``: which of the ``rows`` by ``length`` positions are padding; None where that is not proven.
+    ``undecided``: why the batch cannot be padded in another way, and what to give; empty where it can."""
 
     parts: tuple[Part, ...]
     rows: int
     length: int | None
-    padded: torch.Tensor | None = field(repr=False)
+    found: PaddingMask | None = field(repr=False)
     undecided: str = ""
 
     @property
+    def padded(self) -> torch.Tensor | None:
+        """(rows, positions) on the CPU, true for padding."""
+        return None if self.found is None else self.found.mask
+
+    @property
     def lengths(self) -> tuple[int, ...]:
-        """The real positions of each row; empty where padding cannot be told."""
-        return () if self.padded is None else tuple(int(n) for n in (~self.padded).sum(1))
+        """The real positions of each row; empty where padding is not proven."""
+        return () if self.found is None else self.found.lengths
 
     @property
     def side(self) -> Literal["left", "right"]:
-        """Where padding stands in the rows: on the right, also where there is none."""
-        if self.padded is None or not bool(self.padded.any()):
-            return "right"
-        some = self.padded[~self.padded.all(1)]
-        return "left" if bool(some[:, 0].any()) else "right"
+        """At which end of the rows padding stands: on the right, also where there is none."""
+        return "right" if self.found is None else self.found.side
 
     def of(self, *roles: Role) -> tuple[Part, ...]:
         """The parts with one of these roles."""
@@ -81,57 +85,51 @@ class Roles:
 
 
 def read(batch: Any, padding: Padding | None = None) -> Roles:
-    """The role and the axes of each tensor of a batch; raises nothing: ``undecided`` says what cannot be told.
+    """The role and the axes of each tensor of a batch; raises nothing: ``undecided`` says what is not known.
 
     Positions lie along ``padding.dim`` where padding is declared. Else the axes are those under which a mask or lengths
     say where padding stands; where rows and positions could be either, rows come first.
     """
-    leaves = [Leaf(path, tensor) for path, tensor in nested.paths(batch) if _plain(tensor)]
-    best: tuple[Grid, list[Leaf], Padded | None] | None = None
-    for grid in grids(leaves, None if padding is None else padding.dim):
-        under = [leaf.under(grid) for leaf in leaves]
-        found = padded(under, grid, padding)
-        if found is not None and found.any:
-            best = (grid, under, found)
-            break
-        if best is None and (found is not None or (padding is not None and any(_tokens(leaf) for leaf in under))):
-            best = (grid, under, found)
-    if best is None:
-        return _unread(leaves, batch)
-    grid, under, found = best
-    parts = _parts(under, found, padding)
-    why = _undecided(parts, grid, found, padding)
-    return Roles(parts, grid.rows, grid.length, None if found is None else found.where, why)
+    found = read_padding(batch, at_least=Proof.SAID, declared=padding)
+    tensors = leaves(batch)
+    grid = _with_tokens(tensors, padding) if found is None else found.grid
+    if grid is None:
+        return _unread(tensors, batch)
+    parts = _parts([leaf.under(grid) for leaf in tensors], found, padding)
+    return Roles(parts, grid.rows, grid.length, found, _undecided(parts, grid, found, padding))
 
 
-def _plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta and tensor.numel() > 0
+def _with_tokens(tensors: Sequence[Leaf], padding: Padding | None) -> Grid | None:
+    """The likeliest axes of a batch of which it is declared that it is padded."""
+    if padding is None:
+        return None
+    return next((g for g in open_grids(tensors, padding.dim) if any(_tokens(leaf.under(g)) for leaf in tensors)), None)
 
 
 def _tokens(leaf: Leaf) -> bool:
     return leaf.time is not None and (leaf.whole or leaf.tensor.dim() > 2)
 
 
-def _unread(leaves: Sequence[Leaf], batch: Any) -> Roles:
-    """A batch whose positions cannot be told."""
+def _unread(tensors: Sequence[Leaf], batch: Any) -> Roles:
+    """A batch of which nothing says where its positions lie."""
     rows = nested.rows(batch)
     parts = []
-    for leaf in leaves:
+    for leaf in tensors:
         row = 0 if leaf.tensor.dim() and len(leaf.tensor) == rows else None
         role: Role = "other"
         if row is not None:
             role = "labels" if is_label(leaf, None) else "features" if leaf.tensor.is_floating_point() else "other"
         parts.append(Part(leaf.path, role, row, None, None, None, leaf.tensor))
     why = (
-        f"what is padding cannot be told from {nested.describe(batch)}: no mask and no lengths say where rows end; "
-        "pass padding=Padding(pad_id=, ignore_index=, dim=)"
+        f"nothing says which positions are padding in {nested.describe(batch)}: no mask and no lengths say where rows "
+        "end; pass padding=Padding(pad_id=, ignore_index=, dim=)"
     )
     return Roles(tuple(parts), rows, None, None, why)
 
 
-def _parts(leaves: Sequence[Leaf], found: Padded | None, padding: Padding | None) -> tuple[Part, ...]:
+def _parts(tensors: Sequence[Leaf], found: PaddingMask | None, padding: Padding | None) -> tuple[Part, ...]:
     parts: list[Part] = []
-    for leaf in leaves:
+    for leaf in tensors:
         has_ids = any(part.role == "ids" for part in parts)
         role = _role(leaf, found, padding, has_ids)
         fill = real = None
@@ -142,43 +140,39 @@ def _parts(leaves: Sequence[Leaf], found: Padded | None, padding: Padding | None
     return tuple(parts)
 
 
-def _role(leaf: Leaf, found: Padded | None, padding: Padding | None, has_ids: bool) -> Role:
-    says = found is not None and id(leaf.tensor) in found.by
+def _role(leaf: Leaf, found: PaddingMask | None, padding: Padding | None, has_ids: bool) -> Role:
+    says = found is not None and leaf.path in found.by
     if leaf.row is None:
         return "other"
     if leaf.time is None:
         if says:
             return "lengths"
         return "labels" if is_label(leaf, padding) else "features" if leaf.tensor.is_floating_point() else "other"
-    if says or ("mask" in leaf.name and leaf.tensor.dim() == 2 and two_valued(leaf)):
-        return "mask"
+    if says or ("mask" in leaf.name and leaf.two_valued):
+        return "mask" if leaf.tensor.dim() == 2 else "other"
     if not leaf.whole:
         return "features" if leaf.tensor.is_floating_point() else "other"
     if is_label(leaf, padding):
         return "labels"
-    if any(name in leaf.name for name in _ELSEWHERE) or _counts_up(leaf):
+    if any(name in leaf.name for name in _ELSEWHERE) or count_up(leaf.cells):
         return "other"
     named = leaf.name.endswith("ids") or "input" in leaf.name or "token" in leaf.name
     return "ids" if named or not has_ids else "labels"
 
 
-def _counts_up(leaf: Leaf) -> bool:
-    """Whether all rows are 0, 1, 2, ...: positions."""
-    cells = leaf.cells
-    return cells.dim() == 2 and cells.shape[1] > 1 and bool((cells == torch.arange(cells.shape[1])).all())
-
-
-def _fill(leaf: Leaf, role: Role, found: Padded | None, padding: Padding | None) -> float | None:
+def _fill(leaf: Leaf, role: Role, found: PaddingMask | None, padding: Padding | None) -> float | None:
     """What stands at padded positions, or would."""
     cells = leaf.cells
     if found is not None and found.any:
-        seen = constant(cells[found.where])
+        seen = constant(leaf.at(found.mask))
         if seen is not None or (role == "features" and cells.dim() == 2):
             return seen
+    elif "mask" in leaf.name and role == "other":
+        return None
     elif role == "mask":
         same = constant(cells)
         if same is None:
-            return float("-inf") if additive(leaf) else 0.0
+            return float("-inf") if additive(leaf.tensor) else 0.0
         return None if leaf.tensor.is_floating_point() and same == 0 else 1 - same
     by_role = {} if padding is None else {"ids": padding.pad_id, "labels": padding.ignore_index}
     declared = by_role.get(role)
@@ -186,7 +180,7 @@ def _fill(leaf: Leaf, role: Role, found: Padded | None, padding: Padding | None)
         return float(declared)
     if role == "labels" and (ignored := constant(cells[cells < 0])) is not None:
         return ignored
-    if role == "features" or (role == "other" and _counts_up(leaf)):
+    if role == "features" or (role == "other" and count_up(leaf.cells)):
         return 0.0
     return constant(cells) if role == "other" else None
 
@@ -199,7 +193,7 @@ def _real(leaf: Leaf, fill: float | None) -> float | None:
     return known if known is not None else None if fill is None else 1.0 - fill if abs(fill) <= 1 else 0.0
 
 
-def _undecided(parts: Sequence[Part], grid: Grid, found: Padded | None, padding: Padding | None) -> str:
+def _undecided(parts: Sequence[Part], grid: Grid, found: PaddingMask | None, padding: Padding | None) -> str:
     declare = "pass padding=Padding(pad_id=, ignore_index=, dim=)"
     if found is None and padding is not None and padding.pad_id is not None:
         return (
@@ -213,7 +207,9 @@ def _undecided(parts: Sequence[Part], grid: Grid, found: Padded | None, padding:
         if part.time is not None and (part.fill is None or (part.role == "mask" and part.real is None)):
             how = {"ids": "pass padding=Padding(pad_id=)", "labels": "pass padding=Padding(ignore_index=)"}
             needed = how.get(part.role, "give a batch in which some row is padded, with one value there")
-            return f"what stands at padded positions of {part.name} cannot be told: {needed}"
+            return f"what stands at padded positions of {part.name} is not known: {needed}"
+        if part.role == "lengths" and found is not None and tuple(part.tensor.tolist()) != found.lengths:
+            return f"{part.name} counts more positions than the {grid.length} that are there: leave it out of the batch"
         if part.time is None and _may_have_positions(part, grid):
             return (
                 f"{part.name} of shape {shape} has {grid.length} or so entries along an axis that may be the positions "
@@ -227,9 +223,9 @@ def _may_have_positions(part: Part, grid: Grid) -> bool:
     a mask of pairs of positions, ids with one position more or less."""
     tensor, length = part.tensor, grid.length
     leaf = Leaf(part.path, tensor, part.row, part.time)
-    if tensor.shape[-2:] == (length, length) or (length in tensor.shape[1:] and tensor.dim() > 2 and two_valued(leaf)):
+    if tensor.shape[-2:] == (length, length) or (length in tensor.shape[1:] and tensor.dim() > 2 and leaf.two_valued):
         return True
     if tensor.dim() == 1:
-        return part.row is None and len(tensor) == length and (two_valued(leaf) or bool((tensor.diff() == 1).all()))
+        return part.row is None and len(tensor) == length and (leaf.two_valued or bool((tensor.diff() == 1).all()))
     near = tensor.dim() == 2 and tensor.shape[0] == grid.rows and abs(tensor.shape[1] - length) == 1
-    return near and (leaf.whole or two_valued(leaf))
+    return near and (leaf.whole or leaf.two_valued)

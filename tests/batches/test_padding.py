@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_trainloop.batches.padding_mask import find
+from pytest_trainloop.batches.padding import Proof, read_paddings
 from pytest_trainloop.loop import Padding
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [3, 4, 0, 0, 0], [8, 2, 6, 0, 0]])
@@ -15,7 +15,7 @@ DECLARED = Padding(pad_id=0)
 
 
 def known(batch, declared=None, pads=(), rows=0):
-    found = find(batch, rows, declared, pads)
+    found = read_paddings(batch, at_least=Proof.EMPTY, batch_dim=rows, declared=declared, pad_ids=pads)
     assert len(found) < 2
     return found[0] if found else None
 
@@ -41,15 +41,15 @@ def test_padding_is_known(batch, declared, pads, source):
     found = known(batch, declared, pads)
     assert found is not None
     assert found.source == source
-    assert found.lengths() == [5, 2, 3]
-    assert not found.left
+    assert found.lengths == (5, 2, 3)
+    assert found.side == "right"
 
 
 def test_on_the_left():
     found = known({"ids": IDS.flip(1), "mask": MASK.flip(1)})
     assert found is not None
-    assert found.left
-    assert found.lengths() == [5, 2, 3]
+    assert found.side == "left"
+    assert found.lengths == (5, 2, 3)
 
 
 def test_rows_along_the_second_axis():
@@ -84,15 +84,15 @@ def test_a_mask_goes_before_the_pad_id_since_the_first_may_end_a_text():
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]])
     found = known({"ids": IDS, "mask": mask}, DECLARED)
     assert found is not None
-    assert found.lengths() == [5, 3, 4]
+    assert found.lengths == (5, 3, 4)
 
 
 def test_features_are_told_from_ids():
-    assert known({"ids": IDS, "mask": MASK}).ids
-    assert not known({"x": torch.randn(3, 5, 4) * MASK[..., None], "mask": MASK, "tags": IDS}).ids
+    assert known({"ids": IDS, "mask": MASK}).of_ids
+    assert not known({"x": torch.randn(3, 5, 4) * MASK[..., None], "mask": MASK, "tags": IDS}).of_ids
 
 
 def test_source_and_target_are_padded_to_lengths_of_their_own():
     target = torch.tensor([[5, 6, 7], [3, 0, 0], [8, 2, 0]])
-    found = find((IDS, target), 0, DECLARED, ())
-    assert [p.positions for p in found] == [5, 3]
+    found = read_paddings((IDS, target), at_least=Proof.EMPTY, declared=DECLARED)
+    assert [p.grid.length for p in found] == [5, 3]
