@@ -75,7 +75,7 @@ class LossCallRecorder(WatchingMode):
     def of(cls, evidence: Evidence) -> LossCallRecorder:
         """The watched run made once more, with every call of a loss function looked at."""
         seen = evidence.run()
-        found = cls(getattr(evidence.declared("padding"), "pad_id", None))
+        found = cls(evidence.declared("padding"))
         record = evidence.rerun(contexts=found.contexts, before_item=found.handed)
         if record.raised is not None and seen.raised is None:
             found.unread.append(f"fit raised {record.raised.summary} only while they were looked at")
