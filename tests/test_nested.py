@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pytest_trainloop.nested import rows, take
+from pytest_trainloop.nested import mapped, rows, take
 
 Pair = namedtuple("Pair", "left right")
 
@@ -91,3 +91,30 @@ def test_one_tensor_in_two_places_stays_one():
     x = torch.arange(4)
     taken = take({"x": x, "again": x}, [1, 2])
     assert taken["x"] is taken["again"]
+
+
+class Wrapped:
+    """Keeps its entries in ``data`` and is no mapping, as some tokenizers' encodings."""
+
+    def __init__(self, data):
+        self.data = data
+
+
+def test_leaves_are_changed_and_what_holds_none_is_shared():
+    kept, sample = [3.0], Sample(torch.ones(1), torch.ones(1), ["a"])
+    batch = {"n": 2, "kept": kept, "pair": Pair(1, sample), "wrapped": Wrapped({"n": 5}), "set": {7}}
+    batch["self"] = batch
+    paths = []
+
+    def change(path, value):
+        paths.append(path)
+        return value + 1
+
+    made = mapped(batch, change, lambda value: isinstance(value, int))
+    assert (made["n"], made["pair"].left, made["wrapped"].data) == (3, 2, {"n": 6})
+    assert made["kept"] is kept
+    assert made["pair"].right is sample
+    assert made["set"] == {7}
+    assert (batch["n"], batch["pair"].left, batch["wrapped"].data) == (2, 1, {"n": 5})
+    assert paths == [("n",), ("pair", "left"), ("wrapped", "n")]
+    assert mapped(batch, lambda path, value: value, lambda value: isinstance(value, int)) is batch

@@ -42,7 +42,7 @@ from torch import nn
 from pytest_trainloop import nested
 from pytest_trainloop.batches.grids import Grid, Leaf, fixed_grids, leaves, open_grids
 from pytest_trainloop.batches.padding_hints import Ids, View, counted_entries, hints, is_label, repeated
-from pytest_trainloop.batches.values import alike, constant, trailing
+from pytest_trainloop.batches.values import alike, constant, in_part, trailing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -144,7 +144,7 @@ def read_paddings(
     ``pad_ids``: those of the model's embeddings (``padding_ids``). Lengths that differ by one are those of a text and
     its shifted targets; only the first is read.
     """
-    tensors = leaves(batch)
+    tensors = leaves(batch) if batch_dim >= 0 else []
     grids = fixed_grids(tensors, batch_dim, nested.rows(batch, batch_dim), None if declared is None else declared.dim)
     views = (View(grid, [leaf.under(grid) for leaf in tensors], declared, pad_ids, labels=True) for grid in grids)
     read = [one for view in views if (one := _read(view, at_least)) is not None and one.any]
@@ -191,6 +191,8 @@ def _proof(hint: Hint, view: View) -> Proof | None:
         return said
     lengths = (~hint.mask).sum(1)
     uneven = int(lengths.min()) < int(lengths.max())
+    if not in_part(hint.mask):
+        return said  # whole rows, as the first position of a time-first batch that is read with its axes swapped
     if (hint.source == "id" or (uneven and int(hint.mask.sum()) > 1)) and _all_empty(hint, view):
         return Proof.EMPTY
     may_be_a_token = hint.source == "mask" and not uneven and view.grid.rows > 1 and not hint.said

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from pytest_trainloop import nested
-from pytest_trainloop.batches.values import additive, at_one_end, binary, constant, left_out, plain, trailing, whole
+from pytest_trainloop.batches.values import (
+    additive,
+    at_one_end,
+    binary,
+    constant,
+    in_part,
+    left_out,
+    plain,
+    trailing,
+    whole,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -132,7 +142,8 @@ def _pad_ids(view: View) -> Iterator[Hint]:
     for number, (leaf, pads) in enumerate(view.tokens()):
         for pad in pads:
             mask = leaf.cells.cpu() == pad
-            if at_one_end(mask):
+            # a single entry of any other tensor may be a label or an id of another table
+            if at_one_end(mask) and (number == 0 or int(mask.sum()) > 1):
                 declared = view.pad_id is not None
                 what = "declared pad_id" if declared else "padding_idx"
                 said = declared and number == 0 and not is_label(leaf, view.declared)
@@ -166,7 +177,7 @@ def repeated(view: View) -> Iterator[Hint]:
         for value in torch.unique(cells[:, -1]).tolist():
             mask = cells == value
             count = mask.sum(1)
-            if trailing(mask) and int(count.max()) > 1 and int(count.min()) < int(count.max()):
+            if trailing(mask) and int(count.max()) > 1 and int(count.min()) < int(count.max()) and in_part(mask):
                 reason = f"{value} stands at the ends of rows of {nested.shown(leaf.path)}, and nowhere else"
                 yield Hint("repeated", mask, leaf, False, reason)
 

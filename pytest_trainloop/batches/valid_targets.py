@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop import nested
-from pytest_trainloop.batches.padding import counted_entries
+from pytest_trainloop.batches.padding import Proof, counted_entries, read_paddings
 from pytest_trainloop.batches.values import plain, whole
 from pytest_trainloop.recording.events import LossCall
 
@@ -51,7 +51,7 @@ class Valid:
 
 def valid_entries(batch: Any, count: int, axis: int, padding: Padding | None, seen: Record) -> Valid:
     """The valid entries of a batch with ``count`` rows along ``axis``; ``seen`` is a run of the loop on it."""
-    found = dict.fromkeys(_counts(batch, count, axis, _ignored(padding, seen)))
+    found = dict.fromkeys(_counts(batch, count, axis, padding, _ignored(padding, seen)))
     uneven = [c for c in found if len(set(c)) > 1 and min(c) > 0]
     order = sorted(range(count), key=lambda row: uneven[0][row]) if uneven else list(range(count))
     return Valid(tuple(order), tuple(uneven))
@@ -88,9 +88,11 @@ def _shifted(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return mask, mask[:, 1:], mask[:, :-1]
 
 
-def _counts(batch: Any, count: int, axis: int, ignored: list[int]) -> Iterator[tuple[int, ...]]:
-    """Valid entries by row, then lengths that are given as such, and how many entries the tensors have that stand in a
-    list with one item for each row."""
+def _counts(
+    batch: Any, count: int, axis: int, padding: Padding | None, ignored: list[int]
+) -> Iterator[tuple[int, ...]]:
+    """Valid entries by row, then lengths that are given as such, how many entries the tensors have that stand in a list
+    with one item for each row, and the positions that are no padding."""
     for mask in counted_entries(batch, count, axis, ignored):
         for rows in _shifted(mask):
             yield tuple(int(n) for n in rows.sum(1))
@@ -99,3 +101,5 @@ def _counts(batch: Any, count: int, axis: int, ignored: list[int]) -> Iterator[t
             yield tuple(int(n) for n in leaf)
     for listed in nested.lists_of_rows(batch, count):
         yield from zip(*([len(t) for t in nested.tensors(row) if t.dim()] for row in listed), strict=False)
+    for found in read_paddings(batch, at_least=Proof.EMPTY, batch_dim=axis, declared=padding):
+        yield found.lengths

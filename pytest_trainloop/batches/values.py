@@ -72,6 +72,11 @@ def trailing(mask: torch.Tensor) -> bool:
     return bool((mask.long().flip(1).cummin(1).values.flip(1).bool() == mask).all())
 
 
+def in_part(mask: torch.Tensor) -> bool:
+    """Whether (rows, positions) is true for some positions of a row and not for all of them."""
+    return bool((mask.any(1) & ~mask.all(1)).any())
+
+
 def count_up(cells: torch.Tensor) -> bool:
     """Whether all rows of (rows, positions) are 0, 1, 2, ...: positions."""
     places = torch.arange(cells.shape[1], device=cells.device) if cells.dim() == 2 else None

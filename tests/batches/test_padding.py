@@ -1,61 +1,80 @@
-"""What is taken for padding, and what is not."""
+"""Which positions are padding: what proves it, how far, and that every user of the reader gets the same answer."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from pytest_trainloop.batches.padding import Proof, read_paddings
-from pytest_trainloop.loop import Padding
+from pytest_trainloop.batches.padding import Ids, Proof, padding_ids, read_padding, read_paddings
+from pytest_trainloop.batches.roles import read
+from pytest_trainloop.batches.valid_targets import valid_entries
+from pytest_trainloop.checks.batch.edge_batches.length_one import lengths_of
+from pytest_trainloop.checks.loss.loss_contract.token_labels import Tokens
+from pytest_trainloop.loop import Padding, TrainLoop
+from pytest_trainloop.recording.record import Record
+from tests.helpers.padded_batches import FEATURES, IDS, KINDS, LABELS, LENGTHS, PADDED, text, text_without_padding
 
-IDS = torch.tensor([[5, 6, 7, 8, 9], [3, 4, 0, 0, 0], [8, 2, 6, 0, 0]])
-MASK = (IDS != 0).long()
-LENGTHS = torch.tensor([5, 2, 3])
+MASK = (~PADDED).long()
 DECLARED = Padding(pad_id=0)
+COUNTED = torch.arange(15).view(3, 5)
+FIRST = torch.tensor([[0, 1, 1]] * 2)
+STARTED = torch.tensor([[1, 5, 6], [1, 7, 8]])
+"""Rows that all begin with the same token."""
 
 
-def known(batch, declared=None, pads=(), rows=0):
+def empty(batch, declared=None, pads=(), rows=0):
+    """The padding that is proven by all tensors; None where there is none."""
     found = read_paddings(batch, at_least=Proof.EMPTY, batch_dim=rows, declared=declared, pad_ids=pads)
     assert len(found) < 2
     return found[0] if found else None
 
 
+# proven by all tensors
+
+
 @pytest.mark.parametrize(
-    ("batch", "declared", "pads", "source"),
+    ("batch", "declared", "pads", "source", "reason"),
     [
-        ({"ids": IDS, "mask": MASK}, None, (), "mask"),
-        ({"ids": IDS, "mask": MASK.bool()}, None, (), "mask"),
-        ({"ids": IDS, "mask": 1 - MASK}, None, (), "mask"),
-        ((IDS, LENGTHS), None, (), "lengths"),
-        (IDS, DECLARED, (), "id"),
-        ({"ids": IDS, "tags": IDS.masked_fill(MASK == 0, -100)}, DECLARED, (), "id"),
-        (IDS, None, (0,), "id"),
-        ({"x": torch.randn(3, 5, 4) * MASK[..., None], "mask": MASK.double()}, None, (), "mask"),
-        ({"x": torch.randn(3, 4, 5) * MASK[:, None], "lengths": LENGTHS}, None, (), "lengths"),
-        ({"ids": IDS, "mask": MASK, "places": torch.arange(5).expand(3, 5)}, None, (), "mask"),
-        ({"ids": IDS, "mask": MASK, "places": MASK.cumsum(1) - 1}, None, (), "mask"),
-        ({"ids": IDS, "mask": MASK, "pairs": MASK[:, None] * MASK[:, :, None]}, None, (), "mask"),
+        ({"ids": IDS, "mask": MASK}, None, (), "mask", "mask is 0 there"),
+        ({"ids": IDS, "mask": MASK.bool()}, None, (), "mask", "mask is False there"),
+        ({"ids": IDS, "mask": 1 - MASK}, None, (), "mask", "mask is 1 there"),
+        ({"ids": IDS, "added": (1.0 - MASK) * -1e4}, None, (), "mask", "added is -10000.0 there"),
+        ((IDS, LENGTHS), None, (), "lengths", "they lie beyond batch[1]"),
+        (IDS, DECLARED, (), "id", "the declared pad_id 0 stands there"),
+        (IDS, None, (0,), "id", "the padding_idx 0 stands there"),
+        ({"ids": IDS, "tags": LABELS}, DECLARED, (), "id", "the declared pad_id 0 stands there"),
+        ({"x": torch.randn(3, 5, 4) * MASK[..., None], "mask": MASK.double()}, None, (), "mask", "mask is 0.0 there"),
+        ({"x": torch.randn(3, 4, 5) * MASK[:, None], "n": LENGTHS}, None, (), "lengths", "they lie beyond n"),
+        ({"x": torch.randn(3, 5, 5) * MASK[..., None], "n": LENGTHS}, None, (), "lengths", "they lie beyond n"),
+        ({"ids": IDS, "mask": MASK, "places": torch.arange(5).expand(3, 5)}, None, (), "mask", "mask is 0 there"),
+        ({"ids": IDS, "mask": MASK, "places": MASK.cumsum(1) - 1}, None, (), "mask", "mask is 0 there"),
+        ({"ids": IDS, "mask": MASK, "pairs": MASK[:, None] * MASK[:, :, None]}, None, (), "mask", "mask is 0 there"),
+        ({"ids": IDS, "mask": MASK, "far": torch.rand(3, 5, 1) - torch.rand(3, 1, 5)}, None, (), "", ""),
+        ({"ids": IDS, "mask": MASK, "far": (FEATURES @ FEATURES.mT)}, None, (), "mask", "mask is 0 there"),
     ],
 )
-def test_padding_is_known(batch, declared, pads, source):
-    found = known(batch, declared, pads)
+def test_padding_is_proven_by_what_all_tensors_hold(batch, declared, pads, source, reason):
+    found = empty(batch, declared, pads)
+    if not source:
+        assert found is None
+        return
     assert found is not None
-    assert found.source == source
-    assert found.lengths == (5, 2, 3)
-    assert found.side == "right"
+    assert (found.source, found.reason, found.proof) == (source, reason, Proof.EMPTY)
+    assert torch.equal(found.mask, PADDED)
+    assert (found.lengths, found.side, found.any) == ((3, 5, 2), "right", True)
 
 
-def test_on_the_left():
-    found = known({"ids": IDS.flip(1), "mask": MASK.flip(1)})
+def test_padding_on_the_left():
+    found = empty({"ids": IDS.flip(1), "mask": MASK.flip(1)})
     assert found is not None
-    assert found.side == "left"
-    assert found.lengths == (5, 2, 3)
+    assert (found.side, found.lengths) == ("left", (3, 5, 2))
 
 
 def test_rows_along_the_second_axis():
-    found = known({"ids": IDS.T, "mask": MASK.T}, rows=1)
+    found = empty({"ids": IDS.T, "mask": MASK.T}, rows=1)
     assert found is not None
-    assert found.mask.shape == (3, 5)
+    assert torch.equal(found.mask, PADDED)
 
 
 @pytest.mark.parametrize(
@@ -65,34 +84,152 @@ def test_rows_along_the_second_axis():
         ((IDS, torch.tensor([1, 2, 0])), None),
         ({"ids": IDS + 1, "mask": torch.tensor([[1, 0, 1, 1, 1]] * 3)}, DECLARED),
         # something stands where the mask is off: prompts, segments, what is to be guessed
-        ({"ids": torch.arange(15).view(3, 5), "mask": MASK}, None),
-        ({"ids": IDS, "mask": MASK, "tags": torch.arange(15).view(3, 5)}, None),
+        ({"ids": COUNTED, "mask": MASK}, None),
+        ({"ids": IDS, "mask": MASK, "tags": COUNTED}, None),
         # as much in every row: the first or the last token, always the same
-        ({"ids": torch.tensor([[1, 5, 6], [1, 7, 8]]), "mask": torch.tensor([[0, 1, 1]] * 2)}, None),
+        ({"ids": STARTED, "mask": FIRST}, None),
         ({"ids": torch.tensor([[5, 6], [7, 0]]), "mask": torch.tensor([[1, 1], [1, 0]])}, None),
         # a row of nothing but zeros
         (torch.tensor([[1, 2], [0, 0]]) * 0, DECLARED),
         ({"mask": MASK}, None),
+        (text_without_padding(), DECLARED),
         ("text", None),
     ],
 )
-def test_nothing_is_known(batch, declared):
-    assert known(batch, declared) is None
+def test_nothing_is_proven(batch, declared):
+    assert empty(batch, declared) is None
 
 
 def test_a_mask_goes_before_the_pad_id_since_the_first_may_end_a_text():
-    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]])
-    found = known({"ids": IDS, "mask": mask}, DECLARED)
-    assert found is not None
-    assert found.lengths == (5, 3, 4)
+    mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    batch = {"ids": IDS, "mask": mask}
+    assert empty(batch, DECLARED).lengths == (4, 5, 3)
+    assert read(batch, DECLARED).lengths == (4, 5, 3)
+    assert Tokens(DECLARED, batch, [(Ids(IDS, 0), IDS)]).padded((3, 5)).tolist() == (mask == 0).tolist()
 
 
-def test_features_are_told_from_ids():
-    assert known({"ids": IDS, "mask": MASK}).of_ids
-    assert not known({"x": torch.randn(3, 5, 4) * MASK[..., None], "mask": MASK, "tags": IDS}).of_ids
+def test_ids_and_features():
+    assert empty({"ids": IDS, "mask": MASK}).of_ids
+    assert not empty({"x": torch.randn(3, 5, 4) * MASK[..., None], "mask": MASK, "tags": IDS}).of_ids
 
 
 def test_source_and_target_are_padded_to_lengths_of_their_own():
     target = torch.tensor([[5, 6, 7], [3, 0, 0], [8, 2, 0]])
     found = read_paddings((IDS, target), at_least=Proof.EMPTY, declared=DECLARED)
-    assert [p.grid.length for p in found] == [5, 3]
+    assert [one.grid.length for one in found] == [5, 3]
+
+
+def test_a_text_and_its_shifted_targets_are_read_once():
+    found = read_paddings((IDS[:, :-1], IDS), at_least=Proof.EMPTY, declared=DECLARED)
+    assert [one.grid.length for one in found] == [4]
+
+
+def test_the_padding_idx_of_embeddings():
+    tables = nn.ModuleList([nn.Embedding(9, 2, padding_idx=3), nn.EmbeddingBag(9, 2, padding_idx=5)])
+    assert padding_ids([tables, nn.Embedding(9, 2), nn.Embedding(9, 2, padding_idx=3)]) == [3, 5]
+
+
+# proven less far
+
+
+def strongest(batch, declared=None):
+    """How far it is proven that something, or nothing, in a batch is padding."""
+    found = [read_padding(batch, at_least=proof, declared=declared) for proof in reversed(Proof)]
+    return next((one.proof for one in found if one is not None), None)
+
+
+@pytest.mark.parametrize(
+    ("batch", "declared", "proof"),
+    [
+        (text(), None, Proof.EMPTY),
+        ({"ids": IDS, "mask": MASK, "labels": COUNTED - 1}, None, Proof.INPUTS),
+        ((IDS[:1], MASK[:1]), None, Proof.INPUTS),
+        ({"ids": COUNTED, "attention_mask": MASK}, None, Proof.SAID),
+        ({"ids": STARTED, "attention_mask": FIRST}, None, Proof.INPUTS),
+        ({"ids": IDS, "more": COUNTED}, DECLARED, Proof.SAID),
+        (IDS, None, Proof.REPEATED),
+        ({"ids": COUNTED, "mask": MASK}, None, Proof.REPEATED),
+        ({"ids": STARTED, "mask": FIRST}, None, None),
+        (COUNTED, None, None),
+    ],
+)
+def test_how_far_it_is_proven(batch, declared, proof):
+    assert strongest(batch, declared) is proof
+
+
+@pytest.mark.parametrize(
+    ("batch", "declared", "reason"),
+    [
+        (text_without_padding(), None, "attention_mask is 1 everywhere"),
+        ((IDS, torch.zeros(3, 5, dtype=torch.bool)), None, "batch[1] is 0 everywhere"),
+        ((FEATURES, torch.full((3,), 5)), None, "all batch[1] are 5"),
+        (IDS, Padding(pad_id=77), "the declared pad_id 77 stands nowhere"),
+    ],
+)
+def test_that_nothing_is_padding(batch, declared, reason):
+    found = read_padding(batch, at_least=Proof.SAID, declared=declared)
+    assert found is not None
+    assert (found.any, found.proof, found.reason) == (False, Proof.SAID, reason)
+    assert read_padding(batch, at_least=Proof.INPUTS, declared=declared) is None
+
+
+# inside a loop
+
+
+def test_labels_are_no_proof_and_no_objection():
+    ids = [Ids(IDS)]
+    assert read_padding({"y": COUNTED, "mask": MASK}, at_least=Proof.INPUTS, shape=(3, 5), inputs=ids) is not None
+    assert read_padding({"labels": LABELS, "mask": MASK}, at_least=Proof.INPUTS, shape=(3, 5)) is None
+
+
+def test_a_text_without_its_last_token():
+    batch = {"ids": IDS, "mask": MASK}
+    found = read_padding(batch, at_least=Proof.INPUTS, shape=(3, 4), inputs=[Ids(IDS[:, :-1])])
+    assert found is not None
+    assert found.lengths == (3, 4, 2)
+
+
+def test_an_id_is_padding_in_its_own_table_only():
+    found = read_padding((), at_least=Proof.INPUTS, shape=(3, 5), inputs=[Ids(IDS, 0)])
+    assert found is not None
+    assert found.reason == "the padding_idx 0 stands there"
+    assert read_padding((), at_least=Proof.INPUTS, shape=(3, 5), inputs=[Ids(IDS, 9)]) is None
+
+
+def test_the_first_segment_is_no_padding():
+    segments = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])
+    found = read_padding(
+        (), at_least=Proof.INPUTS, shape=(3, 5), declared=DECLARED, inputs=[Ids(COUNTED + 1), Ids(segments)]
+    )
+    assert found is None or not found.any
+
+
+# every user
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_user_of_the_reader_agrees(kind):
+    batch, left = KINDS[kind], kind == "left"
+    expected = PADDED.flip(1) if left else PADDED
+    time_first = "time" in kind
+    inputs = [(Ids(IDS.flip(1) if left else IDS), IDS)]
+    loop = TrainLoop(model=nn.Linear(1, 1), batch=batch, fit=lambda batches: None)
+
+    strategies = read(batch).padded
+    assert torch.equal(strategies, expected)
+
+    loss_contract = Tokens(None, batch, inputs).padded((3, 5))
+    assert torch.equal(loss_contract, expected)
+
+    found = empty(batch, rows=int(time_first))
+    if kind == "mask beside time-first features":
+        assert found is None  # it cuts all tensors along one axis of rows
+    else:
+        assert torch.equal(found.mask, expected)
+
+    lengths = ((), 0) if left or time_first else ((3, 5, 2), 5)
+    assert lengths_of(batch, loop) == lengths
+
+    if kind != "mask beside time-first features":
+        counted = valid_entries(batch, 3, 0, None, Record(parameters=[], optimizers=[])).counts
+        assert (3, 5, 2) in counted
