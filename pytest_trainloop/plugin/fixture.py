@@ -14,12 +14,14 @@ from pytest_trainloop.finding import Result
 from pytest_trainloop.knobs import nearest, read_knobs
 from pytest_trainloop.plugin.outcomes import PROPERTY, causes, location, skip_reason
 from pytest_trainloop.plugin.settings import is_strict, read_settings
-from pytest_trainloop.report import Entry, Report
+from pytest_trainloop.report.entry import Entry
 from pytest_trainloop.report.text import failure_text
 from pytest_trainloop.selection import choose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+
+    from pytest_trainloop.report import Report
 
 _RESULTS = pytest.StashKey[list[Result]]()
 

@@ -11,7 +11,7 @@ from pytest_trainloop.errors import CheckFailed
 from pytest_trainloop.finding import Result
 from pytest_trainloop.plugin.collect import marked_function
 from pytest_trainloop.plugin.nodeids import loop_of
-from pytest_trainloop.report import Entry
+from pytest_trainloop.report.entry import Entry
 from pytest_trainloop.report.text import failure_text
 
 if TYPE_CHECKING:

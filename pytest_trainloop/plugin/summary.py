@@ -10,7 +10,8 @@ import pytest
 from pytest_trainloop.finding import Result
 from pytest_trainloop.plugin.nodeids import check_in, loop_of
 from pytest_trainloop.plugin.outcomes import PROPERTY
-from pytest_trainloop.report import Entry, Report
+from pytest_trainloop.report import Report
+from pytest_trainloop.report.entry import Entry
 from pytest_trainloop.report.json import document, environment
 from pytest_trainloop.report.section import checked_nothing, section
 
@@ -82,9 +83,9 @@ class Ledger:
             return
         report = self._report()
         terminalreporter.write_sep("=", "trainloop")
-        for line in section(report):
+        for line in section(report.entries):
             terminalreporter.write_line(line.text, **_COLOURS[line.style])
-        nothing = checked_nothing(report)
+        nothing = checked_nothing(report.entries)
         if nothing:
             if not report.entries and terminalreporter.stats.get("error"):
                 nothing = "the session met errors before any check ran"

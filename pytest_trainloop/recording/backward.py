@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from pytest_trainloop.recording.patches import Taps
-    from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.recording.protocol import Observed
 
 
 class Gradients:
     """Tensor hooks on every watched parameter, and taps on the two doors of autograd."""
 
-    def __init__(self, watch: Watch, taps: Taps) -> None:
+    def __init__(self, watch: Observed, taps: Taps) -> None:
         self._watch = watch
         self._handles: dict[int, RemovableHandle] = {}
         self.originals: dict[Any, str] = {torch.autograd.backward: "backward", torch.autograd.grad: "grad"}
@@ -32,7 +32,7 @@ class Gradients:
             taps.put(torch.autograd, name, functools.partial(self._tapped, name))
 
     def hook(self, indices: Iterable[int]) -> None:
-        """Watch what arrives at these parameters, as soon as they require grad."""
+        """Observed what arrives at these parameters, as soon as they require grad."""
         for index in indices:
             tensor = self._watch.book.tensors[index]
             if index not in self._handles and not is_lazy(tensor) and tensor.requires_grad and tensor.is_leaf:

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pytest_trainloop.recording.patches import Taps
-    from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.recording.protocol import Observed
 
 
 class Checkpoints:
     """Taps on the two doors through which every checkpoint of torch passes, whoever captured ``checkpoint`` before."""
 
-    def __init__(self, watch: Watch, taps: Taps) -> None:
+    def __init__(self, watch: Observed, taps: Taps) -> None:
         self._watch = watch
         taps.put(CheckpointFunction, "apply", self._reentrant)
         for owner, name in checkpoint_generators():

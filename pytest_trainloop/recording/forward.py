@@ -17,7 +17,7 @@ from pytest_trainloop.recording.source import frame_in, here, layer, place_of
 from pytest_trainloop.recording.train_mode import acts_by_mode
 
 if TYPE_CHECKING:
-    from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.recording.protocol import Observed
 
 
 _CHECKPOINT = str(Path("torch") / "utils" / "checkpoint.py")
@@ -26,7 +26,7 @@ _CHECKPOINT = str(Path("torch") / "utils" / "checkpoint.py")
 class Modules:
     """Global module hooks."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Observed) -> None:
         self._watch = watch
         self._handles = [
             register_module_forward_pre_hook(self._enter),

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pytest_trainloop.recording.patches import Taps
-    from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.recording.protocol import Observed
 
 
 class Schedules:
     """Taps on ``step`` of every scheduler class known when the run begins."""
 
-    def __init__(self, watch: Watch, taps: Taps) -> None:
+    def __init__(self, watch: Observed, taps: Taps) -> None:
         self._watch = watch
         self._depth = 0
         for cls in _with_subclasses(LRScheduler):
@@ -79,7 +79,7 @@ _PLAIN_SCALE = GradScaler.scale
 class Scalers:
     """Taps on the gradient scaler's calls: the order of scale, unscale, step and update, and the steps it skipped."""
 
-    def __init__(self, watch: Watch, taps: Taps) -> None:
+    def __init__(self, watch: Observed, taps: Taps) -> None:
         self._watch = watch
         self._kept: dict[int, Any] = {}
         self._open: list[tuple[int, str]] = []

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-    from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.recording.protocol import Observed
 
 
 class Optimizers:
     """Torch's global step hooks."""
 
-    def __init__(self, watch: Watch, before_step: Callable[[], None]) -> None:
+    def __init__(self, watch: Observed, before_step: Callable[[], None]) -> None:
         self._watch = watch
         self._before_step = before_step
         self._index: dict[int, int] = {}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-    from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.recording.protocol import Observed
 
 _GRAD = torch.Tensor.grad
 _DATA = torch.Tensor.data
@@ -43,7 +43,7 @@ class Functions(FunctionMode):
     """The function mode of the full density. Inside an optimizer's step nothing is looked at but what a closure
     does."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Observed) -> None:
         super().__init__()
         self._watch = watch
         self._gradients: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}

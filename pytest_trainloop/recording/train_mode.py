@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pytest_trainloop.recording.patches import Taps
-    from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.recording.protocol import Observed
 
 
 class Modes:
     """A tap on ``nn.Module.train``, through which ``eval()`` and overridden ``train()`` go as well."""
 
-    def __init__(self, watch: Watch, taps: Taps) -> None:
+    def __init__(self, watch: Observed, taps: Taps) -> None:
         self._watch = watch
         self._inside = threading.local()
         taps.put(nn.Module, "train", self._tapped)

@@ -13,7 +13,7 @@ from pytest_trainloop.recording.events import Move, Step
 from pytest_trainloop.recording.samples import _dense, readable, spaced
 
 if TYPE_CHECKING:
-    from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.recording.protocol import Observed
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Motion:
     """``look`` is called before each backward and around each step; the change between two looks belongs to what ran
     between."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Observed) -> None:
         self._watch = watch
         self._looks: list[_Look] = []
 

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pytest_trainloop.finding import Result
+from pytest_trainloop.report.entry import Entry
+from pytest_trainloop.report.section import section
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """The result of one check on one loop; ``nodeid`` is the test item that ran it."""
-
-    loop: str
-    nodeid: str
-    result: Result
-
-    def to_json(self) -> dict[str, Any]:
-        return {"loop": self.loop, "nodeid": self.nodeid, **self.result.to_json()}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Entry:
-        return cls(loop=data["loop"], nodeid=data["nodeid"], result=Result.from_json(data))
+    from pytest_trainloop.finding import Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +34,6 @@ class Report:
     def results(self) -> tuple[Result, ...]:
         return tuple(entry.result for entry in self.entries)
 
-    def loops(self) -> Iterator[tuple[str, tuple[Entry, ...]]]:
-        """The entries of each loop, loops and entries in the order in which they were given."""
-        for loop in dict.fromkeys(entry.loop for entry in self.entries):
-            yield loop, tuple(entry for entry in self.entries if entry.loop == loop)
-
     def in_causal_order(self, checks: Sequence[str]) -> Report:
         """The same report with loops by name, and checks in the given order: the same on every run."""
         rank = {name: i for i, name in enumerate(checks)}
@@ -62,6 +44,4 @@ class Report:
         return Report(tuple(sorted(self.entries, key=key)))
 
     def __str__(self) -> str:
-        from pytest_trainloop.report.section import section
-
-        return "\n".join(line.text for line in section(self))
+        return "\n".join(line.text for line in section(self.entries))

@@ -6,8 +6,11 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from pytest_trainloop.report.entry import by_loop
+
 if TYPE_CHECKING:
-    from pytest_trainloop.report import Entry, Report
+    from pytest_trainloop.report import Report
+    from pytest_trainloop.report.entry import Entry
 
 VERSION = 1
 
@@ -23,7 +26,7 @@ def document(report: Report, environment: dict[str, Any]) -> dict[str, Any]:
                 "steps": sum(entry.result.steps for entry in entries),
                 "checks": [_check(entry) for entry in entries],
             }
-            for loop, entries in report.loops()
+            for loop, entries in by_loop(report.entries)
         ],
     }
 

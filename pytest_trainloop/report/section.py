@@ -9,11 +9,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from pytest_trainloop.report.entry import by_loop
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from pytest_trainloop.finding import Finding, Result
-    from pytest_trainloop.report import Entry, Report
+    from pytest_trainloop.report.entry import Entry
 
     Above = Mapping[str, tuple[str, int] | None]
 
@@ -30,15 +32,15 @@ class Line:
     style: Style = "plain"
 
 
-def section(report: Report) -> list[Line]:
-    """The lines for all loops; entries are expected in causal order."""
-    return [line for loop, entries in report.loops() for line in _loop(loop, entries)]
+def section(entries: Sequence[Entry]) -> list[Line]:
+    """The lines for all loops, in the order of their first entries; a loop's entries are expected in causal order."""
+    return [line for loop, own in by_loop(entries) for line in _loop(loop, [entry.result for entry in own])]
 
 
-def checked_nothing(report: Report) -> str:
+def checked_nothing(entries: Sequence[Entry]) -> str:
     """Why the run checked nothing, or an empty string if it did check something."""
-    undecided = [r for r in report.results if r.outcome in _UNDECIDED]
-    if len(undecided) < len(report.entries):
+    undecided = [e.result for e in entries if e.result.outcome in _UNDECIDED]
+    if len(undecided) < len(entries):
         return ""
     if not undecided:
         return "no selected test carries @pytest.mark.trainloop or trainloop_loss"
@@ -46,12 +48,11 @@ def checked_nothing(report: Report) -> str:
     return f"all checks were skipped: {'; '.join(f'{count} x {reason}' for reason, count in reasons)}"
 
 
-def _loop(loop: str, entries: Sequence[Entry]) -> Iterator[Line]:
-    results = [entry.result for entry in entries]
+def _loop(loop: str, results: Sequence[Result]) -> Iterator[Line]:
     ran = [r for r in results if r.outcome not in _UNDECIDED]
     failed = [r for r in ran if r.outcome in ("failed", "error")]
     counts = f"{len(ran)} run, {len(failed)} failed" if ran else "NOTHING WAS CHECKED"
-    cost = f"{sum(r.seconds for r in results):.1f} s, {sum(r.steps for r in results)} own steps"
+    cost = f"{sum(r.seconds for r in results):.1f} s, {sum(r.steps for r in results)} optimizer steps"
     style: Style = "bad" if failed else "good" if ran else "loud"
     yield Line(f"{loop}  {counts}, {cost}", style)
     yield from _root_causes([r for r in results if r.outcome == "failed"])

@@ -46,7 +46,7 @@ def test_by_hand(trainloop):
             '>*trainloop.check("overfit",*',
             "E*it is wrong by 4.00",
             "E*cause      stuck: the loss stays",
-            "*::test_by_hand  1 run, 1 failed, 0.2 s, 4 own steps",
+            "*::test_by_hand  1 run, 1 failed, 0.2 s, 4 optimizer steps",
         ]
     )
     result.stdout.no_fnmatch_line("*byhand.py*")

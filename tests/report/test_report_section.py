@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 from pytest_trainloop.finding import Finding, Result, UserError
-from pytest_trainloop.report import Entry, Report
+from pytest_trainloop.report import Report
+from pytest_trainloop.report.entry import Entry
 from pytest_trainloop.report.json import document, environment
 from pytest_trainloop.report.section import checked_nothing, section
 
@@ -23,7 +24,7 @@ def test_a_consequence_stands_under_its_root():
         "loop", [fault("a", "cut", "b", "d"), fault("b", "low", "c"), fault("c", "flat"), fault("e", "own")]
     )
     assert str(report).splitlines() == [
-        "loop  4 run, 4 failed, 0.0 s, 0 own steps",
+        "loop  4 run, 4 failed, 0.0 s, 0 optimizer steps",
         "  a: cut! [cut]",
         "    explains b, c",
         "  e: own! [own]",
@@ -62,7 +63,7 @@ def test_every_kind_of_line():
         ],
     )
     assert str(report).splitlines() == [
-        "loop  5 run, 3 failed, 1.3 s, 5 own steps",
+        "loop  5 run, 3 failed, 1.3 s, 5 optimizer steps",
         "  h: xfail(strict): it passed",
         "  error  b: running fit raised ValueError: bad",
         "  error  c: no loop",
@@ -72,7 +73,7 @@ def test_every_kind_of_line():
         "  unreliable  drifts: g",
     ]
     assert not report.ok
-    assert {line.style for line in section(report)} == {"bad", "plain", "warn"}
+    assert {line.style for line in section(report.entries)} == {"bad", "plain", "warn"}
 
 
 def test_ok_means_no_failure_and_no_error():
@@ -81,10 +82,10 @@ def test_ok_means_no_failure_and_no_error():
 
 
 def test_checked_nothing():
-    assert checked_nothing(Report(())) == "no selected test carries @pytest.mark.trainloop or trainloop_loss"
+    assert checked_nothing(()) == "no selected test carries @pytest.mark.trainloop or trainloop_loss"
     skipped = [result(name, outcome="skipped", reason="no fit") for name in "ab"]
-    assert checked_nothing(Report.of("loop", skipped)) == "all checks were skipped: 2 x no fit"
-    assert checked_nothing(Report.of("loop", [*skipped, result("c")])) == ""
+    assert checked_nothing(Report.of("loop", skipped).entries) == "all checks were skipped: 2 x no fit"
+    assert checked_nothing(Report.of("loop", [*skipped, result("c")]).entries) == ""
     assert str(Report.of("loop", skipped)).startswith("loop  NOTHING WAS CHECKED, ")
 
 

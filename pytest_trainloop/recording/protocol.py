@@ -1,0 +1,79 @@
+"""What an observer may ask of the watch that it belongs to, and of the other observers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Callable, Mapping
+
+    from torch import nn
+
+    from pytest_trainloop.recording.events import Backward, Event, Step
+    from pytest_trainloop.recording.parameters import Book
+    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.recording.samples import Reader
+    from pytest_trainloop.recording.threads import Thread
+
+
+class GradientObserver(Protocol):
+    """Sees gradients arrive."""
+
+    @property
+    def originals(self) -> Mapping[Any, str]:
+        """Torch's own entrances to autograd, and what each is called."""
+
+    def during(self, kind: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call one of them, and record the pass."""
+
+
+class OptimizerObserver(Protocol):
+    """Sees optimizers step."""
+
+    def index(self, optimizer: Any, declared: bool = False) -> int:
+        """The number of an optimizer in the record; a new one is entered."""
+
+    def drop_aborted(self) -> None:
+        """Forget steps that an exception ended."""
+
+
+class WeightObserver(Protocol):
+    """Sees weights change outside of steps."""
+
+    def look(self) -> None:
+        """Sample every watched parameter."""
+
+
+class Observed(Protocol):
+    """One watched run, as its observers see it."""
+
+    full: bool
+    backward: Backward | None
+    items: Callable[[], int]
+    record: Record
+    reader: Reader
+    book: Book
+    thread: Thread
+    steps_on: dict[int, int]
+    steps_at_forward: dict[int, int]
+
+    @property
+    def gradients(self) -> GradientObserver: ...
+    @property
+    def motion(self) -> WeightObserver: ...
+    @property
+    def optimizers(self) -> OptimizerObserver: ...
+    @property
+    def quiet(self) -> int: ...
+    @property
+    def stepping(self) -> int: ...
+
+    def quietly(self) -> contextlib.AbstractContextManager[None]: ...
+    def tick(self) -> int: ...
+    def add(self, event: Event) -> None: ...
+    def enter_module(self, module: nn.Module, prefix: str = "") -> None: ...
+    def book_may_be_stale(self, module: nn.Module) -> bool: ...
+    def hook_gradients(self, indices: Any) -> None: ...
+    def step_done(self, step: Step) -> None: ...
+    def backward_opened(self) -> None: ...
