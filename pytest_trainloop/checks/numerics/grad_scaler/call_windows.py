@@ -15,19 +15,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Between:
-    """A step of one optimizer through the scaler, the update of the scaler between it and the backward passes that made
-    its gradients, and what unscaled them before that update, if anything did. ``nth`` counts the optimizer's steps."""
+class UpdateBetween:
+    """A step through a scaler that was updated since the backward passes that made the gradients."""
 
     step: ScalerCall
     update: ScalerCall
     optimizer: int
     nth: int
+    """Steps of the optimizer before it."""
     unscaled: ScalerCall | None
+    """The call that unscaled the gradients before the update."""
 
 
-def updated_between(record: Record) -> Iterator[Between]:
-    """Steps through a scaler that was updated since the backward passes that made all of their gradients."""
+def updates_between(record: Record) -> Iterator[UpdateBetween]:
+    """Steps through a scaler that was updated since all backward passes that made their gradients."""
     calls = record.scaler_calls()
     for call in calls:
         if call.what != "step" or call.optimizer is None or not call.enabled:
@@ -40,12 +41,12 @@ def updated_between(record: Record) -> Iterator[Between]:
             continue
         nth = sum(1 for s in record.of(Step) if s.optimizer == made.optimizer and not s.nested and s.at < made.at)
         before = [c for c in mine if c.what == "unscale" and c.optimizer == call.optimizer and c.at > passes[-1].at]
-        yield Between(call, update, made.optimizer, nth, before[-1] if before and before[-1].at < update.at else None)
+        unscaled = before[-1] if before and before[-1].at < update.at else None
+        yield UpdateBetween(call, update, made.optimizer, nth, unscaled)
 
 
 def unscaled_early(record: Record, optimizer: int) -> tuple[ScalerCall, Backward] | None:
-    """The first unscale_ of an optimizer's gradients that another backward pass is added to before they are stepped
-    on."""
+    """The first unscale_ of an optimizer's gradients that is followed by another backward pass before their step."""
     for call in record.scaler_calls():
         if call.what != "unscale" or call.optimizer != optimizer or not call.enabled:
             continue
@@ -86,20 +87,20 @@ def altered_before(record: Record, optimizer: int, until: int) -> GradWrite | No
 
 
 def backwards_for(record: Record, optimizer: int) -> list[Backward]:
-    """The backward passes whose gradients the optimizer's first step consumed."""
+    """The backward passes whose gradients the optimizer's first step read."""
     first = next((s.at for s in record.of(Step) if s.optimizer == optimizer and not s.nested), 0)
     return _live(record, optimizer, first)
 
 
 def _live(record: Record, optimizer: int, until: int) -> list[Backward]:
-    """The backward passes that stand in the gradients of an optimizer at a moment: neither wiped nor stepped on."""
+    """The backward passes that an optimizer's gradients hold at a moment: neither zeroed nor stepped on."""
     held = set(record.optimizers[optimizer].parameters)
     since = 0
     for event in record.events:
         if event.at >= until:
             break
-        wiped = isinstance(event, GradWrite) and event.how in ("none", "zero") and held & set(event.parameters)
+        zeroed = isinstance(event, GradWrite) and event.how in ("none", "zero") and held & set(event.parameters)
         stepped = isinstance(event, Step) and event.optimizer == optimizer and not event.nested
-        if wiped or stepped:
+        if zeroed or stepped:
             since = event.at
     return [b for b in record.backwards() if since < b.at < until and held & set(b.arrivals)]

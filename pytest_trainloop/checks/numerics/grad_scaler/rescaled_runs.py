@@ -1,16 +1,15 @@
-"""The same run at other loss scales: what a step consumes must not depend on the scale.
+"""The same run at other loss scales: the gradient that a step reads must not depend on the scale.
 
 Seed, weights, batches and precision are the same in every run, and halving a loss scale is exact in floating point as
-long as nothing leaves the range. So the gradient that a step consumes is the same bit for bit where all that was scaled
-was unscaled by the same number. Where it is not, three scales s, s/2, s/4 tell the part that grows with the scale (it
-was never unscaled) from the part that falls with it (it was never scaled): of the differences between neighbours, one
-is twice the other.
+long as nothing leaves the range. So the gradient is the same bit for bit where all of it was scaled and unscaled by the
+same number. Where it is not, three scales s, s/2, s/4 separate the part that grows with the scale (never unscaled) from
+the part that falls with it (never scaled): of the differences between neighbours, one is twice the other.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -30,104 +29,104 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
 
 HIGHEST = 2.0**10
-"""The first of the three scales, at most: from much higher ones a part that falls with the scale is too small to be
-seen beside the rest."""
+"""The first of the three scales, at most: at much higher ones a part that falls with the scale is too small to be seen
+next to the rest."""
 
 LOWEST = 2.0**-24
-"""A scale at which no gradient up to 1e12 leaves the range of half precision: what is not finite there is not so for
-the scale's sake."""
+"""A scale at which no gradient up to 1e12 leaves the range of half precision: what is not finite there does not depend
+on the scale."""
 
 ROUNDING = 2.0**-7
-"""By how much a difference may miss its double: the rounding of brain precision (2^-8), twice. Whatever goes with
-another power of the scale misses it by half or more."""
+"""By how much a difference may miss its double: the rounding of bfloat16 (2^-8), twice. Whatever scales with another
+power misses it by half or more."""
 
 LEAST = 16
-"""Entries that a part must change in. Of one that leaves the range of half precision, the rounding errors double with
+"""Entries that a part must change in. Below the range of half precision the rounding error of one entry doubles with
 every halving by chance once in three times; of sixteen hardly ever."""
 
 NEVER = 10**9
-"""Steps after which a scale grows, where it is not to."""
+"""A growth interval after which a scale never grows."""
 
 Kind = Literal["grows", "falls", "otherwise"]
 
 
 @dataclass(frozen=True, slots=True)
-class Dependence:
-    """How the gradient that a step consumed depends on the loss scale: it ``grows`` or ``falls`` with it, as a
-    ``whole`` or in part, or changes ``otherwise``. ``factor`` is by how much the whole changed as the scale was halved,
-    ``scale`` what it was halved from; ``names`` are the parameters whose gradients changed."""
+class ScaleDependence:
+    """How the gradient that an optimizer's first step reads depends on the loss scale."""
 
     optimizer: int
-    nth: int
     kind: Kind
+    """It grows or falls with the scale, or changes otherwise."""
     whole: bool
+    """Whether all of it does, or a part."""
     factor: float
+    """By how much it changed as the scale was halved."""
     scale: float
+    """What it was halved from."""
     names: tuple[str, ...]
+    """Parameters whose gradients changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class AtLowest:
-    """Of the steps tried at the lowest scale, how many were skipped; where the first value that was not finite came
-    from."""
+    """Steps attempted and skipped at the lowest scale, and where the first non-finite value came from."""
 
     tried: int
     skipped: int
     origin: NonFiniteOrigin | None
 
 
-class Rescaled:
+class RescaledRuns:
     """The loop under other loss scales."""
 
     def __init__(self, evidence: Evidence) -> None:
-        self._seen, self._plan, self._run = evidence.run(), evidence.plan(), evidence.rerun
+        self._seen, self._plan, self._rerun = evidence.run(), evidence.plan(), evidence.rerun
 
-    def dependences(self) -> Iterator[Dependence]:
+    def dependences(self) -> Iterator[ScaleDependence]:
         """The first steps of each optimizer whose gradients depend on the scale; what comes after such a step of
         another optimizer is not judged."""
         wanted = {o.index: 1 for o in self._seen.optimizers if steps_of(self._seen, o.index)}
         tried = [t for trace in traces(self._seen) for t in zip(trace.factors, trace.made, strict=True)]
         scale = min([HIGHEST, *(factor for factor, made in tried if made and factor > 0)])
         records = [self._at(scale, wanted), self._at(scale / 2, wanted)]
-        if not all(self._begun_at(r, scale / 2**i) for i, r in enumerate(records)) or _alike(records, wanted):
+        if not all(self._begun_at(r, scale / 2**i) for i, r in enumerate(records)) or _bit_equal(records, list(wanted)):
             return
         records.append(self._at(scale / 4, wanted))
         if not self._begun_at(records[2], scale / 4):
             return
         for optimizer in sorted(wanted, key=lambda o: steps_of(self._seen, o)[0].at):
             found = self._dependence(records, optimizer, scale)
-            alike = _alike(records, {optimizer: 1})
             if found is not None:
                 yield found
-            elif not alike:
-                yield Dependence(optimizer, 0, "otherwise", False, math.nan, scale, ())
-            if not alike:
+            if not _bit_equal(records, [optimizer]):
+                if found is None:
+                    yield ScaleDependence(optimizer, "otherwise", False, math.nan, scale, ())
                 return
 
     def grows_between(self, optimizer: int, nth: int) -> float | None:
-        """The factor between what this step consumes where the scale doubles at every update, and where it never
-        does."""
+        """The gradient that this step reads where the scale doubles at every update, over the one at a constant scale;
+        None where the two are not proportional."""
         wanted = {optimizer: nth + 1}
         grown = self._at(HIGHEST, wanted, growth_interval=1, growth_factor=2.0)
-        still = self._at(HIGHEST, wanted, growth_interval=NEVER)
-        first, second = _eaten(still, optimizer, nth), _eaten(grown, optimizer, nth)
-        begun = self._begun_at(grown, HIGHEST) and self._begun_at(still, HIGHEST)
-        if not begun or first is None or second is None or not _same_items([still, grown], optimizer, nth):
+        constant = self._at(HIGHEST, wanted, growth_interval=NEVER)
+        first, second = _read(constant, optimizer, nth), _read(grown, optimizer, nth)
+        begun = self._begun_at(grown, HIGHEST) and self._begun_at(constant, HIGHEST)
+        if not begun or first is None or second is None or not _same_items([constant, grown], optimizer, nth):
             return None
         one, other = vectors([first, second])
         factor = _factor(one, other)
         return factor if factor is not None and _near(other, factor * one) else None
 
     def at_lowest(self, tries: int) -> AtLowest:
-        """Steps skipped over so many tries at the lowest scale."""
+        """Steps skipped of ``tries`` at the lowest scale."""
 
         def enough(record: Record) -> bool:
             return sum(call.what == "step" for call in record.scaler_calls()) >= tries
 
         origins = NonFiniteOrigins()
-        plan = replace(self._plan, contexts=origins.contexts, count=max(tries, self._plan.count), enough=enough)
+        count = max(tries, self._plan.count)
         with scalers_built_with(init_scale=LOWEST, growth_interval=NEVER):
-            record = self._run(plan)
+            record = self._rerun(contexts=origins.contexts, count=count, enough=enough)
         made = [m for t in traces(record) for m in t.made] if self._begun_at(record, LOWEST) else []
         return AtLowest(len(made), made.count(False), origins.first)
 
@@ -136,7 +135,7 @@ class Rescaled:
             return bool(record.steps) and all(len(steps_of(record, o)) >= n for o, n in wanted.items())
 
         with scalers_built_with(init_scale=scale, **{"growth_interval": NEVER, **how}):
-            return self._run(replace(self._plan, enough=enough))
+            return self._rerun(enough=enough)
 
     def _begun_at(self, record: Record, scale: float) -> bool:
         """Whether every scaler began at this scale (one that was loaded has another), and the run went as before."""
@@ -147,8 +146,8 @@ class Rescaled:
         as_before = record.raised is None or self._seen.raised is not None
         return as_before and bool(first) and all(f == scale for f in first.values())
 
-    def _dependence(self, records: Sequence[Record], optimizer: int, scale: float) -> Dependence | None:
-        gradients = [_eaten(r, optimizer, 0) for r in records]
+    def _dependence(self, records: Sequence[Record], optimizer: int, scale: float) -> ScaleDependence | None:
+        gradients = [_read(r, optimizer, 0) for r in records]
         if any(g is None for g in gradients) or not _same_items(records, optimizer, 0):
             return None
         if not _as_read(records, optimizer):
@@ -170,11 +169,11 @@ class Rescaled:
         if not whole and int((first != 0).sum()) < LEAST:
             return None
         changed = [n for n, g in named[0].items() if n in named[1] and not torch.equal(g, named[1][n])]
-        return Dependence(optimizer, 0, kind, whole, factor, scale, tuple(changed))
+        return ScaleDependence(optimizer, kind, whole, factor, scale, tuple(changed))
 
 
-def _eaten(record: Record, optimizer: int, nth: int) -> Gradient | None:
-    """What the optimizer's nth step consumed: as it was before clipping, unless it was unscaled only after that."""
+def _read(record: Record, optimizer: int, nth: int) -> Gradient | None:
+    """The gradient that the optimizer's nth step read: as it was before clipping, unless it was unscaled after that."""
     steps = steps_of(record, optimizer)
     if nth >= len(steps):
         return None
@@ -188,10 +187,10 @@ def _eaten(record: Record, optimizer: int, nth: int) -> Gradient | None:
     return {p.name: values(fact, p.dtype) for p, fact in facts if not fact.sparse and fact.sample}
 
 
-def _alike(records: Sequence[Record], wanted: dict[int, int]) -> bool:
-    """Whether these steps consumed the same in all runs, bit for bit."""
-    for optimizer in wanted:
-        gradients = [_eaten(r, optimizer, 0) for r in records]
+def _bit_equal(records: Sequence[Record], optimizers: Sequence[int]) -> bool:
+    """Whether the first steps of these optimizers read the same in all runs, bit for bit."""
+    for optimizer in optimizers:
+        gradients = [_read(r, optimizer, 0) for r in records]
         known = [g for g in gradients if g is not None]
         if len(known) != len(gradients) or any(g.keys() != known[0].keys() for g in known):
             return False
@@ -211,8 +210,8 @@ def _same_items(records: Sequence[Record], optimizer: int, nth: int) -> bool:
 
 
 def _as_read(records: Sequence[Record], optimizer: int) -> bool:
-    """Whether the step makes of the gradients what it reads: at the same rate whatever the scale, with nothing done to
-    them inside; of an optimizer that is not torch's own, the updates must differ as well."""
+    """Whether the step uses the gradients as it reads them: at the same learning rate whatever the scale, and unchanged
+    inside the step; of an optimizer that is not torch's own, the updates must differ as well."""
     steps: list[Step] = [steps_of(r, optimizer)[0] for r in records]
     if any(s.rates != steps[0].rates for s in steps):
         return False

@@ -15,8 +15,8 @@ SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
-    """Each tried step of one scaler, in order: the scale then, and whether the optimizer made it."""
+class ScaleTrace:
+    """The attempted steps of one scaler, in order: the scale at each, and whether the optimizer made it."""
 
     scaler: int
     factors: tuple[float, ...]
@@ -29,7 +29,7 @@ class Trace:
 
     @property
     def first_made(self) -> int:
-        """How many tries come before the first step that was made."""
+        """Attempts before the first step that was made."""
         return self.made.index(True) if True in self.made else len(self.made)
 
     @property
@@ -39,7 +39,7 @@ class Trace:
 
     @property
     def fall(self) -> float:
-        """The scale of the first step that was made (or tried) over the last, in powers of two."""
+        """The scale at the first step that was made (or attempted) over that at the last, in powers of two."""
         start = self.factors[self.first_made if True in self.made else 0]
         known = start > 0 and math.isfinite(start) and math.isfinite(self.factors[-1])
         return math.log2(start / max(self.factors[-1], 2.0**-126)) if known else 0.0
@@ -61,8 +61,8 @@ def power(factor: float) -> str:
     return f"{factor:g}"
 
 
-def traces(record: Record) -> list[Trace]:
-    """The trace of every scaler that is switched on and tried steps of which it is known whether they were made."""
+def traces(record: Record) -> list[ScaleTrace]:
+    """The trace of every enabled scaler with steps of which it is known whether they were made."""
     scale: dict[int, float] = {}
     tries: dict[int, list[tuple[float, ScalerCall]]] = {}
     for call in record.scaler_calls():
@@ -71,17 +71,17 @@ def traces(record: Record) -> list[Trace]:
         elif call.enabled and call.what == "step" and call.stepped is not None:
             tries.setdefault(call.scaler, []).append((scale.get(call.scaler, math.nan), call))
     return [
-        Trace(scaler, tuple(f for f, _ in tried), tuple(bool(c.stepped) for _, c in tried), tried[0][1].place)
+        ScaleTrace(scaler, tuple(f for f, _ in tried), tuple(bool(c.stepped) for _, c in tried), tried[0][1].place)
         for scaler, tried in tries.items()
     ]
 
 
-def joined(found: list[Trace]) -> Trace:
-    """The traces of scalers that take one another's place, as one."""
+def joined(found: list[ScaleTrace]) -> ScaleTrace:
+    """The traces of scalers that replace one another, as one."""
     factors = tuple(f for t in found for f in t.factors)
-    return Trace(found[0].scaler, factors, tuple(m for t in found for m in t.made), found[0].place)
+    return ScaleTrace(found[0].scaler, factors, tuple(m for t in found for m in t.made), found[0].place)
 
 
-def of_one_step_each(found: list[Trace]) -> bool:
-    """Whether every scaler tried one step, and another took its place."""
+def of_one_step_each(found: list[ScaleTrace]) -> bool:
+    """Whether every scaler attempted one step and was then replaced."""
     return len(found) >= 3 and all(len(t.made) == 1 for t in found)

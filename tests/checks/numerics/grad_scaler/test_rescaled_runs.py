@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from pytest_trainloop.checks.numerics.grad_scaler.rescaled_runs import Rescaled
+from pytest_trainloop.checks.numerics.grad_scaler.rescaled_runs import RescaledRuns
 from pytest_trainloop.checks.numerics.grad_scaler.scale_trace import traces
 from pytest_trainloop.runs.evidence import Evidence
 from pytest_trainloop.runs.scalers import scalers_built_with
@@ -40,7 +40,7 @@ def rescaled(step, *, dtype=torch.bfloat16, init_scale=4096.0, loaded=None, decl
 
         return TrainLoop(model=model, optimizer=optimizer if declared else None, batch=batch(), fit=fit)
 
-    return Evidence(make).shared(Rescaled)
+    return Evidence(make).shared(RescaledRuns)
 
 
 def through(model, optimizer, scaler, loss):
@@ -112,7 +112,7 @@ def test_a_scale_that_starts_too_high_is_lowered_first():
 
 def test_the_lowest_scale_skips_nothing_that_is_finite():
     lowest = rescaled(through).at_lowest(20)
-    assert (lowest.skipped, lowest.birth) == (0, None)
+    assert (lowest.skipped, lowest.origin) == (0, None)
     assert lowest.tried >= 12
 
 
@@ -122,8 +122,8 @@ def test_the_lowest_scale_skips_what_is_not():
 
     lowest = rescaled(poisoned).at_lowest(20)
     assert lowest.skipped == lowest.tried >= 20
-    assert lowest.birth is not None
-    assert lowest.birth.op == "sqrt"
+    assert lowest.origin is not None
+    assert lowest.origin.op == "sqrt"
 
 
 def test_scalers_are_built_as_ever_afterwards():
