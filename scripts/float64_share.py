@@ -7,6 +7,7 @@ python scripts/float64_share.py [NAME ...]
 
 from __future__ import annotations
 
+import argparse
 import sys
 import warnings
 from pathlib import Path
@@ -33,7 +34,10 @@ def verdict(record: Record) -> str:
     return "" if record.double else f"lower: {', '.join(record.lower)}"
 
 
-def main(names: list[str]) -> int:
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a part of a loop's name; without any, all loops")
+    names = parser.parse_args().names
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     makes = {name: loop.make for name, loop in ODD.items()} | {f"fixed {name}": p.fixed for name, p in PAIRS.items()}
@@ -47,4 +51,4 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

@@ -4,11 +4,12 @@ precision_parity.
 python scripts/parity.py [SEEDS] [--page]
 
 Prints the largest ratio of each loop over the seeds: of right loops at their start and after 100 batches of float32
-training. With --page the table on the check's rule page is written anew.
+training, of wrong ones under the first seed.
 """
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import math
 import sys
@@ -129,17 +130,21 @@ def write(lines: list[str]) -> None:
     )
 
 
-def main(seeds: int, *, page: bool) -> None:
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seeds", type=int, nargs="?", default=20, metavar="SEEDS")
+    parser.add_argument("--page", action="store_true", help="write the table on the check's rule page anew")
+    given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     lines = []
-    for text in table(seeds):
+    for text in table(given.seeds):
         print(text, flush=True)
         lines.append(text)
-    if page:
+    if given.page:
         write(lines)
+    return 0
 
 
 if __name__ == "__main__":
-    numbers = [int(a) for a in sys.argv[1:] if a.isdigit()]
-    main(numbers[0] if numbers else 20, page="--page" in sys.argv)
+    raise SystemExit(main())

@@ -6,6 +6,7 @@ python scripts/span_residuals.py [NAME ...]
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import sys
 import warnings
@@ -34,7 +35,10 @@ def residuals(evidence: Evidence) -> dict[int, float]:
     return found
 
 
-def main(names: list[str]) -> int:
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a part of a loop's name; without any, all loops")
+    names = parser.parse_args().names
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     makes = {name: loop.make for name, loop in ODD.items()} | {f"fixed {name}": p.fixed for name, p in PAIRS.items()}
@@ -58,4 +62,4 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

@@ -110,7 +110,7 @@ def compare(before: Sequence[Path], after: Sequence[Path], renames: dict[str, An
     return int(bool(differing))
 
 
-def main(words: Sequence[str]) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, dest="command")
     running = commands.add_parser("run")
@@ -120,7 +120,7 @@ def main(words: Sequence[str]) -> int:
     comparing.add_argument("--before", type=Path, nargs="+", required=True)
     comparing.add_argument("--after", type=Path, nargs="+", required=True)
     comparing.add_argument("--renames", type=Path)
-    given = parser.parse_args(words)
+    given = parser.parse_args()
     if given.command == "run":
         index, count = map(int, given.shard.split("/"))
         return run(given.out, index, count)
@@ -129,4 +129,4 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    raise SystemExit(main())

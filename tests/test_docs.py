@@ -61,8 +61,14 @@ def test_what_is_generated_from_the_check_files_is_not_stale():
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "scripts").glob("*.py")))
-def test_scripts_that_the_documentation_names_can_be_loaded(name):
-    assert script(name).__doc__
+def test_a_script_can_be_loaded_and_says_how_it_is_called(name, monkeypatch, capsys):
+    loaded = script(name)
+    assert loaded.__doc__
+    if hasattr(loaded, "main"):  # mkdocs_hooks.py is a plugin of mkdocs
+        monkeypatch.setattr("sys.argv", [name, "--help"])
+        with pytest.raises(SystemExit, match=r"^0$"):
+            loaded.main()
+        assert "usage:" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", PAGES, ids=relative)
