@@ -1,19 +1,20 @@
-"""In which mode training and evaluation ran, and whether it made a difference.
+"""In which mode training passes ran, and whether it made a difference.
 
-A mode is judged by what it does: with the modules in question switched the other way at the same calls, under the same
-seed, what the loop backpropagates changes, or the mode did not matter.
+A further run decides that: with the modules switched at the same calls, under the same seed, what the loop
+backpropagates changes, or the mode did not matter.
 """
 
 from __future__ import annotations
 
-import contextlib
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from pytest_trainloop.checks.wiring.train_mode.evaluations import trained_on
+from pytest_trainloop.checks.wiring.train_mode.phases import phases
 from pytest_trainloop.gradients.dependence import difference
 from pytest_trainloop.recording.events import Backward, Forward, ModeCall
 from pytest_trainloop.recording.torch_internals import NORM_MODULES
@@ -21,63 +22,87 @@ from pytest_trainloop.records.gradient_ledger import gradient_ledger
 from pytest_trainloop.runs.hooks import hooked
 
 if TYPE_CHECKING:
+    import contextlib
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from pytest_trainloop.finding import Level
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
-    from pytest_trainloop.runs.run import RunPlan
-
-Cause = Literal["trained_in_eval", "eval_left_on"]
+    from pytest_trainloop.runs.evidence import Evidence
 
 
 @dataclass(frozen=True, slots=True)
 class InEval:
-    """Modules that ran in evaluation mode in a training forward pass: since which step, and the call that left them
-    so. ``unscored`` is the line of a pass without gradients between that call and the training pass, if any."""
+    """Modules that ran in evaluation mode in a training forward pass."""
 
-    cause: Cause
+    cause: Literal["trained_in_eval", "eval_left_on"]
     modules: tuple[str, ...]
     step: int
+    """Optimizer steps before that pass."""
     whole: bool
+    """Whether the whole model was in evaluation mode."""
     call: str
+    """The line of the call that switched them, if one was seen."""
     forward: str
     unscored: object = None
+    """The call site of a pass without gradients between that call and the training pass, if any."""
+
+
+class Judged(NamedTuple):
+    """Modules in evaluation mode, and by how much training mode changes what is backpropagated."""
+
+    found: InEval
+    change: float
+    level: Level
+
+
+def in_eval(evidence: Evidence) -> Judged | None:
+    """Modules in evaluation mode in training passes.
+
+    Advice where the loop switches the model to make its own training data (rollouts): it may want both passes alike.
+    """
+    for record, plan in phases(evidence):
+        if not any(f.in_eval and f.grad_enabled for f in record.root_forwards()):
+            continue
+        kinds = Kinds()
+        evidence.rerun(plan, prepare=kinds, enough=lambda r: r.rounds >= 1)
+        found = trained_in_eval(record, kinds.norms, kinds.own_train)
+        if found:
+            own_data = found.unscored is not None and trained_on(evidence, found.unscored, record, plan)
+            other = evidence.rerun(plan, contexts=_in_training_mode(set(found.modules)))
+            return Judged(found, _difference(record, other), "advice" if own_data else "fault")
+    return None
 
 
 def trained_in_eval(record: Record, norms: set[str], own_train: set[str]) -> InEval | None:
     """The first training forward pass with modules in evaluation mode that nobody put there on purpose.
 
-    On purpose: norms (their statistics are to stay), and a part of the model that was switched by itself, or by a
+    On purpose: norms (their statistics are to stay), and a part of the model that was switched alone, or by a
     ``train()`` that the model defines, with no evaluation in between.
     """
     once_training: set[str] = set()
     passes = list(_training_passes(record))
     for forward in passes:
         switched = set(forward.in_eval) - _in_both_modes(forward, passes)
-        whole = not forward.training
         left = {m for m in switched & once_training if _evaluated_since(record, m, forward)}
-        never = (
-            switched - once_training if whole else _not_on_purpose(record, switched - once_training, forward, own_train)
-        )
-        if not whole:
-            never -= norms
+        never = switched - once_training
+        if forward.training:
+            never = _not_on_purpose(record, never, forward, own_train) - norms
             never = {m for m in never if _holder_trains(record, m)}
-        if whole and switched & once_training and not left:
-            left = switched & once_training
+        else:
+            left = left or switched & once_training
         chosen = left or (never if forward.below else set())
         if chosen:
-            step = sum(s.at < forward.at for s in record.innermost_steps())
-            cause: Cause = "eval_left_on" if left else "trained_in_eval"
             call = _call_before(record, chosen, forward)
-            between = [] if call is None else _between(record, call, forward)
+            between = [] if call is None or left else _without_gradients(record, call, forward)
             return InEval(
-                cause,
-                tuple(sorted(chosen)),
-                step,
-                whole,
-                str(call.place) if call else "",
-                str(forward.place),
-                between[0].site if between and not left else None,
+                cause="eval_left_on" if left else "trained_in_eval",
+                modules=tuple(sorted(chosen)),
+                step=sum(s.at < forward.at for s in record.innermost_steps()),
+                whole=not forward.training,
+                call=str(call.place) if call else "",
+                forward=str(forward.place),
+                unscored=between[0].site if between else None,
             )
         once_training |= set(forward.in_training)
     return None
@@ -85,8 +110,10 @@ def trained_in_eval(record: Record, norms: set[str], own_train: set[str]) -> InE
 
 def _training_passes(record: Record) -> Iterator[Forward]:
     """Forward passes that train what was called: a backward pass goes through the result, and a step consumes the
-    gradient that it brings to a parameter of the module. Not those that look for adversarial examples, nor those of a
-    fixed net or a validation."""
+    gradient that it brings to a parameter of the module.
+
+    A search for adversarial examples, a fixed net and a validation are none.
+    """
     ledger = gradient_ledger(record)
     consumed = {b.backward.at: b.consumed for b in ledger.backwards}
     for forward in record.root_forwards():
@@ -120,24 +147,25 @@ def _call_before(record: Record, modules: Iterable[str], forward: Forward) -> Mo
 
 def _evaluated_since(record: Record, module: str, forward: Forward) -> bool:
     """Whether the module was called without gradients after it was switched: the switch was for an evaluation."""
-    return any(module in f.in_eval for f in _between(record, _call_before(record, [module], forward), forward))
+    call = _call_before(record, [module], forward)
+    return any(module in f.in_eval for f in _without_gradients(record, call, forward))
 
 
-def _between(record: Record, call: ModeCall | None, forward: Forward) -> list[Forward]:
+def _without_gradients(record: Record, call: ModeCall | None, forward: Forward) -> list[Forward]:
     """Forward passes without gradients after the call and before the forward pass."""
     since = call.at if call else 0
     return [f for f in record.root_forwards() if since < f.at < forward.at and not f.grad_enabled]
 
 
 def _not_on_purpose(record: Record, modules: set[str], forward: Forward, own_train: set[str]) -> set[str]:
-    """Those that no call of their own put into evaluation mode for training passes, and that did not come so, by
-    themselves, when the run began."""
+    """Those that no call on a part of the model put into evaluation mode for training passes, and that were not apart
+    from the rest of the model when the run began."""
     left = set()
     for module in modules:
         calls = [c for c in record.of(ModeCall) if c.at < forward.at and not c.on and c.below and _covers(c, module)]
-        came_so = module in forward.apart and not any(_covers(c, module) and c.below for c in calls)
-        by_class = any(module == path or module.startswith(f"{path}.") or path == "" for path in own_train)
-        if not came_so and not by_class and not any(_for_training(record, c) for c in calls):
+        initially = module in forward.apart and not calls
+        by_class = any(path in ("", module) or module.startswith(f"{path}.") for path in own_train)
+        if not initially and not by_class and not any(_for_training(record, c) for c in calls):
             left.add(module)
     return left
 
@@ -162,34 +190,21 @@ class Kinds:
                 self.own_train.add(path)
 
 
-def forced(
-    modules: Sequence[str], training: bool
-) -> Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]]:
-    """Contexts in which the named modules run in this mode whenever gradients are on."""
-    chosen = set(modules)
+def _in_training_mode(modules: set[str]) -> Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]]:
+    """Contexts in which these modules run in training mode whenever gradients are on."""
 
-    @contextlib.contextmanager
-    def switched(watch: Watch) -> Iterator[None]:
+    def contexts(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
         def enter(module: nn.Module, _args: Any) -> None:
-            if torch.is_grad_enabled() and module.training is not training and watch.book.path_of(module) in chosen:
-                module.training = training
+            if torch.is_grad_enabled() and not module.training and watch.book.path_of(module) in modules:
+                module.training = True
 
-        with hooked(register_module_forward_pre_hook(enter)):
-            yield
+        yield hooked(register_module_forward_pre_hook(enter))
 
-    return lambda watch: (switched(watch),)
-
-
-def matters(first: Record, plan: RunPlan, run: Callable[[RunPlan], Record], modules: Sequence[str]) -> float:
-    """By how much what is backpropagated changes with the modules in training mode."""
-    other = run(replace(plan, contexts=forced(modules, training=True)))
-    return difference(*_common(_roots(first), _roots(other)))
+    return contexts
 
 
-def _roots(record: Record) -> list[float]:
-    return [root.value for b in record.of(Backward) for root in b.roots]
-
-
-def _common(a: list[float], b: list[float]) -> tuple[list[float], list[float]]:
-    count = min(len(a), len(b))
-    return a[:count], b[:count]
+def _difference(first: Record, other: Record) -> float:
+    """By how much the losses that two runs backpropagate differ, as far as both go."""
+    losses = [[root.value for b in record.of(Backward) for root in b.roots] for record in (first, other)]
+    count = min(map(len, losses))
+    return difference(losses[0][:count], losses[1][:count])

@@ -1,4 +1,4 @@
-"""Forward passes in training mode beside those that train, and what is made of their results."""
+"""Forward passes in training mode that train nothing, and what is made of their results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from pytest_trainloop.checks.wiring.train_mode.phases import Phases
+from pytest_trainloop.checks.wiring.train_mode.evaluations import evaluations
 from pytest_trainloop.runs.evidence import Evidence
 
 
@@ -48,7 +48,7 @@ def evidence(use, *, every=3, held_out=True, draw=False, dropout=0.5, looks=1):
 
 
 def levels(*args, **kwargs):
-    return [level for _, level in evidence(*args, **kwargs).shared(Phases).evaluations()]
+    return [level for _, level in evaluations(evidence(*args, **kwargs))]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_what_is_drawn_chosen_or_trained_on_is_no_score(use):
     assert levels(use) == []
 
 
-def test_a_score_that_sets_the_rate_is_one_all_the_same():
+def test_a_score_that_sets_the_lr_is_one_all_the_same():
     def lower(out, y, optimizer):
         optimizer.param_groups[0]["lr"] *= 0.5 if F.cross_entropy(out, y).item() > 1.0 else 0.9
 

@@ -1,4 +1,4 @@
-"""In which mode training passes ran, told event by event."""
+"""In which mode training passes ran, on hand-written records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pytest_trainloop.recording.events import Forward, ModeCall
 from tests.helpers.story import Story
 
 
-class Told(Story):
+class ModeStory(Story):
     """Steps on a model with a body and a dropout, whose mode is switched now and then."""
 
     def __init__(self):
@@ -47,7 +47,7 @@ def judged(story, norms=frozenset(), own_train=frozenset()):
 
 
 def test_training_mode_is_fine():
-    story = Told()
+    story = ModeStory()
     story.mode(True)
     for _ in range(3):
         story.batch()
@@ -55,14 +55,14 @@ def test_training_mode_is_fine():
 
 
 def test_evaluation_mode_from_the_start():
-    story = Told()
+    story = ModeStory()
     story.mode(False)
     story.batch()
     assert judged(story) == ("trained_in_eval", ("drop", "norm"), 0)
 
 
 def test_left_on_after_a_validation():
-    story = Told()
+    story = ModeStory()
     for _ in range(2):
         story.batch()
     story.mode(False)
@@ -72,7 +72,7 @@ def test_left_on_after_a_validation():
 
 
 def test_put_back_after_a_validation():
-    story = Told()
+    story = ModeStory()
     story.batch()
     story.mode(False)
     story.forward(grad=False, line=9)
@@ -82,7 +82,7 @@ def test_put_back_after_a_validation():
 
 
 def test_one_part_not_put_back():
-    story = Told()
+    story = ModeStory()
     story.batch()
     for part in ("drop", "norm"):
         story.mode(False, part)
@@ -93,32 +93,32 @@ def test_one_part_not_put_back():
 
 
 def test_norms_kept_in_evaluation_mode_are_meant():
-    story = Told()
+    story = ModeStory()
     story.mode(False, "norm")
     story.batch()
     assert judged(story, norms={"norm"}) is None
 
 
 def test_a_part_switched_by_itself_is_meant():
-    story = Told()
+    story = ModeStory()
     story.mode(False, "drop")
     story.batch()
     assert judged(story) is None
 
 
 def test_a_part_that_came_so_by_itself_is_meant():
-    story = Told()
+    story = ModeStory()
     story.off = {"drop"}
     story.batch(apart=("drop",))
     assert judged(story) is None
-    story = Told()
+    story = ModeStory()
     story.off = {"drop"}
     story.batch()
     assert judged(story) == ("trained_in_eval", ("drop",), 0)
 
 
 def test_a_validation_with_gradients_on_is_no_training():
-    story = Told()
+    story = ModeStory()
     story.batch()
     story.mode(False)
     story.forward(line=9)
@@ -128,14 +128,14 @@ def test_a_validation_with_gradients_on_is_no_training():
 
 
 def test_a_part_switched_by_the_models_own_train_is_meant():
-    story = Told()
+    story = ModeStory()
     story.off = {"drop"}
     story.batch()
     assert judged(story, own_train={"drop"}) is None
 
 
 def test_a_pass_whose_gradients_nobody_consumes_is_no_training():
-    story = Told()
+    story = ModeStory()
     story.mode(False)
     story.forward()
     story.backward()
@@ -145,7 +145,7 @@ def test_a_pass_whose_gradients_nobody_consumes_is_no_training():
 
 
 def test_passes_in_training_mode_that_train_nothing_are_gathered_by_line():
-    story = Told()
+    story = ModeStory()
     for _ in range(4):
         story.batch()
     for grad in (True, False):
@@ -157,7 +157,7 @@ def test_passes_in_training_mode_that_train_nothing_are_gathered_by_line():
 
 
 def test_a_second_look_at_each_batch_is_no_phase():
-    story = Told()
+    story = ModeStory()
     for _ in range(4):
         story.batch()
         story.forward(grad=False, line=9)

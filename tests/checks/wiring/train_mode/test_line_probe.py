@@ -1,4 +1,4 @@
-"""What forward passes at one line are given and give, in either mode."""
+"""What a model's calls on one line are given and return, in either mode."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from pytest_trainloop.checks.wiring.train_mode.mode_switch import Passes
+from pytest_trainloop.checks.wiring.train_mode.line_probe import LineProbe
 from pytest_trainloop.recording.events import Forward
 from pytest_trainloop.runs.evidence import Evidence
 from pytest_trainloop.runs.run import RunPlan, run
 
 
 class Flagged(nn.Module):
-    """Gives another structure in training mode, as detectors do."""
+    """Returns another structure in training mode, as detectors do."""
 
     def __init__(self):
         super().__init__()
@@ -48,9 +48,9 @@ def seen(model, look):
 
     made = Evidence(make)
     site = next(f.site for f in made.run().of(Forward) if not f.grad_enabled)
-    both = [Passes(site, evaluating=on) for on in (False, True)]
-    for passes in both:
-        run(make, RunPlan(contexts=passes.contexts, enough=lambda record: record.rounds >= 3))
+    both = [LineProbe(site), LineProbe(site, "evaluation mode")]
+    for probe in both:
+        run(make, RunPlan(contexts=probe.contexts, enough=lambda record: record.rounds >= 3))
     return both
 
 
@@ -83,7 +83,7 @@ def functional():
         (lambda: nn.Linear(4, 2), False, False),
     ],
 )
-def test_dropout_and_norms_of_torch_are_told(model, dropped, normed):
+def test_dropout_and_norms_of_torch_are_seen(model, dropped, normed):
     training, evaluating = seen(model, lambda m, _x, fixed: m(fixed))
     assert (training.dropped, training.normed) == (dropped, normed)
     assert (evaluating.dropped, evaluating.normed) == (False, False)
@@ -92,7 +92,8 @@ def test_dropout_and_norms_of_torch_are_told(model, dropped, normed):
 
 def test_another_structure_is_seen():
     training, evaluating = seen(Flagged, lambda m, _x, fixed: m(fixed))
-    assert not training.same_shape(evaluating)
+    assert training.shape != evaluating.shape
+    assert not training.same_result(evaluating)
 
 
 @pytest.mark.parametrize(
