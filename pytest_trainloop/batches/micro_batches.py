@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
-    """Copies of the first batches, the order in which their rows are taken, and what they hold beside rows.
+    """Copies of the first batches, the order in which their rows are taken, and what all rows share.
 
-    ``beside`` are numbers and tensors without rows, ``totals`` what those of them count that can be counted anew for a
+    ``shared`` are numbers and tensors without rows, ``totals`` what those of them count that can be counted anew for a
     part of the rows; they are, once ``recount`` is set.
     """
 
@@ -31,7 +31,7 @@ class MicroBatches:
     axis: int
     own: Callable[[Any, int], Iterable[Any]] | None
     valid: Valid
-    beside: dict[Path, float]
+    shared: dict[Path, float]
     totals: Mapping[Path, Sequence[int]]
     recount: bool = False
 
@@ -48,8 +48,8 @@ class MicroBatches:
                 "least 2; give a larger one, or batch_dim= or split_batch="
             )
         valid = valid_entries(batches[0], rows, axis, loop.padding, seen)
-        beside = {} if loop.split_batch else counts.beside_rows(batches[0], rows)
-        return cls(batches, axis, loop.split_batch, valid, beside, counts.totals(beside, rows, valid.counts))
+        shared = {} if loop.split_batch else counts.shared_by_rows(batches[0], rows)
+        return cls(batches, axis, loop.split_batch, valid, shared, counts.totals(shared, rows, valid.counts))
 
     def recounting(self) -> MicroBatches:
         """The same, with the totals counted anew for each part."""
@@ -57,8 +57,8 @@ class MicroBatches:
 
     @property
     def unknown(self) -> dict[Path, float]:
-        """What is beside the rows and cannot be counted anew."""
-        return {path: n for path, n in self.beside.items() if path not in self.totals}
+        """What all rows share and cannot be counted anew."""
+        return {path: n for path, n in self.shared.items() if path not in self.totals}
 
     def sizes(self) -> list[int]:
         """The numbers of micro-batches that the rows allow, of 2, 3 and 4."""

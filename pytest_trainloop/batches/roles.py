@@ -198,7 +198,7 @@ def _undecided(parts: Sequence[Part], grid: Grid, found: PaddingMask | None, pad
     if found is None and padding is not None and padding.pad_id is not None:
         return (
             f"the declared pad_id {padding.pad_id} stands between real tokens of the batch, or nowhere else: "
-            "give a mask or lengths beside the ids"
+            "give a mask or lengths next to the ids"
         )
     if found is None:
         return f"no mask and no lengths say which of the {grid.length} positions are padding: {declare}"

@@ -1,4 +1,4 @@
-"""What a batch carries besides its rows: how many there are, how many tokens count, offsets, weights.
+"""What all rows of a batch share: how many there are, how many tokens count, offsets, weights.
 
 A loop that divides by such a number is given a wrong one where rows are taken from the batch. Where a number is the
 total of something that is known for each row, it is counted anew for the rows that are left; on what else the gradient
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.nested import Path
 
 
-def beside_rows(batch: Any, rows: int) -> dict[Path, float]:
+def shared_by_rows(batch: Any, rows: int) -> dict[Path, float]:
     """Numbers, and tensors that have no entry for each row (NaN in place of a number), by where they stand."""
     found: dict[Path, float] = {}
 

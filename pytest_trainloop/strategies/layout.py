@@ -111,7 +111,7 @@ def _mask(part: Part, layout: Layout, kind: MaskKind | None) -> torch.Tensor:
         if abs(fill) > 1 and kind != "additive":
             raise UsageError(
                 f"{part.name} is added to scores: whether 1 would stand for real or for padded positions in a mask as "
-                f"{kind} cannot be told; pass masks=() or masks=['additive']"
+                f"{kind} is not known; pass masks=() or masks=['additive']"
             )
         dtype = _DTYPES[kind]
         real, fill = (0.0, float("-inf")) if kind == "additive" else (real, fill)

@@ -64,7 +64,7 @@ class Padded:
         return self.change in ("as_is", "more", "other_values")
 
     def __repr__(self) -> str:
-        told = {
+        change = {
             "as_is": "the batch as it is",
             "more": f"{self.left or self.right} more on the {'left' if self.left else 'right'}",
             "other_values": "other values at padded positions",
@@ -73,7 +73,7 @@ class Padded:
             "empty_row": f"row {self.row} all padding",
         }[self.change]
         mask = "" if self.mask is None else f", mask as {self.mask}"
-        return f"padding: {told}{mask}; lengths {list(self.lengths)}"
+        return f"padding: {change}{mask}; lengths {list(self.lengths)}"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """What Hypothesis writes into a failure, in place of all fields."""
@@ -163,11 +163,11 @@ def _paddings(
 def _possible(roles: Roles, only: Sequence[Change] | None) -> list[Change]:
     """The changes that this batch allows, of those that are wanted."""
     assert roles.padded is not None
-    told = bool(roles.of("mask", "lengths"))
+    said = bool(roles.of("mask", "lengths"))
     allowed = {
         "as_is": True,
         "more": True,
-        "other_values": told and bool(roles.padded.any()) and bool(roles.of("ids", "features")),
+        "other_values": said and bool(roles.padded.any()) and bool(roles.of("ids", "features")),
         "one_left": max(roles.lengths) > 1,
         "no_padding": bool(roles.padded.any()) and not bool(roles.padded.any(0).all()),
         "empty_row": max(roles.lengths) > 0 and (only is not None or not roles.of("lengths")),

@@ -173,6 +173,16 @@ def test_that_nothing_is_padding(batch, declared, reason):
     assert read_padding(batch, at_least=Proof.INPUTS, declared=declared) is None
 
 
+def test_a_mask_of_the_prompt_is_no_padding():
+    ids = torch.tensor([[5, 6, 7, 8], [3, 9, 2, 4]])
+    answers = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])
+    batch = {"input_ids": ids, "loss_mask": answers, "labels": ids.masked_fill(answers == 0, -100)}
+    assert read_padding(batch, at_least=Proof.SAID) is None
+    found = read_padding({**batch, "attention_mask": torch.ones_like(ids)}, at_least=Proof.SAID, declared=DECLARED)
+    assert found is not None
+    assert (found.any, found.lengths) == (False, (4, 4))
+
+
 # inside a loop
 
 
@@ -215,8 +225,10 @@ def test_every_user_of_the_reader_agrees(kind):
     inputs = [(Ids(IDS.flip(1) if left else IDS), IDS)]
     loop = TrainLoop(model=nn.Linear(1, 1), batch=batch, fit=lambda batches: None)
 
-    strategies = read(batch).padded
-    assert torch.equal(strategies, expected)
+    strategies = read(batch)
+    assert torch.equal(strategies.padded, expected)
+    assert (strategies.undecided, strategies.rows, strategies.length, strategies.lengths) == ("", 3, 5, (3, 5, 2))
+    assert strategies.side == ("left" if left else "right")
 
     loss_contract = Tokens(None, batch, inputs).padded((3, 5))
     assert torch.equal(loss_contract, expected)

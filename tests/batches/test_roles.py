@@ -1,4 +1,4 @@
-"""What the tensors of a batch are, and which positions are padding."""
+"""What the tensors of a batch are, and what stands in them at padded positions."""
 
 from __future__ import annotations
 
@@ -22,24 +22,15 @@ from tests.helpers.padded_batches import (
 )
 
 
-def told(batch, padding=None):
+def roles_of(batch, padding=None):
     """Role, row axis and time axis by name."""
     return {part.name: (part.role, part.row, part.time) for part in read(batch, padding).parts}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_padding_is_seen_whatever_the_batch_is_made_of(kind):
-    roles = read(KINDS[kind])
-    assert roles.undecided == ""
-    assert (roles.rows, roles.length, roles.lengths) == (3, 5, (3, 5, 2))
-    assert roles.side == ("left" if kind == "left" else "right")
-    assert torch.equal(roles.padded, PADDED.flip(1) if kind == "left" else PADDED)
 
 
 def test_the_roles_of_a_batch_of_text():
     more = {"token_type_ids": torch.zeros(3, 5, dtype=torch.long), "position_ids": torch.arange(5).expand(3, 5)}
     assert read(text(**more)).undecided == ""
-    assert told(text(**more)) == {
+    assert roles_of(text(**more)) == {
         "input_ids": ("ids", 0, 1),
         "attention_mask": ("mask", 0, 1),
         "labels": ("labels", 0, 1),
@@ -61,13 +52,13 @@ def test_what_stands_at_padded_positions(batch, fills):
 
 
 def test_axes_may_differ_from_tensor_to_tensor():
-    assert told((FEATURES.transpose(0, 1), PADDED, CLASSES)) == {
+    assert roles_of((FEATURES.transpose(0, 1), PADDED, CLASSES)) == {
         "batch[0]": ("features", 1, 0),
         "batch[1]": ("mask", 0, 1),
         "batch[2]": ("other", 0, None),
     }
     channels = {"x": FEATURES.transpose(1, 2), "lengths": LENGTHS}
-    assert told(channels, Padding(dim=2)) == {"x": ("features", 0, 2), "lengths": ("lengths", 0, None)}
+    assert roles_of(channels, Padding(dim=2)) == {"x": ("features", 0, 2), "lengths": ("lengths", 0, None)}
 
 
 def test_the_declared_padding_is_enough():
@@ -79,19 +70,9 @@ def test_the_declared_padding_is_enough():
 
 def test_classes_of_rows_are_no_lengths():
     classes = {"ids": IDS, "mask": ~PADDED, "label": torch.tensor([4, 1, 3])}
-    assert told(classes)["label"] == ("labels", 0, None)
+    assert roles_of(classes)["label"] == ("labels", 0, None)
     unnamed = (IDS, ~PADDED, torch.tensor([4, 1, 3]))
-    assert told(unnamed)["batch[2]"] == ("other", 0, None)
-
-
-def test_a_mask_of_the_prompt_is_no_padding():
-    ids = torch.tensor([[5, 6, 7, 8], [3, 9, 2, 4]])
-    answers = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])
-    batch = {"input_ids": ids, "loss_mask": answers, "labels": ids.masked_fill(answers == 0, -100)}
-    assert read(batch).padded is None
-    full = read({**batch, "attention_mask": torch.ones_like(ids)}, Padding(pad_id=0))
-    assert full.lengths == (4, 4)
-    assert full.undecided == ""
+    assert roles_of(unnamed)["batch[2]"] == ("other", 0, None)
 
 
 def test_ctc_has_lengths_of_frames_and_of_labels():
@@ -101,8 +82,8 @@ def test_ctc_has_lengths_of_frames_and_of_labels():
         "frames": torch.full((3,), 8),
         "target_lengths": torch.tensor([3, 2, 1]),
     }
-    assert told(batch)["frames"] == ("lengths", 0, None)
-    assert told(batch)["labels"] == ("labels", 0, None)
+    assert roles_of(batch)["frames"] == ("lengths", 0, None)
+    assert roles_of(batch)["labels"] == ("labels", 0, None)
     assert read(batch).lengths == (8, 8, 8)
 
 
@@ -122,6 +103,7 @@ def test_ctc_has_lengths_of_frames_and_of_labels():
             r"padded positions of labels is not known: pass padding=Padding\(ignore_index=\)",
         ),
         (text(bias=torch.ones(3, 1, 5, 5).tril()), None, r"bias of shape \(3, 1, 5, 5\) has 5"),
+        ({"ids": IDS, "n": torch.tensor([3, 6, 2])}, None, "n counts more positions than the 5 that are there"),
         (text(shifted=IDS[:, 1:]), None, r"shifted of shape \(3, 4\)"),
         (text(causal=torch.ones(5, 5).tril()), None, r"causal of shape \(5, 5\)"),
         ((IDS[:, [0, 3, 1, 2]], LABELS[:, :4]), Padding(pad_id=0), "pad_id 0 stands between real tokens"),
@@ -132,7 +114,7 @@ def test_ctc_has_lengths_of_frames_and_of_labels():
         ),
     ],
 )
-def test_what_cannot_be_told_says_what_to_give(batch, padding, reason):
+def test_what_is_not_known_says_what_to_give(batch, padding, reason):
     roles = read(batch, padding)
     assert re.search(reason, roles.undecided)
 

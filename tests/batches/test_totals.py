@@ -1,4 +1,4 @@
-"""Numbers and tensors that a batch holds beside its rows."""
+"""Numbers and tensors that all rows of a batch share."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HOLDERS = [Slots, Frozen, Plain, Named]
 @pytest.mark.parametrize("holder", HOLDERS, ids=lambda h: h.__name__)
 def test_a_number_is_found_wherever_it_stands_and_counted_anew(holder):
     batch = {"inner": holder(X, 16)}
-    (path,) = totals.beside_rows(batch, ROWS)
+    (path,) = totals.shared_by_rows(batch, ROWS)
     assert path[0] == "inner"
     known = totals.totals({path: 16}, ROWS, [EACH])
     anew = totals.recounted(batch, 2, [0, 2], known)["inner"]
@@ -52,7 +52,7 @@ def test_a_number_is_found_wherever_it_stands_and_counted_anew(holder):
 
 @pytest.mark.parametrize("number", [16, 16.0, np.int64(16), np.float32(16), torch.tensor(16), torch.tensor([16.0])])
 def test_a_number_keeps_its_type(number):
-    (path,) = found = totals.beside_rows([X, number], ROWS)
+    (path,) = found = totals.shared_by_rows([X, number], ROWS)
     anew = totals.recounted([X, number], 1, [1], totals.totals(found, ROWS, [EACH]))[1]
     assert (type(anew), int(anew), path) == (type(number), 2, (1,))
     assert not isinstance(number, torch.Tensor) or anew.dtype == number.dtype
@@ -73,15 +73,15 @@ def test_the_number_of_rows_and_as_much_for_every_row_are_totals_too():
     ],
     ids=["tensor", "pair", "a list with an item for each row", "no numbers"],
 )
-def test_rows_words_and_switches_are_not_beside_rows(batch):
-    assert totals.beside_rows(batch, ROWS) == {}
+def test_rows_words_and_switches_are_not_shared_by_rows(batch):
+    assert totals.shared_by_rows(batch, ROWS) == {}
     assert totals.doubled(batch, ROWS, {("x",), ("last",)}) is batch
 
 
 def test_a_tensor_without_rows_is_doubled_to_see_whether_it_matters():
     grid = torch.arange(3.0)
     batch = {"x": X, "grid": grid, "count": 16}
-    found = totals.beside_rows(batch, ROWS)
+    found = totals.shared_by_rows(batch, ROWS)
     assert set(found) == {("grid",), ("count",)}
     assert found["grid",] != found["grid",]
     twice = totals.doubled(batch, ROWS, {("grid",)})

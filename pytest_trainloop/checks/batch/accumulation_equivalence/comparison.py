@@ -129,7 +129,7 @@ class Accumulation:
         made, splits = self, list[Split]()
         for k in self.sizes():
             split = made.split(k)
-            if not split.equal and made is self and self._depends_on(self.cut.beside, split):
+            if not split.equal and made is self and self._depends_on(self.cut.shared, split):
                 made = Accumulation(self.cut.recounting(), self._runs)
                 split = made.split(k)
                 unknown = made.cut.unknown

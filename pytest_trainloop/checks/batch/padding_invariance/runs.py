@@ -112,7 +112,7 @@ class PaddingRuns:
     @classmethod
     def _of(cls, evidence: Evidence, loop: TrainLoop) -> list[PaddingRuns]:
         given = first_batches(loop, LOOKED_AT)
-        known = [(batch, [p for p in _known(loop, batch) if parts(p)]) for batch in given]
+        known = [(batch, [p for p in _padding(loop, batch) if parts(p)]) for batch in given]
         found = [(batch, padded) for batch, padded in known if padded]
         if not found:
             raise CannotDecide(
@@ -302,7 +302,7 @@ class PaddingRuns:
         return record, closed.seen
 
 
-def _known(loop: TrainLoop, batch: Any) -> list[PaddingMask]:
+def _padding(loop: TrainLoop, batch: Any) -> list[PaddingMask]:
     time_first = loop.padding is not None and loop.padding.dim == 0
     return read_paddings(
         batch,
