@@ -1,8 +1,8 @@
-"""One forward pass of a fresh loop, with every place where data comes in made a leaf that a gradient can reach.
+"""One forward pass of a fresh loop in which every tensor of data is a leaf that a gradient can reach.
 
 All trainable weights are moved a little first: behind a layer that starts at zero nothing depends on anything yet.
-Nothing is drawn, and batch norms use their running statistics (``Still``); checkpoints are plain calls, since what
-they would run again comes after all of that is over.
+Dropout is off, and batch norms use their running statistics. Checkpoints are plain calls: what they would run again
+would come after the pass, when its modes are closed.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ MOST_OPS = 20_000
 """Operations of one pass that are kept."""
 
 LONGEST = 16
-"""Backward passes after which a run ends, though no step has come: the pass was long before."""
+"""Backward passes after which a run ends even without a step: the forward pass was long before."""
 
-Change = Callable[["Op"], Any]
-"""What takes the place of an operation's result, seen from the operation."""
+Replacement = Callable[["Op"], Any]
+"""Makes what takes the place of an operation's result."""
 
 
 @dataclass(slots=True, eq=False)
 class Op:
-    """One call of a torch function in the pass: its number, what it was given and gave, the line and the module."""
+    """One call of a torch function in the pass, with the user's line and the module."""
 
     number: int
     name: str
@@ -60,11 +60,11 @@ class Op:
     out: Any = None
 
     @property
-    def given(self) -> list[torch.Tensor]:
+    def inputs(self) -> list[torch.Tensor]:
         return list(tensors_in(self.args, self.kwargs))
 
     @property
-    def gave(self) -> list[torch.Tensor]:
+    def outputs(self) -> list[torch.Tensor]:
         return list(tensors_in(self.out))
 
     @property
@@ -74,37 +74,38 @@ class Op:
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
-    """A place where data comes in: what to differentiate by, the ids that an embedding looked up, and what all this was
-    made of."""
+class DataInput:
+    """A tensor of data that enters the model: an input, or what an embedding looked up."""
 
     leaf: torch.Tensor
+    """What to differentiate by."""
     ids: torch.Tensor | None = None
+    """The ids that were looked up."""
     source: Node | None = None
+    """What the input, or the ids, were computed by."""
 
 
 @dataclass(eq=False)
-class Pass(WatchingMode):
-    """To be used by ``plan``. ``at_end`` is called with what each outermost call of a model gave, ``at_loss`` with each
-    call of a loss function: its name, its arguments and keywords.
+class ForwardPass(WatchingMode):
+    """The pass of a run by ``plan``: what enters the model, and the operations between."""
 
-    ``evaluating`` puts the model into evaluation mode for the pass; ``turned`` swaps ``batch_first`` of the layers
-    at these paths; ``changes`` puts other results in place of operations, by their number. ``opens`` tells whether what
-    the model is called with is made a leaf, too: a model may refuse that (``x.numpy()``). What ``draws`` names is drawn
-    as ever.
-    """
-
-    at_end: Callable[[Pass, Any], None] = lambda seen, output: None
-    at_loss: Callable[[Pass, str, tuple[Any, ...], dict[str, Any]], None] = lambda seen, name, args, kwargs: None
-    evaluating: bool = False
-    turned: frozenset[str] = frozenset()
-    changes: Mapping[int, Change] = field(default_factory=dict)
-    opens: bool = True
+    at_end: Callable[[ForwardPass, Any], None] = lambda seen, output: None
+    """Called with what each outermost call of a model returns."""
+    at_loss: Callable[[ForwardPass, str, tuple[Any, ...], dict[str, Any]], None] = lambda seen, name, args, kwargs: None
+    """Called with the name, arguments and keywords of each call of a loss function."""
+    eval_mode: bool = False
+    """Whether the model is in evaluation mode for the pass."""
+    flipped: frozenset[str] = frozenset()
+    """Paths of the layers whose ``batch_first`` is flipped."""
+    replacements: Mapping[int, Replacement] = field(default_factory=dict)
+    """Other results in place of operations, by their number."""
+    open_inputs: bool = True
+    """Whether the model's arguments are made leaves, too: a model may refuse that (``x.numpy()``)."""
     draws: frozenset[str] = frozenset()
-    entries: list[Entry] = field(default_factory=list)
+    """Functions that draw random numbers as they would without this pass."""
+    data_inputs: list[DataInput] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     lineage: Lineage = field(default_factory=Lineage)
-    given: Any = None
     _depth: int = 0
     _count: int = 0
     _undo: list[Callable[[], None]] = field(default_factory=list)
@@ -133,12 +134,7 @@ class Pass(WatchingMode):
             self._close()
             self.lineage.forget()
             self.ops.clear()
-            self.entries.clear()
-
-    @property
-    def inside(self) -> bool:
-        """Whether a pass that may be judged is under way."""
-        return self._depth > 0
+            self.data_inputs.clear()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         watch = self._watch
@@ -153,9 +149,8 @@ class Pass(WatchingMode):
         if not torch.is_grad_enabled() or watch.backward is not None or watch.record.steps or watch.stepping:
             return None
         self._depth = 1
-        self._switch(module)
-        self.given = (args, kwargs)
-        if not self.opens:
+        self._switch_modes(module)
+        if not self.open_inputs:
             return None
         with watch.quietly():
             return tree_map(self._opened, args), tree_map(self._opened, kwargs)
@@ -171,15 +166,15 @@ class Pass(WatchingMode):
                 with watch.quietly(), torch.enable_grad():
                     self.at_end(self, output)
 
-    def _switch(self, root: nn.Module) -> None:
-        for part in root.modules():
-            if self.evaluating and part.training:
-                part.training = False
-                self._undo.append(lambda part=part: setattr(part, "training", True))  # type: ignore[misc]
-            first = getattr(part, "batch_first", None)
-            if isinstance(first, bool) and self._watch is not None and self._watch.book.path_of(part) in self.turned:
-                part.batch_first = not first  # type: ignore[assignment]
-                self._undo.append(lambda part=part, first=first: setattr(part, "batch_first", first))  # type: ignore[misc]
+    def _switch_modes(self, root: nn.Module) -> None:
+        for module in root.modules():
+            if self.eval_mode and module.training:
+                module.training = False
+                self._undo.append(lambda module=module: setattr(module, "training", True))  # type: ignore[misc]
+            first = getattr(module, "batch_first", None)
+            if isinstance(first, bool) and self._watch is not None and self._watch.book.path_of(module) in self.flipped:
+                module.batch_first = not first  # type: ignore[assignment]
+                self._undo.append(lambda module=module, first=first: setattr(module, "batch_first", first))  # type: ignore[misc]
 
     def _close(self) -> None:
         for undo in self._undo:
@@ -187,10 +182,11 @@ class Pass(WatchingMode):
         self._undo.clear()
 
     def _opened(self, value: Any) -> Any:
+        """The value, its gradient reaching a leaf if it is a tensor of data."""
         if not _plain(value) or value.requires_grad or isinstance(value, nn.Parameter):
             return value
         leaf = value.detach().clone().requires_grad_()
-        self.entries.append(Entry(leaf, source=self.lineage.of(value)))
+        self.data_inputs.append(DataInput(leaf, source=self.lineage.of(value)))
         return leaf.clone()
 
     def active(self) -> bool:
@@ -209,17 +205,17 @@ class Pass(WatchingMode):
             op = Op(self._count, name, func, args, kwargs, here(2)[0], watch.module_path())
         out = func(*args, **kwargs)
         if self._depth:
-            out = self._noted(watch, op, out)
+            out = self._kept(watch, op, out)
         with watch.quietly():
             self.lineage.note(watch, func, name, args, kwargs, parents, out)
         return out
 
-    def _noted(self, watch: Watch, op: Op, out: Any) -> Any:
+    def _kept(self, watch: Watch, op: Op, out: Any) -> Any:
         self._count += 1
         op.out = out
-        if op.number in self.changes:
+        if op.number in self.replacements:
             with watch.quietly():
-                out = op.out = self.changes[op.number](op)
+                out = op.out = self.replacements[op.number](op)
         elif op.name in EMBEDDINGS and isinstance(out, torch.Tensor) and torch.is_grad_enabled():
             with watch.quietly():
                 out = op.out = self._looked_up(op, out)
@@ -228,9 +224,9 @@ class Pass(WatchingMode):
         return out
 
     def _looked_up(self, op: Op, out: torch.Tensor) -> torch.Tensor:
-        ids = next((t for t in op.given if not t.is_floating_point()), None)
+        ids = next((t for t in op.inputs if not t.is_floating_point()), None)
         leaf = out.detach().clone().requires_grad_()
-        self.entries.append(Entry(leaf, ids, None if ids is None else self.lineage.of(ids)))
+        self.data_inputs.append(DataInput(leaf, ids, None if ids is None else self.lineage.of(ids)))
         return leaf.clone()
 
 
@@ -238,10 +234,12 @@ def _over(record: Record) -> bool:
     return record.rounds >= 1 or len(record.backwards()) >= LONGEST
 
 
-def alone(op: Op) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What an operation is given, as leaves, and what it gives of these: gradients between them are its own, with no
-    way round through what else its arguments have in common. Weights are no leaves. Nothing where it cannot be called
-    again."""
+def recomputed(op: Op) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The inputs of an operation as leaves, and its outputs computed from these.
+
+    Gradients between them are those of the operation alone, whatever else its arguments have in common. Weights are no
+    leaves. Both lists are empty where the operation cannot be called again.
+    """
     leaves: list[torch.Tensor] = []
 
     def leaf(value: Any) -> Any:
@@ -257,7 +255,7 @@ def alone(op: Op) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         given = tree_map(leaf, (op.args, dict(op.kwargs)))
         try:
             return leaves, list(tensors_in(op.func(*given[0], **given[1])))
-        except Exception:  # whatever a function of the project's own needs besides its arguments
+        except Exception:  # a function of the project's own may need more than its arguments
             return [], []
 
 
@@ -273,20 +271,20 @@ def _plain(value: Any) -> bool:
 
 
 def axis_of(tensor: torch.Tensor, rows: int) -> int | None:
-    """The one axis that has so many entries; None where there is none, or more than one."""
+    """The one axis of this size; None where there is none, or more than one."""
     found = [d for d, size in enumerate(tensor.shape) if size == rows]
     return found[0] if len(found) == 1 else None
 
 
-def weighed(values: torch.Tensor) -> torch.Tensor:
-    """A sum in which every entry has a weight of its own: no two cancel by symmetry, as softmax outputs would."""
+def weighted_sum(values: torch.Tensor) -> torch.Tensor:
+    """A sum with another weight for each entry, so that no two cancel by symmetry as softmax outputs would."""
     weights = torch.linspace(0.5, 1.5, values.numel(), dtype=torch.float64, device=values.device)
     phases = torch.cos(torch.arange(values.numel(), dtype=torch.float64, device=values.device) * math.e)
     return (values.double().flatten() * (weights + 0.3 * phases)).sum()
 
 
-def slopes(of: torch.Tensor, by: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The gradient with respect to each of these tensors; the graph stays."""
+def grads(of: torch.Tensor, by: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The gradient with respect to each of these tensors; the graph is kept."""
     if not of.requires_grad or not by:
         return [None] * len(by)
     return list(torch.autograd.grad(of, by, retain_graph=True, allow_unused=True))

@@ -1,12 +1,11 @@
-"""What would keep rows apart: the same pass with one kind of operation done along another axis.
+"""What keeps rows apart: the same pass with one kind of operation along another axis.
 
-An operation is named as the cause where, done right, it alone makes every row independent of all others.
+An operation is named as the cause where this fix alone makes every row independent of all others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,12 +27,13 @@ from pytest_trainloop.tracing.forward_pass import axis_of
 from pytest_trainloop.tracing.provenance_queries import constant
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from pytest_trainloop.tracing.forward_pass import Change, Op
+    from pytest_trainloop.tracing.forward_pass import Op, Replacement
 
 Kind = Literal["softmax", "normalised", "views", "statistics", "batch_norm"]
 
+_NORMS = frozenset({"normalize", "layer_norm"})
 _SOFTMAX = {"softmax": torch.softmax, "log_softmax": torch.log_softmax}
 STATISTICS = (REDUCTIONS - {"nansum"}) | {"cov", "corrcoef"}
 _SPREADS = REDUCTIONS - EXTREMES - {"nansum", "logsumexp", "median"}
@@ -48,91 +48,89 @@ _SCALES = (
 """Rows minus a statistic, times it or over it."""
 
 SEQUENCES = RECURRENT | ATTENTION | {"matmul", "bmm", "baddbmm"}
-Reaches = Callable[[torch.Tensor], bool]
-"""Whether a gradient comes in at a tensor, once statistics over rows are constants."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cure:
-    """``changes`` are results by the operations' numbers; ``ops`` are the operations that would be other."""
+class OperationFix:
+    """One kind of operation, done otherwise."""
 
     kind: Kind
     ops: tuple[Op, ...]
-    changes: Mapping[int, Change]
+    replacements: Mapping[int, Replacement]
+    """The new results, by the operations' numbers."""
 
 
-def cures(ops: Sequence[Op], mixing: Sequence[Op], rows: int) -> Iterator[Cure]:
-    """What may be tried, one kind of operation at a time."""
-    norms = [op for op in mixing if op.name == "batch_norm"]
-    if norms:
-        yield Cure("batch_norm", tuple(norms), {op.number: as_a_constant for op in norms})
-    softmaxes = [op for op in mixing if op.name in _SOFTMAX and _wide(op, rows)]
-    if softmaxes:
-        yield Cure("softmax", tuple(softmaxes), {op.number: _along_another_axis(rows) for op in softmaxes})
-    normalised = [op for op in mixing if op.name in ("normalize", "layer_norm") and _wide(op, rows)]
-    if normalised:
-        yield Cure("normalised", tuple(normalised), {op.number: _each_row_alone(rows) for op in normalised})
-    views = [op for op in ops if op.name in RESHAPES and scrambles(op, rows)]
-    if views:
-        yield Cure("views", tuple(views), {op.number: moved_first(rows) for op in views})
-    statistics = [op for op in ops if op.name in STATISTICS and takes_away(op, rows)]
-    if statistics:
-        yield Cure("statistics", tuple(statistics), {op.number: as_a_constant for op in statistics})
+def operation_fixes(ops: Sequence[Op], mixing: Sequence[Op], rows: int) -> Iterator[OperationFix]:
+    """The fixes to try, one kind of operation at a time; ``mixing`` are the operations that let rows meet."""
+    kinds: tuple[tuple[Kind, Sequence[Op], Callable[[Op], bool], Replacement], ...] = (
+        ("batch_norm", mixing, lambda op: op.name == "batch_norm", as_a_constant),
+        ("softmax", mixing, lambda op: op.name in _SOFTMAX and _wide(op, rows), _along_another_axis(rows)),
+        ("normalised", mixing, lambda op: op.name in _NORMS and _wide(op, rows), _each_row_alone(rows)),
+        ("views", ops, lambda op: op.name in RESHAPES and scrambles(op, rows), moved_first(rows)),
+        ("statistics", ops, lambda op: op.name in STATISTICS and takes_away(op, rows), as_a_constant),
+    )
+    for kind, among, applies, replacement in kinds:
+        found = tuple(op for op in among if applies(op))
+        if found:
+            yield OperationFix(kind, found, {op.number: replacement for op in found})
 
 
-def normalising(ops: Sequence[Op], rows: int, reaches: Reaches) -> Op | None:
-    """The first difference, product or quotient of rows and a statistic over them that lies on a row's own way to the
-    outputs: rows are centred or scaled by each other. The statistic must come there without a weight (a layer that
-    looks at it may gate what it likes), and be a mean, a spread or a norm (a largest value may be a range)."""
-    made_by = {id(t): op for op in ops for t in op.gave}
+def normalising(ops: Sequence[Op], rows: int, reaches: Callable[[torch.Tensor], bool]) -> Op | None:
+    """The first operation that centres or scales rows by a statistic over all rows.
+
+    It is a difference, product or quotient of rows and the statistic, and ``reaches`` says of its result that it lies
+    on a row's own way to the outputs. No weight stands between the statistic and it: a layer that reads a statistic
+    may gate what it likes. The statistic is a mean, a spread or a norm: a largest value may be a range.
+    """
+    made_by = {id(t): op for op in ops for t in op.outputs}
     for op in ops:
-        if op.name not in _SCALES or len(op.gave) != 1 or axis_of(op.gave[0], rows) is None:
+        if op.name not in _SCALES or len(op.outputs) != 1 or axis_of(op.outputs[0], rows) is None:
             continue
-        own = [t for t in op.given if t.requires_grad and axis_of(t, rows) is not None]
-        others = [t for t in op.given if axis_of(t, rows) is None]
-        if own and any(_is_statistic(t, made_by, rows) for t in others) and reaches(op.gave[0]):
+        own = [t for t in op.inputs if t.requires_grad and axis_of(t, rows) is not None]
+        others = [t for t in op.inputs if axis_of(t, rows) is None]
+        if own and any(_is_statistic(t, made_by, rows) for t in others) and reaches(op.outputs[0]):
             return op
     return None
 
 
 def _is_statistic(tensor: torch.Tensor, made_by: Mapping[int, Op], rows: int, left: int = 12) -> bool:
-    """Whether it is a statistic over rows, or made of such by plain operations."""
+    """Whether this is a statistic over rows, or computed from such without a weight."""
     maker = made_by.get(id(tensor))
     if maker is None or left == 0:
         return False
     if maker.name in STATISTICS and takes_away(maker, rows):
         return maker.name in _SPREADS
-    parents = [t for t in maker.given if id(t) in made_by]
-    plain = not any(isinstance(t, torch.nn.Parameter) for t in maker.given)
+    parents = [t for t in maker.inputs if id(t) in made_by]
+    plain = not any(isinstance(t, torch.nn.Parameter) for t in maker.inputs)
     return plain and bool(parents) and all(_is_statistic(t, made_by, rows, left - 1) for t in parents)
 
 
 def in_sequence(mixing: Sequence[Op], rows: int) -> list[Op]:
-    """Operations over sequences that take the rows for positions, and have another axis for what they take for rows."""
-    return [op for op in mixing if op.name in SEQUENCES and _wide(op, rows) and max(t.dim() for t in op.given) > 2]
+    """Operations over sequences that take the rows for positions, and take another axis for rows."""
+    return [op for op in mixing if op.name in SEQUENCES and _wide(op, rows) and max(t.dim() for t in op.inputs) > 2]
 
 
 def _wide(op: Op, rows: int) -> bool:
-    """Whether what it is given has, besides the rows and the last axis or in the last axis, more than one entry."""
-    given = next((t for t in op.given if axis_of(t, rows) is not None), None)
+    """Whether the first input with rows has more than one entry in its first other axis, or in the only one."""
+    given = next((t for t in op.inputs if axis_of(t, rows) is not None), None)
     if given is None:
         return False
     rest = [size for d, size in enumerate(given.shape) if d != axis_of(given, rows)]
     return math.prod(rest[:1] if given.dim() > 2 else rest) > 1
 
 
-def _along_another_axis(rows: int) -> Change:
+def _along_another_axis(rows: int) -> Replacement:
     def change(op: Op) -> Any:
-        given = op.given[0]
+        given = op.inputs[0]
         axis = axis_of(given, rows)
         return _SOFTMAX[op.name](given, given.dim() - 1 if axis != given.dim() - 1 else 0)
 
     return change
 
 
-def _each_row_alone(rows: int) -> Change:
+def _each_row_alone(rows: int) -> Replacement:
     def change(op: Op) -> Any:
-        given = op.given[0]
+        given = op.inputs[0]
         axis = axis_of(given, rows) or 0
         if op.name == "normalize":
             return F.normalize(given, dim=given.dim() - 1 if axis != given.dim() - 1 else 0)
@@ -142,11 +140,11 @@ def _each_row_alone(rows: int) -> Change:
     return change
 
 
-def moved_first(rows: int) -> Change:
+def moved_first(rows: int) -> Replacement:
     """The same shape with the rows in an axis of their own."""
 
     def change(op: Op) -> Any:
-        given, shape = op.given[0], list(op.gave[0].shape)
+        given, shape = op.inputs[0], list(op.outputs[0].shape)
         moved = given.movedim(axis_of(given, rows) or 0, 0)
         if rows not in shape:
             return moved.reshape(shape)
@@ -157,24 +155,24 @@ def moved_first(rows: int) -> Change:
 
 
 def as_a_constant(op: Op) -> Any:
-    """What it gave, without a history."""
+    """The operation's result, detached."""
     return tree_map(lambda value: value.detach() if isinstance(value, torch.Tensor) else value, op.out)
 
 
 def takes_away(op: Op, rows: int) -> bool:
-    given = op.given[:1]
-    return bool(given) and axis_of(given[0], rows) is not None and all(axis_of(t, rows) is None for t in op.gave)
+    """Whether the operation's input has the rows and its outputs do not."""
+    given = op.inputs[:1]
+    return bool(given) and axis_of(given[0], rows) is not None and all(axis_of(t, rows) is None for t in op.outputs)
 
 
 def scrambles(op: Op, rows: int) -> bool:
-    """Whether entries of one row no longer stand together along any axis (along the axis that is as long as there are
-    rows, where there is one), by the numbers of their rows."""
-    if not op.given or not op.gave or (axis := axis_of(op.given[0], rows)) is None:
+    """Whether no axis of the output holds whole rows any more: that as long as the rows, where there is one."""
+    if not op.inputs or not op.outputs or (axis := axis_of(op.inputs[0], rows)) is None:
         return False
-    given, out = op.given[0], op.gave[0]
-    beside = [1] * given.dim()
-    beside[axis] = rows
-    numbers = torch.arange(rows).reshape(beside).expand(given.shape).reshape(out.shape)
+    given, out = op.inputs[0], op.outputs[0]
+    sizes = [1] * given.dim()
+    sizes[axis] = rows
+    numbers = torch.arange(rows).reshape(sizes).expand(given.shape).reshape(out.shape)
     to = axis_of(out, rows)
     return not any(
         all(constant(numbers, other) for other in range(out.dim()) if other != d)

@@ -1,4 +1,4 @@
-"""A few rows of the example batch: so many that no other axis is as long, and no axis can be taken for another."""
+"""A few rows of the example batch: a number of them that no other axis has, so that axes can be told apart by size."""
 
 from __future__ import annotations
 
@@ -23,33 +23,34 @@ COUNTS = (3, 5, 7, 2, 4, 6, 9, 11, 13)
 
 @dataclass(frozen=True, slots=True)
 class FewRows:
-    """``batch`` has ``rows`` rows along ``axis``; ``told`` says whether these are rows for sure, and not positions."""
+    """A batch of ``rows`` rows along ``axis``."""
 
     batch: Any
     rows: int
     axis: int
-    told: bool
+    rows_known: bool
+    """Whether the axis is one of rows for sure, and not of positions."""
 
 
 def few_rows(loop: TrainLoop, sizes: Sequence[int], counts: Sequence[int] = COUNTS) -> FewRows:
-    """Rows of a fresh loop's first batch, one of these numbers of them, or all; ``sizes`` are other lengths to keep
-    away from. Raises ``CannotDecide`` where there are no two rows."""
+    """The first rows of a fresh loop's first batch: as many as the first of ``counts`` that is none of ``sizes`` nor
+    the length of another axis, or all. Raises ``CannotDecide`` where there are no two rows."""
     batch = first_batches(loop, 1)[0] if loop.batch is None else loop.batch
     axis = loop.batch_dim if isinstance(loop.batch_dim, int) else 0
     count = nested.rows(batch, axis)
     if count < 2:
         raise CannotDecide(
             f"the batch ({nested.describe(batch)}) has {count} rows along axis {axis}: at least 2 are needed to see "
-            "whether they meet; give a larger one, or batch_dim="
+            "whether they interact; give a larger one, or batch_dim="
         )
     taken = set(sizes) | set(_lengths(batch, axis))
     rows = next((n for n in counts if n <= count and n not in taken), count)
-    told = isinstance(loop.batch_dim, int) or _told(batch, axis, count)
+    rows_known = isinstance(loop.batch_dim, int) or _rows_known(batch, axis, count)
     try:
         few = nested.copy(batch) if rows == count else nested.take(batch, range(rows), axis)
     except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:
         raise CannotDecide(f"rows cannot be taken from {nested.describe(batch)} ({type(error).__name__})") from error
-    return FewRows(few, rows, axis, told)
+    return FewRows(few, rows, axis, rows_known)
 
 
 def _lengths(batch: Any, axis: int) -> Iterator[int]:
@@ -58,12 +59,12 @@ def _lengths(batch: Any, axis: int) -> Iterator[int]:
             yield from (size for d, size in enumerate(tensor.shape) if d != axis)
 
 
-def _told(batch: Any, axis: int, count: int) -> bool:
-    """Whether something in the batch tells the axis of rows from one of positions.
+def _rows_known(batch: Any, axis: int, count: int) -> bool:
+    """Whether something in the batch distinguishes the axis of rows from one of positions.
 
-    Where no tensor could have both, there is nothing to confuse. Else something must have one entry for each row and
-    no axis of positions (a class, a length, a target), positions must be padded towards the end of rows, or one
-    tensor must be another one moved by one position.
+    Where no tensor could have both, they cannot be confused. Else some tensor must have one entry for each row and no
+    axis of positions (a class, a length, a target), rows must end in padding, or one tensor must be another shifted by
+    one position.
     """
     plain = [t for t in nested.tensors(batch) if not t.is_nested and t.layout is torch.strided and t.dim() > 0]
     with_rows = [t for t in plain if t.dim() > axis and t.shape[axis] == count]
@@ -76,7 +77,7 @@ def _told(batch: Any, axis: int, count: int) -> bool:
     if length == count:
         return False
     one_each = [t for t in with_rows if t.dim() == 1 or (t.dim() == 2 and t.shape[1] != length)]
-    return any(not _counts_up(t) for t in one_each) or any(map(_ends, deep)) or _moved(with_rows)
+    return any(not _counts_up(t) for t in one_each) or any(map(_padded_at_the_end, deep)) or _shifted(with_rows)
 
 
 def _counts_up(tensor: torch.Tensor) -> bool:
@@ -84,14 +85,14 @@ def _counts_up(tensor: torch.Tensor) -> bool:
     return tensor.dim() == 1 and tensor.numel() > 1 and bool((tensor[1:] > tensor[:-1]).all())
 
 
-def _ends(tensor: torch.Tensor) -> bool:
-    """Whether rows end in one value, from places on that differ. The weakest proof is enough: only that positions lie
-    along the second axis matters here, and not which of them are padding."""
+def _padded_at_the_end(tensor: torch.Tensor) -> bool:
+    """Whether rows end in one value, from positions on that differ. The weakest proof is enough: only that positions
+    lie along the second axis matters here, and not which of them are padding."""
     return any(found.side == "right" for found in read_paddings(tensor, at_least=Proof.REPEATED))
 
 
-def _moved(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether one tensor is another, or its own next value, one position on along the second axis."""
+def _shifted(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one tensor is another one shifted by one position along the second axis."""
     for one in tensors:
         for other in tensors:
             if one.dim() > 1 and one.shape == other.shape and one.shape[1] > 2 and one is not other:

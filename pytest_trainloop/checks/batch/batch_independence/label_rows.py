@@ -1,7 +1,7 @@
 """Whether outputs are compared with the labels of their own rows.
 
 Both are followed to the batch: a target through views, casts and picks back to the rows of the tensor that it was
-taken from; an output by its gradient, exactly 0 at all rows but those that it depends on.
+taken from; an output by its gradient, which is exactly 0 at all rows but those that it depends on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pytest_trainloop import nested
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import BINARY_LOSSES, CLASS_LOSSES, DISTANCE_LOSSES
 from pytest_trainloop.tracing.arguments import bound_arguments
-from pytest_trainloop.tracing.forward_pass import Entry, Pass, slopes, weighed
+from pytest_trainloop.tracing.forward_pass import DataInput, ForwardPass, grads, weighted_sum
 from pytest_trainloop.tracing.provenance_queries import same_shaped
 
 if TYPE_CHECKING:
@@ -24,39 +24,44 @@ if TYPE_CHECKING:
     from pytest_trainloop.tracing.provenance import Node
 
 ASKED = 8
-"""Outputs of a loss call that are followed."""
+"""Outputs of a loss call that are followed to the batch, at most."""
 
 FARTHEST = 64
-"""Operations that are gone back over."""
+"""Operations that a target is followed back through."""
 
-_ALIKE = DISTANCE_LOSSES | BINARY_LOSSES
+_ELEMENTWISE = DISTANCE_LOSSES | BINARY_LOSSES
 
 
 @dataclass(slots=True)
-class Partners:
-    """The pass behind it. ``pairs`` are rows of the batch, that of a target and the one that its output depends on."""
+class LabelRows:
+    """Which rows of the batch meet at the first loss call that could be followed."""
 
-    evidence: Evidence
     pairs: list[tuple[int, int]] = field(default_factory=list)
+    """The row of a target, and the one that the output compared with it depends on."""
     loss: str = ""
     where: str = ""
     rows: int = 0
 
-    def strangers(self) -> list[tuple[int, int]]:
-        """Pairs of different rows, if labels and outputs are out of order. Where all differ by the same number of rows,
-        they are moved against each other on purpose (the next row, another's negative)."""
-        for opens in (True, False):
-            seen = Pass(at_loss=self._look, opens=opens, draws=frozenset({"randperm"}))
-            record = self.evidence.rerun(
-                seen.plan(self.evidence.plan(), before_item=lambda n, item, seen=seen: self._handed(seen, n, item))
+    @classmethod
+    def of(cls, evidence: Evidence) -> LabelRows:
+        found = cls()
+        for open_inputs in (True, False):
+            seen = ForwardPass(at_loss=found._look, open_inputs=open_inputs, draws=frozenset({"randperm"}))
+            record = evidence.rerun(
+                seen.plan(evidence.plan(), before_item=lambda n, item, seen=seen: found._number(seen, n, item))
             )
-            if self.pairs or record.raised is None:
+            if found.pairs or record.raised is None:
                 break
-        apart = [(label, row) for label, row in self.pairs if label != row]
-        by = {(label - row) % max(self.rows, 1) for label, row in self.pairs}
-        return apart if len(by) > 1 else []
+        return found
 
-    def _handed(self, seen: Pass, number: int, item: Any) -> None:
+    @property
+    def mismatched(self) -> list[tuple[int, int]]:
+        """The pairs of different rows. None where all differ by one number of rows: outputs and targets are then
+        shifted against each other on purpose (the next row, another row's negative)."""
+        shifts = {(label - row) % max(self.rows, 1) for label, row in self.pairs}
+        return [(label, row) for label, row in self.pairs if label != row] if len(shifts) > 1 else []
+
+    def _number(self, seen: ForwardPass, number: int, item: Any) -> None:
         """Number the rows of the first batch's tensors, unless another axis is as long."""
         if number:
             return
@@ -66,8 +71,8 @@ class Partners:
             if plain and tensor.dim() and list(tensor.shape).count(self.rows) == 1 and len(tensor) == self.rows:
                 seen.lineage.adopt(tensor)
 
-    def _look(self, seen: Pass, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.pairs or name not in CLASS_LOSSES | _ALIKE:
+    def _look(self, seen: ForwardPass, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.pairs or name not in CLASS_LOSSES | _ELEMENTWISE:
             return
         given = bound_arguments(getattr(F, name), args, kwargs)
         scores, target = given.get("input"), given.get("target")
@@ -78,7 +83,7 @@ class Partners:
         if labels is None or each is None or labels.shape != target.shape:
             return
         kept = (target != given.get("ignore_index", -100)).flatten() if name in CLASS_LOSSES else None
-        known = [(e, rows) for e in seen.entries if (rows := _entered(e)) is not None]
+        known = [(e, rows) for e in seen.data_inputs if (rows := _rows_of(e)) is not None]
         try:
             self._follow(seen, each, labels.flatten(), kept, known)
         except RuntimeError:
@@ -88,25 +93,25 @@ class Partners:
 
     def _follow(
         self,
-        seen: Pass,
+        seen: ForwardPass,
         each: torch.Tensor,
         labels: torch.Tensor,
         kept: torch.Tensor | None,
-        known: list[tuple[Entry, torch.Tensor]],
+        known: list[tuple[DataInput, torch.Tensor]],
     ) -> None:
         asked = range(len(labels)) if kept is None else kept.nonzero().flatten().tolist()
-        unknown = [e for e in seen.entries if all(e is not k for k, _ in known)]
+        unknown = [e for e in seen.data_inputs if all(e is not k for k, _ in known)]
         for at in list(asked)[:: max(1, len(asked) // ASKED)]:
-            total = weighed(each[at])
-            if any(s is not None and bool((s != 0).any()) for s in slopes(total, [e.leaf for e in unknown])):
+            total = weighted_sum(each[at])
+            if any(s is not None and bool((s != 0).any()) for s in grads(total, [e.leaf for e in unknown])):
                 continue
-            felt: set[int] = set()
-            for (_, rows), slope in zip(known, slopes(total, [e.leaf for e, _ in known]), strict=True):
-                if slope is not None:
-                    there = (slope != 0).reshape(*rows.shape, -1).any(-1)
-                    felt |= set(rows[there.cpu()].tolist())
-            if len(felt) == 1:
-                self.pairs.append((int(labels[at]), felt.pop()))
+            reached: set[int] = set()
+            for (_, rows), gradient in zip(known, grads(total, [e.leaf for e, _ in known]), strict=True):
+                if gradient is not None:
+                    there = (gradient != 0).reshape(*rows.shape, -1).any(-1)
+                    reached |= set(rows[there.cpu()].tolist())
+            if len(reached) == 1:
+                self.pairs.append((int(labels[at]), reached.pop()))
 
 
 def _one_by_one(name: str, scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
@@ -118,7 +123,7 @@ def _one_by_one(name: str, scores: torch.Tensor, target: torch.Tensor) -> torch.
     return scores.reshape(-1, 1) if scores.shape == target.shape else None
 
 
-def _entered(entry: Entry) -> torch.Tensor | None:
+def _rows_of(entry: DataInput) -> torch.Tensor | None:
     rows = _row_numbers(entry.source)
     return rows if rows is not None and entry.leaf.shape[: rows.dim()] == rows.shape else None
 

@@ -14,60 +14,62 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop import nested
-from pytest_trainloop.tracing.forward_pass import Op, alone, axis_of, slopes, weighed
+from pytest_trainloop.tracing.forward_pass import Op, axis_of, grads, recomputed, weighted_sum
 from pytest_trainloop.tracing.operation_fixes import normalising
 from pytest_trainloop.tracing.provenance_queries import ancestors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_trainloop.tracing.forward_pass import Pass
+    from pytest_trainloop.tracing.forward_pass import ForwardPass
 
 
 @dataclass(slots=True)
-class Judged:
-    """What passes showed: how many of a model's outputs have rows, whether ``meets`` some pair of different rows (the
-    first, output and input), and which operations let rows meet, where it is to ``look_closer``; where none meet,
-    ``scaled_by`` is what scales rows by a statistic over them (``behind_weights``: rows of activations, not the data's
-    own). ``refused`` is torch's own word where no gradient could
-    be taken."""
+class RowGradients:
+    """What the gradients of single output rows show."""
 
     rows: int
-    outputs: int = 0
-    entries: int = 0
-    pairwise: int = 0
-    meets: tuple[int, int] | None = None
-    mixing: list[Op] = field(default_factory=list)
-    refused: str = ""
-    not_a_number: bool = False
     look_closer: bool = False
+    """Whether operations are looked at as well."""
+    outputs: int = 0
+    """Outputs of a model that have one axis of rows."""
+    pairwise: int = 0
+    """Outputs that have two."""
+    interacting: tuple[int, int] | None = None
+    """The first output row, and another input row, with a gradient between them."""
+    mixing: list[Op] = field(default_factory=list)
+    """The operations that let rows interact."""
+    refused: str = ""
+    """Torch's message where no gradient could be taken."""
+    has_nan: bool = False
     scaled_by: Op | None = None
+    """What scales rows by a statistic over them, where no rows interact."""
     behind_weights: bool = False
+    """Whether that scales activations, and not the data."""
 
     @property
     def apart(self) -> bool:
-        """Whether there were outputs to judge, and no rows met."""
-        return self.outputs > 0 and self.meets is None and not self.refused and not self.not_a_number
+        """Whether there were outputs to judge, and no rows interact."""
+        return self.outputs > 0 and self.interacting is None and not self.refused and not self.has_nan
 
-    def look(self, seen: Pass, output: Any) -> None:
-        """Judge what one outermost call of a model gave."""
+    def look(self, seen: ForwardPass, output: Any) -> None:
+        """Judge what one outermost call of a model returned."""
         given = [t for t in nested.tensors(output) if t.requires_grad and t.is_floating_point()]
         judged = [(t, axis) for t in given if (axis := axis_of(t, self.rows)) is not None]
         self.pairwise += sum(1 for t in given if list(t.shape[:2]).count(self.rows) > 1)
-        entries = [(e.leaf, axis) for e in seen.entries if (axis := axis_of(e.leaf, self.rows)) is not None]
-        if not judged or not entries or self.meets is not None:
+        entries = [(e.leaf, axis) for e in seen.data_inputs if (axis := axis_of(e.leaf, self.rows)) is not None]
+        if not judged or not entries or self.interacting is not None:
             return
         self.outputs += len(judged)
-        self.entries += len(entries)
         try:
             for row in sorted({0, self.rows // 2, self.rows - 1}):
                 self._row(judged, entries, row)
-            if self.look_closer and self.meets is not None:
-                self.mixing = [op for op in seen.ops if _lets_meet(op, self.rows)]
+            if self.look_closer and self.interacting is not None:
+                self.mixing = [op for op in seen.ops if _mixes_rows(op, self.rows)]
             elif self.look_closer:
-                self.scaled_by = normalising(seen.ops, self.rows, lambda t: _arrives([t for t, _ in judged], t))
+                self.scaled_by = normalising(seen.ops, self.rows, lambda t: _reaches([t for t, _ in judged], t))
                 if self.scaled_by is not None:
-                    made_of = ancestors(seen.lineage.of(self.scaled_by.gave[0]))
+                    made_of = ancestors(seen.lineage.of(self.scaled_by.outputs[0]))
                     self.behind_weights = any(node.parameter for node in made_of)
         except RuntimeError as error:  # a re-entrant checkpoint refuses it, and some custom functions do
             self.refused = str(error).partition("\n")[0]
@@ -75,38 +77,38 @@ class Judged:
     def _row(
         self, outputs: Sequence[tuple[torch.Tensor, int]], entries: Sequence[tuple[torch.Tensor, int]], row: int
     ) -> None:
-        total = torch.stack([weighed(t.select(axis, row)) for t, axis in outputs]).sum()
-        found = slopes(total, [leaf for leaf, _ in entries])
-        for (_, axis), slope in zip(entries, found, strict=True):
-            if slope is None:
+        total = torch.stack([weighted_sum(t.select(axis, row)) for t, axis in outputs]).sum()
+        found = grads(total, [leaf for leaf, _ in entries])
+        for (_, axis), gradient in zip(entries, found, strict=True):
+            if gradient is None:
                 continue
-            felt = slope.movedim(axis, 0).flatten(1)
-            if bool(felt.isnan().any()):
-                self.not_a_number = True
+            nonzero = gradient.movedim(axis, 0).flatten(1)
+            if bool(nonzero.isnan().any()):
+                self.has_nan = True
                 continue
-            others = [j for j in (felt != 0).any(1).nonzero().flatten().tolist() if j != row]
-            if others and self.meets is None:
-                self.meets = (row, others[0])
+            others = [j for j in (nonzero != 0).any(1).nonzero().flatten().tolist() if j != row]
+            if others and self.interacting is None:
+                self.interacting = (row, others[0])
 
 
-def _arrives(outputs: Sequence[torch.Tensor], at: torch.Tensor) -> bool:
-    """Whether a gradient of the outputs comes in at a tensor."""
-    (slope,) = slopes(torch.stack([weighed(t) for t in outputs]).sum(), [at]) if at.requires_grad else (None,)
-    return slope is not None and bool((slope != 0).any())
+def _reaches(outputs: Sequence[torch.Tensor], at: torch.Tensor) -> bool:
+    """Whether a gradient of the outputs reaches a tensor."""
+    (gradient,) = grads(torch.stack([weighted_sum(t) for t in outputs]).sum(), [at]) if at.requires_grad else (None,)
+    return gradient is not None and bool((gradient != 0).any())
 
 
-def _lets_meet(op: Op, rows: int) -> bool:
-    """Whether one row of what the operation gave depends on another row of what it was given."""
-    if not any(t.requires_grad and axis_of(t, rows) is not None for t in op.gave):
+def _mixes_rows(op: Op, rows: int) -> bool:
+    """Whether a row of the operation's outputs depends on another row of its inputs."""
+    if not any(t.requires_grad and axis_of(t, rows) is not None for t in op.outputs):
         return False
-    given, gave = alone(op)
-    given = [t for t in given if axis_of(t, rows) is not None]
-    for out in gave:
+    inputs, outputs = recomputed(op)
+    inputs = [t for t in inputs if axis_of(t, rows) is not None]
+    for out in outputs:
         to = axis_of(out, rows) if out.requires_grad else None
         for row in (0, rows - 1) if to is not None else ():
-            for t, slope in zip(given, slopes(weighed(out.select(to or 0, row)), given), strict=True):
-                if slope is not None:
-                    felt = (slope.movedim(axis_of(t, rows) or 0, 0).flatten(1) != 0).any(1)
-                    if bool(felt[torch.arange(rows, device=felt.device) != row].any()):
+            for t, gradient in zip(inputs, grads(weighted_sum(out.select(to or 0, row)), inputs), strict=True):
+                if gradient is not None:
+                    nonzero = (gradient.movedim(axis_of(t, rows) or 0, 0).flatten(1) != 0).any(1)
+                    if bool(nonzero[torch.arange(rows, device=nonzero.device) != row].any()):
                         return True
     return False

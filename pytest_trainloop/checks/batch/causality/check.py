@@ -1,4 +1,4 @@
-"""A model that is to tell the next input cannot see it.
+"""A model that predicts the next input cannot see it.
 
 What it does
     Where the targets of a loss are the inputs of later positions, it makes one forward pass in training mode and one in
@@ -6,19 +6,19 @@ What it does
 
 Why is this bad?
     A language model without its causal mask, or with one that is off by one, copies the answer: its loss falls faster
-    than any honest one, and what it generates is noise. A mask that is lost in evaluation makes the validation loss a
-    fairy tale.
+    than that of a correct one, and it generates noise. A mask that is missing in evaluation makes the validation loss
+    meaningless.
 
 How it decides
-    That the next input is to be told is read off the loss call: its targets are, bit for bit, the inputs one position
-    on (or a few) at all positions that count, and at no other offset; a sequence that is only moved round (its last
-    target is the first input) is another task. Which position an output belongs to is followed back through views,
-    transposes and slices to the layer that made it. Then the gradient of output t with respect to input t + 1 must be
-    exactly 0: masked softmax weights are exact zeros, and products with them too. Only behind a Fourier transform,
-    which parts positions up to rounding, 1e3 machine epsilons of the largest gradient count as nothing. Positions whose
-    target is ignored are not asked (a prefix may see itself).
-    The operation to blame is found by its own gradient, from what it is given to what it gives, and confirmed: without
-    it nothing leaks. Otherwise it is the first whose result depends on later inputs.
+    The loss call shows that the model predicts the next input: its targets are, bit for bit, the inputs one position
+    ahead (or a few) at all positions that count, and at no other offset; a sequence that is only rotated (its last
+    target is the first input) is another task. The position of an output is followed back through views, transposes and
+    slices to the layer that made it. Then the gradient of output t with respect to input t + 1 must be exactly 0:
+    masked softmax weights are exact zeros, and so are products with them. Only behind a Fourier transform, which
+    separates positions up to rounding, 1e3 machine epsilons of the largest gradient count as nothing. Positions whose
+    target is ignored are left out (a prefix may see itself).
+    The operation to blame is found by its own gradient, from its inputs to its outputs, and confirmed: without it
+    nothing leaks. Otherwise it is the first whose result depends on later inputs.
 
 Faulty
     >>> class Language(nn.Module):
@@ -56,7 +56,7 @@ Known limits
     Cross entropies and distances of torch are looked at; where the scores come from no one layer, or targets are no
     inputs (a delay, differences), nothing is judged. What leaks without a gradient (a running mean, an argmax) is not
     seen. A leak in evaluation mode alone is advice unless the loop evaluates: a model may then decode step by step. So
-    is one where outputs of another loss do not see the answer (a net that smooths what was told, as in Tacotron 2).
+    is one where outputs of another loss do not see the answer (a net that smooths a given output, as in Tacotron 2).
 
 References
     https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
@@ -67,8 +67,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_trainloop.checks.batch.explained import LEARNING
 from pytest_trainloop.finding import Finding
-from pytest_trainloop.registry import check
+from pytest_trainloop.registry import Cause, check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,36 +77,64 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.batch.causality.passes import Leak
     from pytest_trainloop.runs.evidence import Evidence
 
-CONSEQUENCES = ("overfit_one_batch", "update_ratio", "padding_invariance")
+EXPLAINS = (*LEARNING, "padding_invariance")
 
 CAUSES = {
-    "causal_mask_missing": "an attention's product has weights for later keys; without it nothing leaks",
-    "mask_off_by_one": "the same, for the next key only",
-    "mask_inverted": "the same, and none for earlier keys",
-    "masked_after_softmax": "later keys are in a softmax's sums and not in the product with the values",
-    "softmax_over_queries": "the softmax over pairs of positions has later queries in its sums",
-    "view_mixes_positions": "a view puts entries of different positions side by side; with a transpose nothing leaks",
-    "bidirectional_layer": "a recurrent layer's result at a position depends on what it is given at later ones",
-    "convolution_sees_ahead": "a convolution's result is the first that depends on later inputs",
-    "statistics_over_time": "a mean, a norm or another statistic is taken over all positions",
-    "mask_missing_in_eval": "no gradient comes from later inputs in training mode, and some does in evaluation mode",
-    "sees_the_future": "outputs depend on the inputs that they are to tell, through no operation that is known",
-}
-
-_REPAIRS = {
-    "causal_mask_missing": "mask later keys with -inf before the softmax, or pass is_causal=True",
-    "mask_off_by_one": "let position t see keys up to t: tril(diagonal=0), or triu(diagonal=1) filled with -inf",
-    "mask_inverted": (
-        "turn the mask round: True keeps in scaled_dot_product_attention and blocks in nn.MultiheadAttention"
+    "causal_mask_missing": Cause(
+        proof="an attention's product has weights for later keys; without it nothing leaks",
+        repair="mask later keys with -inf before the softmax, or pass is_causal=True",
+        explains=EXPLAINS,
     ),
-    "masked_after_softmax": "fill the scores with -inf before the softmax: later keys must not be in its sums",
-    "softmax_over_queries": "take the softmax over the keys: softmax(scores, dim=-1)",
-    "view_mixes_positions": "use transpose or permute to swap axes: view and reshape only cut the numbers up anew",
-    "bidirectional_layer": "bidirectional=False in a model that is to tell what comes next",
-    "convolution_sees_ahead": "pad on the left only, by dilation * (kernel_size - 1), and cut nothing off the left",
-    "statistics_over_time": "normalise or pool each position by itself, or over earlier positions only",
-    "mask_missing_in_eval": "apply the mask in both modes: is_causal=True, not is_causal=self.training",
-    "sees_the_future": "follow the culprit's inputs: some operation joins all positions",
+    "mask_off_by_one": Cause(
+        proof="the same, for the next key only",
+        repair="let position t see keys up to t: tril(diagonal=0), or triu(diagonal=1) filled with -inf",
+        explains=EXPLAINS,
+    ),
+    "mask_inverted": Cause(
+        proof="the same, and none for earlier keys",
+        repair="invert the mask: True keeps in scaled_dot_product_attention and blocks in nn.MultiheadAttention",
+        explains=EXPLAINS,
+    ),
+    "masked_after_softmax": Cause(
+        proof="later keys are in a softmax's sums and not in the product with the values",
+        repair="fill the scores with -inf before the softmax: later keys must not be in its sums",
+        explains=EXPLAINS,
+    ),
+    "softmax_over_queries": Cause(
+        proof="the softmax over pairs of positions has later queries in its sums",
+        repair="take the softmax over the keys: softmax(scores, dim=-1)",
+        explains=EXPLAINS,
+    ),
+    "view_mixes_positions": Cause(
+        proof="a view puts entries of different positions next to each other; with a transpose nothing leaks",
+        repair="use transpose or permute to swap axes: view and reshape only split the same numbers otherwise",
+        explains=EXPLAINS,
+    ),
+    "bidirectional_layer": Cause(
+        proof="a recurrent layer's result at a position depends on its inputs at later ones",
+        repair="bidirectional=False in a model that predicts what comes next",
+        explains=EXPLAINS,
+    ),
+    "convolution_sees_ahead": Cause(
+        proof="a convolution's result is the first that depends on later inputs",
+        repair="pad on the left only, by dilation * (kernel_size - 1), and cut nothing off the left",
+        explains=EXPLAINS,
+    ),
+    "statistics_over_time": Cause(
+        proof="a mean, a norm or another statistic is taken over all positions",
+        repair="normalise or pool each position alone, or over earlier positions only",
+        explains=EXPLAINS,
+    ),
+    "mask_missing_in_eval": Cause(
+        proof="no later input has a gradient in training mode, and some has in evaluation mode",
+        repair="apply the mask in both modes: is_causal=True, not is_causal=self.training",
+        explains=EXPLAINS,
+    ),
+    "sees_the_future": Cause(
+        proof="outputs depend on the inputs that they predict, through no operation that is known",
+        repair="follow the culprit's inputs: some operation joins all positions",
+        explains=EXPLAINS,
+    ),
 }
 
 _BY_KIND = {
@@ -119,9 +148,9 @@ _BY_KIND = {
 
 @check(needs={"run"}, causes=CAUSES, rank=40)
 def causality(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.batch.causality.passes import Causality
+    from pytest_trainloop.checks.batch.causality.passes import CausalPasses
 
-    found = Causality(evidence).leak()
+    found = CausalPasses(evidence).leak()
     if found is not None:
         evaluates = "evaluate" in evidence.offers or any(not f.training for f in evidence.run().root_forwards())
         yield _finding(found, evaluates)
@@ -132,9 +161,10 @@ def _cause(found: Leak) -> str:
         return "mask_missing_in_eval"
     if found.kind != "attention":
         return _BY_KIND.get(found.kind or "", "sees_the_future")
-    offsets = [o for a in found.looking for o in a.offsets]
+    offsets = [offset for operation in found.operations for offset in operation.offsets]
     if not offsets:
-        return "masked_after_softmax" if {a.op.name for a in found.looking} == {"softmax"} else "causal_mask_missing"
+        only_softmax = {a.op.name for a in found.operations} == {"softmax"}
+        return "masked_after_softmax" if only_softmax else "causal_mask_missing"
     if min(offsets) >= 0:
         return "mask_inverted"
     return "mask_off_by_one" if max(offsets) == 1 else "causal_mask_missing"
@@ -142,10 +172,12 @@ def _cause(found: Leak) -> str:
 
 def _finding(found: Leak, evaluates: bool) -> Finding:
     cause = _cause(found)
-    first = found.looking[0].op if found.looking else None
-    steps = "the next input" if found.ahead == 1 else f"the input {found.ahead} positions on"
-    what = {
-        "causal_mask_missing": _unmasked(found),
+    first = found.operations[0].op if found.operations else None
+    open_to = len({a.op.module for a in found.operations})
+    summary = {
+        "causal_mask_missing": f"{open_to} of {found.attentions} attentions see later positions"
+        if found.attentions > open_to
+        else "attention without a causal mask: each position sees all later ones",
         "mask_off_by_one": "the causal mask is off by one: each position sees the next",
         "mask_inverted": "the causal mask is inverted: each position sees later ones and no earlier",
         "masked_after_softmax": "the mask is applied after the softmax: later keys are in its sums",
@@ -154,35 +186,24 @@ def _finding(found: Leak, evaluates: bool) -> Finding:
         "bidirectional_layer": "a recurrent layer runs over the sequence from its end as well",
         "convolution_sees_ahead": "a convolution reaches beyond its own position",
         "statistics_over_time": f"{first.name if first else 'a statistic'} is taken over all positions",
-        "mask_missing_in_eval": "in evaluation mode the model sees the input that it is to tell",
-        "sees_the_future": "the model sees the input that it is to tell",
-    }[cause]
-    only = found.honest or (cause == "mask_missing_in_eval" and not evaluates)
+        "mask_missing_in_eval": "in evaluation mode the model sees the input that it predicts",
+        "sees_the_future": "the model sees the input that it predicts",
+    }
+    shown = "without it no output depends on a later input" if found.confirmed else "its result is the first to do so"
+    if cause == "sees_the_future" or found.kind is None:
+        shown = "the gradient of single outputs, exactly 0 where nothing is seen"
+    target = "the next input" if found.ahead == 1 else f"the input {found.ahead} positions ahead"
+    advice = found.other_loss_is_clean or (cause == "mask_missing_in_eval" and not evaluates)
     return Finding(
         cause=cause,
-        level="advice" if only else "fault",
-        summary=what,
+        level="advice" if advice else "fault",
+        summary=summary[cause],
         measured=(
-            f"the targets of {found.loss} are {steps}, and output t has a gradient with respect to inputs "
+            f"the targets of {found.loss} are {target}, and output t has a gradient with respect to inputs "
             f"t{found.offsets[0]:+d} to t{found.offsets[-1]:+d}, in {' and '.join(found.modes)} mode"
         ),
-        shown_by=_shown(found, cause),
-        culprits=tuple(dict.fromkeys(a.op.named for a in found.looking)),
+        shown_by=shown,
+        culprits=tuple(dict.fromkeys(a.op.named for a in found.operations)),
         where=str(first.place) if first is not None else found.loss_place,
         smallest=f"{found.length} positions",
-        repair=_REPAIRS[cause],
-        explains=() if only else CONSEQUENCES,
     )
-
-
-def _unmasked(found: Leak) -> str:
-    open_to = len({a.op.module for a in found.looking})
-    if found.attentions > open_to:
-        return f"{open_to} of {found.attentions} attentions see later positions"
-    return "attention without a causal mask: each position sees all later ones"
-
-
-def _shown(found: Leak, cause: str) -> str:
-    if cause == "sees_the_future" or found.kind is None:
-        return "the gradient of single outputs, exactly 0 where nothing is seen"
-    return "without it no output depends on a later input" if found.confirmed else "its result is the first to do so"

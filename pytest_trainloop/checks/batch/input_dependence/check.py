@@ -1,21 +1,21 @@
-"""What the model gives depends on the batch that it is given.
+"""The outputs of the model depend on the batch.
 
 What it does
     It runs the loop for two steps as it is, and again with all rows of the batch replaced by its first row, and by its
-    last, then those of one tensor after the other, and compares what models give and what is backpropagated.
+    last; then the same for one tensor after the other. It compares the outputs of models and the losses.
 
 Why is this bad?
     A variable that is overwritten, ids that a cast turns into zeros, a modality that is never added: the model learns
     the mean of the labels, and its loss falls as far as that goes.
 
 How it decides
-    Seeds, weights and all other tensors are the same, so results are the same bit for bit or they depend on what was
-    replaced. Weights are moved a little first: behind a layer that starts at zero nothing depends on anything yet.
+    Seeds, weights and all other tensors are the same, so results are equal bit for bit or they depend on what was
+    replaced. Weights are moved a little first: nothing passes a layer that starts at zero.
     It is a fault where no output of any model depends on anything in the batch, although rows differ, and some tensor
-    of it makes no difference to what is backpropagated either. (A model that is asked without the batch, as a picture
-    that is optimised or equations at fixed points, has no such tensor; one without weight matrices is a baseline; a
-    loop to which nothing of the batch makes a difference makes its own data.)
-    One tensor that a model is handed and nothing depends on is advice.
+    of the batch makes no difference to the losses either. (A model that is called without the batch, as a picture that
+    is optimised or equations at fixed points, has no such tensor; one without weight matrices is a baseline; a loop to
+    which nothing in the batch makes a difference makes its own data.)
+    One tensor that a model is called with and nothing depends on is advice.
 
 Faulty
     >>> def forward(self, x):
@@ -28,8 +28,8 @@ Fixed
     ...     return self.head(hidden)
 
 Known limits
-    A tensor that the loop copies before it hands it on is not told apart from others; of more than eight the first are
-    tried. Tensors whose rows are all the same say nothing.
+    A tensor that the loop copies before it passes it to the model cannot be followed; of more than eight tensors the
+    first are tried. Tensors whose rows are all equal show nothing.
 
 References
     https://karpathy.github.io/2019/04/25/recipe/ (input-independent baseline)
@@ -39,50 +39,53 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_trainloop.checks.batch.explained import LEARNING
 from pytest_trainloop.finding import Finding
-from pytest_trainloop.registry import check
+from pytest_trainloop.registry import Cause, check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.runs.evidence import Evidence
 
-CONSEQUENCES = ("overfit_one_batch", "update_ratio", "batch_independence", "causality", "padding_invariance")
-
 CAUSES = {
-    "inputs_ignored": "with any rows in the batch the model's outputs are the same, bit for bit",
-    "input_ignored": "with any rows in one tensor outputs and losses are the same, bit for bit",
+    "inputs_ignored": Cause(
+        proof="with any rows in the batch the model's outputs are the same, bit for bit",
+        repair="follow the input from the batch to the first layer: it is overwritten, cast to zeros or left out",
+        explains=(*LEARNING, "batch_independence", "causality", "padding_invariance"),
+    ),
+    "input_ignored": Cause(
+        proof="with any rows in one tensor outputs and losses are the same, bit for bit",
+        repair="use it, or leave it out of the call",
+    ),
 }
 
 
 @check(needs={"run"}, causes=CAUSES, rank=60)
 def input_dependence(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.batch.input_dependence.passes import Inputs
+    from pytest_trainloop.checks.batch.input_dependence.passes import InputRuns
 
-    found = Inputs(evidence).unread()
+    found = InputRuns(evidence).unused()
     if found is None:
         return
-    names = tuple(leaf.name for leaf in found.leaves)
+    names = tuple(tensor.name for tensor in found.tensors)
     listed = " and ".join(", ".join(names).rsplit(", ", 1))
-    if found.all_of_them:
+    if found.no_input_used:
         yield Finding(
             cause="inputs_ignored",
             summary="no output of the model depends on the batch",
-            measured=f"with any one row in place of all others outputs are the same, bit for bit; unread: {listed}",
+            measured=f"with any one row in place of all others outputs are the same, bit for bit; unused: {listed}",
             shown_by="the same weights and seeds; the rows of these tensors differ",
             culprits=names,
             where=found.place,
-            repair="follow the input from the batch to the first layer: it is overwritten, cast to zeros or left out",
-            explains=CONSEQUENCES,
         )
         return
     yield Finding(
         cause="input_ignored",
         level="advice",
-        summary=f"{listed} {'is' if len(names) == 1 else 'are'} handed to the model and read by nothing",
+        summary=f"the model is called with {listed}, and nothing depends on {'it' if len(names) == 1 else 'them'}",
         measured="with the first or the last row in place of all others outputs and losses are the same, bit for bit",
         shown_by="the same weights, seeds and other tensors",
         culprits=names,
         where=found.place,
-        repair="use it, or leave it out of the call",
     )

@@ -1,7 +1,7 @@
-"""Which tensors of the batch make a difference, by putting the first row, and then the last, in the place of all rows.
+"""Which tensors of the batch make a difference: runs with the first row, or the last, in place of all rows.
 
-All else is as it was: the seed, the weights (each moved a little, so that nothing hides behind a layer that starts at
-zero), the other tensors. What is computed is the same bit for bit, or it depends on that tensor.
+All else stays the same: the seed, the weights (each moved a little, since nothing passes a layer that starts at zero),
+the other tensors. Results are equal bit for bit, or they depend on that tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pytest_trainloop.runs.hooks import call_from_outside, hooked
 from pytest_trainloop.tracing.forward_pass import LONGEST
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
@@ -32,149 +32,154 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
 
 MOST = 8
-"""Tensors of a batch that are tried one by one."""
+"""Tensors of a batch that are tried one by one, at most."""
 
 STEPS = 2
-"""Optimizer steps of each run: what only the second loss depends on counts as well."""
+"""Optimizer steps of each run: a tensor that only the second loss depends on is used, too."""
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
-    """A tensor of the batch whose rows differ: its place there, in words, and whether a model is handed it."""
+class BatchTensor:
+    """A tensor of the batch whose rows differ."""
 
     name: str
+    """Where it stands in the batch, as in ``batch["x"]``."""
     number: int
-    handed: bool
+    passed: bool
+    """Whether a model is called with it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
-    """``leaves`` are tensors that a model is handed and nothing depends on. ``all_of_them``: no output of any model
-    depends on anything in the batch."""
+class UnusedInputs:
+    """Tensors that a model is called with and nothing depends on."""
 
-    leaves: tuple[Leaf, ...]
-    all_of_them: bool
+    tensors: tuple[BatchTensor, ...]
+    no_input_used: bool
+    """Whether no output of any model depends on anything in the batch."""
     place: str
 
 
 @dataclass(slots=True)
-class _Seen:
-    """Of one run: what was backpropagated, what models gave in training passes before the first step, the tensors that
-    they were handed, and where the first call stands."""
+class _Run:
+    """What one run shows: models are looked at in training passes before the first step."""
 
     roots: list[tuple[float, ...]] = field(default_factory=list)
+    """The values that backward was called on."""
     outputs: list[torch.Tensor] = field(default_factory=list)
-    handed: set[int] = field(default_factory=set)
+    passed: set[int] = field(default_factory=set)
+    """Addresses of the batch's tensors that a model was called with."""
     place: str = ""
+    """The line of the first call."""
 
-    @property
-    def judged(self) -> bool:
-        return bool(self.outputs)
+    def equals(self, other: _Run) -> bool:
+        return self.roots == other.roots and self.same_outputs(other)
+
+    def same_outputs(self, other: _Run) -> bool:
+        a, b = self.outputs, other.outputs
+        return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-class Inputs:
+class InputRuns:
     """The runs behind ``input_dependence``."""
 
     def __init__(self, evidence: Evidence) -> None:
-        self._seen, self._plan, self._run = evidence.run(), evidence.plan(), evidence.rerun
-        self._leaves: list[Leaf] = []
+        self._seen, self._plan, self._rerun = evidence.run(), evidence.plan(), evidence.rerun
 
-    def unread(self) -> Unread | None:
-        """What a model is handed and does not read, if there is any. Raises ``CannotDecide`` where nothing can be
-        told."""
-        as_it_is = self._once(frozenset())
-        if not as_it_is.judged:
+    def unused(self) -> UnusedInputs | None:
+        """What a model is called with and does not use, if there is any. Raises ``CannotDecide`` where this cannot be
+        seen."""
+        unchanged, tensors = self._unchanged()
+        if not unchanged.outputs:
             raise CannotDecide("no model of the loop is called with a gradient before its first step")
-        if not all(bool(t.isfinite().all()) for t in as_it_is.outputs):
-            raise CannotDecide("what the model gives is not finite (see finite)")
-        differing = [leaf.number for leaf in self._leaves]
-        if not differing:
-            raise CannotDecide("all rows of the batch are the same: whether they are read cannot be seen")
-        reads = any(len(self._seen.parameters[i].shape) > 1 for i in self._seen.held)
-        blank = [self._once(frozenset(differing), row) for row in (0, -1)] if reads else []
-        blind = reads and all(_same(as_it_is.outputs, other.outputs) for other in blank)
-        if blind and all(as_it_is.roots == other.roots for other in blank) and not self._handed:
+        if not all(bool(t.isfinite().all()) for t in unchanged.outputs):
+            raise CannotDecide("outputs of the model are not finite (see finite)")
+        if not tensors:
+            raise CannotDecide("all rows of the batch are equal: whether they are used cannot be seen")
+        has_matrix = any(len(self._seen.parameters[i].shape) > 1 for i in self._seen.held)
+        blank = list(self._with_equal_rows(*tensors)) if has_matrix else []
+        blind = has_matrix and all(unchanged.same_outputs(run) for run in blank)
+        if blind and all(unchanged.roots == run.roots for run in blank) and not any(t.passed for t in tensors):
             return None  # the loop makes its own data
-        ignored = tuple(
-            leaf for leaf in self._leaves[:MOST] if (leaf.handed or blind) and self._ignored(as_it_is, leaf)
+        unused = tuple(
+            tensor
+            for tensor in tensors[:MOST]
+            if (tensor.passed or blind) and all(unchanged.equals(run) for run in self._with_equal_rows(tensor))
         )
-        return Unread(ignored, blind, as_it_is.place) if ignored else None
+        return UnusedInputs(unused, blind, unchanged.place) if unused else None
 
-    @property
-    def _handed(self) -> bool:
-        return any(leaf.handed for leaf in self._leaves)
+    def _unchanged(self) -> tuple[_Run, list[BatchTensor]]:
+        """The run on the batch as it is, and the tensors of the batch whose rows differ."""
+        found: list[BatchTensor] = []
+        addresses: list[int] = []
 
-    def _ignored(self, as_it_is: _Seen, leaf: Leaf) -> bool:
-        others = (self._once(frozenset({leaf.number}), row) for row in (0, -1))
-        return all(_same(as_it_is.outputs, other.outputs) and as_it_is.roots == other.roots for other in others)
-
-    def _once(self, alike: frozenset[int], row: int = 0) -> _Seen:
-        seen = _Seen()
-
-        def stream(loop: TrainLoop) -> Iterator[Any]:
-            batch = nested.copy(first_batches(loop, 1)[0] if loop.batch is None else loop.batch)
-            for number, tensor in enumerate(nested.tensors(batch)):
-                if number in alike:
-                    _all_alike(tensor, row)
-            self._note(batch, alike)
-            return itertools.repeat(batch)
-
-        def handed(number: int, item: Any) -> None:
-            if number == 0:
-                given.extend(t.data_ptr() for t in nested.tensors(item))
-
-        given: list[int] = []
-        plan = replace(
-            self._plan,
-            stream=stream,
-            before_item=handed,
-            prepare=moved_a_little,
-            enough=lambda record: record.rounds >= STEPS or len(record.backwards()) >= LONGEST,
-            contexts=lambda watch: (self._watching(watch, seen, given),),
-        )
-        record = self._run(plan)
-        seen.roots = [tuple(root.value for root in b.roots) for b in record.of(Backward)]
-        if not alike:
-            self._leaves = [replace(leaf, handed=given[leaf.number] in seen.handed) for leaf in self._leaves if given]
-        return seen
-
-    def _note(self, batch: Any, alike: frozenset[int]) -> None:
-        if not alike:
+        def list_tensors(batch: Any) -> None:
             names = dict(named(batch))
-            self._leaves = [
-                Leaf(names.get(id(t), f"tensor {n}"), n, False)
+            found[:] = [
+                BatchTensor(names.get(id(t), f"tensor {n}"), n, passed=False)
                 for n, t in enumerate(nested.tensors(batch))
                 if _rows_differ(t)
             ]
 
-    @contextlib.contextmanager
-    def _watching(self, watch: Watch, seen: _Seen, given: list[int]) -> Iterator[None]:
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            call = call_from_outside(watch, module)
-            if call is None or not torch.is_grad_enabled() or watch.record.steps or watch.backward is not None:
-                return
-            with watch.quietly():
-                seen.place = seen.place or str(call.place)
-                seen.handed |= {t.data_ptr() for t in nested.tensors((args, kwargs)) if t.data_ptr() in given}
-                seen.outputs += [t.detach().clone() for t in nested.tensors(output)]
+        run = self._run(list_tensors, addresses)
+        return run, [replace(t, passed=addresses[t.number] in run.passed) for t in found if addresses]
 
-        with hooked(register_module_forward_hook(leave, with_kwargs=True)):
-            yield
+    def _with_equal_rows(self, *tensors: BatchTensor) -> Iterator[_Run]:
+        """The runs in which all rows of these tensors are the first one, and the last one."""
+        numbers = {tensor.number for tensor in tensors}
+        for row in (0, -1):
+
+            def repeat_row(batch: Any, row: int = row) -> None:
+                for number, tensor in enumerate(nested.tensors(batch)):
+                    if number in numbers:
+                        with torch.no_grad():
+                            tensor.copy_(tensor[row].clone().expand_as(tensor))
+
+            yield self._run(repeat_row, [])
+
+    def _run(self, prepare: Callable[[Any], None], addresses: list[int]) -> _Run:
+        """A run over one batch, which ``prepare`` is given first; ``addresses`` gets those of its tensors."""
+        run = _Run()
+
+        def stream(loop: TrainLoop) -> Iterator[Any]:
+            batch = nested.copy(first_batches(loop, 1)[0] if loop.batch is None else loop.batch)
+            prepare(batch)
+            return itertools.repeat(batch)
+
+        def before_item(number: int, item: Any) -> None:
+            if number == 0:
+                addresses.extend(t.data_ptr() for t in nested.tensors(item))
+
+        plan = replace(
+            self._plan,
+            stream=stream,
+            before_item=before_item,
+            prepare=moved_a_little,
+            enough=lambda record: record.rounds >= STEPS or len(record.backwards()) >= LONGEST,
+            contexts=lambda watch: (_watching(watch, run, addresses),),
+        )
+        record = self._rerun(plan)
+        run.roots = [tuple(root.value for root in b.roots) for b in record.of(Backward)]
+        return run
 
 
-def _same(a: Iterable[torch.Tensor], b: Iterable[torch.Tensor]) -> bool:
-    a, b = list(a), list(b)
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+@contextlib.contextmanager
+def _watching(watch: Watch, run: _Run, addresses: list[int]) -> Iterator[None]:
+    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call = call_from_outside(watch, module)
+        if call is None or not torch.is_grad_enabled() or watch.record.steps or watch.backward is not None:
+            return
+        with watch.quietly():
+            run.place = run.place or str(call.place)
+            run.passed |= {t.data_ptr() for t in nested.tensors((args, kwargs)) if t.data_ptr() in addresses}
+            run.outputs += [t.detach().clone() for t in nested.tensors(output)]
+
+    with hooked(register_module_forward_hook(leave, with_kwargs=True)):
+        yield
 
 
 def _rows_differ(tensor: torch.Tensor) -> bool:
     plain = tensor.layout is torch.strided and not tensor.is_nested and tensor.dim() > 0 and len(tensor) > 1
     return plain and not torch.equal(tensor, tensor[:1].expand_as(tensor))
-
-
-def _all_alike(tensor: torch.Tensor, row: int) -> None:
-    with torch.no_grad():
-        tensor.copy_(tensor[row].clone().expand_as(tensor))
 
 
 def named(batch: Any) -> Iterator[tuple[int, str]]:

@@ -136,7 +136,7 @@ for title, norm, own in (
         title,
         "batch_independence",
         "normalised_over_rows",
-        mentions=("not each by itself",),
+        mentions=("not each alone",),
         faulty=lambda norm=norm: loop(Normalised(norm), data.labelled(), cross_entropy),
         fixed=lambda own=own: loop(Normalised(own), data.labelled(), cross_entropy),
     )

@@ -22,7 +22,7 @@ LATER = ids(6, 10)
 
 
 @pytest.mark.parametrize(
-    ("batch", "told"),
+    ("batch", "rows_known"),
     [
         ((torch.randn(8, 5), torch.randn(8)), True),
         ((torch.randn(8, 5, 3), torch.zeros(8)), True),
@@ -38,13 +38,13 @@ LATER = ids(6, 10)
     ],
     ids="table class vector tag times square padded labels next_position next_row ids".split(),
 )
-def test_rows_are_told_from_positions(batch, told):
-    assert rows_of(batch).told is told
+def test_rows_are_told_from_positions(batch, rows_known):
+    assert rows_of(batch).rows_known is rows_known
 
 
 def test_a_declared_axis_is_believed():
     found = rows_of(torch.randn(5, 8, 3), batch_dim=1)
-    assert (found.rows, found.axis, found.told) == (7, 1, True)
+    assert (found.rows, found.axis, found.rows_known) == (7, 1, True)
     assert found.batch.shape == (5, 7, 3)
 
 

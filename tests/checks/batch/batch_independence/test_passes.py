@@ -6,13 +6,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pytest_trainloop.checks.batch.batch_independence.label_rows import Partners
-from pytest_trainloop.checks.batch.batch_independence.passes import Rows
-from pytest_trainloop.checks.batch.causality.passes import Causality
-from pytest_trainloop.checks.batch.input_dependence.passes import Inputs, named
+from pytest_trainloop.checks.batch.batch_independence.label_rows import LabelRows
+from pytest_trainloop.checks.batch.batch_independence.passes import RowPasses
+from pytest_trainloop.checks.batch.causality.passes import CausalPasses
+from pytest_trainloop.checks.batch.input_dependence.passes import InputRuns, named
 from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.runs.evidence import Evidence
-from pytest_trainloop.tracing.forward_pass import weighed
+from pytest_trainloop.tracing.forward_pass import weighted_sum
 
 
 class Net(nn.Module):
@@ -53,13 +53,13 @@ def table(forward, **layers):
 
 def test_each_entry_has_a_weight_of_its_own():
     values = torch.full((50,), 0.1, requires_grad=True)
-    (slope,) = torch.autograd.grad(weighed(values), values)
+    (slope,) = torch.autograd.grad(weighted_sum(values), values)
     assert torch.unique(slope).numel() == 50
     assert float(slope.abs().min()) > 0
 
 
 def test_rows_that_do_not_meet():
-    assert table(lambda m, x: m["head"](F.dropout(m["body"](x)).relu())).shared(Rows).meeting() is None
+    assert table(lambda m, x: m["head"](F.dropout(m["body"](x)).relu())).shared(RowPasses).interaction() is None
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -68,8 +68,8 @@ def test_rows_are_told_behind_a_checkpoint_that_draws(reentrant):
         h = checkpoint(lambda h: F.dropout(between(h)).relu(), m["body"](x), use_reentrant=reentrant)
         return m["head"](h)
 
-    assert table(forward).shared(Rows).meeting() is None
-    found = table(lambda m, x: forward(m, x, lambda h: h.softmax(0))).shared(Rows).meeting()
+    assert table(forward).shared(RowPasses).interaction() is None
+    found = table(lambda m, x: forward(m, x, lambda h: h.softmax(0))).shared(RowPasses).interaction()
     assert found is not None
 
 
@@ -88,9 +88,9 @@ def test_rows_are_told_behind_a_checkpoint_that_draws(reentrant):
     ids="softmax length centred rms range reshape roll batch_norm".split(),
 )
 def test_what_lets_rows_meet(between, why, op):
-    found = table(lambda m, x: m["head"](between(m["body"](x)))).shared(Rows).meeting()
+    found = table(lambda m, x: m["head"](between(m["body"](x)))).shared(RowPasses).interaction()
     assert found is not None
-    assert found.told
+    assert found.rows_known
     assert (found.why, found.ops[0].name) == (why, op)
 
 
@@ -99,7 +99,7 @@ def test_a_statistic_beside_the_rows_scales_none_of_them():
         hidden = m["body"](x)
         return m["head"](hidden) + (hidden - hidden.mean(0)).square().mean()
 
-    found = table(forward).shared(Rows).meeting()
+    found = table(forward).shared(RowPasses).interaction()
     assert found is not None
     assert found.why == "unknown"
 
@@ -129,7 +129,7 @@ def language(mix, loss_of=None):
     ids="next attention norm mean".split(),
 )
 def test_what_lets_positions_see_later_ones(mix, kind, offsets):
-    found = language(mix).shared(Causality).leak()
+    found = language(mix).shared(CausalPasses).leak()
     assert found is not None
     assert found.modes == ("training", "evaluation")
     assert (found.ahead, found.kind, found.offsets[0], found.offsets[-1]) == (1, kind, *offsets)
@@ -146,20 +146,20 @@ def test_what_lets_positions_see_later_ones(mix, kind, offsets):
     ids="attention sum previous detached".split(),
 )
 def test_positions_that_see_no_later_ones(mix):
-    assert language(mix).shared(Causality).leak() is None
+    assert language(mix).shared(CausalPasses).leak() is None
 
 
 def test_labels_in_another_order_than_outputs():
     order = torch.tensor([3, 0, 7, 1, 2, 6, 5, 4])
     mixed = table(lambda m, x: m["head"](m["body"](x[order])))
-    assert mixed.shared(Partners).strangers()
+    assert mixed.shared(LabelRows.of).mismatched
     together = evidence(
         lambda: Net(lambda m, x: m["head"](x), head=nn.Linear(6, 4)),
         TABLE,
         lambda model, batch: F.cross_entropy(model(batch[0][order]), batch[1][order]),
     )
-    partners = together.shared(Partners)
-    assert partners.strangers() == []
+    partners = together.shared(LabelRows.of)
+    assert partners.mismatched == []
     assert partners.pairs[:3] == [(3, 3), (0, 0), (7, 7)]
 
 
@@ -168,17 +168,17 @@ def test_labels_moved_on_by_a_constant_number_of_rows():
         lambda: Net(lambda m, x: m["head"](x), head=nn.Linear(6, 4)),
         TABLE,
         lambda model, batch: F.cross_entropy(model(batch[0][:-1]), batch[1][1:]),
-    ).shared(Partners)
-    assert moved.strangers() == []
+    ).shared(LabelRows.of)
+    assert moved.mismatched == []
     assert moved.pairs[0] == (1, 0)
 
 
 def test_tensors_that_are_read_and_not():
-    assert table(lambda m, x: m["head"](m["body"](x))).shared(Inputs).unread() is None
-    blind = table(lambda m, x: m["head"](m["body"](torch.ones_like(x)))).shared(Inputs).unread()
+    assert table(lambda m, x: m["head"](m["body"](x))).shared(InputRuns).unused() is None
+    blind = table(lambda m, x: m["head"](m["body"](torch.ones_like(x)))).shared(InputRuns).unused()
     assert blind is not None
-    assert blind.all_of_them
-    assert [leaf.name for leaf in blind.leaves] == ["batch[0]"]
+    assert blind.no_input_used
+    assert [tensor.name for tensor in blind.tensors] == ["batch[0]"]
 
 
 def test_places_in_a_nest():
