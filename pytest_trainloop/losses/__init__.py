@@ -1,1 +1,1 @@
-"""Calls of a criterion, and the search for the smallest failing one."""
+"""Calls of a criterion, and the search for the smallest one that violates a property."""

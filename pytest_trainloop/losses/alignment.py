@@ -1,4 +1,5 @@
-"""Does each target meet the output of its own position? A causal language model's loss may shift them inside."""
+"""Whether a criterion compares each target with the output of its own position: a causal language model's loss may
+shift them inside."""
 
 from __future__ import annotations
 
@@ -7,14 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.strategies.loss_cases import Case, Inputs, channels, class_axis, inputs_of
+from pytest_trainloop.strategies.loss_cases import Case, LossInputs, channels, class_axis, inputs_of
 
 if TYPE_CHECKING:
     from pytest_trainloop.losses.evidence import Loss
 
 
 def require_aligned(loss: Loss, case: Case) -> None:
-    """Raise ``CannotDecide`` where another target changes the gradient at other positions than its own, only."""
+    """Raise ``CannotDecide`` where another target changes the gradient at other positions, and not at its own."""
     contract = loss.contract
     if not contract.shape or contract.target not in ("index", "binary"):
         return
@@ -23,8 +24,8 @@ def require_aligned(loss: Loss, case: Case) -> None:
         return
     other = inputs.target.clone()
     last = other.view(len(other), -1)[0]
-    last[-1] = _another(loss, last[-1])
-    before, after = loss.wide(inputs).grads[0], loss.wide(Inputs(inputs.outputs, other)).grads[0]
+    last[-1] = _other_label(loss, last[-1])
+    before, after = loss.float64(inputs).grads[0], loss.float64(LossInputs(inputs.outputs, other)).grads[0]
     if before is None or after is None:
         return
     changed = before != after
@@ -37,7 +38,7 @@ def require_aligned(loss: Loss, case: Case) -> None:
         )
 
 
-def _another(loss: Loss, label: torch.Tensor) -> torch.Tensor:
+def _other_label(loss: Loss, label: torch.Tensor) -> torch.Tensor:
     contract = loss.contract
     if contract.target == "binary":
         return torch.where(label == contract.labels[0], contract.labels[1], contract.labels[0])

@@ -20,16 +20,17 @@ from pytest_trainloop.runs.float64 import double_precision
 
 if TYPE_CHECKING:
     from pytest_trainloop.losscontract import LossContract
-    from pytest_trainloop.strategies.loss_cases import Inputs
+    from pytest_trainloop.strategies.loss_cases import LossInputs
 
 HALF_THE_DIGITS = math.sqrt(torch.finfo(torch.float64).eps)
-"""Two formulas that are one identity in exact numbers agree in float64 to all but a few of its 16 digits, n operations
-on entries of one size to n x 2.2e-16 of that size. Formulas that differ do so in their first digits. Half of the digits
-lies far from both: a thousandth of it is more rounding than 10,000 operations make."""
+"""Two formulas that are equal in exact arithmetic agree in float64 to all but a few of its 16 digits: after n
+operations on entries of one size they differ by at most n x 2.2e-16 of that size. Formulas that are not equal differ in
+their first digits. Half of the digits lies far from both: a thousandth of it is more than 10,000 roundings add up to.
+"""
 
 
-class Refused(CannotDecide):
-    """The criterion raised for a call that it was made."""
+class CriterionRaised(CannotDecide):
+    """The criterion raised an exception."""
 
     def __init__(self, error: BaseException) -> None:
         first = str(error).strip().partition("\n")[0]
@@ -38,14 +39,16 @@ class Refused(CannotDecide):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What one call gave: the tensor, its sum as a number, and the gradient of that sum with respect to each output
-    (None where there is no path)."""
+class CallResult:
+    """What one call of the criterion returned, and its gradients."""
 
     value: torch.Tensor
     total: float
+    """The sum of the value's entries."""
     grads: tuple[torch.Tensor | None, ...]
+    """The gradient of ``total`` with respect to each output, None where there is no path."""
     warned: bool
+    """Whether a warning was issued."""
 
     @property
     def finite(self) -> bool:
@@ -53,62 +56,62 @@ class Answer:
 
 
 class Caller:
-    """Calls the criterion of a contract on fresh copies under one seed; ``wide`` runs every operation in float64."""
+    """Calls fresh copies of a contract's criterion under one seed, with ``float64`` every operation in float64."""
 
-    def __init__(self, contract: LossContract, seed: int, *, wide: bool = False, dtype: torch.dtype | None = None):
+    def __init__(self, contract: LossContract, seed: int, *, float64: bool = False, dtype: torch.dtype | None = None):
         self.contract = contract
         self.seed = seed
-        self._wide = wide
+        self._float64 = float64
         self._dtype = dtype
         self._deep = isinstance(contract.criterion, nn.Module) and not _holds_plain_values(contract.criterion)
         self._keyword = _takes_reduction(contract.criterion)
 
     @property
     def switches(self) -> bool:
-        """Whether another reduction can be asked for."""
+        """Whether the criterion has a ``reduction`` keyword or attribute."""
         criterion = self.contract.criterion
         return self._keyword is not None or isinstance(getattr(criterion, "reduction", None), str)
 
     @property
     def reduction(self) -> str:
-        """What a plain call gives: as declared, else as the criterion says of itself."""
+        """The reduction of a plain call: as declared, else the criterion's own, else the mean."""
         own = self._keyword or getattr(self.contract.criterion, "reduction", None)
         return self.contract.reduction or (own if own in ("mean", "sum", "none") else "mean")
 
     def __call__(
         self,
-        inputs: Inputs,
+        inputs: LossInputs,
         *,
         reduction: str | None = None,
         grad: bool = True,
         seed: int = 0,
         scale: float = 1.0,
-        inside: contextlib.AbstractContextManager[Any] | None = None,
-        behind: contextlib.AbstractContextManager[Any] | None = None,
-    ) -> Answer:
-        """The answer to one call; raises ``Refused`` where the criterion raised.
+        around_forward: contextlib.AbstractContextManager[Any] | None = None,
+        around_backward: contextlib.AbstractContextManager[Any] | None = None,
+    ) -> CallResult:
+        """The result of one call; raises ``CriterionRaised`` where the criterion raised.
 
-        ``inside`` is entered around the criterion, ``behind`` around its backward pass; ``scale`` multiplies what is
-        differentiated.
+        ``around_forward`` is entered around the criterion, ``around_backward`` around its backward pass; ``scale``
+        multiplies the value before the backward pass.
         """
         outputs = tuple(o.detach().clone().requires_grad_(grad) for o in inputs.outputs)
         target = None if inputs.target is None else inputs.target.clone()
         with contextlib.ExitStack() as stack:
-            if self._wide:
+            if self._float64:
                 stack.enter_context(double_precision())
             caught = stack.enter_context(warnings.catch_warnings(record=True))
             warnings.simplefilter("always")
-            with inside or contextlib.nullcontext():
+            with around_forward or contextlib.nullcontext():
                 value = self._value(outputs, target, reduction, seed)
             total = value.sum() if value.dim() else value
-            with behind or contextlib.nullcontext():
+            with around_backward or contextlib.nullcontext():
                 grads = _gradients(total * scale, outputs) if grad else ()
-        return Answer(value.detach(), float(total.detach().to(torch.float64)), grads, bool(caught))
+        return CallResult(value.detach(), float(total.detach().to(torch.float64)), grads, bool(caught))
 
-    def custom_functions(self, inputs: Inputs) -> list[str]:
-        """The names of the autograd functions with a backward pass of their own that the value comes from."""
+    def custom_functions(self, inputs: LossInputs) -> list[str]:
+        """The names of the ``torch.autograd.Function`` classes in the graph of the value."""
         outputs = tuple(o.detach().clone().requires_grad_() for o in inputs.outputs)
-        with double_precision() if self._wide else contextlib.nullcontext():
+        with double_precision() if self._float64 else contextlib.nullcontext():
             value = self._value(outputs, inputs.target, None, 0)
         found: dict[str, None] = {}
         nodes, known = [value.grad_fn], set()
@@ -132,7 +135,7 @@ class Caller:
             _reseed(self.seed + seed)
             value = criterion(*arguments, **keywords)
         except (Exception, SystemExit) as error:
-            raise Refused(error) from error
+            raise CriterionRaised(error) from error
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             raise UsageError(f"LossContract.criterion returned {kind(value)}; a floating tensor is needed, as in "
                              "criterion=lambda output, target: loss(output, target)[0]")  # fmt: skip
@@ -157,21 +160,21 @@ def _copied(module: nn.Module) -> nn.Module:
 
 
 def _holds_plain_values(module: nn.Module) -> bool:
-    """Whether nothing of a module could be changed in place, so that copied attributes are enough."""
-    ours, own = vars(nn.Module()), vars(module)
+    """Whether no attribute of a module could be changed in place, so that a shallow copy is enough."""
+    plain = vars(nn.Module())
+
+    def is_empty(value: Any) -> bool:
+        entries = value.values() if isinstance(value, dict) else value or ()
+        return all(entry is None for entry in entries)
+
     return all(
-        isinstance(value, (bool, int, float, str, type(None)))
-        or (name in ours and not any(map(_is_held, value.values() if isinstance(value, dict) else value or ())))
-        for name, value in own.items()
+        isinstance(value, (bool, int, float, str, type(None))) or (name in plain and is_empty(value))
+        for name, value in vars(module).items()
     )
 
 
-def _is_held(value: Any) -> bool:
-    return value is not None
-
-
 def _reseed(seed: int) -> None:
-    """As ``seed_all``, for the CPU only: torch.manual_seed notes a stack trace for each device not yet in use."""
+    """As ``seed_all``, for the CPU only: ``torch.manual_seed`` stores a stack trace for each device not yet in use."""
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -185,7 +188,7 @@ def _gradients(total: torch.Tensor, outputs: tuple[torch.Tensor, ...]) -> tuple[
     try:
         return torch.autograd.grad(total, outputs, allow_unused=True)
     except Exception as error:
-        raise Refused(error) from error
+        raise CriterionRaised(error) from error
 
 
 def _takes_reduction(criterion: Any) -> str | None:
@@ -200,7 +203,7 @@ def _takes_reduction(criterion: Any) -> str | None:
 
 
 def kind(value: Any) -> str:
-    """What a value is, in words for a message."""
+    """The kind of a value, for a message."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, (tuple, list, dict)):
@@ -208,20 +211,20 @@ def kind(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def size_of(answer: Answer, inputs: Inputs) -> float:
-    """The size of the numbers that made a value: what rounding is relative to.
+def size_of(result: CallResult, inputs: LossInputs) -> float:
+    """The size of the numbers that a value was computed from, to which rounding is relative.
 
-    The value itself, what a relative change of every entry of the outputs would change in it, and 1 for the
-    probabilities and exponentials on the way.
+    The sum of the value itself, its change for a relative change of every entry of the outputs, and 1 for each
+    intermediate probability or exponential.
     """
-    moved = sum(
+    change = sum(
         float((g.abs() * o.abs()).nan_to_num(0.0, 0.0, 0.0).sum())
-        for g, o in zip(answer.grads, inputs.outputs, strict=True)
+        for g, o in zip(result.grads, inputs.outputs, strict=True)
         if g is not None
     )
-    return abs(answer.total) + moved + float(answer.value.numel())
+    return abs(result.total) + change + float(result.value.numel())
 
 
 def same(a: float, b: float, size: float) -> bool:
-    """Whether two results of one identity agree in float64, for numbers of this size."""
+    """Whether two float64 results, computed from numbers of this size, are equal up to rounding."""
     return abs(a - b) <= HALF_THE_DIGITS * size or (math.isnan(a) and math.isnan(b))

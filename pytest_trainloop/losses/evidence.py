@@ -1,5 +1,5 @@
-"""What is known of one loss function: its contract, calls of it in a chosen precision, and the search for the smallest
-call that breaks a property."""
+"""What is known of one loss function: its contract, calls of it in a chosen precision, and the smallest calls that
+violate a property."""
 
 from __future__ import annotations
 
@@ -8,41 +8,54 @@ import copy
 import functools
 import inspect
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
+from pytest_trainloop.errors import UsageError, UserCodeError
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.losscontract import LossContract
-from pytest_trainloop.losses.calls import Caller, Refused, kind
-from pytest_trainloop.losses.search import Found, Seen, search
+from pytest_trainloop.losses.calls import Caller, CriterionRaised, kind
+from pytest_trainloop.losses.search import Search
 from pytest_trainloop.runs.float64 import double_precision
 from pytest_trainloop.runs.process_state import preserved, seed_all
 from pytest_trainloop.runs.user_traceback import user_error
-from pytest_trainloop.strategies.loss_cases import Case, inputs_of, told
+from pytest_trainloop.strategies.loss_cases import Case, Trait, described, inputs_of
+from pytest_trainloop.strategies.losses import MOST_ROWS, cases
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from hypothesis.strategies import SearchStrategy
-
-    from pytest_trainloop.losses.search import Look
+    from collections.abc import Collection, Iterator, Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A contract with its callers: ``own`` calls the criterion as it was built, ``wide`` all in float64."""
+    """A contract with two callers of its criterion."""
 
     contract: LossContract
-    own: Caller
-    wide: Caller
+    as_built: Caller
+    """Calls the criterion in the precision in which it was built."""
+    float64: Caller
+    """Runs every operation in float64."""
+
+    @property
+    def of_torch(self) -> bool:
+        """Whether the criterion is torch's own: what it does is documented there, and the user cannot repair it."""
+        criterion = _inner(self.contract.criterion)
+        home = getattr(criterion, "__module__", "") if inspect.isroutine(criterion) else type(criterion).__module__
+        return str(home).partition(".")[0] == "torch"
+
+
+Property = Callable[[Loss, Case], Finding | None]
+"""What is wrong with one call: cause, summary, measurement and proof, and the level where it is not a fault.
+
+None where the property holds. Raises ``CannotDecide`` for a case that says nothing."""
 
 
 class LossEvidence:
-    """What is known of one loss. ``make`` builds its contract; ``options`` are those of the check at hand."""
+    """What is known of one loss. ``make`` builds its contract."""
 
     def __init__(self, make: Callable[[], Any], *, seed: int = 0, hypothesis_seed: str = "") -> None:
         self._make = make
@@ -50,7 +63,6 @@ class LossEvidence:
         self._hypothesis_seed = hypothesis_seed
         self._contract: LossContract | None = None
         self.own_steps = 0
-        self.options: Mapping[str, Any] = {}
 
     @property
     def make(self) -> Callable[[], Any]:
@@ -89,51 +101,46 @@ class LossEvidence:
         code = type(criterion).forward if isinstance(criterion, nn.Module) else criterion
         return _source_line(code)
 
-    @property
-    def reduction(self) -> str:
-        """What a plain call of the criterion gives."""
-        return Caller(self.contract, self._seed).reduction
+    def violations(
+        self,
+        holds: Property,
+        *,
+        only: Sequence[Trait] | None = None,
+        least_rows: int = 1,
+        most_rows: int = MOST_ROWS,
+        share: float = 1.0,
+        in_every_example: Collection[str] = (),
+    ) -> Iterator[Finding]:
+        """Findings of a property, each with the smallest case that shows its cause.
 
-    @property
-    def switches(self) -> bool:
-        """Whether the criterion has a ``reduction`` to ask for another."""
-        return Caller(self.contract, self._seed).switches
+        Raises ``CannotDecide`` where no case could be judged.
 
-    @property
-    def of_torch(self) -> bool:
-        """Whether the criterion is torch's own: what it does is documented there, and nobody here can repair it."""
-        criterion = _inner(self.contract.criterion)
-        home = getattr(criterion, "__module__", "") if inspect.isroutine(criterion) else type(criterion).__module__
-        return str(home).partition(".")[0] == "torch"
-
-    def find(
-        self, cases: SearchStrategy[Case], look: Callable[[Loss, Case], Any], *, share: float = 1.0
-    ) -> list[Found]:
-        """The smallest case for each cause that ``look`` names; raises ``CannotDecide`` where it could not judge one.
-
-        ``look`` returns what it saw, or None where the property holds, and raises ``CannotDecide`` for a case that says
-        nothing.
+        Parameters
+        ----------
+        only, least_rows, most_rows
+            which cases are tried, as for ``strategies.cases``
+        share
+            the share of the usual number of examples
+        in_every_example
+            causes that are faults only where every example shows them
         """
         contract = self.contract
         with _quiet():
-            loss = Loss(contract, Caller(contract, self._seed), Caller(self._in_double(), self._seed, wide=True))
-            judge: Look = functools.partial(look, loss)
-            return search(cases, judge, self._seed, self._hypothesis_seed, share)
-
-    def finding(self, found: Found, repair: str, **more: Any) -> Finding:
-        """What was found, as a finding with its smallest case."""
-        seen = found.seen
-        return Finding(
-            cause=seen.cause,
-            summary=f"{self.name}: {seen.summary}",
-            measured=f"{seen.measured} ({found.times} of {found.of} examples)",
-            shown_by=seen.shown_by,
-            culprits=(self.name,),
-            where=self.where,
-            repair=repair,
-            smallest=told(self.contract, found.case),
-            **more,
-        )
+            loss = Loss(contract, Caller(contract, self._seed), Caller(self._in_float64(), self._seed, float64=True))
+            violations = Search(self._seed, self._hypothesis_seed, share).violations(
+                cases(contract, only=only, least_rows=least_rows, most_rows=most_rows), functools.partial(holds, loss)
+            )
+        for violation in violations:
+            finding, times, examples = violation.finding, violation.times, violation.examples
+            if finding.cause not in in_every_example or times == examples:
+                yield replace(
+                    finding,
+                    summary=f"{self.name}: {finding.summary}",
+                    measured=f"{finding.measured} ({times} of {examples} examples)",
+                    culprits=(self.name,),
+                    where=self.where,
+                    smallest=described(contract, violation.case),
+                )
 
     def _built(self) -> LossContract:
         seed_all(self._seed)
@@ -148,9 +155,9 @@ class LossEvidence:
             raise UsageError(f"{name} returned {kind(contract)}; it must return a LossContract")
         return contract
 
-    def _in_double(self) -> LossContract:
-        """The same contract built in float64, so that what its function closes over is float64, too; a module takes
-        over the numbers of the first one."""
+    def _in_float64(self) -> LossContract:
+        """The same contract built in float64, so that tensors in the closure of its function are float64 as well; a
+        module keeps the values of the first one."""
         if isinstance(self.contract.criterion, nn.Module):
             return replace(self.contract, criterion=copy.deepcopy(self.contract.criterion).double())
         with double_precision():
@@ -161,7 +168,7 @@ class LossEvidence:
         inputs = inputs_of(contract, case).to(torch.float32)
         try:
             Caller(contract, self._seed)(inputs, grad=False)
-        except Refused as refused:
+        except CriterionRaised as refused:
             shapes = ", ".join(str(tuple(t.shape)) for t in (*inputs.outputs, inputs.target) if t is not None)
             stage = f"calling the criterion with tensors of {shapes}"
             raise UserCodeError(user_error(refused.error, stage)) from refused.error
@@ -191,6 +198,3 @@ def _source_line(code: Any) -> str:
     if found is None or layer(found.co_filename) != 2:
         return ""
     return str(place_of(found.co_filename, found.co_firstlineno))
-
-
-__all__ = ["CannotDecide", "Found", "Loss", "LossEvidence", "Seen"]

@@ -1,7 +1,7 @@
-"""Outputs and targets of a loss, as its contract describes them: a case is what is drawn, tensors are made of it.
+"""Outputs and targets of a loss, as its contract describes them: a case is drawn, and tensors are computed from it.
 
-A case holds its structure (rows, the one thing that is special about it, what is ignored) and a seed for the values: it
-shrinks by its structure and is told in one line.
+A case holds its structure (rows, its one special property, the ignored entries) and a seed for the values. It shrinks
+by its structure and is described in one line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Trait = Literal[
     "all_ignored",
 ]
 
-TOLD: dict[Trait, str] = {
+DESCRIPTIONS: dict[Trait, str] = {
     "ordinary": "ordinary values",
     "one_row": "a single row",
     "one_class": "all targets of one class",
@@ -46,32 +46,34 @@ TOLD: dict[Trait, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One call to make: how many rows, what is special, which of the target's entries are ignored, and the seed of its
-    values."""
+    """One call of a loss, as data."""
 
     rows: int
     trait: Trait = "ordinary"
+    """The one special property of the call."""
     ignored: tuple[int, ...] = ()
+    """The entries of the flattened target that are ignored."""
     seed: int = 0
+    """The seed of the values."""
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
-    """The tensors of one call, in float64: the outputs, and the target (None where the last output is it)."""
+class LossInputs:
+    """The tensors of one call, in float64: the outputs, and the target (None where the last output is the target)."""
 
     outputs: tuple[torch.Tensor, ...]
     target: torch.Tensor | None
 
-    def to(self, dtype: torch.dtype) -> Inputs:
-        """The same values rounded to ``dtype``; class indices stay what they are."""
-        return Inputs(
+    def to(self, dtype: torch.dtype) -> LossInputs:
+        """The same values rounded to ``dtype``; class indices keep theirs."""
+        return LossInputs(
             tuple(o.to(dtype) for o in self.outputs),
             self.target.to(dtype) if self.target is not None and self.target.is_floating_point() else self.target,
         )
 
 
 def views_of(contract: LossContract) -> int:
-    """How many outputs one call takes."""
+    """The number of outputs that one call takes."""
     if contract.views is not None:
         return contract.views
     return 2 if contract.target == "pair" or (contract.expects == "embeddings" and contract.target != "index") else 1
@@ -106,7 +108,7 @@ def target_shape(contract: LossContract, rows: int) -> tuple[int, ...]:
 
 
 def traits(contract: LossContract) -> list[Trait]:
-    """What can be special about a case of this contract, ordinary cases first."""
+    """The special properties that a case of this contract can have, "ordinary" first."""
     found: list[Trait] = ["ordinary", "tied", "large"]
     if contract.min_rows == 1:
         found.insert(1, "one_row")
@@ -127,8 +129,8 @@ def traits(contract: LossContract) -> list[Trait]:
     return found
 
 
-def inputs_of(contract: LossContract, case: Case) -> Inputs:
-    """The tensors of a case, float64 and class indices."""
+def inputs_of(contract: LossContract, case: Case) -> LossInputs:
+    """The tensors of a case: float64, or int64 for class indices."""
     generator = torch.Generator().manual_seed(case.seed)
     target = _target(contract, case, generator)
     outputs = tuple(_output(contract, case, generator) for _ in range(views_of(contract)))
@@ -138,7 +140,7 @@ def inputs_of(contract: LossContract, case: Case) -> Inputs:
         outputs = (outputs[0],) * len(outputs)
     if target is not None and contract.ignore_index is not None and case.ignored:
         target.view(-1)[torch.tensor(case.ignored)] = contract.ignore_index
-    return Inputs(outputs, target)
+    return LossInputs(outputs, target)
 
 
 def _output(contract: LossContract, case: Case, generator: torch.Generator) -> torch.Tensor:
@@ -168,7 +170,7 @@ def _as_expected(contract: LossContract, case: Case, free: torch.Tensor) -> torc
 
 
 def within(free: torch.Tensor, bounds: tuple[float, float]) -> torch.Tensor:
-    """Free values brought smoothly between two bounds, either of which may be infinite."""
+    """Unbounded values mapped smoothly between two bounds, either of which may be infinite."""
     low, high = bounds
     if math.isfinite(low) and math.isfinite(high):
         return low + (high - low) * free.sigmoid()
@@ -206,7 +208,7 @@ def _indices(contract: LossContract, case: Case, shape: tuple[int, ...], generat
     if case.trait == "one_class":
         return flat[:1].expand(shape).clone()
     if contract.expects == "embeddings":
-        flat = classes[(torch.arange(len(flat)) // 2) % len(classes)]  # everybody has a partner
+        flat = classes[(torch.arange(len(flat)) // 2) % len(classes)]  # every row has a partner
         if len(flat) % 2 or case.trait == "no_partner":
             flat[-1] = flat[0]
         if case.trait == "no_partner":
@@ -218,7 +220,7 @@ def _indices(contract: LossContract, case: Case, shape: tuple[int, ...], generat
     return drawn
 
 
-def told(contract: LossContract, case: Case) -> str:
+def described(contract: LossContract, case: Case) -> str:
     """The case in one line, as a failure shows it."""
     inputs = inputs_of(contract, case)
     parts = [f"{case.rows} row{'s' if case.rows > 1 else ''}"]
@@ -230,7 +232,7 @@ def told(contract: LossContract, case: Case) -> str:
     elif inputs.outputs:
         parts.append(f"outputs of {tuple(inputs.outputs[0].shape)}")
     if case.trait != "ordinary":
-        parts.append(TOLD[case.trait])
+        parts.append(DESCRIPTIONS[case.trait])
     return ", ".join([*parts, f"values of seed {case.seed}"])
 
 

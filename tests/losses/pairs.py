@@ -33,11 +33,13 @@ def pair(
     fixed: Callable[..., Any],
     *,
     level: Literal["fault", "advice"] = "fault",
+    name: str = "",
     fixed_contract: dict[str, Any] | None = None,
     **contract: Any,
 ) -> None:
-    """Register one pair; the contract is that of both, but for what ``fixed_contract`` changes."""
-    name = f"{cause}-{getattr(faulty, '__name__', type(faulty).__name__)}"
+    """Register one pair, named after its cause and its function; ``contract`` is that of both, but for what
+    ``fixed_contract`` changes."""
+    name = name or f"{cause}-{getattr(faulty, '__name__', type(faulty).__name__)}"
     if name in PAIRS:
         raise ValueError(f"two pairs are named {name!r}")
     PAIRS[name] = LossPair(

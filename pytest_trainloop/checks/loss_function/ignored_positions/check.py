@@ -1,16 +1,17 @@
 """Ignored positions change neither value nor gradient, and do not count in the mean.
 
 What it does
-    It moves the outputs at positions whose target is ``ignore_index``, and takes such positions out.
+    It changes the outputs at positions whose target is ``ignore_index``, and removes such positions.
 
 Why is this bad?
     Padding that counts makes the loss depend on how long the other rows of a batch are, and trains the model to
     predict padding.
 
 How it decides
-    In float64. The value must be the same when only outputs at ignored positions move, and no gradient may reach
-    them. It must also be the same when the ignored rows are taken out (of several positions to a row: one position
-    of every row). Where it is not, and the two values are as the two counts, ignored targets count in the mean.
+    In float64. The value must be the same when only outputs at ignored positions change, and no gradient may reach
+    them. It must also be the same when the ignored rows are removed (with several positions in a row: one position of
+    every row). Where it is not, and the two values are in the ratio of the two counts, ignored targets count in the
+    mean.
 
 Faulty
     >>> def loss(output, target):
@@ -26,8 +27,8 @@ Fixed
 
 Known limits
     A criterion that shifts targets against outputs inside (a causal language model's) is skipped: give what it
-    calls after the shift. A sum over targets that is divided by a number of its own (all tokens of an accumulated
-    step) looks like one that counts them: skip it with that reason.
+    calls after the shift. A sum over targets that is divided by a number from elsewhere (all tokens of an
+    accumulated step) looks like one that counts them: skip it with that reason.
 
 References
     https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html
@@ -37,7 +38,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.registry import check
+from pytest_trainloop.registry import Cause, check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,26 +47,31 @@ if TYPE_CHECKING:
     from pytest_trainloop.losses.evidence import LossEvidence
 
 CAUSES = {
-    "raises": "the call raises with an ignored target, and goes through without one",
-    "not_ignored": "nothing but outputs at ignored positions was moved, and the value changed",
-    "gradient_at_ignored": "a gradient reaches ignored positions, whose outputs do not change the value",
-    "counted_in_mean": "with and without what is ignored, the values are exactly as the two counts",
-    "removal_differs": "the value changes when what is ignored is taken out, and not as the counts do",
-}
-
-_REPAIRS = {
-    "raises": "give an index that exists in place of the ignored one (clamp, masked_fill), and mask the loss",
-    "not_ignored": "mask by target != ignore_index, and let the contract and the criterion name the same index",
-    "gradient_at_ignored": "let backward() give 0 there",
-    "counted_in_mean": "divide by (target != ignore_index).sum().clamp(min=1) in place of mean()",
-    "removal_differs": "take ignored positions out of every sum and every count of the loss",
+    "raises": Cause(
+        proof="the call raises with an ignored target, and does not without one",
+        repair="give an index that exists in place of the ignored one (clamp, masked_fill), and mask the loss",
+    ),
+    "not_ignored": Cause(
+        proof="only outputs at ignored positions were changed, and the value changed",
+        repair="mask by target != ignore_index, and let the contract and the criterion name the same index",
+    ),
+    "gradient_at_ignored": Cause(
+        proof="a gradient reaches ignored positions, whose outputs do not change the value",
+        repair="let backward() give 0 there",
+    ),
+    "counted_in_mean": Cause(
+        proof="the values with and without the ignored targets are in the exact ratio of the two counts",
+        repair="divide by (target != ignore_index).sum().clamp(min=1) in place of mean()",
+    ),
+    "removal_differs": Cause(
+        proof="the value changes when the ignored targets are removed, and not in the ratio of the counts",
+        repair="leave ignored positions out of every sum and every count of the loss",
+    ),
 }
 
 
 @check(needs={"ignore_index"}, causes=CAUSES, rank=40, subject="loss")
 def ignored_positions(evidence: LossEvidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.loss_function.ignored_positions import property as ignored
-    from pytest_trainloop.strategies import cases
+    from pytest_trainloop.checks.loss_function.ignored_positions.property import effect_of_ignored
 
-    for f in evidence.find(cases(evidence.contract, only=("some_ignored",)), ignored.look):
-        yield evidence.finding(f, _REPAIRS[f.seen.cause])
+    yield from evidence.violations(effect_of_ignored, only=("some_ignored",))

@@ -1,4 +1,4 @@
-"""A target of the wrong shape, dtype or range raises, and is not taken silently.
+"""A target of the wrong shape, dtype or range raises, and is not accepted silently.
 
 What it does
     It gives the criterion an output of (rows, 1) with a target of (rows,), targets for fewer rows, a class that
@@ -6,13 +6,13 @@ What it does
 
 Why is this bad?
     (64, 1) against (64,) broadcasts to 64 x 64 differences: the model learns the mean of the targets, and the loss
-    falls. It is the commonest silent fault of losses written by hand.
+    falls. It is the most frequent silent fault of custom losses.
 
 How it decides
-    A loss that takes the column silently is named where its value is exactly that of every output with every target,
-    and not that of each with its own (a loss that flattens first is right). An exception or a warning is enough: most
-    of torch's own losses warn. What is not checked gives no wrong loss by itself, as long as every caller gives the
-    right shapes: all of it is advice (``loss_contract`` fails the loop that broadcasts).
+    A loss that accepts the column silently is named where its value is exactly that of every output with every target,
+    and not that of each with its own (a loss that flattens first is correct). An exception or a warning is enough: most
+    of torch's own losses warn. A missing test gives no wrong loss as long as every caller gives the right shapes, so
+    all of it is advice (``loss_contract`` fails the loop that broadcasts).
 
 Faulty
     >>> def huber(output, target):
@@ -29,8 +29,8 @@ Fixed
     >>> contract = LossContract(criterion=huber, expects="values", target="value")
 
 Known limits
-    Distributions that do not sum to 1 and binary targets outside [0, 1] are taken by torch's own losses, and are
-    not tried. Nothing is known of pairs and embeddings.
+    Distributions that do not sum to 1 and binary targets outside [0, 1] are accepted by torch's own losses, and are not
+    tried. Pairs and embeddings are not judged.
 
 References
     https://docs.pytorch.org/docs/stable/notes/broadcasting.html
@@ -40,7 +40,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.registry import check
+from pytest_trainloop.registry import Cause, check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,24 +49,27 @@ if TYPE_CHECKING:
     from pytest_trainloop.losses.evidence import LossEvidence
 
 CAUSES = {
-    "broadcasts": "the value for (rows, 1) against (rows,) is exactly that of every output with every target",
-    "rows_unchecked": "fewer targets than rows are taken without an exception or a warning",
-    "range_unchecked": "a class that does not exist is taken without an exception or a warning",
-    "dtype_unchecked": "class indices as floats are taken without an exception or a warning",
-}
-
-_REPAIRS = {
-    "broadcasts": "raise where output.shape != target.shape; or flatten both first",
-    "rows_unchecked": "raise where len(output) != len(target): gather takes fewer rows silently",
-    "range_unchecked": "use cross_entropy or nll_loss, which raise; an index of -1 is the last class",
-    "dtype_unchecked": "raise where target.is_floating_point()",
+    "broadcasts": Cause(
+        proof="the value for (rows, 1) against (rows,) is exactly that of every output with every target",
+        repair="raise where output.shape != target.shape; or flatten both first",
+    ),
+    "rows_unchecked": Cause(
+        proof="fewer targets than rows are accepted without an exception or a warning",
+        repair="raise where len(output) != len(target): gather accepts fewer rows silently",
+    ),
+    "range_unchecked": Cause(
+        proof="a class that does not exist is accepted without an exception or a warning",
+        repair="use cross_entropy or nll_loss, which raise; an index of -1 is the last class",
+    ),
+    "dtype_unchecked": Cause(
+        proof="class indices as floats are accepted without an exception or a warning",
+        repair="raise where target.is_floating_point()",
+    ),
 }
 
 
 @check(causes=CAUSES, rank=80, subject="loss")
 def invalid_target_raises(evidence: LossEvidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.loss_function.invalid_target_raises import property as refusals
-    from pytest_trainloop.strategies import cases
+    from pytest_trainloop.checks.loss_function.invalid_target_raises.property import accepted_invalid_target
 
-    for f in evidence.find(cases(evidence.contract, only=("ordinary",)), refusals.look):
-        yield evidence.finding(f, _REPAIRS[f.seen.cause], level="advice")
+    yield from evidence.violations(accepted_invalid_target, only=("ordinary",))

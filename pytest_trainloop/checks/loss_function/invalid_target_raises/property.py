@@ -1,103 +1,84 @@
-"""Does a target of the wrong shape, dtype or range make the criterion raise?"""
+"""Whether a target of the wrong shape, dtype or range makes the criterion raise."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.losses.calls import Answer, Refused, same
-from pytest_trainloop.losses.search import Seen
-from pytest_trainloop.strategies.loss_cases import Inputs, channels, inputs_of
+from pytest_trainloop.finding import Finding
+from pytest_trainloop.losses.calls import CriterionRaised, same
+from pytest_trainloop.strategies.loss_cases import LossInputs, channels, inputs_of
 
 if TYPE_CHECKING:
     from pytest_trainloop.losses.evidence import Loss
     from pytest_trainloop.strategies.loss_cases import Case
 
 
-def look(loss: Loss, case: Case) -> Seen | None:
-    """What is taken without a word."""
-    inputs = inputs_of(loss.contract, case)
-    if loss.contract.target == "index" and loss.contract.expects != "embeddings":
-        return _rows_missing(loss, inputs) or _out_of_range(loss, inputs) or _floats(loss, inputs)
-    if loss.contract.target in ("value", "binary") and loss.contract.expects != "embeddings":
-        return _column_against_row(loss, inputs)
-    raise CannotDecide("no wrong target is known of such a contract")
+def accepted_invalid_target(loss: Loss, case: Case) -> Finding | None:
+    """An invalid target that the criterion accepts without an exception or a warning."""
+    contract, inputs = loss.contract, inputs_of(loss.contract, case)
+    if contract.expects == "embeddings" or contract.target not in ("index", "value", "binary") or inputs.target is None:
+        raise CannotDecide("no invalid target is known of such a contract")
+    if contract.target == "index":
+        return _class_indices(loss, inputs, inputs.target)
+    return _column_against_row(loss, inputs, inputs.target)
 
 
-def _taken(loss: Loss, inputs: Inputs) -> Answer | None:
-    """The answer to a wrong call, None where the criterion raised, warned or gave no number."""
+def _accepted_value(loss: Loss, inputs: LossInputs) -> float | None:
+    """The value of an invalid call, None where the criterion raised, warned or returned no finite number."""
     try:
-        answer = loss.wide(inputs, grad=False)
-    except Refused:
+        result = loss.float64(inputs, grad=False)
+    except CriterionRaised:
         return None
-    return None if answer.warned or not math.isfinite(answer.total) else answer
+    return None if result.warned or not math.isfinite(result.total) else result.total
 
 
-def _column_against_row(loss: Loss, inputs: Inputs) -> Seen | None:
-    contract, target = loss.contract, inputs.target
-    if contract.shape or channels(contract) is not None or target is None or len(inputs.outputs) > 1:
-        raise CannotDecide("outputs and targets of more than one axis: no shape is known to be a slip")
+def _column_against_row(loss: Loss, inputs: LossInputs, target: torch.Tensor) -> Finding | None:
+    contract = loss.contract
+    if contract.shape or channels(contract) is not None or len(inputs.outputs) > 1:
+        raise CannotDecide("outputs or targets have more than one axis: no shape is known to be a mistake")
     rows = len(target)
-    answer = _taken(loss, Inputs((inputs.outputs[0][:, None],), target))
-    if answer is None:
+    value = _accepted_value(loss, LossInputs((inputs.outputs[0][:, None],), target))
+    if value is None:
         return None
-    turned = [loss.wide(Inputs(inputs.outputs, target.roll(k)), grad=False).total for k in range(rows)]
-    crossed, size = sum(turned), 1.0 + sum(map(abs, turned))
-    if same(turned[0] * rows, crossed, size) or not any(same(answer.total, crossed / k, size) for k in (1, rows)):
+    rotated = [loss.float64(replace(inputs, target=target.roll(k)), grad=False).total for k in range(rows)]
+    all_pairs, size = sum(rotated), 1.0 + sum(map(abs, rotated))
+    if same(rotated[0] * rows, all_pairs, size) or not any(same(value, all_pairs / k, size) for k in (1, rows)):
         return None
-    return Seen(
+    return Finding(
         cause="broadcasts",
-        summary=f"an output of ({rows}, 1) against a target of ({rows},) is taken silently: {rows * rows} pairs count",
-        measured=f"{answer.total:.6g}, where ({rows},) against ({rows},) gives {turned[0]:.6g}",
+        level="advice",
+        summary=f"an output of ({rows}, 1) against a target of ({rows},) is accepted silently: {rows * rows} pairs "
+        "count",
+        measured=f"{value:.6g}, where ({rows},) against ({rows},) gives {rotated[0]:.6g}",
         shown_by="the value is exactly that of every output with every target",
     )
 
 
-def _rows_missing(loss: Loss, inputs: Inputs) -> Seen | None:
-    target = inputs.target
-    if target is None or len(target) < 3:
-        return None
-    answer = _taken(loss, Inputs(inputs.outputs, target[:-1]))
-    if answer is None:
-        return None
-    return Seen(
-        cause="rows_unchecked",
-        summary=f"{len(target) - 1} targets for {len(target)} rows are taken silently",
-        measured=f"the value is {answer.total:.6g}",
-        shown_by="neither an exception nor a warning",
-    )
-
-
-def _out_of_range(loss: Loss, inputs: Inputs) -> Seen | None:
-    classes, target = loss.contract.num_classes or 2, inputs.target
-    for wrong in (classes, -1):
-        if target is None or wrong == loss.contract.ignore_index:
-            continue
-        out = target.clone()
-        out.view(-1)[0] = wrong
-        answer = _taken(loss, Inputs(inputs.outputs, out))
-        if answer is not None:
-            return Seen(
-                cause="range_unchecked",
-                summary=f"class {wrong} of {classes} is taken silently",
-                measured=f"the value is {answer.total:.6g}",
+def _class_indices(loss: Loss, inputs: LossInputs, target: torch.Tensor) -> Finding | None:
+    """The first kind of invalid class indices that is accepted."""
+    classes, rows = loss.contract.num_classes or 2, len(target)
+    invalid = []
+    if rows >= 3:
+        invalid.append(("rows_unchecked", f"{rows - 1} targets for {rows} rows are", target[:-1]))
+    for index in (classes, -1):
+        if index != loss.contract.ignore_index:
+            changed = target.clone()
+            changed.view(-1)[0] = index
+            invalid.append(("range_unchecked", f"class {index} of {classes} is", changed))
+    invalid.append(("dtype_unchecked", "class indices as floats are", target.to(torch.float64)))
+    for cause, what, given in invalid:
+        value = _accepted_value(loss, replace(inputs, target=given))
+        if value is not None:
+            return Finding(
+                cause=cause,
+                level="advice",
+                summary=f"{what} accepted silently",
+                measured=f"the value is {value:.6g}",
                 shown_by="neither an exception nor a warning",
             )
     return None
-
-
-def _floats(loss: Loss, inputs: Inputs) -> Seen | None:
-    if inputs.target is None:
-        return None
-    answer = _taken(loss, Inputs(inputs.outputs, inputs.target.to(torch.float64)))
-    if answer is None:
-        return None
-    return Seen(
-        cause="dtype_unchecked",
-        summary="class indices as floats are taken silently",
-        measured=f"the value is {answer.total:.6g}",
-        shown_by="neither an exception nor a warning",
-    )

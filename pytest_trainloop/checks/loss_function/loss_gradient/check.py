@@ -4,18 +4,18 @@ What it does
     It compares autograd's gradient with central differences of the value along random directions, in float64.
 
 Why is this bad?
-    A backward pass written by hand, an ``item()`` or ``argmax`` on the way: the value looks right, and the weights
-    are moved by something else.
+    With a wrong custom backward pass, or an ``item()`` or ``argmax`` on the way, the value looks right and the weights
+    follow something else.
 
 How it decides
-    A central difference of step h is off by h squared (truncation) and eps / h (rounding), both 4e-11 of the slope
-    at the step that makes them alike, for a smooth loss. Differences with two step sizes must agree to 1e-4, or
-    there is a kink, and the point says nothing; slope and gradient then differ where they do by more than 1e-3. No
-    gradient at all while the value depends on the output is a cut graph. A backward pass of its own
-    (``torch.autograd.Function``) whose gradient lies elsewhere is wrong; one that gives twice the loss the same
-    gradient leaves out ``grad_output``. A gradient that is a fixed multiple of the slope may be reversed on
-    purpose, and a part without history (a focal weight, a teacher) may be meant: advice. A value that is flat where
-    a gradient is given is a straight-through estimator, and is left alone.
+    A central difference of step h is off by h squared (truncation) and eps / h (rounding); for a smooth loss both are
+    4e-11 of the slope at the step that makes them equal. Differences with two step sizes must agree to 1e-4, or there
+    is a kink and the point is not judged; a gradient that differs from the slope by more than 1e-3 is an error. No
+    gradient at all while the value depends on the output is a cut graph. A custom backward pass
+    (``torch.autograd.Function``) with another gradient is wrong; one that gives twice the loss the same gradient
+    ignores ``grad_output``. A gradient that is a fixed multiple of the slope may be reversed on purpose, and a detached
+    factor (a focal weight, a teacher) may be meant: advice. A constant value with a gradient is a straight-through
+    estimator, and passes.
 
 Faulty
     >>> class SquaredError(torch.autograd.Function):
@@ -58,7 +58,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.registry import check
+from pytest_trainloop.registry import Cause, check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,29 +67,31 @@ if TYPE_CHECKING:
     from pytest_trainloop.losses.evidence import LossEvidence
 
 CAUSES = {
-    "graph_cut": "the value changes with the output, or has no history, and autograd gives nothing or zeros",
-    "wrong_backward": "a backward pass of its own takes part, and its gradient is not the slope of the value",
-    "grad_output_ignored": "the gradient of twice the loss is the gradient of the loss, bit for bit",
-    "scaled_backward": "a backward pass of its own gives a fixed multiple of the slope, along every direction",
-    "part_detached": "the gradient is not that of the whole value, and only operations of torch take part",
-}
-
-_REPAIRS = {
-    "graph_cut": "keep the tensor on the way: no item(), numpy(), detach(), argmax, round or torch.tensor(loss)",
-    "wrong_backward": "correct backward(), and test it with torch.autograd.gradcheck in float64",
-    "grad_output_ignored": "multiply what backward() returns by grad_output: loss scaling and sums of losses need it",
-    "scaled_backward": "if the factor is not meant, correct backward(); if it is, skip it with that reason",
-    "part_detached": "if the part is meant to have no gradient, skip it with that reason; else leave out detach()",
+    "graph_cut": Cause(
+        proof="the value changes with the output, or has no history, and autograd gives nothing or zeros",
+        repair="keep the tensor on the way: no item(), numpy(), detach(), argmax, round or torch.tensor(loss)",
+    ),
+    "wrong_backward": Cause(
+        proof="a custom backward pass takes part, and its gradient is not the slope of the value",
+        repair="correct backward(), and test it with torch.autograd.gradcheck in float64",
+    ),
+    "grad_output_ignored": Cause(
+        proof="the gradient of twice the loss is the gradient of the loss, bit for bit",
+        repair="multiply what backward() returns by grad_output: loss scaling and sums of losses need it",
+    ),
+    "scaled_backward": Cause(
+        proof="a custom backward pass gives a fixed multiple of the slope, along every direction",
+        repair="if the factor is not meant, correct backward(); if it is, skip it with that reason",
+    ),
+    "part_detached": Cause(
+        proof="the gradient is not that of the whole value, and no custom backward pass takes part",
+        repair="if that part is meant to have no gradient, skip it with that reason; else leave out detach()",
+    ),
 }
 
 
 @check(causes=CAUSES, rank=30, subject="loss")
 def loss_gradient(evidence: LossEvidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.loss_function.loss_gradient import property as slope
-    from pytest_trainloop.strategies import cases
+    from pytest_trainloop.checks.loss_function.loss_gradient.property import gradient_error
 
-    for f in evidence.find(cases(evidence.contract, only=("ordinary",), most_rows=4), slope.look):
-        yield evidence.finding(f, _REPAIRS[f.seen.cause], level="advice" if f.seen.cause in _MAY_BE_MEANT else "fault")
-
-
-_MAY_BE_MEANT = ("scaled_backward", "part_detached")
+    yield from evidence.violations(gradient_error, only=("ordinary",), most_rows=4)

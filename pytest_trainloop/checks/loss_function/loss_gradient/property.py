@@ -1,4 +1,4 @@
-"""Is the gradient that of the value? Autograd against central differences in float64, along random directions."""
+"""Whether the gradient is that of the value: autograd against central differences in float64, in random directions."""
 
 from __future__ import annotations
 
@@ -9,90 +9,105 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.finding import Finding
 from pytest_trainloop.losses.calls import size_of
-from pytest_trainloop.losses.search import Seen
-from pytest_trainloop.strategies.loss_cases import Inputs, inputs_of
+from pytest_trainloop.strategies.loss_cases import LossInputs, inputs_of
 
 if TYPE_CHECKING:
-    from pytest_trainloop.losses.calls import Answer
+    from collections.abc import Iterable
+
+    from pytest_trainloop.losses.calls import CallResult
     from pytest_trainloop.losses.evidence import Loss
     from pytest_trainloop.strategies.loss_cases import Case
 
 EPS = torch.finfo(torch.float64).eps
 STEP = EPS ** (1 / 3)
-"""The step at which truncation (step squared) and rounding (eps / step) of a central difference are alike."""
+"""The step at which truncation (step squared) and rounding (eps / step) of a central difference are equal."""
 
-SURE = 1e-3
-"""What two slopes that are one may differ by, of their size. Truncation and rounding are 4e-11 of it for a smooth loss;
-the two step sizes must agree within a tenth of it, so a kink between them, or a curvature that large, is not judged."""
+TOLERANCE = 1e-3
+"""Largest relative difference of two equal slopes. Truncation and rounding are 4e-11 of a slope for a smooth loss; the
+two step sizes must agree within a tenth of it, so a kink between them, or a curvature that large, is not judged."""
 
 ROUNDINGS = 100
-"""Roundings on the way to a value of a few rows; each moves a difference by eps / step of the value's size."""
+"""Roundings on the way to a value of a few rows; each changes a difference by eps / step of the value's size."""
 
 DIRECTIONS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class _Slopes:
-    """Along one direction: the gradient's slope, and that of the values."""
+    """Two slopes along one direction."""
 
-    told: float
-    seen: float
-    floor: float
+    of_gradient: float
+    of_value: float
+    rounding: float
+    """The largest slope that rounding alone explains."""
 
     @property
     def differ(self) -> bool:
-        return abs(self.told - self.seen) > SURE * max(abs(self.told), abs(self.seen)) + self.floor
+        larger = max(abs(self.of_gradient), abs(self.of_value))
+        return abs(self.of_gradient - self.of_value) > TOLERANCE * larger + self.rounding
 
     @property
-    def flat(self) -> bool:
-        return abs(self.seen) <= self.floor
+    def value_is_constant(self) -> bool:
+        return abs(self.of_value) <= self.rounding
 
 
-def look(loss: Loss, case: Case) -> Seen | None:
-    """How the gradient differs from the slope of the value, and what that shows."""
+def gradient_error(loss: Loss, case: Case) -> Finding | None:
+    """How the gradient differs from the slope of the value."""
     inputs = inputs_of(loss.contract, case)
-    answer = loss.wide(inputs)
-    if not answer.finite:
+    start = loss.float64(inputs)
+    if not start.finite:
         raise CannotDecide("the value is not finite")
-    if loss.wide(inputs, grad=False, seed=1).total != answer.total:
+    if loss.float64(inputs, grad=False, seed=1).total != start.total:
         raise CannotDecide("the criterion draws random numbers")
-    if all(g is None for g in answer.grads):
-        return _no_history(answer)
-    slopes = [s for number in range(DIRECTIONS) for s in _along(loss, inputs, answer, case.seed + number)]
+    if all(g is None for g in start.grads):
+        return Finding(
+            cause="graph_cut",
+            summary="the value has no history of the output: backward() raises, or gives it nothing",
+            measured=f"the value is {start.total:.6g}, and autograd gives no gradient",
+            shown_by="no path leads from the value back to an output",
+        )
+    slopes = [s for number in range(DIRECTIONS) for s in _slopes(loss, inputs, start, case.seed + number)]
     if not slopes:
         raise CannotDecide("the value has a kink, or jumps, next to every point that was drawn")
     if not any(s.differ for s in slopes):
-        return _scaled(loss, inputs, answer.grads)
-    if all(g is None or not bool(g.any()) for g in answer.grads):
-        return _cut(slopes)
-    if all(s.flat for s in slopes):
-        return None  # a straight-through estimator: the value is flat, and the gradient is meant
-    return _wrong(loss, inputs, slopes)
+        return _ignores_grad_output(loss, inputs, start)
+    if all(g is None or not bool(g.any()) for g in start.grads):
+        return Finding(
+            cause="graph_cut",
+            summary="no gradient reaches the output, although the value depends on it",
+            measured=f"slopes of the value: {_listed(s.of_value for s in slopes)}; of the gradient: 0",
+            shown_by="the value changes with the output, and autograd gives nothing or zeros",
+        )
+    if all(s.value_is_constant for s in slopes):
+        return None  # a straight-through estimator: the value is constant, and the gradient is meant
+    return _ignores_grad_output(loss, inputs, start) or _wrong(loss, inputs, slopes)
 
 
-def _along(loss: Loss, inputs: Inputs, answer: Answer, seed: int) -> list[_Slopes]:
-    """The two slopes along one direction in the first output that the gradient reaches, where the value is smooth."""
-    reached = [i for i, g in enumerate(answer.grads) if g is not None and bool(g.any())] or [0]
+def _slopes(loss: Loss, inputs: LossInputs, start: CallResult, seed: int) -> list[_Slopes]:
+    """The slopes along one direction in the first output that the gradient reaches; none where the value is not
+    smooth."""
+    reached = [i for i, g in enumerate(start.grads) if g is not None and bool(g.any())] or [0]
     which = reached[seed % len(reached)]
     output = inputs.outputs[which]
     generator = torch.Generator().manual_seed(seed)
     direction = torch.randn(output.shape, generator=generator, dtype=torch.float64)
-    direction = _inside(loss, output, direction)
+    direction = _within_range(loss, output, direction)
     far, near = (_difference(loss, inputs, which, direction, h) for h in (STEP, STEP / 2))
     if not (math.isfinite(far) and math.isfinite(near)):
         return []
-    floor = ROUNDINGS * EPS / STEP * size_of(answer, inputs)
-    if abs(far - near) > SURE / 10 * max(abs(far), abs(near)) + floor:
+    rounding = ROUNDINGS * EPS / STEP * size_of(start, inputs)
+    if abs(far - near) > TOLERANCE / 10 * max(abs(far), abs(near)) + rounding:
         return []
-    grad = answer.grads[which]
-    told = 0.0 if grad is None else float((grad * direction).sum())
-    return [_Slopes(told, (4.0 * near - far) / 3.0, floor)]
+    grad = start.grads[which]
+    of_gradient = 0.0 if grad is None else float((grad * direction).sum())
+    return [_Slopes(of_gradient, (4.0 * near - far) / 3.0, rounding)]
 
 
-def _inside(loss: Loss, output: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
-    """A direction that stays where the contract's outputs lie: within bounds each entry moves by less than its own
-    distance from them."""
+def _within_range(loss: Loss, output: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
+    """The direction scaled so that outputs stay in the contract's range: each entry changes by less than its distance
+    from a bound."""
     if loss.contract.expects == "probabilities":
         return direction * output * (1.0 - output)
     low, high = loss.contract.output_range
@@ -101,74 +116,52 @@ def _inside(loss: Loss, output: torch.Tensor, direction: torch.Tensor) -> torch.
     return direction
 
 
-def _difference(loss: Loss, inputs: Inputs, which: int, direction: torch.Tensor, h: float) -> float:
+def _difference(loss: Loss, inputs: LossInputs, which: int, direction: torch.Tensor, h: float) -> float:
     totals = []
     for sign in (1.0, -1.0):
         outputs = list(inputs.outputs)
         outputs[which] = outputs[which] + sign * h * direction
-        totals.append(loss.wide(Inputs(tuple(outputs), inputs.target), grad=False).total)
+        totals.append(loss.float64(LossInputs(tuple(outputs), inputs.target), grad=False).total)
     return (totals[0] - totals[1]) / (2.0 * h)
 
 
-def _no_history(answer: Answer) -> Seen:
-    return Seen(
-        cause="graph_cut",
-        summary="the value has no history of the output: backward() raises, or gives it nothing",
-        measured=f"the value is {answer.total:.6g}, and autograd gives no gradient",
-        shown_by="no path leads from the value back to an output",
-    )
-
-
-def _cut(slopes: list[_Slopes]) -> Seen:
-    return Seen(
-        cause="graph_cut",
-        summary="no gradient reaches the output, although the value depends on it",
-        measured=f"slopes of the value: {_list([s.seen for s in slopes])}; of the gradient: 0",
-        shown_by="the value changes when the output is moved, and autograd gives nothing or zeros",
-    )
-
-
-def _scaled(loss: Loss, inputs: Inputs, grads: tuple[torch.Tensor | None, ...]) -> Seen | None:
-    """Twice the loss must have twice the gradient: a backward pass that leaves out what it is given does not."""
-    twice = loss.wide(inputs, scale=2.0).grads
-    for once, doubled in zip(grads, twice, strict=True):
+def _ignores_grad_output(loss: Loss, inputs: LossInputs, start: CallResult) -> Finding | None:
+    """Twice the loss must have twice the gradient; with a backward pass that ignores ``grad_output`` it has not."""
+    twice = loss.float64(inputs, scale=2.0).grads
+    for once, doubled in zip(start.grads, twice, strict=True):
         if once is not None and doubled is not None and bool(once.any()) and torch.equal(once, doubled):
-            return _unscaled(float(once.norm()))
+            norm = float(once.norm())
+            return Finding(
+                cause="grad_output_ignored",
+                summary="the gradient of twice the loss is that of the loss: its backward() ignores grad_output",
+                measured=f"|gradient| {norm:.6g} of the loss, {norm:.6g} of twice the loss",
+                shown_by="the gradient is the same, bit for bit, whatever the loss is multiplied by",
+            )
     return None
 
 
-def _unscaled(norm: float) -> Seen:
-    return Seen(
-        cause="grad_output_ignored",
-        summary="the gradient of twice the loss is that of the loss: its backward() leaves out grad_output",
-        measured=f"|gradient| {norm:.6g} of the loss, {norm:.6g} of twice the loss",
-        shown_by="the gradient is the same, bit for bit, whatever it is multiplied by",
-    )
-
-
-def _wrong(loss: Loss, inputs: Inputs, slopes: list[_Slopes]) -> Seen | None:
-    told, seen = _list([s.told for s in slopes]), _list([s.seen for s in slopes])
-    measured = f"slopes of the value {seen}; of the gradient {told}"
-    scaled = _scaled(loss, inputs, loss.wide(inputs).grads)
-    if scaled is not None:
-        return scaled
-    ratios = [s.told / s.seen for s in slopes if not s.flat]
-    custom = loss.wide.custom_functions(inputs)
+def _wrong(loss: Loss, inputs: LossInputs, slopes: list[_Slopes]) -> Finding:
+    of_value, of_gradient = _listed(s.of_value for s in slopes), _listed(s.of_gradient for s in slopes)
+    measured = f"slopes of the value {of_value}; of the gradient {of_gradient}"
+    ratios = [s.of_gradient / s.of_value for s in slopes if not s.value_is_constant]
+    custom = loss.float64.custom_functions(inputs)
     if not custom:
-        return Seen(
+        return Finding(
             cause="part_detached",
+            level="advice",
             summary="the gradient is not that of the whole value: a part of it has no history",
             measured=measured,
-            shown_by="no operation with a backward pass of its own takes part",
+            shown_by="no custom backward pass takes part",
         )
-    if len(ratios) > 1 and max(ratios) - min(ratios) <= SURE * max(map(abs, ratios)):
-        return Seen(
+    if len(ratios) > 1 and max(ratios) - min(ratios) <= TOLERANCE * max(map(abs, ratios)):
+        return Finding(
             cause="scaled_backward",
+            level="advice",
             summary=f"{custom[0]} gives {ratios[0]:.4g} times the gradient of its value",
             measured=measured,
             shown_by="the factor is the same along every direction, as where a gradient is reversed on purpose",
         )
-    return Seen(
+    return Finding(
         cause="wrong_backward",
         summary=f"the backward pass of {custom[0]} is not the derivative of its forward pass",
         measured=measured,
@@ -176,5 +169,5 @@ def _wrong(loss: Loss, inputs: Inputs, slopes: list[_Slopes]) -> Seen | None:
     )
 
 
-def _list(numbers: list[float]) -> str:
+def _listed(numbers: Iterable[float]) -> str:
     return ", ".join(f"{n:.5g}" for n in numbers)

@@ -1,22 +1,22 @@
 """A loss and its gradient are finite for every valid call.
 
 What it does
-    It calls the criterion in float32 with outputs and targets that have one special thing about them: a single row,
+    It calls the criterion in float32 with outputs and targets that have one special property: a single row,
     one class only, all entries equal, zero vectors, entries around 200, probabilities that are exactly 0 and 1, an
     output that equals its target, some or all targets ignored.
 
 Why is this bad?
     Each of these turns up in a long run: a last batch of one row, a crop without the object, a dead embedding, a
-    sure and wrong prediction. One NaN spreads to every weight within a step.
+    confident and wrong prediction. One NaN spreads to every weight within a step.
 
 How it decides
-    A value or a gradient that is not finite is a fault where the true one can be represented: the same call in
-    float64, with outputs halved until it is finite there, does not pass float32's largest number before that. What
-    grows past it (an exponential of 200) is right to be infinite. Each case has one special thing, so the case that
-    fails names it; where ordinary values fail, nothing is special about them. What torch's own losses do, nobody
-    here can repair (``nn.SoftMarginLoss`` overflows from 89 on): advice. All targets ignored under a mean is 0 / 0,
-    which torch documents as NaN: advice. So is a single row of embeddings, which has nothing to be compared with:
-    ``min_rows=2`` says that it never comes.
+    A non-finite value or gradient is a fault where float32 can represent the true one: the same call in float64, with
+    outputs halved until it is finite there, stays below float32's largest number. A loss that grows past it (an
+    exponential of 200) is infinite correctly. Each case has one special property, so the case that fails names the
+    cause; where ordinary values fail, no special property is needed. A loss of torch itself cannot be repaired by the
+    user (``nn.SoftMarginLoss`` overflows from 89 on): advice. All targets ignored under a mean is 0 / 0, which torch
+    documents as NaN: advice. So is a single row of embeddings, which has nothing to be compared with: ``min_rows=2``
+    says that it never occurs.
 
 Faulty
     >>> def cosine_loss(a, b):
@@ -43,70 +43,80 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.registry import check
+from pytest_trainloop.registry import Cause, check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.finding import Finding
-    from pytest_trainloop.losses.evidence import Found, LossEvidence
+    from pytest_trainloop.losses.evidence import LossEvidence
+    from pytest_trainloop.strategies.loss_cases import Trait
 
 CAUSES = {
-    "ordinary": "values with nothing special about them give what is not finite",
-    "one_row": "a single row does, and more rows do not",
-    "one_class": "targets of one class only do, and mixed ones do not",
-    "no_partner": "a row whose label no other row has does, and labels with partners do not",
-    "tied": "equal entries in the output do, and different ones do not",
-    "zero": "an output of zeros does, and other values do not",
-    "right": "an output that equals its target does, and another does not",
-    "large": "entries around 200 do (10 for values), small ones do not, and the true value can be represented",
-    "saturated": "probabilities of exactly 0 and 1 do, and those between do not",
-    "some_ignored": "some ignored targets do, and the same rows without ignored targets do not",
-    "all_ignored": "only where every target is ignored is the value, or the gradient, not finite",
+    "nonfinite_on_ordinary_input": Cause(
+        proof="values with no special property give a non-finite result",
+        repair="compute the logarithm by log_softmax or logsigmoid; clamp the arguments of log and sqrt, and divisors",
+    ),
+    "nonfinite_on_one_row": Cause(
+        proof="a single row gives a non-finite result, and more rows do not",
+        repair="leave out what needs two rows (a standard deviation, a mean over the others) where there is one",
+    ),
+    "nonfinite_on_one_class": Cause(
+        proof="targets of a single class give a non-finite result, and mixed ones do not",
+        repair="clamp_min(1) the count that is the divisor; use torch.xlogy for p log p",
+    ),
+    "nonfinite_without_partner": Cause(
+        proof="a row whose label no other row has gives a non-finite result, and labels with partners do not",
+        repair="divide by the number of partners .clamp_min(1), and leave such rows out of the mean",
+    ),
+    "nonfinite_on_ties": Cause(
+        proof="equal entries in the output give a non-finite result, and different ones do not",
+        repair="the slope of a square root at 0 is infinite: sqrt(x + eps); divide by a spread of at least eps",
+    ),
+    "nonfinite_on_zeros": Cause(
+        proof="an output of zeros gives a non-finite result, and other values do not",
+        repair="F.normalize and F.cosine_similarity have an eps; a norm that is a divisor needs one as well",
+    ),
+    "nonfinite_on_correct_answers": Cause(
+        proof="an output that equals its target gives a non-finite result, and another does not",
+        repair="the slope of a square root at 0 is infinite: sqrt(x + eps)",
+    ),
+    "nonfinite_on_large_outputs": Cause(
+        proof="entries around 200 (10 for values) give a non-finite result, small ones do not, and float32 can "
+        "represent the true value",
+        repair="use log_softmax, logsumexp, logsigmoid or softplus in place of log and exp",
+    ),
+    "nonfinite_when_saturated": Cause(
+        proof="probabilities of exactly 0 and 1 give a non-finite result, and those between do not",
+        repair="clamp probabilities to [eps, 1 - eps] before the logarithm, or take logits",
+    ),
+    "nonfinite_when_some_ignored": Cause(
+        proof="some ignored targets give a non-finite result, and the same rows without ignored targets do not",
+        repair="index with the mask, or torch.where before the operation: NaN times 0 is NaN",
+    ),
+    "nonfinite_when_all_ignored": Cause(
+        proof="the value or the gradient is non-finite only where every target is ignored",
+        repair="divide by the number of targets that count .clamp_min(1), if such a batch can occur",
+    ),
 }
 
-_REPAIRS = {
-    "ordinary": "compute the logarithm by log_softmax or logsigmoid; clamp what goes into log, sqrt and a divisor",
-    "one_row": "leave out what needs two rows (a standard deviation, a mean over the others) where there is one",
-    "one_class": "clamp_min(1) the count that is divided by; use torch.xlogy for p log p",
-    "no_partner": "divide by the number of partners .clamp_min(1), and leave such rows out of the mean",
-    "tied": "the slope of a root at 0 is infinite: sqrt(x + eps); divide by a spread of at least eps",
-    "zero": "F.normalize and F.cosine_similarity have an eps; so must a norm that is divided by",
-    "right": "the slope of a root at 0 is infinite: sqrt(x + eps)",
-    "large": "use log_softmax, logsumexp, logsigmoid or softplus in place of log and exp",
-    "saturated": "clamp probabilities to [eps, 1 - eps] before the logarithm, or take logits",
-    "some_ignored": "index with the mask, or torch.where before the operation: NaN times 0 is NaN",
-    "all_ignored": "divide by the number of targets that count .clamp_min(1), if such a batch can come",
-}
+IMPLIED: dict[Trait, Trait] = {"one_row": "one_class", "zero": "tied", "large": "saturated"}
+"""Special properties that have another one as well: a single row is of one class, vectors of zeros are equal, large
+logits give probabilities of exactly 0 and 1. Where that one fails alone, it is the cause."""
 
 
 @check(causes=CAUSES, rank=10, subject="loss")
 def loss_is_finite(evidence: LossEvidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.loss_function.loss_is_finite import property as finite
-    from pytest_trainloop.strategies import cases
+    from pytest_trainloop.checks.loss_function.loss_is_finite.property import nonfinite_result
     from pytest_trainloop.strategies.loss_cases import traits
 
-    contract = evidence.contract
-    found: dict[str, Found] = {}
-    for trait in traits(contract):
+    found: dict[Trait, Finding] = {}
+    for trait in traits(evidence.contract):
         try:
-            found |= {f.seen.cause: f for f in evidence.find(cases(contract, only=(trait,)), finite.look, share=0.25)}
-        except CannotDecide:  # the criterion refuses such a call, as it may
+            for finding in evidence.violations(nonfinite_result, only=(trait,), share=0.25):
+                found[trait] = finding
+        except CannotDecide:  # the criterion raises for such a call, as it may
             continue
         if "ordinary" in found:
             break
-    for f in [f for trait, f in found.items() if not _BEHIND.get(trait, set()) & set(found)]:
-        advice = evidence.of_torch or _may_be_meant(evidence, f)
-        yield evidence.finding(f, _REPAIRS[f.seen.cause], level="advice" if advice else "fault")
-
-
-_BEHIND = {"one_row": {"one_class"}, "zero": {"tied"}, "large": {"saturated"}}
-"""Traits that bring another with them: a single row is of one class, vectors of zeros are equal, large logits give
-probabilities of exactly 0 and 1."""
-
-
-def _may_be_meant(evidence: LossEvidence, found: Found) -> bool:
-    contract, cause = evidence.contract, found.seen.cause
-    if cause == "all_ignored":
-        return evidence.reduction == "mean"
-    return cause == "one_row" and contract.expects == "embeddings"
+    yield from (finding for trait, finding in found.items() if IMPLIED.get(trait) not in found)

@@ -1,20 +1,20 @@
 """The reductions none, sum and mean agree, and the order of the rows does not matter.
 
 What it does
-    It puts the rows in another order, and asks for each reduction: by the criterion's ``reduction`` keyword or
-    attribute, where it has one.
+    It puts the rows in another order, and calls the criterion with each reduction, where it has a ``reduction`` keyword
+    or attribute.
 
 Why is this bad?
     A sum where a mean is meant multiplies the step by the batch size; a keyword that is not read, or a mean of
-    means, gives gradients that depend on how a batch was cut.
+    means, gives gradients that depend on how a batch was split.
 
 How it decides
-    In float64. Rows are examples: moved together with their targets they give the same value. The sum is the sum of
-    what none gives. What the mean divides by may depend on the targets (their count, their weights), so sum / mean
-    is asked to be the same for two outputs under one target; where it is not the normaliser may be meant: advice. A
-    criterion without such a switch is a sum where twice the rows give twice the value and two halves add up to the
-    whole, a mean where both give the same: that must be what ``LossContract.reduction`` says. Said by nobody, it is
-    advice.
+    In float64. Rows are examples: reordered together with their targets they give the same value. The result of sum is
+    the sum of the entries of none. The divisor of the mean may depend on the targets (their count, their weights), so
+    sum / mean must be the same for two outputs under one target; where it is not, the normaliser may be meant: advice.
+    A criterion without a ``reduction`` is a sum where twice the rows give twice the value and two halves add up to the
+    whole, and a mean where they give the same value: that must be what ``LossContract.reduction`` says. Where the
+    contract says nothing, it is advice.
 
 Faulty
     >>> def loss(output, target, reduction="mean"):
@@ -40,7 +40,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.registry import check
+from pytest_trainloop.registry import Cause, check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,38 +49,45 @@ if TYPE_CHECKING:
     from pytest_trainloop.losses.evidence import LossEvidence
 
 CAUSES = {
-    "order_matters": "outputs and targets were moved together, and the value changed",
-    "reduction_ignored": "none, sum and mean give one and the same number, twice that for twice the rows",
-    "none_is_reduced": "one number comes back for several rows under reduction none",
-    "not_reduced": "several numbers come back where the contract says mean or sum",
-    "sum_is_not_the_sum": "the entries under none add up to something other than the sum",
-    "mean_is_a_sum": "twice the rows give twice the value under mean, and its parts add up to the whole",
-    "sum_is_a_mean": "twice the rows give the same value under sum, and the whole is the mean of its parts",
-    "mean_is_no_mean": "sum / mean differs between two outputs under the same targets",
-}
-
-_REPAIRS = {
-    "order_matters": "judge each row by itself, or give the ordered axis to shape=",
-    "reduction_ignored": "return loss, loss.sum() or loss.mean() as reduction says",
-    "none_is_reduced": "return one number for each row under reduction='none'",
-    "not_reduced": "reduce it, or say reduction='none' in the contract",
-    "sum_is_not_the_sum": "return the entries of none, summed",
-    "mean_is_a_sum": "divide by the number of rows, or say reduction='sum' in the contract",
-    "sum_is_a_mean": "do not divide, or say reduction='mean' in the contract",
-    "mean_is_no_mean": "divide by a count or by the weights of the targets; if this normaliser is meant, skip it",
+    "order_matters": Cause(
+        proof="outputs and targets were reordered together, and the value changed",
+        repair="judge each row alone, or give the ordered axis to shape=",
+    ),
+    "reduction_ignored": Cause(
+        proof="none, sum and mean give the same number, which doubles with the rows",
+        repair="return loss, loss.sum() or loss.mean() as reduction says",
+    ),
+    "none_is_reduced": Cause(
+        proof="one number is returned for several rows under reduction none",
+        repair="return one number for each row under reduction='none'",
+    ),
+    "not_reduced": Cause(
+        proof="several numbers are returned where the contract says mean or sum",
+        repair="reduce it, or say reduction='none' in the contract",
+    ),
+    "sum_is_not_the_sum": Cause(
+        proof="the entries under none add up to something other than the sum",
+        repair="return the entries of none, summed",
+    ),
+    "mean_is_a_sum": Cause(
+        proof="twice the rows give twice the value under mean, and its parts add up to the whole",
+        repair="divide by the number of rows, or say reduction='sum' in the contract",
+    ),
+    "sum_is_a_mean": Cause(
+        proof="twice the rows give the same value under sum, and the whole is the mean of its parts",
+        repair="do not divide, or say reduction='mean' in the contract",
+    ),
+    "mean_is_no_mean": Cause(
+        proof="sum / mean differs between two outputs under the same targets",
+        repair="divide by a count or by the weights of the targets; if this normaliser is meant, skip it",
+    ),
 }
 
 
 @check(causes=CAUSES, rank=50, subject="loss")
 def reductions_agree(evidence: LossEvidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.loss_function.reductions_agree import property as reductions
-    from pytest_trainloop.strategies import cases
+    from pytest_trainloop.checks.loss_function.reductions_agree.property import reduction_error
 
     contract = evidence.contract
     least = max(4 if contract.expects == "embeddings" else 2, 2 * contract.min_rows)
-    for f in evidence.find(cases(contract, only=("ordinary",), least_rows=least), reductions.look):
-        unsaid = (
-            f.seen.cause in ("mean_is_a_sum", "not_reduced") and contract.reduction is None and not evidence.switches
-        )
-        advice = unsaid or f.seen.cause == "mean_is_no_mean"
-        yield evidence.finding(f, _REPAIRS[f.seen.cause], level="advice" if advice else "fault")
+    yield from evidence.violations(reduction_error, only=("ordinary",), least_rows=least)

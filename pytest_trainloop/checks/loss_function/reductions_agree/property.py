@@ -1,16 +1,17 @@
-"""Do ``none``, ``sum`` and ``mean`` agree, and does the order of the rows matter?"""
+"""Whether ``none``, ``sum`` and ``mean`` agree, and whether the order of the rows matters."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.losses.calls import Answer, Refused, same, size_of
-from pytest_trainloop.losses.search import Seen
-from pytest_trainloop.strategies.loss_cases import Case, Inputs, inputs_of
+from pytest_trainloop.finding import Finding
+from pytest_trainloop.losses.calls import CallResult, CriterionRaised, same, size_of
+from pytest_trainloop.strategies.loss_cases import Case, LossInputs, inputs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,134 +19,136 @@ if TYPE_CHECKING:
     from pytest_trainloop.losses.evidence import Loss
 
 
-def look(loss: Loss, case: Case) -> Seen | None:
-    """Which of the promises about reductions and order is broken."""
+def reduction_error(loss: Loss, case: Case) -> Finding | None:
+    """How the reductions disagree, or the order of the rows changes the value."""
     inputs = inputs_of(loss.contract, case)
-    start = loss.wide(inputs)
+    start = loss.float64(inputs)
     if not math.isfinite(start.total):
         raise CannotDecide("the value is not finite")
-    if loss.wide(inputs, grad=False, seed=1).total != start.total:
-        raise CannotDecide("the criterion draws random numbers, so no two calls are alike")
-    ordered = _order(loss, inputs, start)
-    if ordered is not None:
-        return ordered
-    return _switched(loss, case, inputs) if loss.wide.switches else _declared(loss, inputs, start)
+    if loss.float64(inputs, grad=False, seed=1).total != start.total:
+        raise CannotDecide("the criterion draws random numbers, so no two calls are equal")
+    order = _order(loss, inputs, start)
+    if order is not None:
+        return order
+    return _by_keyword(loss, case, inputs) if loss.float64.switches else _as_declared(loss, inputs, start)
 
 
-def _rows(inputs: Inputs, change: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
-    return Inputs(tuple(map(change, inputs.outputs)), None if inputs.target is None else change(inputs.target))
+def _rows(inputs: LossInputs, change: Callable[[torch.Tensor], torch.Tensor]) -> LossInputs:
+    return LossInputs(tuple(map(change, inputs.outputs)), None if inputs.target is None else change(inputs.target))
 
 
-def _order(loss: Loss, inputs: Inputs, start: Answer) -> Seen | None:
-    turned = loss.wide(_rows(inputs, lambda t: t.roll(1, 0)), grad=False)
-    if same(turned.total, start.total, size_of(start, inputs)):
+def _order(loss: Loss, inputs: LossInputs, start: CallResult) -> Finding | None:
+    rotated = loss.float64(_rows(inputs, lambda t: t.roll(1, 0)), grad=False)
+    if same(rotated.total, start.total, size_of(start, inputs)):
         return None
-    return Seen(
+    return Finding(
         cause="order_matters",
         summary="the same rows in another order have another loss",
-        measured=f"{start.total:.8g} becomes {turned.total:.8g} with the last row put first",
-        shown_by="outputs and targets were moved together, in float64",
+        measured=f"{start.total:.8g} becomes {rotated.total:.8g} with the last row put first",
+        shown_by="outputs and targets were reordered together, in float64",
     )
 
 
-def _asked(loss: Loss, inputs: Inputs, reduction: str) -> Answer | None:
+def _reduced(loss: Loss, inputs: LossInputs, reduction: str) -> CallResult | None:
     try:
-        return loss.wide(inputs, reduction=reduction)
-    except Refused:
+        return loss.float64(inputs, reduction=reduction)
+    except CriterionRaised:
         return None
 
 
-def _switched(loss: Loss, case: Case, inputs: Inputs) -> Seen | None:
-    none, total, mean = (_asked(loss, inputs, reduction) for reduction in ("none", "sum", "mean"))
+def _by_keyword(loss: Loss, case: Case, inputs: LossInputs) -> Finding | None:
+    none, total, mean = (_reduced(loss, inputs, reduction) for reduction in ("none", "sum", "mean"))
     if total is None or mean is None:
         raise CannotDecide("the criterion raises for reduction='sum' or 'mean'")
     size = size_of(total, inputs)
-    told = f"mean {mean.total:.6g}, sum {total.total:.6g}"
+    values = f"mean {mean.total:.6g}, sum {total.total:.6g}"
     if same(mean.total, total.total, size) and not same(mean.total, 0.0, size) and case.rows > 1:
         if none is not None and not none.value.dim():
-            return Seen(
+            return Finding(
                 cause="reduction_ignored",
-                summary="reduction= changes nothing",
-                measured=f"{told}, none {none.total:.6g}, for {case.rows} rows",
+                summary="reduction= has no effect",
+                measured=f"{values}, none {none.total:.6g}, for {case.rows} rows",
                 shown_by="the same call three times in float64",
             )
         if _is_sum(loss, inputs, mean, "mean"):
-            return Seen(
+            return Finding(
                 cause="mean_is_a_sum",
                 summary="reduction='mean' gives the sum",
-                measured=f"{told}, for {case.rows} rows",
+                measured=f"{values}, for {case.rows} rows",
                 shown_by="twice the rows give twice the value",
             )
     if none is not None and not none.value.dim():
-        return Seen(
+        return Finding(
             cause="none_is_reduced",
             summary="reduction='none' gives one number, not one for each row",
             measured=f"a scalar for {case.rows} rows",
             shown_by="reduction='sum' and 'mean' give other values, so the keyword is read",
         )
     if none is not None and not same(none.total, total.total, size):
-        return Seen(
+        return Finding(
             cause="sum_is_not_the_sum",
-            summary="reduction='sum' is not the sum of what reduction='none' gives",
+            summary="reduction='sum' is not the sum of the entries under reduction='none'",
             measured=f"sum {total.total:.6g}; the entries of none add up to {none.total:.6g}",
             shown_by="the same call three times in float64",
         )
     return _proportional(loss, case, inputs, total, mean)
 
 
-def _proportional(loss: Loss, case: Case, inputs: Inputs, total: Answer, mean: Answer) -> Seen | None:
-    """What the mean divides by may depend on the targets (their count, their weights), not on the outputs."""
-    others = inputs_of(loss.contract, Case(case.rows, seed=case.seed + 1)).outputs
-    other = Inputs(others, inputs.target)
+def _proportional(loss: Loss, case: Case, inputs: LossInputs, total: CallResult, mean: CallResult) -> Finding | None:
+    """The divisor of the mean may depend on the targets (their count, their weights), not on the outputs."""
     if loss.contract.target == "pair":
         return None
-    again, mean_again = (_asked(loss, other, reduction) for reduction in ("sum", "mean"))
-    if again is None or mean_again is None:
+    other = replace(inputs, outputs=inputs_of(loss.contract, Case(case.rows, seed=case.seed + 1)).outputs)
+    total2, mean2 = (_reduced(loss, other, reduction) for reduction in ("sum", "mean"))
+    if total2 is None or mean2 is None:
         return None
-    size = (abs(total.total) + 1.0) * (abs(mean_again.total) + 1.0) + (abs(again.total) + 1.0) * (abs(mean.total) + 1.0)
-    if same(total.total * mean_again.total, again.total * mean.total, size):
+    size = (abs(total.total) + 1.0) * (abs(mean2.total) + 1.0) + (abs(total2.total) + 1.0) * (abs(mean.total) + 1.0)
+    if same(total.total * mean2.total, total2.total * mean.total, size):
         return None
-    return Seen(
+    return Finding(
         cause="mean_is_no_mean",
-        summary="what reduction='mean' divides by depends on the outputs",
-        measured=f"sum / mean is {_quotient(total, mean)} for one output, {_quotient(again, mean_again)} for another",
+        level="advice",
+        summary="the divisor of reduction='mean' depends on the outputs",
+        measured=f"sum / mean is {_quotient(total, mean)} for one output, {_quotient(total2, mean2)} for another",
         shown_by="the targets are the same",
     )
 
 
-def _quotient(total: Answer, mean: Answer) -> str:
+def _quotient(total: CallResult, mean: CallResult) -> str:
     return f"{total.total / mean.total:.6g}" if mean.total else "not finite"
 
 
-def _declared(loss: Loss, inputs: Inputs, start: Answer) -> Seen | None:
+def _as_declared(loss: Loss, inputs: LossInputs, start: CallResult) -> Finding | None:
     rows, declared = inputs.outputs[0].shape[0], loss.contract.reduction
     if declared == "none" and not start.value.dim():
-        return Seen(
+        return Finding(
             cause="none_is_reduced",
             summary="the criterion gives one number, and LossContract.reduction is 'none'",
             measured=f"a scalar for {rows} rows",
             shown_by="one number for each row is what 'none' says",
         )
     if declared != "none" and start.value.numel() > 1:
-        said = f"LossContract.reduction is {declared!r}" if declared else "a mean is usual"
-        return Seen(
+        usual = f"LossContract.reduction is {declared!r}" if declared else "a mean is usual"
+        return Finding(
             cause="not_reduced",
-            summary=f"the criterion gives {start.value.numel()} numbers, and {said}",
+            level="fault" if declared else "advice",
+            summary=f"the criterion gives {start.value.numel()} numbers, and {usual}",
             measured=f"a tensor of {tuple(start.value.shape)} for {rows} rows",
             shown_by="a loss that is reduced is one number",
         )
     if start.value.dim() or loss.contract.expects == "embeddings":
         return None
-    kind = declared or loss.wide.reduction
+    kind = declared or loss.float64.reduction
     if kind == "mean" and _is_sum(loss, inputs, start, None):
-        return Seen(
+        return Finding(
             cause="mean_is_a_sum",
+            level="fault" if declared else "advice",
             summary=f"the loss is a sum over rows, and {'the mean is declared' if declared else 'a mean is usual'}",
             measured=f"{start.total:.6g} for {rows} rows",
             shown_by="twice the rows give twice the value, and its parts add up to the whole",
         )
     if kind == "sum" and _is_mean(loss, inputs, start):
-        return Seen(
+        return Finding(
             cause="sum_is_a_mean",
             summary="the loss is a mean over rows, and the sum is declared",
             measured=f"{start.total:.6g} for {rows} rows",
@@ -154,28 +157,37 @@ def _declared(loss: Loss, inputs: Inputs, start: Answer) -> Seen | None:
     return None
 
 
-def _parts(loss: Loss, inputs: Inputs, reduction: str | None) -> tuple[float, float, float]:
-    """The value of the rows twice over, and of their first half and the rest."""
+class _Parts(NamedTuple):
+    doubled: float
+    first_half: float
+    second_half: float
+
+
+def _parts(loss: Loss, inputs: LossInputs, reduction: str | None) -> _Parts:
+    """The values of all rows twice, of their first half and of the rest."""
     half = inputs.outputs[0].shape[0] // 2
-    doubled = loss.wide(_rows(inputs, lambda t: torch.cat([t, t])), reduction=reduction, grad=False)
-    first = loss.wide(_rows(inputs, lambda t: t[:half]), reduction=reduction, grad=False)
-    second = loss.wide(_rows(inputs, lambda t: t[half:]), reduction=reduction, grad=False)
-    return doubled.total, first.total, second.total
-
-
-def _is_sum(loss: Loss, inputs: Inputs, start: Answer, reduction: str | None) -> bool:
-    rows, size = inputs.outputs[0].shape[0], size_of(start, inputs)
-    if rows < 2 or same(start.total, 0.0, size):
-        return False
-    doubled, first, second = _parts(loss, inputs, reduction)
-    return same(doubled, 2 * start.total, 2 * size) and same(first + second, start.total, size)
-
-
-def _is_mean(loss: Loss, inputs: Inputs, start: Answer) -> bool:
-    rows, size = inputs.outputs[0].shape[0], size_of(start, inputs)
-    if rows < 2 or same(start.total, 0.0, size):
-        return False
-    doubled, first, second = _parts(loss, inputs, None)
-    return same(doubled, start.total, size) and same(
-        first * (rows // 2) + second * (rows - rows // 2), start.total * rows, size * rows
+    changes: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+        lambda t: torch.cat([t, t]),
+        lambda t: t[:half],
+        lambda t: t[half:],
     )
+    return _Parts(*(loss.float64(_rows(inputs, c), reduction=reduction, grad=False).total for c in changes))
+
+
+def _is_sum(loss: Loss, inputs: LossInputs, start: CallResult, reduction: str | None) -> bool:
+    rows, size = inputs.outputs[0].shape[0], size_of(start, inputs)
+    if rows < 2 or same(start.total, 0.0, size):
+        return False
+    parts = _parts(loss, inputs, reduction)
+    return same(parts.doubled, 2 * start.total, 2 * size) and same(
+        parts.first_half + parts.second_half, start.total, size
+    )
+
+
+def _is_mean(loss: Loss, inputs: LossInputs, start: CallResult) -> bool:
+    rows, size = inputs.outputs[0].shape[0], size_of(start, inputs)
+    if rows < 2 or same(start.total, 0.0, size):
+        return False
+    parts = _parts(loss, inputs, None)
+    weighted = parts.first_half * (rows // 2) + parts.second_half * (rows - rows // 2)
+    return same(parts.doubled, start.total, size) and same(weighted, start.total * rows, size * rows)

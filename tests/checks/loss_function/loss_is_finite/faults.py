@@ -5,17 +5,21 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from pytest_trainloop.checks.loss_function.loss_is_finite.property import CAUSE_OF
 from tests.losses.pairs import pair
 from tests.losses.unusual import same_shape
 
-CHECK = "loss_is_finite"
+
+def finite_pair(trait, faulty, fixed, **contract):
+    """A pair whose faulty loss is not finite for cases with this trait, by which it is named."""
+    pair("loss_is_finite", CAUSE_OF[trait], faulty, fixed, name=f"{trait}-{faulty.__name__}", **contract)
 
 
 def logarithm_of_logits(logits, target):
     return -logits.gather(1, target[:, None]).log().mean()
 
 
-pair(CHECK, "ordinary", logarithm_of_logits, F.cross_entropy, expects="logits", num_classes=3)
+finite_pair("ordinary", logarithm_of_logits, F.cross_entropy, expects="logits", num_classes=3)
 
 
 def normalised_by_batch(output, target):
@@ -29,7 +33,7 @@ def normalised_by_batch_of_two(output, target):
     return ((output - target) ** 2).mean() / spread.clamp(min=1e-6)
 
 
-pair(CHECK, "one_row", normalised_by_batch, normalised_by_batch_of_two, expects="values", target="value", shape=())
+finite_pair("one_row", normalised_by_batch, normalised_by_batch_of_two, expects="values", target="value", shape=())
 
 
 def standardised_contrast(a, b):
@@ -43,8 +47,7 @@ def standardised_contrast_with_eps(a, b):
     return F.mse_loss(standard(a), standard(b))
 
 
-pair(
-    CHECK,
+finite_pair(
     "one_row",
     standardised_contrast,
     standardised_contrast_with_eps,
@@ -64,7 +67,7 @@ def per_positive_or_one(logits, target):
     return each.sum() / target.sum().clamp(min=1)
 
 
-pair(CHECK, "one_class", per_positive, per_positive_or_one, expects="logits", target="binary")
+finite_pair("one_class", per_positive, per_positive_or_one, expects="logits", target="binary")
 
 
 def contrast(z, labels, guard):
@@ -87,8 +90,7 @@ def supervised_contrast_guarded(z, labels):
     return contrast(z, labels, guard=True)
 
 
-pair(
-    CHECK,
+finite_pair(
     "no_partner",
     supervised_contrast,
     supervised_contrast_guarded,
@@ -107,8 +109,7 @@ def standardised_scores_with_eps(logits, target):
     return F.cross_entropy((logits - logits.mean(1, keepdim=True)) / spread, target)
 
 
-pair(
-    CHECK,
+finite_pair(
     "tied",
     standardised_scores,
     standardised_scores_with_eps,
@@ -126,7 +127,7 @@ def cosine(a, b):
     return (1 - F.cosine_similarity(a, b)).mean()
 
 
-pair(CHECK, "zero", cosine_by_hand, cosine, expects="embeddings", target="pair")
+finite_pair("zero", cosine_by_hand, cosine, expects="embeddings", target="pair")
 
 
 def distance(output, target):
@@ -137,7 +138,7 @@ def distance_with_eps(output, target):
     return ((output - target).square().sum(1) + 1e-12).sqrt().mean()
 
 
-pair(CHECK, "right", distance, distance_with_eps, expects="values", target="value", shape=(2,))
+finite_pair("right", distance, distance_with_eps, expects="values", target="value", shape=(2,))
 
 
 def softmax_by_hand(logits, target):
@@ -149,22 +150,21 @@ def softmax_of_torch(logits, target):
     return F.nll_loss(logits.log_softmax(1), target)
 
 
-pair(CHECK, "large", softmax_by_hand, softmax_of_torch, expects="logits", num_classes=3)
+finite_pair("large", softmax_by_hand, softmax_of_torch, expects="logits", num_classes=3)
 
 
 def log_of_softmax(logits, target):
     return F.nll_loss(logits.softmax(1).log(), target)
 
 
-pair(CHECK, "large", log_of_softmax, F.cross_entropy, expects="logits", num_classes=3)
+finite_pair("large", log_of_softmax, F.cross_entropy, expects="logits", num_classes=3)
 
 
 def cross_entropy_of_probabilities(p, target):
     return -(target * p.log() + (1 - target) * (1 - p).log()).mean()
 
 
-pair(
-    CHECK,
+finite_pair(
     "saturated",
     cross_entropy_of_probabilities,
     F.binary_cross_entropy,
@@ -186,8 +186,7 @@ def masked_by_choice(output, target):
     return torch.where(keep, (output - target).abs(), 0.0).sum() / keep.sum().clamp(min=1)
 
 
-pair(
-    CHECK,
+finite_pair(
     "some_ignored",
     masked_by_product,
     masked_by_choice,
@@ -206,8 +205,7 @@ def mean_over_kept_or_one(logits, target):
     return F.cross_entropy(logits, target, reduction="sum") / (target != -100).sum().clamp(min=1)
 
 
-pair(
-    CHECK,
+finite_pair(
     "all_ignored",
     mean_over_kept,
     mean_over_kept_or_one,
@@ -227,8 +225,7 @@ def sum_of_kept(logits, target):
     return F.cross_entropy(logits, target, reduction="sum")
 
 
-pair(
-    CHECK,
+finite_pair(
     "all_ignored",
     sum_by_mean_of_kept,
     sum_of_kept,
@@ -247,4 +244,4 @@ def angle_inside(a, b):
     return torch.acos(F.cosine_similarity(a, b).clamp(-0.999999, 0.999999)).mean()
 
 
-pair(CHECK, "right", angle, angle_inside, expects="embeddings", target="pair")
+finite_pair("right", angle, angle_inside, expects="embeddings", target="pair")
