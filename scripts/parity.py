@@ -23,7 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pytest_trainloop.checks.numerics.precision_parity import check
-from pytest_trainloop.checks.numerics.precision_parity.runs import ways
+from pytest_trainloop.checks.numerics.precision_parity.runs import LowPrecisionRuns, low_precision_runs
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.evidence import Evidence
@@ -65,18 +65,16 @@ def trained(make: Make) -> Make:
 
 
 def ratios(make: Make, seed: int) -> Iterator[tuple[str, float]]:
-    """The dtype and the ratio of each way that the loop has. A ratio below one rounding counts as measured over it."""
+    """The dtype and the ratio of each low precision of the loop; 0 for an error of two roundings at most."""
     evidence = Evidence(make, knobs={"precision": "precision"} if _has_knob(make) else {}, seed=seed)
-    knob = evidence.knobs.get("precision")
-    default = inspect.signature(make).parameters[knob].default if knob else None
-    for way in ways(evidence, knob, default, idle=[]):
-        if way.low is None:
+    for runs in low_precision_runs(evidence):
+        if not isinstance(runs, LowPrecisionRuns) or runs.low is None:
             continue
         try:
-            parity = way.parity()
+            parity = runs.parity()
         except CannotDecide:
             continue
-        yield NAMES[way.low], 0.0 if parity is None else parity.ratio if parity.finite else math.inf
+        yield NAMES[runs.low], 0.0 if parity is None else parity.ratio if parity.finite else math.inf
 
 
 def _has_knob(make: Make) -> bool:

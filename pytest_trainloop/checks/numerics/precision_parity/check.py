@@ -1,20 +1,20 @@
-"""In low precision the loop has the gradient that it has in float64, but for what rounding explains.
+"""In low precision the loop has the gradient that it has in float64, up to what rounding explains.
 
 What it does
     It runs the loop to its first optimizer step as it is, and with its knob ``precision`` at "bf16" and at "fp16", and
     compares the gradient with that of a float64 run from the same weights and draws. How much error to expect is
-    predicted: float64 runs in which what goes into matrix products and convolutions, and what comes out, is rounded to
-    the dtype's digits, or disturbed by as much. A loop that has no low precision is run under a bfloat16 autocast: what
-    is found there is advice.
+    predicted: float64 runs in which inputs and outputs of matrix products and convolutions are rounded to the dtype's
+    digits, or disturbed by as much. A loop that has no low precision is run under a bfloat16 autocast: what is found
+    there is advice.
 
 Why is this bad?
     Scores above 65504 are infinite in float16, gradients below 6e-8 are zero, and bfloat16 has three digits: the
-    variance of large numbers is noise, a sum over many steps stands still. The loop runs, and learns worse than it did
-    in float32, or nothing.
+    variance of large numbers is noise, and a sum over many steps stands still. The loop runs, and learns worse than it
+    did in float32, or nothing.
 
 How it decides
     The ratio of the measured to the predicted error of the whole gradient (never less than one rounding of it) is about
-    1 on right loops, GPTs, convolutions with batch norm, contrastive losses and recurrent nets alike: up to 2 passes,
+    1 on right loops, whether GPTs, convolutions with batch norm, contrastive losses or recurrent nets: up to 2 passes,
     from 4 it is a fault, between them it is advice. A gradient that is not finite, where float64's is, is a fault. A
     scaler first finds its scale. Where scores that lie close together change places (top-k, comparisons), the float64
     run is given the choices of the low one.
@@ -46,8 +46,8 @@ How it decides
         wrong: own backward overflows in float16            10.28      82.06
         wrong: time steps in bfloat16                       36.39     <= 2 u
 
-    Then every operation is compared in the same way: the first one whose output (in backward: whose gradient) is out by
-    more than ten times what rounding explains is the culprit; the cause is what the numbers there show.
+    Then every operation is compared in the same way: the first one whose output (in backward: whose gradient) has an
+    error above ten times what rounding explains is the culprit; the cause is what the numbers there show.
 
 Faulty
     >>> def forward(self, x):
@@ -64,8 +64,8 @@ Fixed
     ...         return self.head(h).float()
 
 Known limits
-    The first step's weights and batches are looked at: what overflows only later is not seen. Loops whose gradients
-    come by hand are compared by what their first step consumes.
+    Only the first step's weights and batches are judged: what overflows later is not seen. Loops whose code assigns
+    gradients are compared by those that their first step reads.
 
 References
     https://arxiv.org/abs/1710.03740 (Micikevicius et al., Mixed Precision Training)
@@ -75,152 +75,165 @@ References
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
-from pytest_trainloop.registry import check
+from pytest_trainloop.registry import Cause, check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.checks.numerics.precision_parity.locate import Located
-    from pytest_trainloop.checks.numerics.precision_parity.runs import Parity, Way
-    from pytest_trainloop.recording.events import Place
+    from pytest_trainloop.checks.numerics.precision_parity.runs import LowPrecisionRuns, Parity
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
 
-CONSEQUENCES = ("finite", "grad_scaler", "overfit_one_batch", "update_ratio", "loss_at_init")
+_EXPLAINS = ("finite", "grad_scaler", "overfit_one_batch", "update_ratio", "loss_at_init")
+
+_IN_FLOAT32 = "compute this block in float32: x = x.float(), under autocast(enabled=False)"
 
 CAUSES = {
-    "overflow": "an operation is not finite in low precision, and finite in float64",
-    "underflow": "values that are not zero in float64 are zero in low precision",
-    "cancellation": "a difference of numbers that agree in most of their digits is out, and they are not",
-    "accumulation": "a sum is out, and what is added up is not",
-    "custom_backward": "the gradient comes into an autograd.Function of the project right, and leaves it wrong",
-    "precision_lost": "the gradient is farther from float64 than rounding explains",
-    "backward_under_autocast": "backward is called inside the autocast block",
-}
-
-REPAIRS = {
-    "overflow": "scale before the product, keep this block in float32 (autocast(enabled=False), .float()), or use "
-    "bfloat16",
-    "underflow": "compute this block in float32, with an eps that the dtype holds, or use bfloat16",
-    "cancellation": "compute this block in float32: x = x.float(), under autocast(enabled=False)",
-    "accumulation": "add up in float32: keep the running sum a float32 tensor",
-    "custom_backward": "save and compute in float32 in the Function, or put torch.amp.custom_fwd(cast_inputs="
-    "torch.float32) and custom_bwd on it",
-    "precision_lost": "compute this block in float32: x = x.float(), under autocast(enabled=False)",
+    "overflow": Cause(
+        proof="an operation is not finite in low precision, and finite in float64",
+        repair="scale before the product, keep this block in float32 (autocast(enabled=False), .float()), or use "
+        "bfloat16",
+        explains=_EXPLAINS,
+    ),
+    "underflow": Cause(
+        proof="values that are not zero in float64 are zero in low precision",
+        repair="compute this block in float32, with an eps that the dtype holds, or use bfloat16",
+        explains=_EXPLAINS,
+    ),
+    "cancellation": Cause(
+        proof="a difference of numbers that agree in most of their digits is wrong, and they are not",
+        repair=_IN_FLOAT32,
+        explains=_EXPLAINS,
+    ),
+    "accumulation": Cause(
+        proof="a sum is wrong, and its terms are not",
+        repair="add up in float32: keep the running sum a float32 tensor",
+        explains=_EXPLAINS,
+    ),
+    "custom_backward": Cause(
+        proof="the gradient comes into an autograd.Function of the project right, and leaves it wrong",
+        repair="save and compute in float32 in the Function, or put torch.amp.custom_fwd(cast_inputs=torch.float32) "
+        "and custom_bwd on it",
+        explains=_EXPLAINS,
+    ),
+    "precision_lost": Cause(
+        proof="the gradient is farther from float64 than rounding explains",
+        repair=_IN_FLOAT32,
+        explains=_EXPLAINS,
+    ),
+    "backward_under_autocast": Cause(
+        proof="backward is called inside the autocast block",
+        repair="end the autocast block after the loss: backward runs in the dtypes that forward chose",
+    ),
 }
 
 
 @check(needs={"fit"}, causes=CAUSES, rank=30)
 def precision_parity(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.numerics.precision_parity.locate import locate
-    from pytest_trainloop.checks.numerics.precision_parity.runs import FAILS, PASSES, ways
+    from pytest_trainloop.checks.numerics.precision_parity.runs import FAILS, PASSES, low_precision_runs
 
-    knob = evidence.knobs.get("precision")
-    default = inspect.signature(evidence.make).parameters[knob].default if knob else None
-    judged, undecided, idle = 0, list[str](), list[str]()
-    for way in ways(evidence, knob, default, idle):
+    judged, undecided, absent = 0, list[CannotDecide](), list[CannotDecide]()
+    for runs in low_precision_runs(evidence):
+        if isinstance(runs, CannotDecide):
+            absent.append(runs)
+            continue
         try:
-            parity = way.parity()
+            parity = runs.parity()
         except CannotDecide as reason:
-            undecided.append(str(reason))
+            undecided.append(reason)
             continue
         judged += 1
-        if parity is not None and parity.ratio > (FAILS if way.imposed else PASSES):
-            fault = parity.ratio >= FAILS and not way.imposed
-            yield _finding(way, parity, locate(way, parity), fault)
+        if parity is not None and parity.ratio > (FAILS if runs.imposed else PASSES):
+            fault = parity.ratio >= FAILS and not runs.imposed
+            yield _finding(runs, parity, locate(runs, parity), fault)
             break
-    yield from _backward_under_autocast(evidence)
-    if not judged and (undecided or idle):
-        raise CannotDecide((undecided or idle)[0])
+    yield from _backward_under_autocast(evidence.run())
+    if not judged and (undecided or absent):
+        raise (undecided or absent)[0]
 
 
-def _finding(way: Way, parity: Parity, found: Located, fault: bool) -> Finding:
-    from pytest_trainloop.checks.numerics.precision_parity.runs import name_of, products_in_float32
+def _finding(runs: LowPrecisionRuns, parity: Parity, found: Located, fault: bool) -> Finding:
+    from pytest_trainloop.checks.numerics.precision_parity.replay import LOW
+    from pytest_trainloop.recording.events import Backward
 
-    name, call = name_of(parity, found.low), found.call
-    culprits = tuple(c for c in (call.module, call.name) if c) if call else found.names
+    operation, record = found.operation, runs.record
+    dtype = found.low.dtype if found.low is not None and found.low.dtype in LOW else parity.dtype
+    name = str(dtype).removeprefix("torch.")
+    place, culprits, repair = "", found.names, ""
+    if operation is not None:
+        place, culprits = str(operation.place), tuple(c for c in (operation.module, operation.name) if c)
+    else:  # the first pass that gave a gradient, also one that accumulates nowhere
+        place = str((record.backwards() or list(record.of(Backward)))[0].place)
+        repair = (
+            "use bfloat16, or compute in float32 where values are small or large (autocast(enabled=False), .float())"
+            if any(call.enabled for call in record.scaler_calls())
+            else "scale the loss (torch.amp.GradScaler), or use bfloat16"
+        )
     return Finding(
         cause=found.kind,
         level="fault" if fault else "advice",
-        summary=_summary(found, name) + (f" ({way.name})" if way.name != "as it is" else ""),
-        measured="; ".join(filter(None, (_measured(parity, found, name), products_in_float32(way.record)))),
-        shown_by=found.shown_by or "the first operation that is farther from float64 than what it is given explains",
+        summary=_summary(found, name) + (f" ({runs.name})" if runs.name != "as it is" else ""),
+        measured=_measured(parity, found, name, record),
+        shown_by=found.shown_by or "the first operation that is farther from float64 than its inputs explain",
         culprits=culprits,
-        where=str(call.place if call else _gradient_line(way.record)),
-        repair=REPAIRS[found.kind] if call else _repair_of_all(way.record),
-        explains=CONSEQUENCES if fault else (),
+        where=place,
+        repair=repair,
     )
-
-
-def _repair_of_all(record: Record) -> str:
-    if any(call.enabled for call in record.scaler_calls()):
-        return "use bfloat16, or compute in float32 where values are small or large (autocast(enabled=False), .float())"
-    return "scale the loss (torch.amp.GradScaler), or use bfloat16"
-
-
-def _gradient_line(record: Record) -> Place:
-    """The first pass that gave a gradient, also one that accumulates nowhere."""
-    from pytest_trainloop.recording.events import Backward
-
-    return (record.backwards() or list(record.of(Backward)))[0].place
 
 
 def _summary(found: Located, name: str) -> str:
-    call = found.call
-    what = f"{call.name}" + (f" in {call.module}" if call.module else "") if call else "the gradient"
-    if found.kind == "overflow":
-        return f"{what} overflows in {name}" + (" on the way back" if found.direction == "backward" else "")
-    if found.kind == "underflow":
-        return f"{what} underflows in {name}: " + (
-            f"{found.share:.0%} of its entries are zero" if call is None else "small values become zero"
-        )
-    if found.kind == "cancellation":
-        return f"{what} takes the difference of numbers that {name} rounds to nearly the same"
-    if found.kind == "accumulation":
-        return f"{what} adds up in {name}: what is added is lost beside the sum"
-    if found.kind == "custom_backward":
-        return f"the backward of {what} gives another gradient in {name}"
-    return f"{what} loses more in {name} than rounding explains"
+    operation = found.operation
+    what = "the gradient"
+    if operation is not None:
+        what = f"{operation.name} in {operation.module}" if operation.module else operation.name
+    zeros = "small values become zero" if operation else f"{found.share:.0%} of its entries are zero"
+    return {
+        "overflow": f"{what} overflows in {name}" + (" in backward" if found.direction == "backward" else ""),
+        "underflow": f"{what} underflows in {name}: {zeros}",
+        "cancellation": f"{what} takes the difference of numbers that {name} rounds to nearly the same",
+        "accumulation": f"{what} adds up in {name}: each term is rounded away next to the sum",
+        "custom_backward": f"the backward of {what} gives another gradient in {name}",
+        "precision_lost": f"{what} loses more in {name} than rounding explains",
+    }[found.kind]
 
 
-def _measured(parity: Parity, found: Located, name: str) -> str:
-    from pytest_trainloop.checks.numerics.precision_parity.runs import limits
+def _measured(parity: Parity, found: Located, name: str, record: Record) -> str:
+    import torch
 
-    text = (
-        f"relative error of the gradient {parity.measured:.2g}, rounding explains {parity.explained:.2g}: "
-        f"{parity.ratio:.3g} times as much"
-        if parity.finite
-        else f"the gradient is inf or NaN in {name}, and finite in float64"
-    )
-    if found.low is None or found.reference is None:
-        return text
-    largest, smallest = limits(name)
-    vanished = found.low.zeros - found.reference.zeros
-    shares = (f"{found.low.lost:.0%} of it not finite" if found.low.lost else "") or (
-        f"{vanished:.0%} of it zero only in {name}" if vanished > 0.005 else ""
-    )
-    return (
-        f"{text}; largest value there {found.reference.peak:.4g} in float64, "
-        + (f"{shares}; " if shares else "")
-        + f"{name} holds {smallest:.2g} to {largest:.6g}"
-    )
+    texts = [f"the gradient is inf or NaN in {name}, and finite in float64"]
+    if parity.finite:
+        texts = [
+            f"relative error of the gradient {parity.measured:.2g}, rounding explains {parity.explained:.2g}: "
+            f"{parity.ratio:.3g} times as much"
+        ]
+    if found.low is not None and found.reference is not None:
+        info, vanished = torch.finfo(getattr(torch, name)), found.low.zeros - found.reference.zeros
+        shares = f", {found.low.lost:.0%} of it not finite" if found.low.lost else ""
+        if not shares and vanished > 0.005:
+            shares = f", {vanished:.0%} of it zero only in {name}"
+        texts.append(f"largest value there {found.reference.peak:.4g} in float64{shares}")
+        texts.append(f"{name} holds {info.smallest_normal * info.eps:.2g} to {info.max:.6g}")
+    if any(p.device.startswith("cuda") for p in record.parameters):
+        plain = torch.get_float32_matmul_precision() == "highest"
+        texts.append(f"float32 products in {'float32' if plain else 'TF32'}")
+    return "; ".join(texts)
 
 
-def _backward_under_autocast(evidence: Evidence) -> Iterator[Finding]:
-    inside = [b for b in evidence.run().backwards() if b.autocast]
+def _backward_under_autocast(record: Record) -> Iterator[Finding]:
+    inside = [b for b in record.backwards() if b.autocast]
     if inside:
         yield Finding(
             cause="backward_under_autocast",
             level="advice",
             summary="backward() runs inside the autocast block: torch advises against it",
-            measured=f"{len(inside)} of {len(evidence.run().backwards())} backward passes under {inside[0].autocast}",
+            measured=f"{len(inside)} of {len(record.backwards())} backward passes under {inside[0].autocast}",
             shown_by="autocast is on when backward is called",
             culprits=("autocast",),
             where=str(inside[0].place),
-            repair="end the autocast block after the loss: backward runs in the dtypes that forward chose",
         )

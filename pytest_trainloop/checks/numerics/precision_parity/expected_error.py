@@ -1,8 +1,8 @@
-"""The error that a dtype's rounding explains: a float64 run in which what goes into products and what comes out of
-them is rounded to the dtype's significand.
+"""The error that a dtype's rounding explains: a float64 run in which inputs and outputs of products are rounded to the
+dtype's significand.
 
-The range stays float64's: an overflow or underflow is never predicted. Rounding to nearest is what the hardware does; a
-second run adds random errors of the same size, for where the numbers at hand happen to be representable.
+The range stays that of float64: an overflow or underflow is never predicted. Rounding to nearest is what the hardware
+does; a second run adds random errors of the same size, in case the numbers happen to be representable.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 class Rounded(DispatchMode):  # type: ignore[no-untyped-call]
-    """``low`` says of each product in turn whether it was made in low precision, where that is known to fit."""
+    """Rounds products in float64, or disturbs them by as much under the seed ``noise``.
+
+    ``low`` lists the products of the low-precision run and whether each was made in low precision: those that were not
+    are left alone, as far as the order of products agrees.
+    """
 
     def __init__(self, dtype: torch.dtype, low: Sequence[tuple[str, bool]], *, noise: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -42,7 +46,7 @@ class Rounded(DispatchMode):  # type: ignore[no-untyped-call]
         name = name_of(func)
         if name not in ATEN_PRODUCTS or not self._lowered(name):
             return func(*args, **kwargs)
-        with no_dispatch_modes():  # what is drawn here is no draw of the loop's
+        with no_dispatch_modes():  # its random numbers are not the loop's
             lowered = tree_map(self._rounded, args)
         out = func(*lowered, **kwargs)
         with no_dispatch_modes():

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 def first_gradient(record: Record, reference: Record | None = None) -> Gradient:
-    """What arrived at each parameter before any of them moved and was not wiped, without a scaler's factor; where
-    nothing arrived but gradients were put there by hand, what the first step consumed.
+    """The gradient that arrived at each parameter before any of them moved and that was not zeroed, without a scaler's
+    factor; where none arrived and user code assigned gradients, those that the first step read.
 
-    With a reference a pass counts as scaled where its root is larger than there by nearer the scale than 1: a loop may
-    leave the scaler out for one of its losses.
+    With a reference a pass counts as scaled where its root is larger than there by a factor nearer the scale than 1: a
+    loop may leave the scaler out for one of its losses.
     Of a large tensor the sampled entries stand for all: they are weighted by the root of the entries that each stands
     for, so that the length is that of the whole gradient.
     """
@@ -35,12 +35,12 @@ def first_gradient(record: Record, reference: Record | None = None) -> Gradient:
             break
         if isinstance(event, GradWrite) and event.how in ("none", "zero"):
             if found and any(m.since < event.at < m.at for m in record.moves):
-                break  # an update by hand used them before it wiped them
+                break  # an update outside of optimizers read them before it zeroed them
             for index in event.parameters:
                 found.pop(record.name(index), None)
         if isinstance(event, Backward) and event.kind == "backward":
             _add(found, record, event, next(factors))
-    return found or _by_hand(record)
+    return found or _assigned(record)
 
 
 def _factors(record: Record, reference: Record | None) -> Iterator[float]:
@@ -76,14 +76,14 @@ def first_item(record: Record) -> int:
     return max((b.item for b in record.backwards() if b.at < until), default=0)
 
 
-def _by_hand(record: Record) -> Gradient:
+def _assigned(record: Record) -> Gradient:
     stepped = next((s for s in record.of(Step) if not s.nested and s.reads), None)
     return (consumed(record, stepped.optimizer, 0) or {}) if stepped else {}
 
 
 def first_change(record: Record) -> float:
-    """The moment of the first step, made or kept back by a scaler, or of the backward pass that finds weights moved by
-    other hands."""
+    """The moment of the first step, made or skipped by a scaler, or of the backward pass that finds weights moved by
+    anything but an optimizer."""
     stepped = [float(s.reads[0].at) for s in record.of(Step) if not s.nested and s.reads]
     asked = [float(c.at) for c in record.of(ScalerCall) if c.what == "step"]
     moved = [m.at - 1.0 for m in record.moves]

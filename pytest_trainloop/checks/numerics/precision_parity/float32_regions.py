@@ -1,4 +1,4 @@
-"""The counterfactuals: one part of the loop in float32, or the loss scaled."""
+"""Counterfactuals: one region of the loop in float32, or the loss scaled."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from pytest_trainloop.tracing.mode import WatchingMode
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_trainloop.checks.numerics.precision_parity.op_log import Call
+    from pytest_trainloop.checks.numerics.precision_parity.op_log import Operation
     from pytest_trainloop.recording.watch import Watch
 
 
 class InFloat32(WatchingMode):
-    """What the module of a call (or, outside of modules, its line) computes is computed in float32, whatever dtype is
-    asked for, and without autocast. ``met`` tells that there was something to compute so."""
+    """Computes in float32, without autocast, what the module of an operation computes (outside of modules: what its
+    line computes), whatever dtype is asked for. ``met`` is true once it computed something."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, operation: Operation) -> None:
         super().__init__()
-        self._call = call
+        self._operation = operation
         self.met = False
 
     @contextlib.contextmanager
@@ -40,21 +40,21 @@ class InFloat32(WatchingMode):
         if name in ATTRIBUTES | {"backward"} or not self._within():
             return func(*args, **kwargs)
         self.met = True
-        with _plain():
+        with _no_autocast():
             return _in_float32(func, args, kwargs)
 
     def _within(self) -> bool:
-        call = self._call
-        if call.own:
+        operation = self._operation
+        if operation.custom:
             return False
-        return self.watch.module_path() == call.module if call.module else here(2)[0] == call.place
+        return self.watch.module_path() == operation.module if operation.module else here(2)[0] == operation.place
 
     def _tapped(self, original: Callable[..., Any]) -> Any:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._call.own or cls.__name__ != self._call.name:
+            if not self._operation.custom or cls.__name__ != self._operation.name:
                 return apply_of(cls, original)(*args, **kwargs)
             self.met = True
-            with _plain(), _NoHalves():
+            with _no_autocast(), _NoHalves():
                 return apply_of(cls, original)(*tree_map(_wide, args), **kwargs)
 
         return classmethod(apply)
@@ -66,14 +66,14 @@ class _NoHalves(FunctionMode):
 
 
 def _in_float32(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The call with operands and dtypes of low precision as float32."""
+    """The call with low-precision operands and dtypes as float32."""
     if func in (torch.Tensor.half, torch.Tensor.bfloat16):
         return args[0].float()
     return func(*tree_map(_wide, args), **tree_map(_wide, kwargs))
 
 
-class Scaled(FunctionMode):
-    """Every root is multiplied by this before it is backpropagated."""
+class ScaledLoss(FunctionMode):
+    """Multiplies every root by ``scale`` before it is backpropagated."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Scaled(FunctionMode):
 
 
 @contextlib.contextmanager
-def _plain() -> Iterator[None]:
+def _no_autocast() -> Iterator[None]:
     with torch.autocast("cpu", enabled=False):
         if not torch.cuda.is_available():
             yield

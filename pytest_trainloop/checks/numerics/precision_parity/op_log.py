@@ -1,7 +1,7 @@
-"""What every operation of a forward pass gave, and which gradient came back to it: one run's journal.
+"""A log of the operations of one run's forward pass: inputs, outputs, and the gradients at the outputs.
 
-The same code makes the same calls in every precision, so that the journals of two runs are compared call by call. Up
-to 256 entries of a tensor are kept, always at the same places.
+The same code makes the same calls in every precision, so that the logs of two runs are compared call by call. Up to 256
+entries of a tensor are kept, always at the same places.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ENTRIES = 256
 MOST = 20_000
-"""Calls that are kept at most."""
+"""Operations that are logged."""
 
 _NO_WORK = (
     ATTRIBUTES
@@ -38,18 +38,21 @@ _NO_WORK = (
     | SIZES
     | {"__deepcopy__", "detach", "detach_", "requires_grad_", "item", "tolist", "numpy", "is_floating_point"}
 )
-"""They compute nothing that may be rounded."""
+"""Functions that compute nothing that may be rounded."""
 
 
 @dataclass(slots=True)
 class Sample:
-    """Some entries of a tensor, in float64, its largest finite absolute value, and shares of entries that are zero and
-    that are not finite."""
+    """Some entries of a tensor, and what all of them have in common."""
 
     entries: torch.Tensor
+    """In float64."""
     peak: float
+    """Largest finite absolute value."""
     zeros: float
+    """Share of entries that are zero."""
     lost: float
+    """Share of entries that are not finite."""
     dtype: torch.dtype
 
     @classmethod
@@ -68,75 +71,76 @@ class Sample:
         )
 
     def distance(self, other: Sample) -> float:
-        """The length of the difference over the other's, where both are finite; infinite where more of this one is
-        not finite."""
+        """The length of the difference over the other's, where both are finite; infinite where more of this one's
+        entries are not finite."""
         if self.entries.shape != other.entries.shape:
             return 0.0
         if self.lost > other.lost:
             return math.inf
         both = self.entries.isfinite() & other.entries.isfinite()
         length = float(torch.linalg.vector_norm(other.entries[both]))
-        apart = float(torch.linalg.vector_norm((self.entries - other.entries)[both]))
-        return apart / length if length else 0.0
+        difference = float(torch.linalg.vector_norm((self.entries - other.entries)[both]))
+        return difference / length if length else 0.0
 
 
 @dataclass(slots=True)
-class Call:
-    """One operation, the ``number``th: ``given`` are the numbers of the calls that made its inputs, ``inputs`` and
-    ``output`` what went in and came out, ``gradient`` what came back; ``own`` says that it is an autograd.Function of
-    the project's."""
+class Operation:
+    """One operation of the forward pass."""
 
     number: int
     name: str
     place: Place
     module: str
-    own: bool
+    custom: bool
+    """Whether it is an ``autograd.Function`` of the project."""
     inputs: list[Sample]
-    given: tuple[int, ...]
+    made_by: tuple[int, ...]
+    """The numbers of the operations that made its inputs."""
     output: Sample
     gradient: Sample | None = None
+    """The gradient that arrived at its output."""
 
 
 @dataclass(slots=True)
-class Journal:
-    """The calls of one run before its first step; after the first backward pass only those that a loss can depend on:
-    what clips or counts gradients is none of them."""
+class OpLog:
+    """The operations of one run before its first step. After the first backward pass only those with a history are
+    logged: others clip or count gradients."""
 
-    calls: list[Call] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
 
     def unscale(self, factor: float) -> None:
-        """Take a scaler's factor out of the gradients, as its unscale does."""
-        for call in self.calls:
-            if call.gradient is not None:
-                call.gradient.entries /= factor
-                call.gradient.peak /= factor
+        """Divide the gradients by a scaler's factor, as its unscale does."""
+        for operation in self.operations:
+            if operation.gradient is not None:
+                operation.gradient.entries /= factor
+                operation.gradient.peak /= factor
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-        mode = _Writing(self, watch)
-        return (mode.functions_of_the_project(), mode)
+        mode = _Logging(self, watch)
+        return (mode.custom_functions(), mode)
 
 
-class _Writing(WatchingMode):
-    def __init__(self, journal: Journal, watch: Watch) -> None:
+class _Logging(WatchingMode):
+    def __init__(self, log: OpLog, watch: Watch) -> None:
         super().__init__(watch)
-        self._calls = journal.calls
+        self._operations = log.operations
         self._made: dict[int, tuple[torch.Tensor, int]] = {}
         self._nodes: dict[Any, int] = {}
 
     def active(self) -> bool:
         """Until the first step."""
-        return super().active() and not self.watch.record.steps and len(self._calls) < MOST
+        return super().active() and not self.watch.record.steps and len(self._operations) < MOST
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name == "backward":
-            with self._unseen():
-                self._note_functions(floats(tensors_in(args)))
+            with self._unobserved():
+                self._log_unseen_functions(floats(tensors_in(args)))
         if name in _NO_WORK:
             return func(*args, **kwargs)
-        return self._noted(name, False, lambda: func(*args, **kwargs), args, kwargs)
+        return self._logged(name, False, lambda: func(*args, **kwargs), args, kwargs)
 
-    def functions_of_the_project(self) -> contextlib.AbstractContextManager[None]:
-        """``autograd.Function.apply`` passes no function mode."""
+    def custom_functions(self) -> contextlib.AbstractContextManager[None]:
+        """``autograd.Function.apply`` is not a torch function: it goes through no function mode."""
         return tapped(torch.autograd.Function, "apply", self._tapped)
 
     def _tapped(self, original: Callable[..., Any]) -> Any:
@@ -146,57 +150,56 @@ class _Writing(WatchingMode):
 
             if cls.__module__.startswith("torch.") or not self.active():
                 return run()
-            return self._noted(cls.__name__, True, run, args, kwargs)
+            return self._logged(cls.__name__, True, run, args, kwargs)
 
         return classmethod(apply)
 
     @contextlib.contextmanager
-    def _unseen(self) -> Iterator[None]:
+    def _unobserved(self) -> Iterator[None]:
         with self.watch.quietly(), torch.no_grad(), no_dispatch_modes():
             yield
 
-    def _noted(self, name: str, own: bool, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-        with self._unseen():
+    def _logged(self, name: str, custom: bool, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        with self._unobserved():
             given = floats(tensors_in(args, kwargs))
-            self._note_functions(given)
+            self._log_unseen_functions(given)
             inputs = [Sample.of(t) for t in given]
-            makers = tuple(self._made[id(t)][1] for t in given if id(t) in self._made)
+            made_by = tuple(self._made[id(t)][1] for t in given if id(t) in self._made)
         out = run()
-        with self._unseen():
+        with self._unobserved():
             made = floats(tensors_in(args[0] if in_place(name) and args else out))
             if made and (any(t.requires_grad for t in made) or not self.watch.record.autograd_passes()):
-                number, place, module = len(self._calls), here(2)[0], self.watch.module_path()
-                call = Call(number, name, place, module, own, inputs, makers, Sample.of(made[0]))
-                self._keep(call, made)
+                number, place, module = len(self._operations), here(2)[0], self.watch.module_path()
+                sample = Sample.of(made[0])
+                self._keep(Operation(number, name, place, module, custom, inputs, made_by, sample), made)
         return out
 
-    def _keep(self, call: Call, made: list[torch.Tensor]) -> None:
-        self._calls.append(call)
+    def _keep(self, operation: Operation, made: list[torch.Tensor]) -> None:
+        self._operations.append(operation)
         for tensor in made:
-            self._made[id(tensor)] = (tensor, call.number)
+            self._made[id(tensor)] = (tensor, operation.number)
             if tensor.grad_fn is not None:
-                self._nodes[tensor.grad_fn] = call.number
-        self._hook(call, made[0])
+                self._nodes[tensor.grad_fn] = operation.number
+        self._hook(operation, made[0])
 
-    def _note_functions(self, given: list[torch.Tensor]) -> None:
-        """Tensors that a Function of the project's made unseen: ``f = MyFunction.apply`` passes no mode and no tap."""
+    def _log_unseen_functions(self, given: list[torch.Tensor]) -> None:
+        """Log the Functions of the project that made these tensors unobserved: ``f = MyFunction.apply`` goes through
+        neither mode nor patch."""
         for tensor in given:
             node: Any = tensor.grad_fn
             function = function_class(node)
-            if function is None or node in self._nodes:
+            if function is None or node in self._nodes or function.__module__.startswith("torch."):
                 continue
-            if function.__module__.startswith("torch."):
-                continue
-            makers = tuple(self._nodes[n] for n, _ in node.next_functions if n in self._nodes)
-            name, module = function.__name__, self.watch.module_path()
-            call = Call(len(self._calls), name, _backward_of(function), module, True, [], makers, Sample.of(tensor))
-            self._keep(call, [tensor])
+            made_by = tuple(self._nodes[n] for n, _ in node.next_functions if n in self._nodes)
+            number, place, module = len(self._operations), _backward_of(function), self.watch.module_path()
+            sample = Sample.of(tensor)
+            self._keep(Operation(number, function.__name__, place, module, True, [], made_by, sample), [tensor])
 
-    def _hook(self, call: Call, tensor: torch.Tensor) -> None:
+    def _hook(self, operation: Operation, tensor: torch.Tensor) -> None:
         def arrived(gradient: torch.Tensor | None) -> None:
-            if gradient is not None and call.gradient is None and floats([gradient]):
-                with self._unseen():
-                    call.gradient = Sample.of(gradient)
+            if gradient is not None and operation.gradient is None and floats([gradient]):
+                with self._unobserved():
+                    operation.gradient = Sample.of(gradient)
 
         if tensor.requires_grad:
             with contextlib.suppress(RuntimeError):

@@ -1,4 +1,4 @@
-"""What chance and rounding decide in a run, kept to be given out again in another.
+"""Random draws and rounding-dependent choices of one run, repeated in another.
 
 A generator gives other numbers in float64 than in float32, and scores that lie close together change places when they
 are rounded. Two runs in two precisions are comparable where the second one draws, and picks, what the first one did.
@@ -33,57 +33,60 @@ def name_of(func: Any) -> str:
 
 
 @dataclass(slots=True)
-class Tape:
-    """``draws`` and ``picks`` in their order, each with its operation; ``low`` counts results by low dtype,
-    ``products`` lists each product and whether it was made in low precision. ``closed`` once enough was seen."""
+class Choices:
+    """What one run drew and picked, and what it computed in low precision."""
 
     draws: list[tuple[str, list[torch.Tensor]]] = field(default_factory=list)
+    """Random results in their order, each with its operation."""
     picks: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    """Results of comparisons and places of extreme values in their order, each with its operation."""
     low: dict[torch.dtype, int] = field(default_factory=dict)
+    """Number of results by low-precision dtype."""
     products: list[tuple[str, bool]] = field(default_factory=list)
-    closed: bool = False
+    """Each product, and whether it was made in low precision."""
+    complete: bool = False
+    """Whether the rest of the run is left out."""
 
 
-class Recording(DispatchMode):  # type: ignore[no-untyped-call]
-    """Fills a tape."""
-
-    def __init__(self, tape: Tape) -> None:
+class RecordChoices(DispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, choices: Choices) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tape = tape
+        self._choices = choices
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if not self._tape.closed:
+        if not self._choices.complete:
             self._note(func, args, out)
         return out
 
     def _note(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
-        tape, name = self._tape, name_of(func)
+        choices, name = self._choices, name_of(func)
         given = list(tensors_in(out))
         for tensor in given:
             if tensor.dtype in LOW:
-                tape.low[tensor.dtype] = tape.low.get(tensor.dtype, 0) + 1
+                choices.low[tensor.dtype] = choices.low.get(tensor.dtype, 0) + 1
         if name in ATEN_PRODUCTS:
-            tape.products.append((name, any(t.dtype in LOW for t in given)))
+            choices.products.append((name, any(t.dtype in LOW for t in given)))
         elif _draws(func, name):
-            tape.draws.append((name, [t.detach().clone() for t in given]))
+            choices.draws.append((name, [t.detach().clone() for t in given]))
         elif _picks(name, args, given):
-            tape.picks.append((name, given[-1].detach().clone()))
+            choices.picks.append((name, given[-1].detach().clone()))
 
 
-class Replaying(DispatchMode):  # type: ignore[no-untyped-call]
-    """Gives what a tape holds in place of what is drawn and, on wish, picked. ``apart`` says where the run asked for
-    something else than the tape holds; ``picked_otherwise`` tells that it would have picked otherwise."""
+class ReplayChoices(DispatchMode):  # type: ignore[no-untyped-call]
+    """Replaces what the run draws, and what it picks if ``picks``, by the choices of another run."""
 
-    def __init__(self, tape: Tape, *, picks: bool) -> None:
+    def __init__(self, choices: Choices, *, picks: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tape = tape
+        self._choices = choices
         self._picks = picks
         self._drawn = self._picked = 0
-        self.apart = ""
+        self.mismatch = ""
+        """The first operation that draws where the other run did not draw the same."""
         self.picked_otherwise = 0
+        """Picks that differ from the other run's."""
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -101,12 +104,12 @@ class Replaying(DispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _as_drawn(self, name: str, args: tuple[Any, ...], out: Any, given: list[torch.Tensor]) -> Any:
-        if self._drawn >= len(self._tape.draws):
+        if self._drawn >= len(self._choices.draws):
             return out
-        was, kept = self._tape.draws[self._drawn]
+        was, kept = self._choices.draws[self._drawn]
         self._drawn += 1
         if was != name or [k.shape for k in kept] != [g.shape for g in given]:
-            self.apart = self.apart or f"{name} is drawn where {was} was"
+            self.mismatch = self.mismatch or f"{name} is drawn where {was} was"
             return out
         for mine, theirs in zip(given, kept, strict=True):
             if mine.is_floating_point() == theirs.is_floating_point():
@@ -116,9 +119,9 @@ class Replaying(DispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _as_picked(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, mine: torch.Tensor) -> Any:
-        if self._picked >= len(self._tape.picks):
+        if self._picked >= len(self._choices.picks):
             return out
-        was, theirs = self._tape.picks[self._picked]
+        was, theirs = self._choices.picks[self._picked]
         self._picked += 1
         if was != name or theirs.shape != mine.shape or theirs.dtype != mine.dtype:
             return out
@@ -132,7 +135,7 @@ class Replaying(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _gathered(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], places: torch.Tensor) -> torch.Tensor:
-    """The values that stand at the places picked."""
+    """The values at the places picked."""
     values: torch.Tensor = args[0]
     at = {"topk": 2, "kthvalue": 2}.get(name, 1)
     dim = kwargs.get("dim", args[at] if len(args) > at and not isinstance(args[at], bool) else -1)

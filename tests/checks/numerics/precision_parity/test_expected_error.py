@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pytest_trainloop.checks.numerics.precision_parity.expected_error import Rounded, unit_roundoff
-from pytest_trainloop.checks.numerics.precision_parity.replay import Recording, Tape
+from pytest_trainloop.checks.numerics.precision_parity.replay import Choices, RecordChoices
 
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -55,8 +55,8 @@ def test_noise_is_of_the_same_size_and_repeats():
 
 
 def test_what_noise_draws_is_no_draw_of_the_loops():
-    tape = Tape()
+    choices = Choices()
     x = torch.ones(5, 1, dtype=torch.float64)
-    with Recording(tape), Rounded(torch.bfloat16, [], noise=1):
+    with RecordChoices(choices), Rounded(torch.bfloat16, [], noise=1):
         torch.nn.functional.dropout(x @ x.T)
-    assert len(tape.draws) == 1
+    assert len(choices.draws) == 1

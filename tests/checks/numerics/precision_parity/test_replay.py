@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from pytest_trainloop.checks.numerics.precision_parity.replay import Recording, Replaying, Tape
+from pytest_trainloop.checks.numerics.precision_parity.replay import Choices, RecordChoices, ReplayChoices
 from pytest_trainloop.runs.float64 import double_precision
 
 
@@ -17,24 +17,24 @@ def draw():
 
 
 def test_float64_draws_what_float32_drew():
-    tape = Tape()
-    with Recording(tape):
+    choices = Choices()
+    with RecordChoices(choices):
         single = draw()
-    with double_precision(), Replaying(tape, picks=False) as replaying:
+    with double_precision(), ReplayChoices(choices, picks=False) as replaying:
         double = draw()
-    assert replaying.apart == ""
+    assert replaying.mismatch == ""
     assert {t.dtype for t in double[:4]} == {torch.float64}
     assert all(torch.allclose(a.double(), b.double(), rtol=1e-6) for a, b in zip(single, double, strict=True))
 
 
-def test_another_order_of_draws_is_told():
-    tape = Tape()
-    with Recording(tape):
+def test_another_order_of_draws_is_a_mismatch():
+    choices = Choices()
+    with RecordChoices(choices):
         torch.randn(3)
         torch.rand(3)
-    with Replaying(tape, picks=False) as replaying:
+    with ReplayChoices(choices, picks=False) as replaying:
         torch.rand(3)
-    assert replaying.apart == "rand is drawn where randn was"
+    assert replaying.mismatch == "rand is drawn where randn was"
 
 
 def picked(scores):
@@ -45,10 +45,10 @@ def picked(scores):
 
 def test_picks_of_another_precision_are_taken_with_their_own_values():
     near = torch.tensor([[0.5, 0.501, 0.1], [0.2, 0.9, 0.899]], dtype=torch.float64)
-    tape = Tape()
-    with Recording(tape):
+    choices = Choices()
+    with RecordChoices(choices):
         low = picked(near.bfloat16())
-    with Replaying(tape, picks=True) as replaying:
+    with ReplayChoices(choices, picks=True) as replaying:
         values, places, highest, at, column, above = picked(near)
     assert replaying.picked_otherwise
     assert torch.equal(places, low[1])
@@ -59,8 +59,8 @@ def test_picks_of_another_precision_are_taken_with_their_own_values():
 
 
 def test_low_results_and_products_are_noted():
-    tape = Tape()
-    with Recording(tape), torch.autocast("cpu", dtype=torch.bfloat16):
+    choices = Choices()
+    with RecordChoices(choices), torch.autocast("cpu", dtype=torch.bfloat16):
         torch.nn.Linear(4, 2)(torch.ones(3, 4))
-    assert list(tape.low) == [torch.bfloat16]
-    assert [low for _, low in tape.products] == [True]
+    assert list(choices.low) == [torch.bfloat16]
+    assert [low for _, low in choices.products] == [True]

@@ -69,9 +69,9 @@ def test_a_knob_whose_loop_raises_says_so():
         ({}, "with precision='bf16' building the loop raised KeyError: 'bf16'"),
         (dict.fromkeys(("bf16", "fp16"), torch.float32), "with precision='bf16' nothing is computed in low precision"),
     ],
-    ids=["other-names", "not-handed-on"],
+    ids=["other-names", "not-passed-on"],
 )
-def test_a_knob_that_does_nothing_is_told_of(dtypes, reason):
+def test_a_knob_that_does_nothing_gives_the_reason(dtypes, reason):
     def make(precision="fp32"):
         dtype = {"fp32": torch.float32, **dtypes}[precision]
 
@@ -86,7 +86,7 @@ def test_a_knob_that_does_nothing_is_told_of(dtypes, reason):
     assert result.reason.startswith(reason)
 
 
-def test_a_loop_that_takes_no_autocast_is_told_of():
+def test_a_loop_that_refuses_autocast_gives_the_reason():
     def loss_of(model, x, y):
         with torch.autocast("cpu", enabled=False):
             return plain(model, x, y)
@@ -96,7 +96,7 @@ def test_a_loop_that_takes_no_autocast_is_told_of():
     assert result.reason.startswith("nothing of this loop is computed in low precision")
 
 
-def test_draws_that_no_seed_holds_are_blamed_on_nobody():
+def test_draws_without_a_seed_are_no_fault():
     def make(precision="bf16"):
         def loss_of(model, x, y):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision != "fp32"):
@@ -109,7 +109,7 @@ def test_draws_that_no_seed_holds_are_blamed_on_nobody():
     assert only(make).outcome in ("passed", "unreliable")
 
 
-def test_the_batch_counts_as_it_is_given():
+def test_a_low_precision_batch_is_data():
     def make():
         given = loop(lambda model, x, y: plain(model, x.float(), y))
         x, y = given.batch
