@@ -97,7 +97,7 @@ def window_sizes(record: Record) -> list[int]:
 
 def rates(record: Record, optimizer: int, count: int) -> list[tuple[float, ...]]:
     """The learning rates at the optimizer's first steps, by parameter group."""
-    known = [s.rates for s in steps_of(record, optimizer)[:count]]
+    known = [s.lrs for s in steps_of(record, optimizer)[:count]]
     return [tuple(rate if rate == rate else -1.0 for rate in of) for of in known]  # an optimizer may have none
 
 

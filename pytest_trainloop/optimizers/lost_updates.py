@@ -193,12 +193,12 @@ def highest_lr(record: Record, index: int) -> float:
     """The highest learning rate of a parameter's group that was seen or that its schedule is known to lead to; infinity
     where it rises to an unknown value."""
     rates = [
-        s.rates[group]
+        s.lrs[group]
         for o in record.optimizers
         if index in o.parameters
         for group in [o.groups[o.parameters.index(index)]]
         for s in record.of(Step)
-        if s.optimizer == o.index and group < len(s.rates)
+        if s.optimizer == o.index and group < len(s.lrs)
     ]
     mean = sum(rates) / len(rates) if rates else 0.0
     return max([lr_growth(record, index) * mean, *rates])

@@ -20,8 +20,8 @@ def lr_growth(record: Record, index: int) -> float:
         if index not in optimizer.parameters:
             continue
         group = optimizer.groups[optimizer.parameters.index(index)]
-        rates = [s.rates[group] for s in record.of(Step) if s.optimizer == optimizer.index and group < len(s.rates)]
-        peak = optimizer.peaks[group] if group < len(optimizer.peaks) else math.nan
+        rates = [s.lrs[group] for s in record.of(Step) if s.optimizer == optimizer.index and group < len(s.lrs)]
+        peak = optimizer.peak_lrs[group] if group < len(optimizer.peak_lrs) else math.nan
         seen = sum(rates) / len(rates) if rates else 0.0
         if len(rates) > 1 and rates[-1] > rates[-2] and not peak > rates[-1]:
             return math.inf  # it still rises, and nobody knows where to

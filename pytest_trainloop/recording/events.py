@@ -59,12 +59,7 @@ class Event:
 
 @dataclass(slots=True, kw_only=True)
 class Forward(Event):
-    """A call of a module from outside any module.
-
-    ``in_eval`` and ``in_training`` are the modules below it, itself included, that act differently in the two modes;
-    ``apart`` are those of them whose mode is not that of the module that holds them. ``below`` are the parameters that
-    it has, ``answered`` the positions of the backward passes that went through its output.
-    """
+    """A call of a module from outside any module."""
 
     module: str
     grad_enabled: bool
@@ -72,11 +67,17 @@ class Forward(Event):
     training: bool
     autocast: str = ""
     in_backward: bool = False
+    """Whether a checkpoint makes the call again, in a backward pass."""
     in_eval: tuple[str, ...] = ()
+    """Modules below it, itself included, that act by mode and are in evaluation mode."""
     in_training: tuple[str, ...] = ()
+    """The same in training mode."""
     apart: tuple[str, ...] = ()
+    """Those of both whose mode is not that of the module that holds them."""
     below: frozenset[int] = frozenset()
+    """The parameters that it has."""
     answered: list[int] = field(default_factory=list)
+    """The positions of the backward passes that went through its output."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,7 +129,7 @@ class Root:
 
 @dataclass(slots=True)
 class Arrival:
-    """A gradient that came in at a parameter: what stood in ``.grad`` before, and what came."""
+    """A gradient that arrived at a parameter: ``residual`` is what stood in ``.grad`` before."""
 
     at: int
     incoming: Fact
@@ -156,11 +157,10 @@ class Backward(Event):
 
 @dataclass(slots=True, kw_only=True)
 class GradWrite(Event):
-    """A write to gradients by other than backward.
+    """A write to gradients outside backward.
 
-    ``how``: "none" (set to None), "zero", "assigned" (another tensor put there), "clipped", "altered" (in place).
-    ``limit`` is the clip's bound where
-    it was seen; ``before`` and ``after`` are there for clips.
+    ``how``: "none" (set to None), "zero", "assigned" (another tensor), "clipped", "altered" (in place). ``limit`` is
+    the clip's bound where it was seen; ``before`` and ``after`` are the gradients around a clip.
     """
 
     how: Literal["none", "zero", "assigned", "clipped", "altered"]
@@ -190,25 +190,31 @@ class Read:
 
 @dataclass(slots=True, kw_only=True)
 class Step(Event):
-    """One optimizer step.
-
-    ``updates`` are relative to the largest weight, ``along`` is the cosine of the update with the weights, ``resting``
-    lists what did not require grad. ``nested`` steps contain another, which is the one that consumes; ``asked`` and
-    ``computed`` tell whether it looked for gradients, and whether it used any (a proximal step needs none)."""
+    """One optimizer step."""
 
     optimizer: int
     until: int = 0
-    rates: tuple[float, ...] = ()
+    """The position at which it ended."""
+    lrs: tuple[float, ...] = ()
+    """The learning rate of each group."""
     reads: list[Read] = field(default_factory=list)
     left: dict[int, Fact | None] = field(default_factory=dict)
+    """The gradients after the step."""
     updates: dict[int, float] = field(default_factory=dict)
+    """The largest entry of each parameter's update, over that of the parameter."""
     along: dict[int, float] = field(default_factory=dict)
+    """The cosine of each update with the parameter."""
     resting: tuple[int, ...] = ()
+    """Parameters that did not require grad."""
     nested: bool = False
+    """Whether it contains another step, which is the one that consumes."""
     in_backward: bool = False
     full: bool = True
+    """Whether it was watched in full."""
     asked: bool = False
+    """Whether it looked for gradients."""
     computed: bool = False
+    """Whether it used any: a proximal step needs none."""
 
     @property
     def consumes(self) -> bool:
@@ -219,7 +225,7 @@ class Step(Event):
 
 @dataclass(slots=True)
 class Move:
-    """Parameters whose values changed between two looks: by an optimizer's step (``by``) or by other hands (None)."""
+    """Parameters whose values changed between two positions, by an optimizer's step or (``by`` None) by user code."""
 
     since: int
     at: int

@@ -27,9 +27,7 @@ Role = Literal["model", "unregistered", "foreign"]
 
 @dataclass(slots=True)
 class Parameter:
-    """One tensor that trains or could: ``owner`` is the path of the module that holds it; ``layer`` says that this is a
-    layer of torch's own, ``gone`` that another
-    tensor had taken its place when the run ended, ``asked`` that it required grad in some call of its module."""
+    """One tensor that trains or could."""
 
     index: int
     name: str
@@ -38,18 +36,30 @@ class Parameter:
     dtype: str
     device: str
     requires_grad: bool
+    """As the run began."""
     owner: str = ""
+    """The path of the module that holds it."""
     declared: bool = True
+    """Whether it lies in what ``TrainLoop.model`` declares."""
     layer: bool = False
+    """Whether its module is a layer of torch's own."""
     start: Fact = field(default_factory=Fact)
+    """The tensor as the run began."""
     gone: bool = False
+    """Whether another tensor had taken its place when the run ended."""
     asked: bool = False
+    """Whether it required grad in some call of its module."""
     calls_with_grad: int = 0
+    """Calls of its module with gradients on."""
     calls_without_grad: int = 0
     calls_in_checkpoint: int = 0
+    """Calls without gradients inside a checkpointed segment."""
     calls_empty: int = 0
+    """Calls with inputs that have no entries."""
     calls_in_eval: int = 0
+    """Calls with gradients on in evaluation mode."""
     checkpoint: Place | None = None
+    """The line of the checkpointed segment."""
 
     @property
     def trainable(self) -> bool:
@@ -74,21 +84,24 @@ class Statistics:
 
 @dataclass(slots=True)
 class Optimizer:
-    """One optimizer: ``parameters`` lists indices as its groups held them at its last step, repetitions kept,
-    ``groups`` the group of each; ``peaks`` are the groups' ``initial_lr`` or ``max_lr`` (NaN without a scheduler),
-    ``decays`` and ``eps`` theirs; ``maximizes`` says that one of them has ``maximize`` set, ``from_torch`` that its
-    class is torch's own."""
+    """One optimizer, with its groups as they were at its last step."""
 
     index: int
     kind: str
+    """The name of its class."""
     declared: bool
     parameters: tuple[int, ...] = ()
+    """The parameters of all groups by index, repetitions kept."""
     groups: tuple[int, ...] = ()
-    peaks: tuple[float, ...] = ()
-    decays: tuple[float, ...] = ()
+    """The group of each of ``parameters``."""
+    peak_lrs: tuple[float, ...] = ()
+    """``initial_lr`` or ``max_lr`` of each group; NaN without a scheduler."""
+    weight_decays: tuple[float, ...] = ()
     eps: tuple[float, ...] = ()
     maximizes: bool = False
+    """Whether some group has ``maximize`` set."""
     from_torch: bool = False
+    """Whether its class is torch's own."""
     steps: int = 0
 
 
@@ -103,34 +116,40 @@ def within(name: str, prefixes: Sequence[str]) -> bool:
 
 @dataclass(slots=True)
 class Record:
-    """One watched run.
-
-    ``rounds`` is the largest number of steps that one optimizer made, ``full_until`` the position after which only
-    roots, rates and counts were
-    watched; ``ended`` says whether the batches ran out under the loop's feet, so that what it raised after is none of
-    its faults. ``wary`` tells that the loop looked for values that are not finite, or read one.
-    """
+    """One watched run."""
 
     parameters: list[Parameter] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     raised: Raised | None = None
+    """The exception that ended ``fit``; None where its batches had been cut short before."""
     rounds: int = 0
+    """The largest number of steps that one optimizer made."""
     steps: int = 0
+    """Steps of all optimizers."""
     items: int = 0
+    """Batches that the loop took."""
     seconds: float = 0.0
     full_until: int = 0
+    """The position after which only losses, learning rates and counts were watched."""
     ended: bool = False
+    """Whether ``fit`` came to its end without an exception and without being stopped."""
     cut_short: bool = False
+    """Whether the batches ended early, because enough was seen or no step was made."""
     wary: bool = False
+    """Whether the loop tested values for being finite, or read one that is not."""
     double: bool = False
+    """Whether everything was computed in float64."""
     lower: tuple[str, ...] = ()
+    """What was not, in a run that was to be in float64."""
     knobs: dict[str, object] = field(default_factory=dict)
     moves: list[Move] = field(default_factory=list)
     checkpoints: list[CheckpointCall] = field(default_factory=list)
     end: dict[int, Fact] = field(default_factory=dict)
+    """Each parameter as the run ended."""
     statistics: list[Statistics] = field(default_factory=list)
     frozen: tuple[str, ...] | None = None
+    """``TrainLoop.frozen``."""
     notes: list[str] = field(default_factory=list)
 
     def of(self, kind: type[E_]) -> list[E_]:
@@ -153,7 +172,7 @@ class Record:
         return {i: tuple(v) for i, v in held.items()}
 
     def autograd_passes(self) -> list[Backward]:
-        """Every pass of autograd, those that accumulate nowhere included."""
+        """Every pass of autograd: backward passes, and ``torch.autograd.grad``, which accumulates nowhere."""
         return self.of(Backward)
 
     def step_line(self) -> str:
@@ -163,17 +182,6 @@ class Record:
     def backwards(self) -> list[Backward]:
         """The backward passes that accumulate gradients."""
         return [b for b in self.of(Backward) if b.kind == "backward"]
-
-    def below(self, root: str, owner: str) -> bool:
-        """Whether the module at ``owner`` is the one called ``root`` or lies below it. A root under whose name no
-        parameter stands is a whole model, which goes by the name of its class."""
-        if owner == root or owner.startswith(f"{root}."):
-            return True
-        return not any(p.owner == root or p.owner.startswith(f"{root}.") for p in self.parameters)
-
-    def trains_elsewhere(self, parameter: Parameter) -> bool:
-        """Whether other watched parameters are called in training mode."""
-        return any(p.calls_with_grad > p.calls_in_eval for p in self.parameters if p is not parameter)
 
     def arrivals(self, index: int) -> Iterator[Arrival]:
         for backward in self.of(Backward):
@@ -185,7 +193,7 @@ class Record:
         return [a for b in (passes[-1:] if self.raised else passes) for a in b.arrivals.get(index, ())]
 
     def reached(self, index: int) -> bool:
-        """Whether a gradient that is not zero arrived at the parameter, or was put there by hand and consumed."""
+        """Whether a gradient that is not zero arrived at the parameter, or was assigned and consumed."""
         if any(not a.incoming.zero for a in self.arrivals(index)):
             return True
         return any((g := r.grads.get(index)) is not None and not g.zero for s in self.of(Step) for r in s.reads)
@@ -199,7 +207,7 @@ class Record:
 
     @property
     def skipped(self) -> int:
-        """How many steps a gradient scaler kept back."""
+        """The number of steps that a gradient scaler skipped."""
         return sum(c.what == "step" and c.stepped is False for c in self.of(ScalerCall))
 
     def changed(self) -> set[int]:
@@ -211,7 +219,7 @@ class Record:
         return [f for f in self.of(Forward) if not f.in_backward]
 
     def innermost_steps(self) -> list[Step]:
-        """The innermost steps."""
+        """Steps that contain no other: those that consume gradients."""
         return [s for s in self.of(Step) if not s.nested]
 
     def moved_outside_steps(self) -> set[int]:

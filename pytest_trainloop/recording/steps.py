@@ -86,7 +86,8 @@ class Optimizers:
                     groups.append(g)
         entry = watch.record.optimizers[self._index[id(optimizer)]]
         entry.parameters, entry.groups = tuple(held), tuple(groups)
-        entry.peaks, entry.decays, entry.eps, entry.maximizes = tuple(peaks), tuple(decays), tuple(eps), maximizes
+        entry.peak_lrs, entry.weight_decays, entry.eps = tuple(peaks), tuple(decays), tuple(eps)
+        entry.maximizes = maximizes
         watch.hook_gradients(held)
         return held
 
@@ -104,7 +105,7 @@ class Optimizers:
             step.in_backward = step.asked = step.computed = (
                 watch.backward is not None
             )  # inside backward the function mode sees nothing
-            step.rates = self._rates(optimizer, step)
+            step.lrs = self._rates(optimizer, step)
             late = has_step_pre_hooks(optimizer)  # they may yet write gradients: it begins after them
             if not late:
                 watch.add(step)
@@ -142,7 +143,7 @@ class Optimizers:
 
     @staticmethod
     def _late_rate(step: Step, group: int, value: float) -> None:
-        step.rates = (*step.rates[:group], value, *step.rates[group + 1 :])
+        step.lrs = (*step.lrs[:group], value, *step.lrs[group + 1 :])
 
     def _with_closure_read(self, step: Step, held: list[int], args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """The call with its closure wrapped, so that gradients are read when it returns; None where there is no

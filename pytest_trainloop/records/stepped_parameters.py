@@ -33,7 +33,7 @@ def steps_with_gradient(record: Record) -> dict[int, int]:
             if grad is None or grad.sparse or not noise < grad.peak < math.inf or not any(grad.sample):
                 continue
             group = group_of.get(index, 0)
-            if group < len(step.rates) and step.rates[group] > 0:
+            if group < len(step.lrs) and step.lrs[group] > 0:
                 fed[index] = fed.get(index, 0) + 1
     return fed
 

@@ -45,7 +45,7 @@ def test_each_step_counts_once_and_constructors_not_at_all(kind):
     steps = watch.record.of(SchedulerStep)
     assert code(steps) == ["scheduler.step()"] * 4
     assert {(s.scheduler, s.optimizer, s.metric) for s in steps} == {(type(scheduler).__name__, 0, False)}
-    assert [s.rates for s in watch.record.of(Step)] == [(rate,) for rate in rates]
+    assert [s.lrs for s in watch.record.of(Step)] == [(rate,) for rate in rates]
     assert len(set(rates)) > 1
 
 
@@ -64,7 +64,7 @@ def test_a_scheduler_of_the_project_itself_may_override_step():
             optimizer.step()
             scheduler.step()
     assert code(watch.record.of(SchedulerStep)) == ["scheduler.step()"] * 3
-    assert [s.rates[0] for s in watch.record.of(Step)] == pytest.approx([0.025, 0.05, 0.075])
+    assert [s.lrs[0] for s in watch.record.of(Step)] == pytest.approx([0.025, 0.05, 0.075])
 
 
 def test_plateau_is_stepped_with_a_metric():

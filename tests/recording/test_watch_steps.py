@@ -73,7 +73,7 @@ def test_the_rate_of_every_group_at_every_step():
         train(model, optimizer, 1)
         optimizer.param_groups[0]["lr"] = 0.05
         train(model, optimizer, 1)
-    assert [s.rates for s in watch.record.of(Step)] == [(0.1, 0.01), (0.05, 0.01)]
+    assert [s.lrs for s in watch.record.of(Step)] == [(0.1, 0.01), (0.05, 0.01)]
 
 
 def test_a_rate_kept_in_a_tensor_is_read_as_it_was_at_the_step():
@@ -85,7 +85,7 @@ def test_a_rate_kept_in_a_tensor_is_read_as_it_was_at_the_step():
         train(model, optimizer, 1)
         rate.mul_(0.5)
         train(model, optimizer, 1)
-    assert [s.rates for s in watch.record.of(Step)] == [(0.25, 0.5), (0.25, 0.25)]
+    assert [s.lrs for s in watch.record.of(Step)] == [(0.25, 0.5), (0.25, 0.25)]
 
 
 def test_a_group_added_midway():
@@ -96,7 +96,7 @@ def test_a_group_added_midway():
         optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.01})
         train(model, optimizer, 1)
     first, second = watch.record.of(Step)
-    assert (first.rates, second.rates) == ((0.1,), (0.1, 0.01))
+    assert (first.lrs, second.lrs) == ((0.1,), (0.1, 0.01))
     assert (set(first.reads[0].grads), set(second.reads[0].grads)) == ({0, 1}, {0, 1, 2, 3})
     assert watch.record.optimizers[0].parameters == (0, 1, 2, 3)
 
@@ -265,7 +265,7 @@ def test_a_custom_optimizer_and_wrappers_around_it_are_one_optimizer(wrap):
     with Watch({"": model}, [optimizer]) as watch:
         train(model, optimizer)
     assert [(o.kind, o.declared, o.steps) for o in watch.record.optimizers] == [("Sign", True, 2)]
-    assert [s.rates for s in watch.record.of(Step)] == [(0.01,)] * 2
+    assert [s.lrs for s in watch.record.of(Step)] == [(0.01,)] * 2
     assert all(s.consumes and set(s.updates) == {0, 1, 2, 3} for s in watch.record.of(Step))
 
 

@@ -150,7 +150,7 @@ def test_full_density_for_twelve_steps_and_light_from_then_on(loop, nothing_left
     assert all(e.at < record.full_until for k in (Forward, LossCall, GradWrite) for e in record.of(k))
     light = [s for s in record.of(Step) if not s.full]
     assert len(light) == 4
-    assert [s.rates[0] for s in record.of(Step)] == pytest.approx([0.1 * 0.5**n for n in range(rounds)])
+    assert [s.lrs[0] for s in record.of(Step)] == pytest.approx([0.1 * 0.5**n for n in range(rounds)])
     assert all(b.roots[0].value > 0 for b in record.of(Backward))
     assert not any(b.arrivals for b in record.of(Backward)[FULL_ROUNDS:])
     assert not any(s.updates for s in light)

@@ -359,4 +359,4 @@ def _rates(record: Record) -> tuple[float, ...]:
         return ()
     lead = max(record.optimizers, key=lambda o: o.steps).index
     steps = [s for s in record.of(Step) if s.optimizer == lead and not s.nested]
-    return tuple(max((r for r in s.rates if not math.isnan(r)), default=math.nan) for s in steps)
+    return tuple(max((r for r in s.lrs if not math.isnan(r)), default=math.nan) for s in steps)

@@ -64,7 +64,7 @@ def held(batch: OneBatch, found: Learning) -> Curve | None:
 
 def undecayed(batch: OneBatch, found: Learning) -> Curve | None:
     """The run without weight decay, if there is some and it learns without."""
-    if not any(decay > 0 for o in batch.seen.optimizers for decay in o.decays):
+    if not any(decay > 0 for o in batch.seen.optimizers for decay in o.weight_decays):
         return None
     curve = batch.changed("no decay", without_weight_decay)
     return curve if _learns(curve, found) else None

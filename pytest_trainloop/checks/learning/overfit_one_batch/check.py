@@ -248,7 +248,7 @@ def _clipped(found: Learning, clip: Clip, helped: Remedy) -> Finding:
 
 
 def _decay_dominates(batch: OneBatch, found: Learning, without: Curve) -> Finding:
-    decay = max(d for o in batch.seen.optimizers for d in o.decays)
+    decay = max(d for o in batch.seen.optimizers for d in o.weight_decays)
     return Finding(
         cause="weight_decay_dominates",
         summary=f"weight decay of {decay:g} dominates the gradient: the loop does not learn its batch",

@@ -129,7 +129,7 @@ def _same_lr(evidence: Evidence) -> Iterator[Finding]:
     steps = {step.optimizer: step for step in reversed(record.innermost_steps())}
     rates: dict[str, dict[float, list[str]]] = {"pretrained": {}, "random": {}}
     for optimizer in record.optimizers:
-        groups = steps[optimizer.index].rates if optimizer.index in steps else ()
+        groups = steps[optimizer.index].lrs if optimizer.index in steps else ()
         for index, group in zip(optimizer.parameters, optimizer.groups, strict=True):
             name = record.name(index)
             if name in origins and group < len(groups):

@@ -213,7 +213,7 @@ def _as_read(records: Sequence[Record], optimizer: int) -> bool:
     """Whether the step uses the gradients as it reads them: at the same learning rate whatever the scale, and unchanged
     inside the step; of an optimizer that is not torch's own, the updates must differ as well."""
     steps: list[Step] = [steps_of(r, optimizer)[0] for r in records]
-    if any(s.rates != steps[0].rates for s in steps):
+    if any(s.lrs != steps[0].lrs for s in steps):
         return False
     for step in steps:
         for index, grad in step.reads[-1].grads.items():

@@ -116,8 +116,8 @@ def _backwards(record: Record, a: Backward, b: Backward) -> tuple[str, str] | No
 
 
 def _steps(record: Record, a: Step, b: Step) -> tuple[str, str] | None:
-    if not all(map(_same, a.rates, b.rates)):
-        return f"the learning rate ({a.rates[0]:.9g}, then {b.rates[0]:.9g})", "lr"
+    if not all(map(_same, a.lrs, b.lrs)):
+        return f"the learning rate ({a.lrs[0]:.9g}, then {b.lrs[0]:.9g})", "lr"
     for read, other in zip(a.reads, b.reads, strict=False):
         for index in read.grads.keys() & other.grads.keys():
             if not _same_fact(read.grads[index], other.grads[index]):

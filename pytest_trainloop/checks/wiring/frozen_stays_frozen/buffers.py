@@ -1,4 +1,4 @@
-"""What forward passes do to modules that are meant to rest: buffers they write, and whether trained parts feed them."""
+"""What forward passes do to frozen modules: buffers that they write, and whether trained parts feed them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
 
 
-class RestingModules:
-    """Watches modules below some paths: ``written`` are floating buffers that a module changes in its own forward pass,
-    by where it was called; ``fed`` are modules whose input has a history, so that trained parts lie before them."""
+class FrozenModules:
+    """Watches modules below some paths in a run of its own."""
 
     def __init__(self, evidence: Evidence, paths: Sequence[str]) -> None:
         self._paths = tuple(paths)
         self.written: dict[str, str] = {}
+        """Floating buffers that a module changes in its own forward pass, with the line of that call."""
         self.fed: set[str] = set()
+        """Modules whose input has a history, so that trained parts lie before them."""
         evidence.rerun(contexts=lambda watch: (self._hooked(watch),))
 
     @contextlib.contextmanager

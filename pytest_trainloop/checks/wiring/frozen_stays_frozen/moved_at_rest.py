@@ -1,140 +1,122 @@
-"""What moves although it rests: parameters inside optimizer steps, running statistics in forward passes. Plain data, no
-torch."""
+"""Frozen parameters that optimizer steps move, and why. Plain data, no torch."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pytest_trainloop.recording.events import Fact, GradWrite, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from pytest_trainloop.recording.record import Parameter, Record, Statistics
+    from pytest_trainloop.recording.record import Parameter, Record
 
 PARALLEL = 0.999
 """Cosine from which an update runs along the weights: decay alone has 1 but for the rounding of the weights."""
 
-
 STEADY = 0.05
-"""How far the updates of a single number, each over its rate, may lie apart when decay makes them: they shrink with the
-weight, by rate times decay a step."""
+"""Largest spread of the updates of a single number, each over its learning rate, if decay makes them: they shrink with
+the weight, by learning rate times decay a step."""
 
 LEAST_STEPS = 3
-"""Steps that must find a zeroed gradient before it is taken for a way to freeze."""
+"""Steps that must find a zeroed gradient before zeroing is taken for a way to freeze."""
+
+
+MoveCause = Literal["still_trainable", "stale_gradient", "weight_decay", "momentum", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """One parameter at rest that steps moved: why, how far at most (over its largest entry), in how many steps.
-    ``may_decay``: weight decay is on, and the direction does not tell whether it did it."""
+    """One frozen parameter that optimizer steps moved."""
 
     name: str
-    cause: str
+    cause: MoveCause
     update: float
+    """The largest update, over the parameter's largest entry."""
     steps: int
-    shown: str
+    """Steps that moved it."""
     place: str
+    cosine: float | None = None
+    """The cosine of the update with the weights, where it shows weight decay."""
     may_decay: bool = False
+    """Whether weight decay is on, and the direction does not show whether it moved the parameter."""
 
 
 def moved_at_rest(record: Record) -> list[Moved]:
     """Parameters that a step of an optimizer moved although they are declared frozen or do not require grad."""
-    by_hand = {i for w in record.of(GradWrite) if w.assigns for i in w.parameters}
+    assigned = {i for w in record.of(GradWrite) if w.assigns for i in w.parameters}
     found: list[Moved] = []
     for p in record.parameters:
-        declared = record.declared_frozen(p.name)
-        moving = _moving(record, p.index)
-        silenced = declared or _silenced(record, p.index, moving)
-        moves = [s for s in moving if silenced or p.index in s.resting]
-        if moves and (moved := _judged(record, p, moves, by_hand=p.index in by_hand)):
+        steps = [s for s in record.of(Step) if s.full and not s.nested and s.reads and p.index in s.reads[-1].grads]
+        moving = [s for s in steps if s.updates.get(p.index, 0.0) > 0.0]
+        frozen = record.declared_frozen(p.name) or _zeroed_to_freeze(record, p.index, steps, moving)
+        moves = [s for s in moving if frozen or p.index in s.resting]
+        if moves and (moved := _judged(record, p, moves, assigned=p.index in assigned)):
             found.append(moved)
     return found
 
 
-def _moving(record: Record, index: int) -> list[Step]:
-    """Steps that moved the parameter and whose optimizer holds it."""
-    return [
-        s
-        for s in record.of(Step)
-        if s.full and not s.nested and s.updates.get(index, 0.0) > 0.0 and s.reads and index in s.reads[-1].grads
-    ]
+def _zeroed_to_freeze(record: Record, index: int, steps: Sequence[Step], moving: Sequence[Step]) -> bool:
+    """Whether user code freezes the parameter by zeroing its gradient.
+
+    A gradient arrives before every step, every step finds zero there, and others next to it.
+    """
+    if len(steps) < LEAST_STEPS or len(moving) != len(steps):
+        return False
+    others = all(any(g is not None and not g.zero for g in s.reads[-1].grads.values()) for s in steps)
+    return others and all(
+        (grad := _read(index, s)) is not None and grad.zero and _arrived(record, index, s) for s in steps
+    )
 
 
-def _silenced(record: Record, index: int, moving: Sequence[Step]) -> bool:
-    """Whether somebody freezes the parameter by setting its gradient to zero: one arrives before every step, and every
-    step finds zero there, and other gradients beside it."""
-    steps = [s for s in record.of(Step) if s.full and not s.nested and s.reads and index in s.reads[-1].grads]
-    beside = all(any(g is not None and not g.zero for g in s.reads[-1].grads.values()) for s in steps)
-    zero = all((grad := _read(index, s)) is not None and grad.zero and _arrived(record, index, s) for s in steps)
-    return len(steps) >= LEAST_STEPS and len(moving) == len(steps) and beside and zero
-
-
-def _judged(record: Record, p: Parameter, moves: Sequence[Step], *, by_hand: bool) -> Moved | None:
-    if (by_hand or _refilled(p.index, moves)) and any(not _idle(p.index, s) for s in moves):
+def _judged(record: Record, p: Parameter, moves: Sequence[Step], *, assigned: bool) -> Moved | None:
+    if (assigned or _refilled(p.index, moves)) and any(not _no_gradient(p.index, s) for s in moves):
         return None
     fresh = [s for s in moves if p.index not in s.resting and _fresh_gradient(record, p.index, s)]
     if fresh:
-        return _made(
-            p, "still_trainable", fresh, "it requires grad, a gradient arrives, and the step that reads it moves it"
-        )
+        return _moved(p, "still_trainable", fresh)
     stale = [s for s in moves if _stale_gradient(record, p.index, s)]
     if stale:
-        return _made(p, "stale_gradient", stale, "the gradient that the step reads is bit for bit one read before")
-    idle = [s for s in moves if _idle(p.index, s)]
-    decayed = [s for s in idle if s.along.get(p.index, 0.0) < -PARALLEL]
-    if idle and len(decayed) == len(idle) and _in_step_with_rates(record, p, decayed):
-        if _decayed_on_purpose(record, p.index, decayed[0]):
-            return None
-        return _made(
-            p, "weight_decay", decayed, f"the update runs along the weights (cosine {decayed[0].along[p.index]:.4f})"
-        )
+        return _moved(p, "stale_gradient", stale)
+    idle = [s for s in moves if _no_gradient(p.index, s)]
     if not idle:
         return None
-    by_decay = _decays(record, p.index, idle[0])
-    if _consumed_before(record, p.index, idle[0]):
-        made = _made(p, "momentum", idle, "the step finds a gradient of zero or none, and the update is no decay")
-        return replace(made, may_decay=by_decay)
-    if by_decay and not _decayed_on_purpose(record, p.index, idle[0]):
-        return replace(_made(p, "unknown", idle, ""), may_decay=True)
+    along = [s.along.get(p.index, 0.0) < -PARALLEL for s in idle]
+    if all(along) and _in_step_with_lr(record, p, idle):
+        decay = replace(_moved(p, "weight_decay", idle), cosine=idle[0].along[p.index])
+        return None if _decayed_on_purpose(record, p.index, idle[0]) else decay
+    group, decays = _group(record, p.index, idle[0]), record.optimizers[idle[0].optimizer].weight_decays
+    may_decay = group < len(decays) and decays[group] > 0.0
+    if any(not _no_gradient(p.index, s) for s in _earlier(record, idle[0])):
+        return replace(_moved(p, "momentum", idle), may_decay=may_decay)
+    # without an earlier gradient there is no momentum: a hook that averages, or an optimizer that needs no gradients
+    if may_decay and not _decayed_on_purpose(record, p.index, idle[0]):
+        return replace(_moved(p, "unknown", idle), may_decay=True)
     return None
 
 
-def told_apart(moved: Sequence[Moved], without: Record) -> list[Moved]:
-    """Those that rest in a run without weight decay moved by it; where nothing else is known they are left out."""
+def without_decay(moved: Sequence[Moved], without: Record) -> list[Moved]:
+    """The causes after a run without weight decay: what does not move in it was moved by decay. Moves that are still
+    unknown are left out."""
     known = {p.name: p.index for p in without.parameters}
-    moving = {
-        i for s in without.of(Step) for i, update in s.updates.items() if update > 0.0 and s.reads and _idle(i, s)
-    }
-    decided: list[Moved] = []
-    for m in moved:
-        if m.may_decay and known.get(m.name) not in moving:
-            m = replace(m, cause="weight_decay", shown="without weight decay the same run leaves it where it is")
-        if m.cause != "unknown":
-            decided.append(m)
-    return decided
+    steps = [s for s in without.of(Step) if s.reads]
+    moving = {i for s in steps for i, update in s.updates.items() if update > 0.0 and _no_gradient(i, s)}
+    by_decay = {m.name for m in moved if m.may_decay and known.get(m.name) not in moving}
+    decided = [replace(m, cause="weight_decay") if m.name in by_decay else m for m in moved]
+    return [m for m in decided if m.cause != "unknown"]
 
 
-def _decays(record: Record, index: int, step: Step) -> bool:
-    group, decays = _group(record, index, step), record.optimizers[step.optimizer].decays
-    return group < len(decays) and decays[group] > 0.0
-
-
-def _in_step_with_rates(record: Record, p: Parameter, steps: Sequence[Step]) -> bool:
-    """Whether the updates are one multiple of the rate: so is decay, whereas momentum dies out. Several entries tell
-    them apart by their direction alone."""
+def _in_step_with_lr(record: Record, p: Parameter, steps: Sequence[Step]) -> bool:
+    """Whether the updates are one multiple of the learning rate: so is decay, whereas momentum dies out. For several
+    entries the direction of the update decides."""
     if math.prod(p.shape) > 1:
         return True
-    rates = [_rate(record, p.index, s) for s in steps]
-    shares = [s.updates[p.index] / rate for s, rate in zip(steps, rates, strict=True) if rate > 0]
+    groups = [_group(record, p.index, s) for s in steps]
+    lrs = [s.lrs[group] if group < len(s.lrs) else math.nan for s, group in zip(steps, groups, strict=True)]
+    shares = [s.updates[p.index] / lr for s, lr in zip(steps, lrs, strict=True) if lr > 0]
     return len(shares) > 1 and max(shares) - min(shares) < STEADY * max(shares)
-
-
-def _rate(record: Record, index: int, step: Step) -> float:
-    group = _group(record, index, step)
-    return step.rates[group] if group < len(step.rates) else math.nan
 
 
 def _group(record: Record, index: int, step: Step) -> int:
@@ -143,113 +125,57 @@ def _group(record: Record, index: int, step: Step) -> int:
 
 
 def _decayed_on_purpose(record: Record, index: int, step: Step) -> bool:
-    """Whether a group all of which rests was given a decay of its own, larger than that of the groups that train: it is
-    to shrink."""
+    """Whether a group that gets no gradients has a larger decay than every group that trains: it is to shrink."""
     optimizer = record.optimizers[step.optimizer]
     mine = _group(record, index, step)
     training = {
         g
         for i, g in zip(optimizer.parameters, optimizer.groups, strict=False)
-        if any((grad := _read(i, s)) is not None and not grad.zero for s in record.of(Step) if s.reads)
+        if any(not _no_gradient(i, s) for s in record.of(Step) if s.reads)
     }
-    decays = optimizer.decays
+    decays = optimizer.weight_decays
     return bool(training) and mine not in training and all(decays[mine] > decays[g] for g in training)
 
 
-def _consumed_before(record: Record, index: int, step: Step) -> bool:
-    """Whether the optimizer has had a gradient of the parameter: without one there is no momentum, and what moves it is
-    something else (a hook that averages, an optimizer that needs no gradients)."""
-    earlier = [s for s in record.of(Step) if s.optimizer == step.optimizer and s.at < step.at and s.reads]
-    return any(not _idle(index, s) for s in earlier)
+def _moved(p: Parameter, cause: MoveCause, steps: Sequence[Step]) -> Moved:
+    return Moved(p.name, cause, max(s.updates[p.index] for s in steps), len(steps), str(steps[0].place))
 
 
-def _made(p: Parameter, cause: str, steps: Sequence[Step], shown: str) -> Moved:
-    return Moved(p.name, cause, max(s.updates[p.index] for s in steps), len(steps), shown, str(steps[0].place))
+def _earlier(record: Record, step: Step) -> list[Step]:
+    """The steps of the same optimizer before this one."""
+    return [s for s in record.of(Step) if s.optimizer == step.optimizer and s.at < step.at and s.reads]
 
 
 def _read(index: int, step: Step) -> Fact | None:
     return step.reads[-1].grads.get(index)
 
 
-def _idle(index: int, step: Step) -> bool:
+def _no_gradient(index: int, step: Step) -> bool:
     grad = _read(index, step)
     return grad is None or grad.zero
 
 
 def _fresh_gradient(record: Record, index: int, step: Step) -> bool:
-    """Whether the step reads a gradient, and one other than zero came in since the optimizer's step before."""
-    return not _idle(index, step) and _arrived(record, index, step)
+    """Whether the step reads a gradient, and one other than zero arrived since the optimizer's step before."""
+    return not _no_gradient(index, step) and _arrived(record, index, step)
 
 
 def _arrived(record: Record, index: int, step: Step) -> bool:
-    """Whether a gradient other than zero came in since the optimizer's step before; one that is not finite is cleaned,
-    not silenced (finite)."""
-    earlier = [s for s in record.of(Step) if s.optimizer == step.optimizer and s.at < step.at and s.reads]
-    before = max((s.reads[-1].at for s in earlier), default=0)
-    came = [a.incoming for a in record.arrivals(index) if before < a.at < step.reads[-1].at]
-    return any(not fact.zero for fact in came) and all(fact.finite for fact in came)
+    """Whether a gradient other than zero arrived since the optimizer's step before. One that is not finite is cleaned,
+    which does not freeze."""
+    before = max((s.reads[-1].at for s in _earlier(record, step)), default=0)
+    arrived = [a.incoming for a in record.arrivals(index) if before < a.at < step.reads[-1].at]
+    return any(not fact.zero for fact in arrived) and all(fact.finite for fact in arrived)
 
 
 def _refilled(index: int, steps: Sequence[Step]) -> bool:
-    """Whether a hook of the optimizer gave it another gradient between our look and the step."""
+    """Whether a hook of the optimizer gave the parameter another gradient after it was recorded and before the step."""
     pairs = [(_read(index, s), s.left.get(index)) for s in steps]
     return any(left is not None and not left.zero and not left.same(read) for read, left in pairs)
 
 
 def _stale_gradient(record: Record, index: int, step: Step) -> bool:
     grad = _read(index, step)
-    if grad is None or grad.zero:
+    if grad is None or grad.zero or _fresh_gradient(record, index, step):
         return False
-    earlier = [s for s in record.of(Step) if s.optimizer == step.optimizer and s.at < step.at and s.reads]
-    known = [g for s in earlier for g in (_read(index, s), s.left.get(index)) if g is not None]
-    return any(grad.same(g) for g in known) and not _fresh_gradient(record, index, step)
-
-
-def drifting(record: Record) -> Iterator[tuple[str, tuple[str, ...], str]]:
-    """Level, names and place of running statistics that change while all weights of their norm rest. Not those of norms
-    that rest alone, with no layer beside them: their weights are left at one and zero on purpose, and the statistics
-    follow what trains."""
-    layers = any(len(p.shape) > 1 and not p.trainable and p.role == "model" for p in record.parameters)
-    drifted = [s for s in record.statistics if s.drifted and _rests(record, s.owner)]
-    drifted = [s for s in drifted if layers or record.declared_frozen(s.name)]
-    fault = [
-        s
-        for s in drifted
-        if record.declared_frozen(s.name) or (_within_training(record, s) and not _of_a_copy(record, s))
-    ]
-    for level, chosen in (("fault", fault), ("advice", [s for s in drifted if s not in fault])):
-        yield level, tuple(s.name for s in chosen), _place(record, chosen)
-
-
-def _rests(record: Record, owner: str) -> bool:
-    """Whether the norm has weights, or else what is declared frozen holds it, and none of them trains or is written by
-    hand."""
-    weights = [p for p in record.parameters if p.owner == owner]
-    if not weights and record.declared_frozen(owner):
-        return True
-    changed = record.changed() | record.moved_outside_steps()
-    return bool(weights) and not any(p.trainable or p.index in changed for p in weights)
-
-
-def _of_a_copy(record: Record, statistics: Statistics) -> bool:
-    """Whether the norm belongs to a net that began with the weights of one that trains (a target, a momentum encoder):
-    it follows in its own time."""
-    part = statistics.owner.split(".")[0]
-    mine = [p for p in record.parameters if p.name.split(".")[0] == part and len(p.shape) > 1]
-    others = [p for p in record.parameters if p.trainable and p.name.split(".")[0] != part and len(p.shape) > 1]
-    return any(p.start.sample and p.start.same(q.start) for p in mine for q in others if p.shape == q.shape)
-
-
-def _within_training(record: Record, statistics: Statistics) -> bool:
-    """Whether the norm runs, with gradients on, within a module other parts of which are trained."""
-    trained = {p.owner for p in record.parameters if record.reached(p.index) and p.index in record.held}
-    return any(
-        statistics.owner in f.in_training and any(record.below(f.module, owner) for owner in trained)
-        for f in record.root_forwards()
-        if f.grad_enabled
-    )
-
-
-def _place(record: Record, drifted: Sequence[Statistics]) -> str:
-    owners = {s.owner for s in drifted}
-    return next((str(f.place) for f in record.root_forwards() if owners & set(f.in_training)), "")
+    return any(grad.same(_read(index, s)) or grad.same(s.left.get(index)) for s in _earlier(record, step))

@@ -105,7 +105,8 @@ def _is_missing(record: Record, p: Parameter) -> bool:
     if passes < (1 if p.declared else PASSES_OF_A_PART):
         return False
     moved = p.index in record.moved_outside_steps() or not p.start.same(record.end.get(p.index))
-    fixed_part = p.calls_with_grad > 0 and p.calls_in_eval == p.calls_with_grad and record.trains_elsewhere(p)
+    others_train = any(q.calls_with_grad > q.calls_in_eval for q in record.parameters if q is not p)
+    fixed_part = p.calls_with_grad > 0 and p.calls_in_eval == p.calls_with_grad and others_train
     return not moved and not fixed_part
 
 

@@ -86,6 +86,6 @@ def early_schedulers(record: Record) -> Iterator[EarlyScheduler]:
             yield EarlyScheduler(
                 first=early[0],
                 steps=len(steps),
-                lr=next((s.rates[0] for s in record.of(Step) if s.rates), None),
+                lr=next((s.lrs[0] for s in record.of(Step) if s.lrs), None),
                 after_backward=any(b.at < early[0].at for b in record.backwards()),
             )

@@ -107,7 +107,7 @@ def _same_until_steered(first: Record, other: Record) -> bool:
             if [r.value for r in mine.roots] != [r.value for r in theirs.roots]:
                 return False
         elif isinstance(mine, Step) and isinstance(theirs, Step):
-            if mine.rates != theirs.rates:
+            if mine.lrs != theirs.lrs:
                 return True
         else:
             return isinstance(mine, Move) or isinstance(theirs, Move)

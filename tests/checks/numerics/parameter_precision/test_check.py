@@ -47,7 +47,7 @@ class Counted:
             optimizer.from_torch = True
             optimizer.groups = tuple(0 for _ in names)
         for step in self.record.innermost_steps():
-            step.rates = (1e-3,)
+            step.lrs = (1e-3,)
         self._found, self._averages, self._idle = found, averages, set(idle)
         self.experiments = dict.fromkeys((RepeatedSteps, WeightAverages, Dependences), self)
         self.experiments[Float32Twins] = Counted(*twin) if twin else None

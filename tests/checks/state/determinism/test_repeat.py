@@ -69,10 +69,10 @@ def test_the_first_difference_is_named(change, culprit, step):
 
 def test_the_rate_is_compared():
     def slow(story):
-        nth(story, Step).rates = (0.1,)
+        nth(story, Step).lrs = (0.1,)
 
     def fast(story):
-        nth(story, Step).rates = (0.2,)
+        nth(story, Step).lrs = (0.2,)
 
     found = first_difference(told(slow), told(fast))
     assert found is not None

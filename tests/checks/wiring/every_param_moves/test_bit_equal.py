@@ -22,14 +22,14 @@ def run(start, end, dtype=torch.bfloat16, *, steps=4, gradient=0.5, rate=1e-3, u
     story.parameters[0].start = packed(start, dtype)
     story.optimizers[0].from_torch = True
     story.optimizers[0].groups = (0,)
-    story.optimizers[0].peaks = (rate if peak is None else peak,)
+    story.optimizers[0].peak_lrs = (rate if peak is None else peak,)
     for _ in range(steps):
         story.zero()
         event = story.backward()
         for arrived in event.arrivals.values():
             arrived[0].incoming.peak = gradient
         step = story.step()
-        step.rates = (rate,)
+        step.lrs = (rate,)
         step.reads[0].grads = {0: packed([gradient] * len(start), dtype)}
         if update:
             step.updates = {0: update}

@@ -1,12 +1,13 @@
-"""What moves although it rests, told event by event."""
+"""What moves although it is frozen, on hand-written records."""
 
 from __future__ import annotations
 
 import pytest
 
-from pytest_trainloop.checks.wiring.frozen_stays_frozen.moved_at_rest import Moved, drifting, moved_at_rest, told_apart
+from pytest_trainloop.checks.wiring.frozen_stays_frozen.drift import drifting, lies_below
+from pytest_trainloop.checks.wiring.frozen_stays_frozen.moved_at_rest import Moved, moved_at_rest, without_decay
 from pytest_trainloop.recording.events import Fact, Forward, Place
-from pytest_trainloop.recording.record import Statistics
+from pytest_trainloop.recording.record import Record, Statistics
 from tests.helpers.records import parameter
 from tests.helpers.story import Story
 
@@ -44,7 +45,7 @@ def test_what_is_declared_frozen_and_trains():
 
 
 @pytest.mark.parametrize(("along", "cause"), [(-1.0, "weight_decay"), (0.3, "momentum")])
-def test_a_resting_parameter_moves_without_a_gradient(along, cause):
+def test_a_frozen_parameter_moves_without_a_gradient(along, cause):
     story = Story([0, 1])
     trained(story)
     for _ in range(3):
@@ -61,7 +62,7 @@ def test_without_an_earlier_gradient_there_is_no_momentum():
     assert causes(story.record()) == {}
 
 
-def test_a_resting_parameter_moves_by_an_old_gradient():
+def test_a_frozen_parameter_moves_by_an_old_gradient():
     story = Story([0, 1])
     trained(story)
     for _ in range(3):
@@ -143,14 +144,14 @@ def normed(*, rests=True, grad_enabled=True, within="", drifts=True, layer=True)
 
 
 def drifted(record):
-    return {level: names for level, names, _ in drifting(record) if names}
+    return {level: d.names for level, d in zip(("fault", "advice"), drifting(record), strict=True) if d.names}
 
 
-def test_the_statistics_of_a_resting_norm_drift():
+def test_the_statistics_of_a_frozen_norm_drift():
     assert drifted(normed()) == {"fault": ("body.norm.running_mean",)}
 
 
-def test_a_norm_that_rests_with_no_layer_beside_it_may_follow_the_data():
+def test_a_norm_that_is_frozen_with_no_layer_next_to_it_may_follow_the_data():
     record = normed(layer=False)
     assert drifted(record) == {}
     record.frozen = ("body.norm",)
@@ -165,20 +166,40 @@ def test_statistics_that_stay_are_fine():
     assert drifted(normed(drifts=False)) == {}
 
 
-def test_those_of_a_net_that_is_called_by_itself_are_advice_unless_declared():
+def test_those_of_a_net_that_is_called_on_its_own_are_advice_unless_declared():
     record = normed(within="body")
     assert drifted(record) == {"advice": ("body.norm.running_mean",)}
     record.frozen = ("body.",)
     assert drifted(record) == {"fault": ("body.norm.running_mean",)}
 
 
-def test_without_decay_tells_what_decay_did_from_what_momentum_did():
-    by_decay = Moved("p0", "momentum", 0.1, 3, "", "", may_decay=True)
-    by_momentum = Moved("p1", "momentum", 0.1, 3, "momentum", "", may_decay=True)
-    by_nobody_knows = Moved("p1", "unknown", 0.1, 3, "", "", may_decay=True)
+def test_a_run_without_decay_separates_decay_from_momentum():
+    by_decay = Moved("p0", "momentum", 0.1, 3, "", may_decay=True)
+    by_momentum = Moved("p1", "momentum", 0.1, 3, "", may_decay=True)
+    by_something = Moved("p1", "unknown", 0.1, 3, "", may_decay=True)
     story = Story([0, 1])
     for _ in range(3):
         story.step().updates = {1: 1e-3}
     without = story.record()
-    told = told_apart([by_decay, by_momentum, by_nobody_knows], without)
-    assert [(m.name, m.cause) for m in told] == [("p0", "weight_decay"), ("p1", "momentum")]
+    decided = without_decay([by_decay, by_momentum, by_something], without)
+    assert [(m.name, m.cause) for m in decided] == [("p0", "weight_decay"), ("p1", "momentum")]
+
+
+NAMES = ("Model.weight", "net.body.weight", "net.body_of_another.weight", "critic.weight")
+
+
+@pytest.mark.parametrize(
+    ("root", "owner", "below"),
+    [
+        ("net", "net", True),
+        ("net", "net.body", True),
+        ("net.body", "net.body_of_another", False),
+        ("net", "critic", False),
+        ("critic", "net.body", False),
+        ("Trainer", "net.body", True),
+    ],
+    ids=["itself", "a part", "a like name", "another", "another's part", "a whole model goes by its class"],
+)
+def test_what_lies_below_a_module(root, owner, below):
+    made = Record(parameters=[parameter(i, name) for i, name in enumerate(NAMES)])
+    assert lies_below(made, root, owner) is below
