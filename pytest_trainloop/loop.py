@@ -155,12 +155,6 @@ class TrainLoop:
             return list(self.optimizer)
         return [self.optimizer]
 
-    def offers(self, need: str) -> bool:
-        """Whether the field that a check needs was given."""
-        if need == "fit":
-            return self.fit is not None or self.step is not None or self.loss is not None
-        return getattr(self, need, None) is not None
-
     @staticmethod
     def field_names() -> tuple[str, ...]:
         return tuple(f.name for f in fields(TrainLoop) if f.init)
