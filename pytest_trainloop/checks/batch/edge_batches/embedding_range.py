@@ -1,4 +1,4 @@
-"""The id of the padding that is declared against the rows of the table that looks it up."""
+"""Whether the table that looks ids up has a row for the declared padding."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """A look-up: the ids, the rows of the table, the module and the user's line."""
+class LookUp:
+    """One look-up in a table."""
 
     ids: torch.Tensor
     rows: int
+    """Of the table."""
     module: str
     place: Place
 
 
-class Tables(WatchingMode):
+class LookUps(WatchingMode):
     """The look-ups of the first step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[Table] = []
+        self.found: list[LookUp] = []
 
     def active(self) -> bool:
         """In all of the first step: a look-up in its closure, or in a checkpoint, is the same."""
@@ -45,33 +46,33 @@ class Tables(WatchingMode):
         if name == "embedding":
             ids, weight = (*args, kwargs.get("input"), kwargs.get("weight"))[:2]
             with watch.quietly():
-                self.found.append(Table(ids.detach().clone(), len(weight), watch.module_path(), here(2)[0]))
+                self.found.append(LookUp(ids.detach().clone(), len(weight), watch.module_path(), here(2)[0]))
         return func(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
-class Beyond:
+class BeyondTable:
     """A run that ended at a table which has no row for the declared padding."""
 
     outcome: Outcome
-    table: Table
+    look_up: LookUp
     pad_id: int
 
 
-def beyond_table(edges: Edges) -> Beyond | None:
-    """Whether the loop raises on a row that ends in the padding which is declared and which no row of the batch has."""
+def beyond_table(edges: Edges) -> BeyondTable | None:
+    """Whether the loop raises on a row that ends in the declared padding, which no row of the batch has."""
     pad = None if edges.padding is None else edges.padding.pad_id
     leaves = [t for t in nested.tensors(edges.batch) if _are_ids(t, edges.count)]
     if pad is None or any(bool((leaf == pad).any()) for leaf in leaves):
         return None
-    tables = Tables()
-    edges.outcome("whole", edges.taken(list(range(edges.count))), tables.contexts)
-    for table in tables.found:
-        leaf = next((n for n, t in enumerate(leaves) if _looked_up(t, table.ids)), None)
-        if leaf is not None and not 0 <= pad < table.rows:
+    look_ups = LookUps()
+    edges.outcome("whole", edges.taken(list(range(edges.count))), look_ups.contexts)
+    for look_up in look_ups.found:
+        leaf = next((n for n, t in enumerate(leaves) if _looked_up(t, look_up.ids)), None)
+        if leaf is not None and not 0 <= pad < look_up.rows:
             made = _ending_in(edges, leaf, pad)
             outcome = edges.outcome(f"row 0 ends in the declared padding, {pad}", lambda _loop, made=made: made)  # type: ignore[misc]
-            return Beyond(outcome, table, pad) if outcome.raised.startswith("IndexError") else None
+            return BeyondTable(outcome, look_up, pad) if outcome.raised.startswith("IndexError") else None
     return None
 
 
@@ -86,7 +87,7 @@ def _looked_up(leaf: torch.Tensor, ids: torch.Tensor) -> bool:
 
 
 def _ending_in(edges: Edges, leaf: int, pad: int) -> Any:
-    """The batch with its first row two shorter: padding at its end, labels ignored there, masks and lengths alike."""
+    """The batch with its first row two shorter: padding at its end, in ids, labels, masks and lengths."""
     batch = edges.batch
     ids = [t for t in nested.tensors(batch) if _are_ids(t, edges.count)]
     ignored = edges.padding.ignore_index if edges.padding else None

@@ -1,4 +1,4 @@
-"""What a project's own loader says of the batch that it ends an epoch with."""
+"""The batch that the project's own loader ends an epoch with."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from pytest_trainloop.errors import CannotDecide
 
 MOST = 1_000_000
-"""Rows of a data set whose order is asked for."""
+"""Rows of a data set whose order is read, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """``drops``: no batch that is not full is given. Of a loader whose arithmetic is torch's own ``last`` holds the
-    indices of the last batch, ``of`` is the size of a full one and ``data`` that of the data set; ``shuffles``: in
-    another epoch these are others."""
+    """How a loader ends an epoch. Of a loader with an order of its own only ``drops`` is known."""
 
     drops: bool = False
+    """Whether a batch that is not full is dropped."""
     last: tuple[Any, ...] | None = None
-    of: int = 0
+    """The indices of the last batch."""
+    batch_size: int = 0
     data: int = 0
+    """Rows of the data set."""
     shuffles: bool = False
+    """Whether another epoch ends with other indices."""
 
     @property
     def rows(self) -> int:
@@ -31,7 +33,7 @@ class Ending:
 
     @property
     def leaves_one(self) -> bool:
-        return not self.drops and self.rows == 1 < self.of
+        return not self.drops and self.rows == 1 < self.batch_size
 
     @property
     def leaves_any(self) -> bool:
@@ -45,7 +47,7 @@ class Ending:
 
 
 def ending(batches: Any) -> Ending:
-    """What a loader tells; of anything else only whether it says that it drops the last batch."""
+    """How this loader ends an epoch; of any other iterable only whether it has ``drop_last``."""
     sampler = batches.batch_sampler if isinstance(batches, DataLoader) else None
     drops = bool(getattr(batches if sampler is None else sampler, "drop_last", False))
     if not isinstance(batches, DataLoader) or type(sampler) is not BatchSampler:
@@ -67,6 +69,4 @@ def last_batch(batches: Any, end: Ending) -> Any:
     try:
         return batches.collate_fn(several(indices) if several else [batches.dataset[index] for index in indices])
     except Exception as error:
-        raise CannotDecide(
-            f"the loader's last batch cannot be made by hand: {type(error).__name__}: {error}"
-        ) from error
+        raise CannotDecide(f"the loader's last batch cannot be composed: {type(error).__name__}: {error}") from error

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop import nested
-from pytest_trainloop.batches.padding import Proof, padding_ids, read_paddings
 
 if TYPE_CHECKING:
     import torch
@@ -17,44 +16,30 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Short:
-    """What became of a row of length one."""
+class ShortRow:
+    """A row of length one, and the run over it."""
 
     outcome: Outcome
     row: int
 
 
-def shortest(edges: Edges) -> Short | None:
-    """None where no row has length one, where all batches are equally wide, or where the loop does not take a row of
-    another length cut so either."""
-    lengths, full = edges.lengths, edges.full
+def shortest(edges: Edges) -> ShortRow | None:
+    """None where no row has length one, where all batches have one width, or where the loop does not go through on
+    another row that is cut to its length either."""
+    lengths, full = edges.lengths, edges.padded_to
     longer = sorted((n, row) for row, n in enumerate(lengths) if 1 < n < full)
-    if not edges.cuts or 1 not in lengths or max(lengths) < full or not longer:
+    if not edges.widths_differ or 1 not in lengths or max(lengths) < full or not longer or not edges.one_row.ok:
         return None
     n, other = longer[0]
-    if not edges.among_full(f"row {other} alone, cut to {n}", _cut(edges, other, n)).fine:
+    if not edges.among_full(f"row {other} alone, cut to {n}", _cut(edges, other, n)).ok:
         return None
     row = lengths.index(1)
-    return Short(edges.among_full(f"row {row} alone, of length 1", _cut(edges, row, 1)), row)
-
-
-def lengths_of(batch: Any, loop: TrainLoop) -> tuple[tuple[int, ...], int]:
-    """The length of each row, where padding at the ends of rows is proven, and what rows are padded to; else nothing
-    and 0."""
-    if loop.batch_dim not in (None, 0):
-        return (), 0
-    read = read_paddings(
-        batch,
-        at_least=Proof.EMPTY,  # rows are cut there, and all tensors with them
-        declared=loop.padding,
-        pad_ids=padding_ids(loop.modules.values()),
-    )
-    return next(((found.lengths, found.grid.length) for found in read if found.side == "right"), ((), 0))
+    return ShortRow(edges.among_full(f"row {row} alone, of length 1", _cut(edges, row, 1)), row)
 
 
 def _cut(edges: Edges, row: int, length: int) -> Compose:
     """Everything that is as long as rows are padded to, or one shorter or longer than that, cut to the row's length."""
-    take, full = edges.taken([row]), edges.full
+    take, full = edges.taken([row]), edges.padded_to
 
     def compose(loop: TrainLoop) -> Any:
         one = take(loop)

@@ -1,7 +1,7 @@
-"""Which axes each ``squeeze`` of the project's takes out, and runs in which it takes out others.
+"""Which axes each ``squeeze`` of the project removes, and runs in which it removes others.
 
-Without a dim it takes out every axis of size 1, the row axis among them once a batch has one row; ``squeeze(0)`` does
-so by name. A call is known by its place in the code and by how often that was passed.
+Without a dim it removes every axis of size 1, the row axis among them once a batch has one row; ``squeeze(0)`` does so
+by name. A call is identified by its instruction and by how many calls came from there before.
 """
 
 from __future__ import annotations
@@ -24,27 +24,29 @@ Key = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Squeeze:
-    """One call: the shape that came in, the axes that were taken out, how it reads."""
+class SqueezeCall:
+    """One call of ``squeeze``."""
 
     shape: tuple[int, ...]
+    """Of the input."""
     removed: frozenset[int]
     call: str
+    """As the user writes it: ``squeeze(0)``."""
     place: Place
 
     @property
-    def left(self) -> tuple[int, ...]:
+    def output_shape(self) -> tuple[int, ...]:
         return tuple(size for axis, size in enumerate(self.shape) if axis not in self.removed)
 
 
 class Squeezes(WatchingMode):
-    """``calls`` are those of one run. Those that ``instead`` knows take out what they took out there."""
+    """``calls`` are those of one run. Those that ``instead`` holds remove the axes that they removed there."""
 
-    def __init__(self, instead: Mapping[Key, Squeeze] | None = None) -> None:
+    def __init__(self, instead: Mapping[Key, SqueezeCall] | None = None) -> None:
         super().__init__()
         self._instead = instead or {}
         self._passed: Counter[tuple[str, int]] = Counter()
-        self.calls: dict[Key, Squeeze] = {}
+        self.calls: dict[Key, SqueezeCall] = {}
 
     def active(self) -> bool:
         """Inside steps and backward passes too: each call is counted, and does what it did in the other run."""
@@ -55,7 +57,7 @@ class Squeezes(WatchingMode):
             return func(*args, **kwargs)
         frame = sys._getframe(2)
         if not layer(frame.f_code.co_filename):
-            return func(*args, **kwargs)  # torch's own, which knows what it does
+            return func(*args, **kwargs)  # torch's own calls
         tensor = args[0] if args else kwargs["input"]
         at = frame.f_code.co_filename, frame.f_lasti
         key = (*at, self._passed[at])
@@ -64,16 +66,16 @@ class Squeezes(WatchingMode):
         call = f"{name}({', '.join(map(str, dims))})" if dims else f"{name}()"
         with self.watch.quietly():
             place = here(2)[0]
-        self.calls[key] = Squeeze(tuple(tensor.shape), _removed(tuple(tensor.shape), dims), call, place)
+        self.calls[key] = SqueezeCall(tuple(tensor.shape), _removed(tuple(tensor.shape), dims), call, place)
         other = self._instead.get(key)
         if other is None or len(other.shape) != tensor.dim():
             return func(*args, **kwargs)
         kept = tuple(sorted(other.removed))
         return func(tensor, kept) if kept else tensor
 
-    def lost(self, others: Mapping[Key, Squeeze], rows: int) -> dict[Key, Squeeze]:
-        """The calls that took out an axis which, in a run over so many rows, they leave in: it has one entry or more
-        for each row there."""
+    def removed_rows(self, others: Mapping[Key, SqueezeCall], rows: int) -> dict[Key, SqueezeCall]:
+        """The calls that removed an axis which they keep in a run over ``rows`` rows, and which has there one entry or
+        more for each row."""
         found = {}
         for key, mine in self.calls.items():
             theirs = others.get(key)

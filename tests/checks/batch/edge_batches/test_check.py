@@ -6,53 +6,48 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from pytest_trainloop.checks.batch.edge_batches import embedding_range, length_one, squeeze_proof
 from pytest_trainloop.checks.batch.edge_batches.check import edge_batches
 from pytest_trainloop.checks.batch.edge_batches.last_batch import Ending
-from pytest_trainloop.checks.batch.edge_batches.length_one import Short
+from pytest_trainloop.checks.batch.edge_batches.length_one import ShortRow
 from pytest_trainloop.checks.batch.edge_batches.runs import Edges, Outcome
-from pytest_trainloop.checks.batch.edge_batches.squeeze_proof import Lost
-from pytest_trainloop.checks.batch.edge_batches.squeezes import Squeeze
+from pytest_trainloop.checks.batch.edge_batches.squeeze_proof import SqueezedRow
+from pytest_trainloop.checks.batch.edge_batches.squeezes import SqueezeCall
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.events import Place
 from pytest_trainloop.recording.record import Record
 from tests.helpers.records import FakeEvidence
 
 UNKNOWN, DROPS = Ending(), Ending(drops=True)
-LEAVES_ONE = Ending(last=(12,), of=4, data=13)
-LEAVES_ANY = Ending(last=(12,), of=4, data=13, shuffles=True)
-LEAVES_TWO = Ending(last=(12, 13), of=4, data=14)
+LEAVES_ONE = Ending(last=(12,), batch_size=4, data=13)
+LEAVES_ANY = Ending(last=(12,), batch_size=4, data=13, shuffles=True)
+LEAVES_TWO = Ending(last=(12, 13), batch_size=4, data=14)
 
 FINE = Outcome("1 row", Record())
 RAISED = Outcome("1 row", Record(), raised="ValueError: Expected more than 1 value per channel")
-BY_HAND = Outcome("1 row", Record(), raised="ValueError: at least two rows", by_hand=True)
-NAN = Outcome("1 row", Record(), lost=("weight", "bias"))
-NAN_LOSS = Outcome("1 row", Record(), nan=True)
+BY_THE_LOOP = Outcome("1 row", Record(), raised="ValueError: at least two rows", raised_by_loop=True)
+NAN = Outcome("1 row", Record(), nonfinite=("weight", "bias"))
+NAN_LOSS = Outcome("1 row", Record(), nonfinite_loss=True)
 
 
 def lost(raised="RuntimeError: size mismatch"):
-    call = Squeeze((1, 8, 1), frozenset({0, 2}), "squeeze()", Place("net.py", 3, "x.squeeze()"))
-    return Lost((call,), raised, "", 0.125, 1.0, (0.5, 0.5))
+    call = SqueezeCall((1, 8, 1), frozenset({0, 2}), "squeeze()", Place("net.py", 3, "x.squeeze()"))
+    return SqueezedRow((call,), raised, "", 0.125, 1.0, (0.5, 0.5))
 
 
 @dataclass
 class Answered:
-    """What the check asks, answered at once."""
+    """What the check asks of the runs, answered at once."""
 
     ending: Ending = UNKNOWN
-    one: Outcome = FINE
-    squeezed: Lost | None = None
+    one_row: Outcome = FINE
+    squeezed: SqueezedRow | None = None
     last: Outcome | None = None
     empty: Outcome | None = None
     may_be_empty: bool = False
-    brief: Short | None = None
-    without: dict[int, int] = field(default_factory=dict)
+    short: ShortRow | None = None
+    nothing_counts_in: dict[int, int] = field(default_factory=dict)
     count: int = 4
-
-    def one_row(self):
-        return self.one
-
-    def row_lost(self):
-        return self.squeezed
 
     def leftover(self):
         return self.last
@@ -60,11 +55,12 @@ class Answered:
     def nothing_counts(self):
         return self.empty
 
-    def short(self):
-        return self.brief
 
-    def padded(self):
-        return None
+@pytest.fixture(autouse=True)
+def no_runs(monkeypatch):
+    monkeypatch.setattr(squeeze_proof, "proven", lambda edges: edges.squeezed)
+    monkeypatch.setattr(length_one, "shortest", lambda edges: edges.short)
+    monkeypatch.setattr(embedding_range, "beyond_table", lambda edges: None)
 
 
 def given(**said):
@@ -85,15 +81,15 @@ def test_all_is_well():
 )
 def test_a_lost_row_by_what_the_loader_leaves(ending, level):
     expected = [("row_axis_squeezed", level)] if level else []
-    assert named(one=RAISED, squeezed=lost(), ending=ending) == expected
+    assert named(one_row=RAISED, squeezed=lost(), ending=ending) == expected
 
 
 def test_a_lost_row_that_nothing_raises_on():
-    assert named(one=RAISED, squeezed=lost(raised=""), ending=UNKNOWN) == [("row_axis_squeezed", "fault")]
+    assert named(one_row=RAISED, squeezed=lost(raised=""), ending=UNKNOWN) == [("row_axis_squeezed", "fault")]
 
 
 def test_a_lost_row_explains_the_leftover_batch():
-    assert named(one=RAISED, squeezed=lost(), last=RAISED, ending=LEAVES_ONE) == [("row_axis_squeezed", "fault")]
+    assert named(one_row=RAISED, squeezed=lost(), last=RAISED, ending=LEAVES_ONE) == [("row_axis_squeezed", "fault")]
 
 
 def test_a_gradient_that_is_another_one_is_told_with_its_factor():
@@ -103,7 +99,7 @@ def test_a_gradient_that_is_another_one_is_told_with_its_factor():
     assert "0.125 times as long" in found.measured
 
 
-@pytest.mark.parametrize(("last", "named_it"), [(RAISED, True), (NAN, True), (FINE, False), (BY_HAND, False)])
+@pytest.mark.parametrize(("last", "named_it"), [(RAISED, True), (NAN, True), (FINE, False), (BY_THE_LOOP, False)])
 def test_the_loaders_last_batch(last, named_it):
     assert named(last=last, ending=LEAVES_ONE) == ([("leftover_batch", "fault")] if named_it else [])
 
@@ -111,16 +107,16 @@ def test_the_loaders_last_batch(last, named_it):
 @pytest.mark.parametrize("one", [RAISED, NAN])
 def test_one_row_that_breaks_the_loop_decides_nothing(one):
     with pytest.raises(CannotDecide, match="nothing says whether one comes"):
-        named(one=one)
+        named(one_row=one)
 
 
 @pytest.mark.parametrize("ending", [DROPS, LEAVES_TWO, LEAVES_ONE])
 def test_one_row_that_does_not_come_or_was_judged_is_not_asked_for(ending):
-    assert named(one=RAISED, ending=ending) == []
+    assert named(one_row=RAISED, ending=ending) == []
 
 
 def test_what_the_loop_raises_by_itself_is_its_answer():
-    assert named(one=BY_HAND) == []
+    assert named(one_row=BY_THE_LOOP) == []
 
 
 @pytest.mark.parametrize(
@@ -136,22 +132,22 @@ def test_what_the_loop_raises_by_itself_is_its_answer():
 )
 def test_a_batch_in_which_nothing_counts(empty, may_be, level):
     expected = [("nan_when_all_ignored", level)] if level else []
-    assert named(empty=empty, may_be_empty=may_be, without={1: 3}) == expected
+    assert named(empty=empty, may_be_empty=may_be, nothing_counts_in={1: 3}) == expected
 
 
 def test_nothing_counts_comes_before_length_one():
-    assert named(empty=NAN, brief=Short(NAN, 1)) == [("nan_when_all_ignored", "advice")]
+    assert named(empty=NAN, short=ShortRow(NAN, 1)) == [("nan_when_all_ignored", "advice")]
 
 
 @pytest.mark.parametrize(("ending", "level"), [(LEAVES_ANY, "fault"), (LEAVES_ONE, "advice"), (UNKNOWN, "advice")])
 def test_length_one(ending, level):
-    assert named(brief=Short(NAN, 1), ending=ending) == [("nan_at_length_one", level)]
+    assert named(short=ShortRow(NAN, 1), ending=ending) == [("nan_at_length_one", level)]
 
 
 @pytest.mark.parametrize("outcome", [FINE, RAISED, NAN_LOSS])
 def test_length_one_that_loses_no_weights(outcome):
-    assert named(brief=Short(outcome, 1), ending=LEAVES_ANY) == []
+    assert named(short=ShortRow(outcome, 1), ending=LEAVES_ANY) == []
 
 
 def test_a_loader_that_drops_gives_no_single_row():
-    assert named(empty=NAN, may_be_empty=True, brief=Short(NAN, 1), ending=DROPS) == []
+    assert named(empty=NAN, may_be_empty=True, short=ShortRow(NAN, 1), ending=DROPS) == []

@@ -12,9 +12,11 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 
 from pytest_trainloop import Padding, TrainLoop
 from pytest_trainloop.batches.valid_targets import rows_without
+from pytest_trainloop.checks.batch.edge_batches.embedding_range import beyond_table
 from pytest_trainloop.checks.batch.edge_batches.last_batch import ending, last_batch
-from pytest_trainloop.checks.batch.edge_batches.length_one import lengths_of
-from pytest_trainloop.checks.batch.edge_batches.runs import Edges
+from pytest_trainloop.checks.batch.edge_batches.length_one import shortest
+from pytest_trainloop.checks.batch.edge_batches.runs import Edges, lengths_of
+from pytest_trainloop.checks.batch.edge_batches.squeeze_proof import proven
 from pytest_trainloop.checks.batch.edge_batches.squeezes import Squeezes
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.record import Record
@@ -33,7 +35,7 @@ def rows(count):
 
 def test_the_last_batch_is_counted():
     end = ending(DataLoader(rows(13), batch_size=4))
-    assert (end.rows, end.of, end.data, end.drops) == (1, 4, 13, False)
+    assert (end.rows, end.batch_size, end.data, end.drops) == (1, 4, 13, False)
     assert end.leaves_one
     assert not end.leaves_any
     assert not end.leaves_none
@@ -199,8 +201,8 @@ def test_what_is_taken_out_of_one_row(squeeze, removed):
 @pytest.mark.parametrize(("squeeze", "lost"), [(outright, 1), (named, 0), (by_function, 1)])
 def test_an_axis_is_lost_that_is_left_in_otherwise(squeeze, lost):
     one, three = (squeezing(squeeze, batch_of(n))[0] for n in (1, 3))
-    assert len(one.lost(three.calls, 3)) == lost
-    assert not three.lost(three.calls, 3)
+    assert len(one.removed_rows(three.calls, 3)) == lost
+    assert not three.removed_rows(three.calls, 3)
 
 
 @pytest.mark.parametrize("squeeze", [outright, by_function])
@@ -253,17 +255,17 @@ def evidence(squeeze=lambda x: x[:, 0], loss=F.cross_entropy, batch=None, **fiel
 
 def test_one_row_goes_through():
     edges = Edges.of(evidence())
-    assert edges.one_row().fine
-    assert edges.row_lost() is None
+    assert edges.one_row.ok
+    assert proven(edges) is None
     assert edges.leftover() is None
     assert edges.nothing_counts() is None
-    assert edges.short() is None
-    assert edges.padded() is None
+    assert shortest(edges) is None
+    assert beyond_table(edges) is None
 
 
 def test_a_lost_row_is_proven_by_leaving_it_in():
-    lost = Edges.of(evidence(outright)).row_lost()
-    assert [s.left for s in lost.squeezes] == [(3,)]
+    lost = proven(Edges.of(evidence(outright)))
+    assert [s.output_shape for s in lost.squeezes] == [(3,)]
     assert "RuntimeError" in lost.raised or "ValueError" in lost.raised
     assert lost.weights == pytest.approx((0.5, 0.5))
 
@@ -272,14 +274,14 @@ def test_a_lost_row_that_changes_the_gradient_only():
     def by_rows(scores, _labels):
         return (scores**2).sum() / len(scores)
 
-    lost = Edges.of(evidence(outright, by_rows)).row_lost()
+    lost = proven(Edges.of(evidence(outright, by_rows)))
     assert not lost.raised
     assert lost.ratio == pytest.approx(1 / 3)
     assert lost.cosine == pytest.approx(1.0)
 
 
 def test_a_lost_row_that_changes_nothing():
-    assert Edges.of(evidence(outright, lambda scores, _labels: (scores**2).mean())).row_lost() is None
+    assert proven(Edges.of(evidence(outright, lambda scores, _labels: (scores**2).mean()))) is None
 
 
 def test_rows_that_interact_may_not_be_meant_one_by_one():
@@ -287,8 +289,8 @@ def test_rows_that_interact_may_not_be_meant_one_by_one():
         return F.cross_entropy(scores - scores.mean(0).exp(), labels)
 
     edges = Edges.of(evidence(outright, decorrelated))
-    assert edges.one_row().raised
-    assert edges.row_lost() is None
+    assert edges.one_row.raised
+    assert proven(edges) is None
 
 
 def test_a_batch_of_one_row_has_none_to_take():
@@ -298,7 +300,7 @@ def test_a_batch_of_one_row_has_none_to_take():
 
 def test_filters_of_warnings_are_as_they_were():
     before = list(warnings.filters)
-    Edges.of(evidence(outright, lambda scores, _labels: scores.std(0).sum())).one_row()
+    assert Edges.of(evidence(outright, lambda scores, _labels: scores.std(0).sum())).one_row.ok
     assert list(warnings.filters) == before
 
 
@@ -307,7 +309,7 @@ def test_of_several_lost_rows_the_one_that_matters_is_named():
         _ = x.squeeze(1).squeeze().sum()
         return x.squeeze()
 
-    (found,) = Edges.of(evidence(twice)).row_lost().squeezes
+    (found,) = proven(Edges.of(evidence(twice))).squeezes
     assert found.shape == (1, 1, 3)
 
 
@@ -345,5 +347,5 @@ def test_rows_that_weigh_each_other_may_not_be_meant_one_by_one():
         return -(chosen * returns).mean()
 
     edges = Edges.of(evidence(outright, rewarded))
-    assert edges.one_row().raised
-    assert edges.row_lost() is None
+    assert edges.one_row.raised
+    assert proven(edges) is None
