@@ -111,12 +111,6 @@ def test_the_readme_fits_and_contributing_pages_are_short():
     assert long == []
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_the_least_version_of_torch_is_that_of_the_package(page):
-    least = re.search(r'"torch>=([\d.]+)"', read("pyproject.toml"))[1]
-    assert f"torch {least} or later; tested with torch {least}, " in read(page)
-
-
 def test_every_option_and_knob_has_its_line():
     declared = read("pytest_trainloop/plugin/options.py")
     page = read("docs/options.md")

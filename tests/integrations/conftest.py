@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -63,12 +62,13 @@ def run() -> Callable[..., int]:
 
 
 @pytest.fixture
-def assert_silent() -> Callable[..., None]:
-    """``assert_silent(make)``: every check that could run passed, and the wiring checks did run: all checks with
-    TRAINLOOP_WHOLE=1 in the environment, else those that a framework's own calls can lead astray."""
+def assert_silent(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """``assert_silent(make)``: every check that could run passed, and the wiring checks did run: all checks under
+    ``--all-checks``, else those that a framework's own calls can lead astray."""
+    only = None if request.config.getoption("--all-checks") else ASTRAY
 
     def judge(make: Callable[..., TrainLoop]) -> None:
-        results = check_loop(make, only=None if os.environ.get("TRAINLOOP_WHOLE") else ASTRAY, raises=False).results
+        results = check_loop(make, only=only, raises=False).results
         spoken = [
             (r.check, r.outcome, r.reason, r.error, [f.summary for f in r.faults])
             for r in results
