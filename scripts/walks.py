@@ -162,11 +162,11 @@ def _imports(tree: ast.Module) -> set[str]:
     return {str(node.module) for node in nodes if str(node.module).startswith("pytest_trainloop.")}
 
 
-def main(words: Sequence[str]) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print everything, the order of the files included")
     parser.add_argument("--walk", choices=LOOPS, help="one of the walks alone, as JSON in the last line")
-    given = parser.parse_args(words)
+    given = parser.parse_args()
     if given.walk:
         print(f"\n{json.dumps(walk(given.walk))}")
         return 0
@@ -180,4 +180,4 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    raise SystemExit(main())
