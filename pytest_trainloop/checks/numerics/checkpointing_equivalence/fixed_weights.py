@@ -1,10 +1,10 @@
-"""Runs whose weights stay where they began, and what is kept of such a run beside its record."""
+"""Runs whose weights stay where they began, and values that are kept of such a run in addition to its record."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,54 +19,50 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
 
+    Grads = dict[int, dict[int, torch.Tensor]]
+
 
 @dataclass(slots=True)
-class Kept:
-    """``grads`` are sampled entries of what stood in ``.grad`` after each backward pass, by its position and the
-    parameter's index: there its layout is the parameter's, whatever the order in which parts came. ``buffers`` are
-    those of the run's end."""
-
-    grads: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class Run:
-    """One run: its record, and what was kept beside it."""
+    """One run."""
 
     record: Record
-    kept: Kept
+    grads: Grads
+    """Sampled entries of ``.grad`` after each backward pass, by position of the pass and index of the parameter, whose
+    layout they have."""
+    buffers: dict[str, torch.Tensor]
+    """At the end of the run."""
 
 
 @contextlib.contextmanager
-def weights_held(watch: Watch) -> Iterator[None]:
-    """Weights are put back after every optimizer step: an optimizer that divides by a gradient's size would make much
-    of its rounding."""
+def fixed_weights(watch: Watch) -> Iterator[None]:
+    """Weights are restored after every optimizer step: an optimizer that divides by the size of a gradient would
+    magnify its rounding."""
     start = [
         (tensor, tensor.detach().clone())
         for tensor in watch.book.tensors
         if not torch.nn.parameter.is_lazy(tensor) and not tensor.is_meta
     ]
 
-    def put_back(*_: Any) -> None:
+    def restore(*_: Any) -> None:
         with watch.quietly(), torch.no_grad():
             for tensor, first in start:
                 if tensor.shape == first.shape and tensor.dtype == first.dtype and not torch.equal(tensor, first):
                     tensor.copy_(first)
 
-    with hooked(register_optimizer_step_post_hook(put_back)):
+    with hooked(register_optimizer_step_post_hook(restore)):
         yield
 
 
 @contextlib.contextmanager
-def kept(watch: Watch, into: Kept) -> Iterator[None]:
-    """Gradients as they are accumulated, and the buffers of every module as they are in the end."""
+def values_kept(watch: Watch, grads: Grads, buffers: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Keep gradients as they are accumulated, and the buffers of every module at the end."""
 
     def note(index: int, tensor: torch.Tensor) -> None:
         if watch.backward is None or tensor.grad is None or tensor.grad.layout is not torch.strided:
             return
         with watch.quietly(), torch.no_grad():
-            into.grads.setdefault(watch.backward.at, {})[index] = spaced(tensor.grad.detach()).clone()
+            grads.setdefault(watch.backward.at, {})[index] = spaced(tensor.grad.detach()).clone()
 
     handles = [
         tensor.register_post_accumulate_grad_hook(functools.partial(note, index))  # type: ignore[no-untyped-call]
@@ -78,7 +74,7 @@ def kept(watch: Watch, into: Kept) -> Iterator[None]:
             yield
     finally:
         with watch.quietly(), torch.no_grad():
-            into.buffers.update(_buffers(watch))
+            buffers.update(_buffers(watch))
 
 
 def _buffers(watch: Watch) -> Iterator[tuple[str, torch.Tensor]]:

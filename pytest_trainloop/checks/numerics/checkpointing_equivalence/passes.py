@@ -1,4 +1,4 @@
-"""The backward passes of two runs side by side: what was backpropagated, and the gradients that arrived."""
+"""The backward passes of two runs compared: the losses, and the gradients that arrived."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Record
 
 WRAPPED = "_checkpoint_wrapped_module."
-"""What torch's own wrapper puts into the names of what it holds."""
+"""What torch's checkpoint wrapper adds to the names of parameters."""
 
 
 def plain_name(name: str) -> str:
@@ -27,27 +27,30 @@ def plain_name(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
-    """The first backward pass whose gradients differ: its number, what was backpropagated in each run, how far the
-    gradients agree, and the parameters whose own do not; ``bare`` are those that get none in the first of the runs."""
+class Difference:
+    """The first backward pass whose gradients differ between two runs."""
 
     nth: int
     loss: tuple[float, float]
+    """What was backpropagated in each run."""
     gradients: Agreement
     names: tuple[str, ...]
-    bare: tuple[str, ...]
+    """Parameters whose gradients differ."""
+    without_gradient: tuple[str, ...]
+    """Those of them that get none in the first run."""
     place: str
     forward: bool
+    """Whether the losses differ as well."""
 
     @property
     def drifted(self) -> bool:
-        """Whether the loss of a later pass differs first: the generators, or some state, are elsewhere by then, and no
-        gradient was wrong."""
+        """Whether the loss of a later pass is the first to differ: generators, or some state, have advanced otherwise
+        by then, and no gradient was wrong."""
         return self.forward and self.nth > 0
 
 
-def first_apart(on: Run, off: Run, bound: float) -> Apart | None:
-    """None where all passes agree that both runs have."""
+def difference(on: Run, off: Run, bound: float) -> Difference | None:
+    """None where the passes that both runs have agree within ``bound``, relative to the larger gradient."""
     judged = held_names(off.record)
     for nth, (a, b) in enumerate(zip(passes(on.record), passes(off.record), strict=False)):
         mine, others = (gradients(r, p, judged) for r, p in ((on, a), (off, b)))
@@ -57,17 +60,17 @@ def first_apart(on: Run, off: Run, bound: float) -> Apart | None:
         found = agreement(*vector)
         if not found.difference <= bound:
             names = tuple(n for n in sorted({*mine, *others}) if not _alike(mine, others, n, bound))
-            bare = tuple(n for n in names if n not in mine)
+            missing = tuple(n for n in names if n not in mine)
             loss = (_total(a), _total(b))
             forward = not all(_near(x.value, y.value, bound) for x, y in zip(a.roots, b.roots, strict=False))
-            return Apart(nth, loss, found, names, bare, str(b.place), forward or len(a.roots) != len(b.roots))
+            return Difference(nth, loss, found, names, missing, str(b.place), forward or len(a.roots) != len(b.roots))
     return None
 
 
 def passes(record: Record) -> list[Backward]:
-    """The backward passes from the weights that the run began with, but those of one step after its first."""
-    by_hand = not any(o.steps for o in record.optimizers)
-    until = min((m.at for m in record.moves), default=math.inf) if by_hand else math.inf
+    """The backward passes from the weights that the run began with; of several within one step, the first."""
+    no_steps = not any(o.steps for o in record.optimizers)
+    until = min((m.at for m in record.moves), default=math.inf) if no_steps else math.inf
     taken: set[int] = set()
     found = []
     for backward in record.autograd_passes():
@@ -80,15 +83,15 @@ def passes(record: Record) -> list[Backward]:
 
 
 def held_names(record: Record) -> set[str]:
-    """The parameters that an optimizer holds and that are not meant to rest; all where there is no optimizer."""
+    """The parameters that an optimizer holds and that are not declared frozen; all where there is no optimizer."""
     held = record.held or {p.index: () for p in record.parameters}
     return {plain_name(record.name(i)) for i in held if not record.declared_frozen(record.name(i))}
 
 
 def gradients(run: Run, backward: Backward, judged: set[str]) -> Gradient:
-    """What one pass left in ``.grad``, by parameter; what arrived last where nothing was accumulated, as for
+    """The contents of ``.grad`` after one pass, by parameter; what arrived last where nothing was accumulated, as with
     ``torch.autograd.grad``."""
-    record, accumulated = run.record, run.kept.grads.get(backward.at, {})
+    record, accumulated = run.record, run.grads.get(backward.at, {})
     found: Gradient = {}
     for index, arrived in backward.arrivals.items():
         name, last = plain_name(record.name(index)), arrived[-1].incoming

@@ -1,7 +1,7 @@
-"""Generators of random numbers that a checkpoint does not put back, put back where its function is run again.
+"""Generators of random numbers that a checkpoint does not restore, restored for the recomputation of its function.
 
-Torch preserves the state of its own generators, unless it is told not to. Python's, numpy's and those that a loop makes
-for itself go on, so that what is run again draws other numbers than the forward pass did.
+Torch preserves the state of its own generators, unless ``preserve_rng_state=False``. Python's, numpy's and those that a
+loop creates advance, so that the recomputation draws other numbers than the forward pass did.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 
-class PutBack:
-    """To be used by ``switched``; ``moved`` names the generators that drew under a checkpoint and go on."""
+class RestoreGenerators:
+    """For ``switched``; ``moved`` names the generators that drew under a checkpoint and that it does not restore."""
 
     def __init__(self) -> None:
         self.moved: dict[str, None] = {}
 
     def __call__(self, asked: Asked) -> Piece:
-        return _Drawing(asked, self.moved)
+        return _Restored(asked, self.moved)
 
 
-class _Drawing(Piece):
+class _Restored(Piece):
     preserves = True
 
     def __init__(self, asked: Asked, moved: dict[str, None]) -> None:
@@ -81,7 +81,7 @@ class _Drawing(Piece):
 
 
 class _Private(FunctionMode):
-    """Tells of every generator that a torch call is handed, before it draws."""
+    """Calls ``note`` for every generator among the arguments of a torch call, before it draws."""
 
     def __init__(self, note: Callable[[torch.Generator], None]) -> None:
         super().__init__()

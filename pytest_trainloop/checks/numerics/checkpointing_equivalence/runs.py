@@ -1,44 +1,42 @@
-"""The loop with activation checkpointing, against itself with every checkpoint turned into a plain call.
+"""The loop with activation checkpointing, compared with itself with every checkpoint turned into a plain call.
 
-Both are made in float64, under one seed, from the same weights, which are held still. The same operations run in both,
-so that gradients agree but for the order in which their parts are summed: 1e3 * eps, as for accumulation. Where they do
+Both runs are made in float64, under one seed, from the same weights, which stay fixed. They make the same operations,
+so that gradients agree up to the order in which their terms are summed: 1e3 * eps, as for accumulation. Where they do
 not, one thing at a time is put right, and what makes them agree is the cause.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.checks.numerics.checkpointing_equivalence.first_difference import Recalled
-from pytest_trainloop.checks.numerics.checkpointing_equivalence.fixed_weights import Kept, Run, kept, weights_held
-from pytest_trainloop.checks.numerics.checkpointing_equivalence.passes import first_apart, passes, plain_name
-from pytest_trainloop.checks.numerics.checkpointing_equivalence.rng_state import PutBack
+from pytest_trainloop.checks.numerics.checkpointing_equivalence.first_difference import CompareRecomputation
+from pytest_trainloop.checks.numerics.checkpointing_equivalence.fixed_weights import Run, fixed_weights, values_kept
+from pytest_trainloop.checks.numerics.checkpointing_equivalence.passes import difference, passes, plain_name
+from pytest_trainloop.checks.numerics.checkpointing_equivalence.rng_state import RestoreGenerators
 from pytest_trainloop.errors import CannotDecide, Unreliable, UsageError, UserCodeError
-from pytest_trainloop.gradients.tolerances import ROUNDING
+from pytest_trainloop.gradients.tolerances import RESEEDED, ROUNDING
 from pytest_trainloop.recording.watch import FULL_ROUNDS
 from pytest_trainloop.runs.checkpoint_bypass import not_reentrant, switched, without, without_cut_off
 from pytest_trainloop.runs.no_randomness import Still
 from pytest_trainloop.runs.same_start import SameStart
 
 if TYPE_CHECKING:
+    import contextlib
     from collections.abc import Callable, Iterable, Sequence
 
-    from pytest_trainloop.checks.numerics.checkpointing_equivalence.first_difference import Other
-    from pytest_trainloop.checks.numerics.checkpointing_equivalence.passes import Apart
+    from pytest_trainloop.checks.numerics.checkpointing_equivalence.first_difference import OtherCall
+    from pytest_trainloop.checks.numerics.checkpointing_equivalence.fixed_weights import Grads
+    from pytest_trainloop.checks.numerics.checkpointing_equivalence.passes import Difference
     from pytest_trainloop.recording.events import CheckpointCall
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
-    Hold = Callable[[Watch], contextlib.AbstractContextManager[Any]]
     Contexts = Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]]
-
-RESEEDED = 1_000_003
 
 IN_PLACE = "modified by an inplace operation"
 
@@ -50,34 +48,36 @@ REFUSALS = (
     IN_PLACE,
     "does not require grad",
 )
-"""What torch says of a backward pass that meets something else than the forward pass left."""
+"""Parts of torch's messages where a backward pass finds something else than the forward pass left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Why a loop computes otherwise with checkpointing.
-
-    ``apart`` is how the gradients differ, None where fit raised ``raised`` with checkpointing only. ``generators`` are
-    those that were not put back, ``other`` is the first call that went otherwise when it was run again. ``by_hand``
-    tells that no checkpoint of torch's was seen; ``precision`` is what both runs computed in. ``plain_raised`` is what
-    fit raised with plain calls only.
-    """
+    """Why a loop computes something else with checkpointing."""
 
     cause: str
-    apart: Apart | None = None
+    difference: Difference | None = None
+    """Of the gradients; None where fit raised in one of the runs."""
     raised: str = ""
-    place: str = ""
-    bare: tuple[str, ...] = ()
-    generators: tuple[str, ...] = ()
-    other: Other | None = None
-    by_hand: bool = False
-    precision: str = "float64"
+    """What fit raised with checkpointing only."""
     plain_raised: str = ""
+    """What fit raised with plain calls only."""
+    place: str = ""
+    without_gradient: tuple[str, ...] = ()
+    """Parameters that get no gradient with checkpointing."""
+    generators: tuple[str, ...] = ()
+    """Those that were not restored."""
+    other: OtherCall | None = None
+    """The first call that differs when it is recomputed."""
+    own_recomputation: bool = False
+    """Whether no checkpoint of torch's was seen."""
+    precision: str = "float64"
+    """What both runs computed in."""
 
 
 def checkpoint_knob(evidence: Evidence) -> str | None:
-    """The user's keyword that switches checkpointing on or off; None where it names a way to checkpoint, or is not
-    there."""
+    """The user's keyword that switches checkpointing on or off; None where there is none, or where its values name
+    kinds of checkpointing."""
     name = evidence.knobs.get("checkpoint")
     if name is None:
         return None
@@ -90,7 +90,7 @@ class Checkpointing:
     """The runs behind ``checkpointing_equivalence``."""
 
     def __init__(self, evidence: Evidence) -> None:
-        self._seen, self._plan, self._run = evidence.run(), evidence.plan(), evidence.rerun
+        self._seen, self._plan, self._rerun = evidence.run(), evidence.plan(), evidence.rerun
         self._knob = checkpoint_knob(evidence)
         self._start = SameStart(plain_name)
         self._double = True
@@ -100,8 +100,8 @@ class Checkpointing:
         self.place = ""
 
     def verdict(self) -> Verdict | None:
-        """What is wrong, if anything is. Raises ``CannotDecide`` where the loop cannot be run so, and ``Unreliable``
-        where two runs alike differ."""
+        """What is wrong, if anything is. Raises ``CannotDecide`` where one of the runs cannot be made, and
+        ``Unreliable`` where two identical runs differ."""
         on = self._made("on")
         calls = tuple(c for c in on.record.checkpoints if c.grad_enabled)
         self.place = _place(calls)
@@ -114,31 +114,29 @@ class Checkpointing:
             found = self._by_path(off, calls)
         return None if found is None else replace(found, precision=self._lowest)
 
-    def twice(self) -> tuple[str, ...]:
-        """Buffers that end otherwise with checkpointing, where two runs with it agree on them."""
+    def buffers_updated_twice(self) -> tuple[str, ...]:
+        """Buffers that end with other values under checkpointing, where two runs with it agree on them."""
         if "off" not in self._runs:
             return ()
-        on, off = self._runs["on"].kept.buffers, self._runs["off"].kept.buffers
+        on, off = self._runs["on"].buffers, self._runs["off"].buffers
         found = tuple(n for n in on if n in off and not _equal(on[n], off[n], self._bound()))
         if not found:
             return ()
-        again = self._made("on again").kept.buffers
+        again = self._made("on again").buffers
         return tuple(n for n in found if n in again and _equal(on[n], again[n], self._bound()))
 
-    def moved(self, name: str) -> tuple[float, float]:
+    def largest_at_the_end(self, name: str) -> tuple[float, float]:
         """The largest entry of a buffer at the end, with checkpointing and without."""
-        on, off = (float(self._runs[key].kept.buffers[name].abs().max()) for key in ("on", "off"))
+        on, off = (float(self._runs[key].buffers[name].abs().max()) for key in ("on", "off"))
         return on, off
 
     def _by_checkpoint(self, on: Run, off: Run, calls: Sequence[CheckpointCall]) -> Verdict | None:
-        """The checkpoints as they are, against plain calls of the same functions."""
+        """The checkpoints as they are, compared with plain calls of the same functions."""
         if off.record.raised is not None:
             hidden = self._hidden(on, off, calls)
             if hidden is not None:
                 return hidden
-            also = (
-                "with checkpointing and without" if on.record.raised is not None else "with checkpoints as plain calls"
-            )
+            also = "with checkpointing and without" if on.record.raised else "with checkpoints as plain calls"
             raise CannotDecide(f"fit raised {off.record.raised.summary} {also}")
         if not passes(off.record):
             raise CannotDecide("no backward pass was seen: there are no gradients to compare")
@@ -146,29 +144,29 @@ class Checkpointing:
             return self._refused(on, off, calls)
         if len(passes(on.record)) != len(passes(off.record)):
             raise CannotDecide("the loop makes another number of backward passes without checkpointing")
-        apart = first_apart(on, off, self._bound())
-        if apart is None or apart.drifted:
+        found = difference(on, off, self._bound())
+        if found is None or found.drifted:
             return None
         self._require_repeatable("on", on)
-        if apart.forward:
-            return Verdict(cause="other_computation", apart=apart, place=_place(calls))
-        return self._cause(off, calls, Verdict(cause="state_changed", apart=apart, place=_place(calls)))
+        if found.forward:
+            return Verdict(cause="other_computation", difference=found, place=_place(calls))
+        return self._cause(off, calls, Verdict(cause="state_changed", difference=found, place=_place(calls)))
 
     def _hidden(self, on: Run, off: Run, calls: Sequence[CheckpointCall]) -> Verdict | None:
-        """What torch refuses with plain calls, a tensor changed before its backward pass, and what a checkpoint runs
-        again with the changed one."""
+        """A tensor changed before its backward pass: torch refuses that with plain calls, while a checkpoint recomputes
+        with the changed tensor."""
         refused = off.record.raised
         if refused is None or on.record.raised is not None or IN_PLACE not in refused.message:
             return None
-        recalled: list[Recalled] = []
-        self._made("moving", self._recalling(recalled), hold=_moving)
-        other = next((r.other for r in recalled if r.other is not None), None)
+        comparisons: list[CompareRecomputation] = []
+        self._made("moving", self._comparing(comparisons), fixed=False)
+        other = next((c.other for c in comparisons if c.other is not None), None)
         if other is None:
             return None
         return Verdict(cause="state_changed", plain_raised=refused.summary, place=_place(calls), other=other)
 
     def _refused(self, on: Run, off: Run, calls: Sequence[CheckpointCall]) -> Verdict:
-        """Where fit raises with checkpointing only."""
+        """Fit raises with checkpointing only."""
         raised = on.record.raised
         said = "" if raised is None else f"{raised.summary} {raised.message}"
         if raised is None or not any(words in said for words in REFUSALS):
@@ -179,63 +177,60 @@ class Checkpointing:
         return self._cause(off, calls, given)
 
     def _cause(self, off: Run, calls: Sequence[CheckpointCall], given: Verdict) -> Verdict:
-        """One thing at a time is put right."""
+        """Put one thing at a time right, and see whether the gradients then agree."""
         cut_off = tuple(c for c in calls if c.reentrant and not c.needs_grad)
         if cut_off and self._agrees("cut off", off, _switching(without_cut_off)):
-            bare = given.apart.bare if given.apart is not None else _reached(off.record)
-            return replace(given, cause="inputs_need_grad", bare=bare, place=_place(cut_off))
-        put_back = PutBack()
-        if self._agrees("put back", off, _switching(put_back)) and put_back.moved:
-            return replace(given, cause="rng_not_preserved", generators=tuple(put_back.moved))
-        recalled: list[Recalled] = []
-        self._made("recalled", self._recalling(recalled))
-        other = recalled[-1].other if recalled else None
+            reached = tuple(p.name for p in off.record.parameters if off.record.reached(p.index))
+            names = given.difference.without_gradient if given.difference is not None else reached
+            return replace(given, cause="inputs_need_grad", without_gradient=names, place=_place(cut_off))
+        restored = RestoreGenerators()
+        if self._agrees("restored", off, _switching(restored)) and restored.moved:
+            return replace(given, cause="rng_not_preserved", generators=tuple(restored.moved))
+        comparisons: list[CompareRecomputation] = []
+        self._made("compared", self._comparing(comparisons))
+        other = comparisons[-1].other if comparisons else None
         reentrant = tuple(c for c in calls if c.reentrant)
         if other is None and reentrant and self._agrees("not re-entrant", off, _switching(not_reentrant)):
             return replace(given, cause="side_result_cut", place=_place(reentrant))
         return replace(given, other=other)
 
-    def _recalling(self, into: list[Recalled]) -> Contexts:
+    def _comparing(self, into: list[CompareRecomputation]) -> Contexts:
         def contexts(watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-            into.append(Recalled(watch, self._bound()))
+            into.append(CompareRecomputation(watch, self._bound()))
             return (switched(into[-1]),)
 
         return contexts
 
     def _agrees(self, key: str, off: Run, contexts: Contexts) -> bool:
         made = self._made(key, contexts)
-        return made.record.raised is None and first_apart(made, off, self._bound()) is None
+        return made.record.raised is None and difference(made, off, self._bound()) is None
 
     def _by_path(self, plain: Run, calls: Sequence[CheckpointCall]) -> Verdict | None:
-        """The path that the knob chooses, with plain calls, against the other one."""
+        """The code that the knob switches on, with plain calls, compared with the code that it switches off."""
         other = self._made("knob off", knob=False)
         for made, how in ((other, "without"), (plain, "with")):
             if made.record.raised is not None:
                 raise CannotDecide(f"fit raised {made.record.raised.summary} {how} checkpointing only")
-        apart = first_apart(plain, other, self._bound())
-        if apart is None or apart.drifted:
+        found = difference(plain, other, self._bound())
+        if found is None or found.drifted:
             return None
         self._require_repeatable("knob off", other, knob=False)
-        still = [self._made(f"still {knob}", _still(plain=knob), knob=knob) for knob in (True, False)]
-        if any(made.record.raised is not None for made in still):
-            raise CannotDecide("fit raised without dropout, so that what the two ways draw cannot be told apart")
-        if first_apart(still[0], still[1], self._bound()) is None:
-            drawn = Verdict(cause="rng_not_preserved", apart=apart, generators=("torch's generator",), by_hand=True)
-            return None if calls or apart.forward else replace(drawn, place=apart.place)
-        if self._draws(still[1]):
+        quiet = [self._made(f"no randomness {knob}", _no_randomness(plain=knob), knob=knob) for knob in (True, False)]
+        if any(made.record.raised is not None for made in quiet):
+            raise CannotDecide("fit raised without dropout, so that the draws of the two ways cannot be compared")
+        if difference(quiet[0], quiet[1], self._bound()) is None:
+            return None if calls or found.forward else _torchs_generator(found)
+        reseeded = self._made("reseeded", _no_randomness(plain=False), knob=False, fit_seed=RESEEDED)
+        if difference(reseeded, quiet[1], self._bound()) is not None:
             raise CannotDecide(
                 "the loop draws random numbers from python's or numpy's generators, which the two ways of the knob "
                 "need not do in the same order; draw them with torch to have the ways compared"
             )
-        return Verdict(cause="other_computation", apart=apart, place=_place(calls) or apart.place, by_hand=not calls)
-
-    def _draws(self, still: Run) -> bool:
-        """Whether the loop draws what ``Still`` knows nothing of."""
-        again = self._made("still reseeded", _still(plain=False), knob=False, fit_seed=RESEEDED)
-        return first_apart(again, still, self._bound()) is not None
+        place = _place(calls) or found.place
+        return Verdict(cause="other_computation", difference=found, place=place, own_recomputation=not calls)
 
     def _require_repeatable(self, key: str, made: Run, *, knob: bool = True) -> None:
-        if first_apart(made, self._made(f"{key} again", knob=knob), self._bound()) is not None:
+        if difference(made, self._made(f"{key} again", knob=knob), self._bound()) is not None:
             raise Unreliable("two identical runs of the loop differ: see determinism, and seed what draws there")
 
     def _made(
@@ -245,26 +240,32 @@ class Checkpointing:
         *,
         knob: bool = True,
         fit_seed: int | None = None,
-        hold: Hold = weights_held,
+        fixed: bool = True,
     ) -> Run:
-        """One run; with ``knob``, checkpointing is on."""
-        keeping = Kept()
+        """One run; with ``knob``, checkpointing is on. Weights stay where they began if ``fixed``."""
+        grads: Grads = {}
+        buffers: dict[str, torch.Tensor] = {}
+
+        def contexts(watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+            held = (fixed_weights(watch),) if fixed else ()
+            return (values_kept(watch, grads, buffers), *held, *around(watch))
+
         plan = replace(
             self._plan,
             knobs=self._plan.knobs if self._knob is None else {**self._plan.knobs, self._knob: knob},
-            contexts=lambda watch: (kept(watch, keeping), hold(watch), *around(watch)),
+            contexts=contexts,
             prepare=self._start,
             enough=self._enough,
             double=self._double,
             fit_seed=fit_seed,
         )
         try:
-            record = self._run(plan)
+            record = self._rerun(plan)
         except (UserCodeError, UsageError) as refusal:
             if self._knob is None:
                 raise
             raise CannotDecide(f"with {self._knob}={knob} the loop could not be run: {refusal}") from refusal
-        self._runs[key] = Run(record, keeping)
+        self._runs[key] = Run(record, grads, buffers)
         if not record.double:
             said = " ".join((*record.lower, *(p.dtype for p in record.parameters))).replace("bfloat16", "bfloat16 ")
             self._lowest = next((d for d in ("bfloat16", "float16") if d in said), "float32")
@@ -287,17 +288,12 @@ def _switching(how: Any) -> Contexts:
     return lambda watch: (switched(how),)
 
 
-def _moving(_watch: Watch) -> contextlib.AbstractContextManager[Any]:
-    """Weights move as they do."""
-    return contextlib.nullcontext()
-
-
-def _still(*, plain: bool) -> Contexts:
+def _no_randomness(*, plain: bool) -> Contexts:
     return lambda watch: (*((switched(without),) if plain else ()), Still())
 
 
 def _passes_needed(seen: Record) -> int:
-    """The backward passes up to the one after which every place that makes checkpoints has made one."""
+    """The backward passes up to the one after which every line that makes checkpoints has made one."""
     first: dict[str, int] = {}
     for call in seen.checkpoints:
         if call.grad_enabled:
@@ -306,12 +302,15 @@ def _passes_needed(seen: Record) -> int:
     return 1 + sum(b.at < last for b in seen.autograd_passes())
 
 
+def _torchs_generator(found: Difference) -> Verdict:
+    names = ("torch's generator",)
+    return Verdict(
+        cause="rng_not_preserved", difference=found, generators=names, own_recomputation=True, place=found.place
+    )
+
+
 def _place(calls: Sequence[CheckpointCall]) -> str:
     return str(calls[0].place) if calls else ""
-
-
-def _reached(record: Record) -> tuple[str, ...]:
-    return tuple(p.name for p in record.parameters if record.reached(p.index))
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor, bound: float) -> bool:

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.api import check_loop, observe
 from pytest_trainloop.checks.numerics.checkpointing_equivalence.check import checkpointing_equivalence
-from pytest_trainloop.checks.numerics.checkpointing_equivalence.first_difference import Other
-from pytest_trainloop.checks.numerics.checkpointing_equivalence.passes import Apart, plain_name
+from pytest_trainloop.checks.numerics.checkpointing_equivalence.first_difference import OtherCall
+from pytest_trainloop.checks.numerics.checkpointing_equivalence.passes import Difference, plain_name
 from pytest_trainloop.checks.numerics.checkpointing_equivalence.runs import Checkpointing, Verdict
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.compare import Agreement
@@ -27,16 +27,16 @@ HERE = Place("model.py", 9, "x = checkpoint(block, x, use_reentrant=True)")
 CALL = CheckpointCall(at=1, place=HERE, site=(), reentrant=True, preserves=True, needs_grad=False, grad_enabled=True)
 
 
-class Made:
-    """The runs, with what they show given beforehand."""
+class Given:
+    """Runs whose verdict is given."""
 
     place = str(HERE)
 
     def __init__(self, verdict=None, twice=()):
         self.verdict = lambda: verdict
-        self.twice = lambda: twice
+        self.buffers_updated_twice = lambda: twice
 
-    def moved(self, name):
+    def largest_at_the_end(self, name):
         return 2.0, 1.0
 
 
@@ -50,64 +50,67 @@ def findings(made):
     return list(checkpointing_equivalence(given(made)))
 
 
-def apart(*, loss=(1.0, 1.0), names=("a.weight",), bare=(), forward=False):
-    return Apart(0, loss, Agreement(1.0, 0.5, 0.3), names, bare, "train.py:7", forward)
+def difference(*, loss=(1.0, 1.0), names=("a.weight",), forward=False):
+    return Difference(0, loss, Agreement(1.0, 0.5, 0.3), names, (), "train.py:7", forward)
 
 
 def test_all_is_the_same():
-    assert findings(Made()) == []
+    assert findings(Given()) == []
 
 
-def test_no_gradient_comes_through():
-    verdict = Verdict(cause="inputs_need_grad", apart=apart(), bare=("a.weight",), place=str(HERE))
-    (found,) = findings(Made(verdict))
+def test_no_gradient():
+    verdict = Verdict(
+        cause="inputs_need_grad", difference=difference(), without_gradient=("a.weight",), place=str(HERE)
+    )
+    (found,) = findings(Given(verdict))
     assert found.cause == "inputs_need_grad"
     assert "a.weight gets no gradient" in found.summary
-    assert "gradient_reaches_every_param" in found.explains
 
 
 def test_a_part_of_the_gradient_only():
-    (found,) = findings(Made(Verdict(cause="inputs_need_grad", apart=apart(), place=str(HERE))))
+    (found,) = findings(Given(Verdict(cause="inputs_need_grad", difference=difference(), place=str(HERE))))
     assert "a part of its gradient only" in found.summary
 
 
 def test_a_generator_is_named():
-    verdict = Verdict(cause="rng_not_preserved", apart=apart(), generators=("python's random",))
-    (found,) = findings(Made(verdict))
+    verdict = Verdict(cause="rng_not_preserved", difference=difference(), generators=("python's random",))
+    (found,) = findings(Given(verdict))
     assert found.culprits == ("python's random",)
-    assert "draw before the checkpoint" in found.repair
+    assert "restore python's random" in found.summary
 
 
-def test_the_call_that_goes_otherwise_is_named():
-    verdict = Verdict(cause="state_changed", apart=apart(), other=Other("mul", "blocks.0", "model.py:4", by=0.5))
-    (found,) = findings(Made(verdict))
+def test_the_call_that_differs_is_named():
+    verdict = Verdict(
+        cause="state_changed", difference=difference(), other=OtherCall("mul", "blocks.0", "model.py:4", by=0.5)
+    )
+    (found,) = findings(Given(verdict))
     assert found.where == "model.py:4"
-    assert "mul() in blocks.0 gives something else" in found.shown_by
+    assert "gives another result of mul() in blocks.0 (by up to 0.5)" in found.shown_by
 
 
-def test_what_is_kept_beside_the_result():
-    (found,) = findings(Made(Verdict(cause="side_result_cut", apart=apart(), place=str(HERE))))
+def test_a_result_that_the_function_stores():
+    (found,) = findings(Given(Verdict(cause="side_result_cut", difference=difference(), place=str(HERE))))
     assert (found.cause, found.culprits, found.where) == ("side_result_cut", ("a.weight",), str(HERE))
 
 
-def test_no_call_goes_otherwise():
-    (found,) = findings(Made(Verdict(cause="state_changed", apart=apart(), place=str(HERE))))
+def test_no_call_differs():
+    (found,) = findings(Given(Verdict(cause="state_changed", difference=difference(), place=str(HERE))))
     assert "not determined" in found.shown_by
     assert found.where == str(HERE)
 
 
 def test_fit_raises_with_checkpointing_only():
-    (found,) = findings(Made(Verdict(cause="state_changed", raised="CheckpointError: other", place=str(HERE))))
+    (found,) = findings(Given(Verdict(cause="state_changed", raised="CheckpointError: other", place=str(HERE))))
     assert "fit raises CheckpointError: other" in found.measured
 
 
 def test_the_loss_differs_at_once():
-    (found,) = findings(Made(Verdict(cause="other_computation", apart=apart(loss=(1.5, 1.0), forward=True))))
+    (found,) = findings(Given(Verdict(cause="other_computation", difference=difference(loss=(1.5, 1.0), forward=True))))
     assert "loss 1.5 with checkpointing and 1 without" in found.measured
 
 
 def test_statistics_are_advice():
-    (found,) = findings(Made(twice=("norm.running_mean", "norm.num_batches_tracked")))
+    (found,) = findings(Given(twice=("norm.running_mean", "norm.num_batches_tracked")))
     assert (found.cause, found.level) == ("statistics_updated_twice", "advice")
     assert "norm.num_batches_tracked is 2 with checkpointing and 1 without" in found.measured
 

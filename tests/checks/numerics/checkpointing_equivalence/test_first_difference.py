@@ -1,4 +1,4 @@
-"""The first call that goes otherwise when a checkpoint runs it again."""
+"""The first call that differs when a checkpoint recomputes it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from pytest_trainloop.checks.numerics.checkpointing_equivalence.first_difference import Recalled
+from pytest_trainloop.checks.numerics.checkpointing_equivalence.first_difference import CompareRecomputation
 from pytest_trainloop.recording.watch import Watch
 from pytest_trainloop.runs.checkpoint_bypass import switched
 
@@ -17,11 +17,11 @@ both = pytest.mark.parametrize("reentrant", [True, False])
 
 def other(part, reentrant):
     with Watch() as watch:
-        recalled = Recalled(watch, 1e-9)
-        with switched(recalled):
+        comparison = CompareRecomputation(watch, 1e-9)
+        with switched(comparison):
             x = torch.ones(3, dtype=torch.float64, requires_grad=True)
             checkpoint(part, x, use_reentrant=reentrant).sum().backward()
-    return recalled.other
+    return comparison.other
 
 
 @both

@@ -1,4 +1,4 @@
-"""Which generators draw under a checkpoint, and that they are put back."""
+"""Which generators draw under a checkpoint, and that they are restored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from pytest_trainloop.checks.numerics.checkpointing_equivalence.rng_state import PutBack
+from pytest_trainloop.checks.numerics.checkpointing_equivalence.rng_state import RestoreGenerators
 from pytest_trainloop.runs.checkpoint_bypass import switched
 
 OWN = torch.Generator().manual_seed(1)
@@ -35,8 +35,8 @@ def step(draw, reentrant):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", DRAWS)
-def test_what_is_run_again_draws_the_same(name, reentrant):
-    found = PutBack()
+def test_the_recomputation_draws_the_same(name, reentrant):
+    found = RestoreGenerators()
     torch.manual_seed(0)
     with switched(found):
         out, gradient = step(DRAWS[name], reentrant)
@@ -45,7 +45,7 @@ def test_what_is_run_again_draws_the_same(name, reentrant):
 
 
 @pytest.mark.parametrize("name", [n for n in DRAWS if n != "torch's generator"])
-def test_the_generator_goes_on_from_where_the_forward_pass_left_it(name):
+def test_the_generator_continues_where_the_forward_pass_left_it(name):
     def drawn_after():
         random.seed(0)
         np.random.seed(0)
@@ -61,13 +61,13 @@ def test_the_generator_goes_on_from_where_the_forward_pass_left_it(name):
     expected = next(plain)
     again = drawn_after()
     next(again)
-    with switched(PutBack()):
+    with switched(RestoreGenerators()):
         step(DRAWS[name], reentrant=False)
     assert torch.equal(next(again), expected)
 
 
 def test_nothing_moves_where_nothing_is_drawn():
-    found = PutBack()
+    found = RestoreGenerators()
     with switched(found):
         step(lambda: torch.ones(8), reentrant=False)
     assert not found.moved
