@@ -21,7 +21,7 @@ pair(
     "padding_invariance",
     "padded_keys_attended",
     culprits=("multi_head_attention_forward",),
-    mentions=("attention looks at padded positions", "a mask in the batch"),
+    mentions=("attention looks at padded positions", "these positions are padding: attention_mask is 0 there"),
     where="x = self.norm(x + self.attention(",
     faulty=encoder(lambda mask: None),
     fixed=encoder(lambda mask: mask == 0),
