@@ -1,4 +1,4 @@
-"""Attention in which no real position looks at a padded one: the calls of torch that attend, with one mask more."""
+"""Attention in which no real position attends to a padded one: torch's attention calls with one more mask."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def closed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], span: Span) -> Given | None:
-    """The call with padded keys left out for real queries; None where it has none."""
+def masked(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], span: Span) -> Given | None:
+    """The arguments of the call with padded keys masked for real queries; None where it has none."""
     if name == "scaled_dot_product_attention":
         return _dot_product(args, kwargs, span)
     if name == "multi_head_attention_forward":
@@ -26,8 +26,8 @@ def closed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], span: Span)
     return None
 
 
-def blocked(queries: int, keys: int, span: Span, device: torch.device) -> torch.Tensor | None:
-    """Which pairs of (queries, keys) are of a real query and a padded key; every query is real where they are no
+def blocked_pairs(queries: int, keys: int, span: Span, device: torch.device) -> torch.Tensor | None:
+    """The pairs of (queries, keys) with a real query and a padded key; all queries are real where they are not
     positions."""
     real = span.of(keys)
     if real is None:
@@ -47,7 +47,7 @@ def _outside(size: int, real: tuple[int, int], device: torch.device) -> torch.Te
 def _dot_product(args: tuple[Any, ...], kwargs: dict[str, Any], span: Span) -> Given | None:
     given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
     query, key = given["query"], given["key"]
-    out = blocked(query.shape[-2], key.shape[-2], span, query.device)
+    out = blocked_pairs(query.shape[-2], key.shape[-2], span, query.device)
     if out is None:
         return None
     if given.get("is_causal"):
@@ -61,23 +61,23 @@ def _dot_product(args: tuple[Any, ...], kwargs: dict[str, Any], span: Span) -> G
 def _multi_head(args: tuple[Any, ...], kwargs: dict[str, Any], span: Span) -> Given | None:
     given = bound_arguments(F.multi_head_attention_forward, args, kwargs)
     query, key = given["query"], given["key"]
-    out = blocked(query.shape[0], key.shape[0], span, query.device)
+    out = blocked_pairs(query.shape[0], key.shape[0], span, query.device)
     if out is None:
         return None
-    asked, beside = (_as_numbers(given.get(name), query.dtype) for name in ("attn_mask", "key_padding_mask"))
-    mask = _with(asked, out, query.dtype)
-    return (), {**given, "attn_mask": mask, "key_padding_mask": beside, "is_causal": False}
+    attended, padding = (_as_numbers(given.get(name), query.dtype) for name in ("attn_mask", "key_padding_mask"))
+    mask = _with(attended, out, query.dtype)
+    return (), {**given, "attn_mask": mask, "key_padding_mask": padding, "is_causal": False}
 
 
 def _as_numbers(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A mask of multi-head attention, true where nothing is looked at, as what is added to the scores."""
+    """A mask of multi-head attention, true at ignored keys, as numbers that are added to the scores."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, float("-inf"))
 
 
 def _with(mask: torch.Tensor | None, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to the scores by a mask (true where something is looked at) that leaves out these pairs too."""
+    """What a mask (true at attended keys) adds to the scores, with these pairs masked too."""
     if mask is None:
         return torch.zeros(out.shape, dtype=dtype, device=out.device).masked_fill(out, float("-inf"))
     if mask.dtype is torch.bool:
@@ -93,19 +93,19 @@ def _softmax(args: tuple[Any, ...], kwargs: dict[str, Any], span: Span) -> Given
         return None
     axis = dim % scores.dim()
     queries = scores.shape[-2] if axis == scores.dim() - 1 and scores.dim() > 2 else 1
-    out = blocked(queries, scores.shape[axis], span, scores.device)
+    out = blocked_pairs(queries, scores.shape[axis], span, scores.device)
     if out is None:
         return None
     shape = [1] * scores.dim()
     shape[axis] = scores.shape[axis]
     if queries > 1:
         shape[-2] = queries
-    closed_scores = scores.masked_fill(out.reshape(shape), float("-inf"))
-    return ((closed_scores, *args[1:]), kwargs) if args else ((), {**kwargs, "input": closed_scores})
+    masked_scores = scores.masked_fill(out.reshape(shape), float("-inf"))
+    return ((masked_scores, *args[1:]), kwargs) if args else ((), {**kwargs, "input": masked_scores})
 
 
 def inverted(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], span: Span) -> bool:
-    """Whether real queries look at padded keys only: the weights of all real ones are exactly zero."""
+    """Whether real queries attend to padded keys only: the weights of all real keys are exactly zero."""
     added = _added(name, args, kwargs)
     if added is None or added.dim() < 2:
         return False

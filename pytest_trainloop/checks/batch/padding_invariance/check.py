@@ -1,28 +1,28 @@
-"""What trains does not depend on how much padding stands in the batch.
+"""Training does not depend on how much padding stands in the batch.
 
 What it does
-    It takes the rows of the batch with the most padding, gives them to the loop once as they stand and once cut to
-    their length, and compares what the first optimizer step consumes: before any clipping, in float64, without dropout,
-    batch norm on its running statistics, from the same weights.
+    It takes the rows of the batch with the most padding, gives them to the loop once as they are and once cut to their
+    length, and compares the gradients that the first optimizer step reads: before any clipping, in float64, without
+    dropout, batch norm on its running statistics, from the same weights.
 
 Why is this bad?
-    The same sentence trains another way, and is answered another way, in a batch with a longer one. Attention spreads
-    over nothing, a mean shrinks with the longest neighbour, the last state is that of the padding.
+    The same sentence gives another gradient, and another answer, in a batch with a longer one. Attention spreads over
+    nothing, a mean shrinks with the longest neighbour, the last state is that of the padding.
 
 How it decides
-    Padding is what the batch proves: runs at one side of the rows, told by a declared pad id, an embedding's
+    Padding is what the batch proves: positions at one side of the rows, given by a declared pad id, an embedding's
     padding_idx, a mask or lengths, where every tensor with rows and positions holds one and the same value. No value is
-    made up: rows and positions are slices of the batch. In float64 both ways agree to rounding (1e3 eps). A loop
+    made up: rows and positions are slices of the batch. In float64 both gradients agree to rounding (1e3 eps). A loop
     in which only the first padded position counts, as the end of a text, agrees once that one is kept, and passes.
-    A difference alone is no fault: many models mix neighbours or scale by length. It is one where closing a single way
-    makes both gradients equal: padded keys left out of attention, pooling over real positions only, positions counted
-    from the first real one; or where the gradient is exactly the share of real positions times the other.
+    A difference alone is no fault: many models mix neighbours or scale by length. It is one where blocking a single
+    path makes both gradients equal: padded keys left out of attention, pooling over real positions only, positions
+    counted from the first real one; or where the gradient is exactly the share of real positions times the other.
     It is advice where the project may want it so: with batches of one fixed length, positions from the left edge, a
-    constant divisor and zeros in a mean; with padding that only an embedding's padding_idx tells, or a mask beside
+    constant divisor and zeros in a mean; with padding that only an embedding's padding_idx shows, or a mask next to
     features (it may be of observations); behind convolutions and for maxima, where pooling over padding is common; for
     statistics that go back to every position, as in a norm or a gate; for sums of losses, where a penalty on outputs
     may be meant; and for a recurrent net that is not packed and of which no state in or behind the padding is used: its
-    backward direction, or the whole where padding comes first, merely begins in another state.
+    backward direction, or the whole net where padding comes first, only begins in another state.
 
 Faulty
     >>> class Reader(nn.Module):
@@ -56,9 +56,9 @@ Fixed
     >>> batch = (ids, lengths), torch.tensor([0, 1, 2])
 
 Known limits
-    Models of one fixed length raise on cut rows and are skipped, as are loops that draw by the length of the batch.
-    What attends by an einsum of its own, or steps through time cell by cell, gives advice only; so does what is inside
-    an activation checkpoint that is not torch's own, or a compiled kernel.
+    Models of one fixed length raise on cut rows and are skipped, as are loops whose random numbers depend on the length
+    of the batch. Attention by an einsum, and recurrent cells stepped one by one, give advice only; so does what is
+    inside an activation checkpoint that is not torch's own, or a compiled kernel.
 
 References
     https://huggingface.co/docs/transformers/pad_truncation
@@ -71,64 +71,85 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pytest_trainloop.checks.batch.explained import LEARNING
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.recording.torch_names import EXTREMES, MAX_POOLS_1D, MEAN_POOLS_1D, RECURRENT
-from pytest_trainloop.registry import check
+from pytest_trainloop.registry import Cause, check
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import Met
-    from pytest_trainloop.checks.batch.padding_invariance.runs import Compared, PaddingRuns
+    from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import PathCall
+    from pytest_trainloop.checks.batch.padding_invariance.runs import Comparison, PaddingRuns
     from pytest_trainloop.finding import Level
     from pytest_trainloop.runs.evidence import Evidence
 
-CONSEQUENCES = ("overfit_one_batch", "update_ratio")
-
 CAUSES = {
-    "padded_keys_attended": "with padded keys left out of attention both gradients are equal",
-    "padding_pooled": "with pooling and reading ends over real positions only both gradients are equal",
-    "positions_shifted": "with positions counted from the first real one both gradients are equal",
-    "mean_over_padding": "the gradient is exactly the share of real positions times that without padding",
-    "padded_targets": "without what comes from outputs in padded places it is, and with it is not",
-    "padding_counts": "the gradient changes with padding, and no single way explains it",
+    "padded_keys_attended": Cause(
+        proof="with padded keys left out of attention both gradients are equal",
+        repair="give attention the mask: key_padding_mask (true at padding), attn_mask, or attention_mask of Hugging "
+        "Face models",
+        explains=LEARNING,
+    ),
+    "padding_pooled": Cause(
+        proof="with pooling, and reading at the ends, over real positions only both gradients are equal",
+        repair="pool by the mask: (x * mask).sum(1) / mask.sum(1); pack sequences, or read each row at its own last "
+        "position",
+        explains=LEARNING,
+    ),
+    "positions_shifted": Cause(
+        proof="with positions counted from the first real one both gradients are equal",
+        repair="position_ids = (mask.cumsum(1) - 1).clamp(min=0), or pad on the right",
+        explains=LEARNING,
+    ),
+    "mean_over_padding": Cause(
+        proof="the gradient is exactly the share of real positions times that without padding",
+        repair="divide by the number of real positions: (loss * mask).sum() / mask.sum()",
+        explains=LEARNING,
+    ),
+    "padded_targets": Cause(
+        proof="without the gradient of outputs at padded positions it is, and with it is not",
+        repair="take padded positions out before the mean: ignore_index, or (loss * mask).sum() / mask.sum()",
+        explains=LEARNING,
+    ),
+    "padding_counts": Cause(
+        proof="the gradient changes with padding, and no single path explains it",
+        repair="mask padded positions before positions are mixed; skip the check where this is meant",
+    ),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """A way by which padding comes in: what is closed to show it, and what is said of it."""
+class _Path:
+    """A path by which padding reaches the gradient, and what is said where blocking it makes both gradients equal."""
 
     cause: str
-    closing: frozenset[str]
+    blocked: frozenset[str]
     summary: str
     shown_by: str
-    repair: str
 
 
-_ATTENTION = _Way(
+_ATTENTION = _Path(
     "padded_keys_attended",
     frozenset({"attention"}),
     "attention looks at padded positions",
     "with padded keys left out there both gradients are equal",
-    "give attention the mask: key_padding_mask (true at padding), attn_mask, or attention_mask of Hugging Face models",
 )
-_POOLING = _Way(
+_POOLING = _Path(
     "padding_pooled",
     frozenset({"pooling"}),
     "padded positions are pooled with the real ones",
     "over real positions only both gradients are equal",
-    "pool by the mask: (x * mask).sum(1) / mask.sum(1); pack sequences, or read each row at its own last position",
 )
-_POSITIONS = _Way(
+_POSITIONS = _Path(
     "positions_shifted",
     frozenset({"positions"}),
     "positions are counted from the left edge, where the padding is",
-    "nothing comes in from the padding: counted from the first real one both gradients are equal",
-    "position_ids = (mask.cumsum(1) - 1).clamp(min=0), or pad on the right",
+    "the padding itself adds nothing: with positions counted from the first real one both gradients are equal",
 )
-_WAYS = (_ATTENTION, _POOLING, _POSITIONS)
+_SINGLE = (_ATTENTION, _POOLING, _POSITIONS)
+_PAIRS = ((_ATTENTION, _POSITIONS), (_ATTENTION, _POOLING), (_POOLING, _POSITIONS))
 
 _MAXIMA = EXTREMES | MAX_POOLS_1D
 _MEANS = MEAN_POOLS_1D | {"mean", "nanmean", "embedding_bag"}
@@ -148,212 +169,187 @@ def padding_invariance(evidence: Evidence) -> Iterator[Finding]:
             continue
         if found is not None:
             made.require_comparable(found)
-            yield from _explained(evidence, made, found)
+            yield _explained(evidence, made, found)
             return
     if len(refused) == len(all_made):
         raise refused[0]
 
 
-def _explained(evidence: Evidence, made: PaddingRuns, found: Compared) -> Iterator[Finding]:
-    """One finding: the first cause that an observation proves."""
-    inverted = made.seen(found).inverted
+def _explained(evidence: Evidence, made: PaddingRuns, found: Comparison) -> Finding:
+    """The first cause that an observation proves."""
+    inverted = made.flow(found).inverted
     if inverted is not None:
-        yield _inverted(made, found, inverted)
-        return
+        return _mask_inverted(made, found, inverted)
     if not found.agreement.difference < float("inf"):
         raise CannotDecide("the gradient is not finite, with the padding or without (see finite)")
     if found.factor:
-        yield _mean(made, found)
-        return
-    for way in _WAYS:
-        if made.closes(found, way.closing) is not None:
-            yield _of_way(made, found, way, way.closing)
-            return
-    for first, second in ((_ATTENTION, _POSITIONS), (_ATTENTION, _POOLING), (_POOLING, _POSITIONS)):
-        both = first.closing | second.closing
-        if made.closes(found, both) is not None:
-            yield _of_way(made, found, first, both)
-            return
-    yield _targets(evidence, made, found) or _counts(made, found)
+        return _mean_over_padding(made, found)
+    for path in _SINGLE:
+        if made.explained_by(found, path.blocked):
+            return _of_path(made, found, path)
+    for first, second in _PAIRS:
+        if made.explained_by(found, first.blocked | second.blocked):
+            return _of_path(made, found, first, second)
+    return _padded_targets(evidence, made, found) or _padding_counts(made, found)
 
 
-def _of_way(made: PaddingRuns, found: Compared, way: _Way, closing: frozenset[str]) -> Finding:
-    calls = [m for m in made.seen(found, closing).closed if m.way in way.closing]
+def _of_path(made: PaddingRuns, found: Comparison, path: _Path, second: _Path | None = None) -> Finding:
+    blocked = path.blocked | (second.blocked if second else frozenset())
+    calls = [call for call in made.flow(found, blocked).blocked if call.path in path.blocked]
     if not calls:
-        return _counts(made, found)
-    if way is _POOLING and (only := _recurrent_only(made, found, calls)):
-        return _counts(made, found, calls[0], only)
-    others = closing - way.closing
-    beside = f", and {_OTHERS[next(iter(others))]}" if others else ""
-    reason = _excuse(made, found, way, calls, closing)
-    shown = way.shown_by if not others else "with both set right both gradients are equal, and with either alone not"
+        return _padding_counts(made, found)
+    if path is _POOLING and (only := _recurrent_only(made, found, calls)):
+        return _padding_counts(made, found, calls[0], only)
+    reason = _excuse(made, found, path, calls, blocked)
+    shown = "with both set right both gradients are equal, and with either alone not" if second else path.shown_by
     return _finding(
         made,
         found,
-        way.cause,
-        f"{way.summary}{beside}: {_by(found)}",
+        path.cause,
+        f"{path.summary}, and {second.summary}" if second else path.summary,
         shown=f"{shown}{f' ({reason})' if reason else ''}",
         culprit=calls[0].op,
         where=str(calls[0].place),
-        repair=way.repair,
         level="advice" if reason else "fault",
-        holds=lambda smaller: made.closes(smaller, closing) is not None,
+        holds=lambda smaller: made.explained_by(smaller, blocked),
     )
 
 
-def _recurrent_only(made: PaddingRuns, found: Compared, calls: list[Met]) -> str:
+def _recurrent_only(made: PaddingRuns, found: Comparison, calls: list[PathCall]) -> str:
     """Why a recurrent net that runs over padding may be meant; nothing where what is behind the padding is used."""
-    if not {m.op for m in calls} & RECURRENT:
+    if not {call.op for call in calls} & RECURRENT:
         return ""
     if made.left:
         return "it comes first, and changes the state that the row begins with"
-    return "" if made.seen(found).behind else "only the backward direction begins in it, and nothing behind it is used"
+    return "" if made.flow(found).behind else "only the backward direction begins in it, and nothing behind it is used"
 
 
-_OTHERS = {
-    "positions": "positions are counted from the left edge, where the padding is",
-    "pooling": "padded positions are pooled with the real ones",
-}
-
-
-def _excuse(made: PaddingRuns, found: Compared, way: _Way, calls: list[Met], closing: frozenset[str]) -> str:
+def _excuse(made: PaddingRuns, found: Comparison, path: _Path, calls: list[PathCall], blocked: frozenset[str]) -> str:
     """Why the project may want it so; nothing where it cannot."""
-    seen, ops = made.seen(found), {m.op for m in calls}
-    if way is _POSITIONS:
+    flow, ops = made.flow(found), {call.op for call in calls}
+    if path is _POSITIONS:
         return "" if made.varying else "all batches are of one length, so that positions may be counted from the end"
     if not made.sure:
         return f"that {made.reason} may mean something other than padding: pass padding=Padding(...) to have it judged"
-    if seen.target and made.by_lengths:
-        return "the lengths are what is to be learned"
-    if way is _ATTENTION:
+    if flow.length_is_target and made.by_lengths:
+        return "the lengths are the targets"
+    if path is _ATTENTION:
         return ""
-    if made.seen(found, closing).spread:
+    if made.flow(found, blocked).spread:
         return "what is pooled goes back to every position, as in a norm or a gate"
-    if any("conv" in m.op for m in seen.met):
+    if any("conv" in call.op for call in flow.mixing):
         return "pooling over padding behind convolutions is common"
     if ops <= _MAXIMA:
         return "a maximum over padding is common"
-    if ops <= _MEANS and all(m.zeros for m in calls) and not made.varying:
+    if ops <= _MEANS and all(call.zeros for call in calls) and not made.varying:
         return "zeros are pooled in, and all batches are of one length: a constant factor"
     return ""
 
 
-def _inverted(made: PaddingRuns, found: Compared, met: Met) -> Finding:
+def _mask_inverted(made: PaddingRuns, found: Comparison, call: PathCall) -> Finding:
     return _finding(
         made,
         found,
         "padded_keys_attended",
-        f"the attention mask is inverted: real positions look at padded ones only: {_by(found)}",
+        "the attention mask is inverted: real positions look at padded ones only",
         shown="the weights of all real keys are exactly zero, and those of padded ones are not",
-        culprit=met.op,
-        where=str(met.place),
-        repair="turn the mask around: key_padding_mask is true at padding, attn_mask of scaled_dot_product_attention "
-        "true where something is looked at",
+        culprit=call.op,
+        where=str(call.place),
+        repair="invert the mask: key_padding_mask is true at padding, attn_mask of scaled_dot_product_attention at "
+        "keys to attend to",
         level="fault" if made.sure else "advice",
-        holds=lambda smaller: made.seen(smaller).inverted is not None,
+        holds=lambda smaller: made.flow(smaller).inverted is not None,
     )
 
 
-def _mean(made: PaddingRuns, found: Compared) -> Finding:
-    total, real = found.part.span.total, found.less.span.total
+def _mean_over_padding(made: PaddingRuns, found: Comparison) -> Finding:
+    fixed = "" if made.varying else " (all batches are of one length: a constant factor, which may be meant)"
     return _finding(
         made,
         found,
         "mean_over_padding",
-        f"the loss of {real} real positions is divided by all {total}: {_by(found)}",
-        shown="both gradients are parallel, and the factor is exactly the share of real positions"
-        + ("" if made.varying else " (all batches are of one length: a constant factor, which may be meant)"),
-        culprit="loss.backward()",
-        where=made.backward(found),
-        repair="divide by the number of real positions: (loss * mask).sum() / mask.sum()",
+        f"the loss of {found.trimmed.span.total} real positions is divided by all {found.full.span.total}",
+        shown=f"both gradients are parallel, and the factor is exactly the share of real positions{fixed}",
         level="fault" if made.varying else "advice",
         holds=lambda smaller: bool(smaller.factor),
     )
 
 
-def _targets(evidence: Evidence, made: PaddingRuns, found: Compared) -> Finding | None:
+def _padded_targets(evidence: Evidence, made: PaddingRuns, found: Comparison) -> Finding | None:
     """Padded positions that count in the loss like real ones."""
-    ways = frozenset({"outputs"})
-    cut = made.cut(found, ways) if found.part.padded > 1 else None
-    if cut is None:
+    without = made.without_outputs(found) if found.full.padded > 1 else None
+    if without is None:
         return None
-    members = cut.factor > 0 and made.sure
+    in_the_mean = without.factor > 0 and made.sure
     return _finding(
         made,
         found,
         "padded_targets",
-        f"outputs in padded positions count in the loss: {_by(found)}",
-        shown="without what comes from them the gradient is that of the real positions alone"
+        "outputs at padded positions count in the loss",
+        shown="without their gradient, that of the real positions alone is left"
         + (
             ", divided by all positions"
-            if cut.factor
-            else ": a penalty on outputs, or a first token told by the padding before it, may be meant"
+            if without.factor
+            else ": a penalty on outputs, or a first token predicted from the padding before it, may be meant"
         ),
-        culprit="loss.backward()",
-        where=made.backward(found),
-        repair="take padded positions out before the mean: ignore_index, or (loss * mask).sum() / mask.sum()",
-        level="fault" if members or evidence.root_causes("padding_invariance") else "advice",
-        holds=lambda smaller: made.cut(smaller, ways) is not None,
+        level="fault" if in_the_mean or evidence.root_causes("padding_invariance") else "advice",
+        holds=lambda smaller: made.without_outputs(smaller) is not None,
     )
 
 
-def _counts(made: PaddingRuns, found: Compared, through: Met | None = None, reason: str = "") -> Finding:
-    if found.part.padded < 2:
+def _padding_counts(made: PaddingRuns, found: Comparison, through: PathCall | None = None, reason: str = "") -> Finding:
+    if found.full.padded < 2:
         raise CannotDecide(
             "the gradient changes with the one padded position of a row, which may be the end of a text: give a batch "
             "with rows that are shorter by two or more"
         )
-    first = through or next(iter((*made.seen(found).met, *made.touched(found))), None)
+    first = through or next(iter((*made.flow(found).mixing, *made.path_calls(found))), None)
     return _finding(
         made,
         found,
         "padding_counts",
-        f"the loss changes with padding{f', first through {first.op}' if first else ''}: {_by(found)}",
+        f"the loss changes with padding{f', first through {first.op}' if first else ''}",
         shown=f"over real positions only both gradients are equal: {reason}"
         if reason
         else "not determined; ruled out as single causes: padded keys, pooling, shifted positions, a factor",
         culprit=first.op if first else "loss.backward()",
-        where=str(first.place) if first else made.backward(found),
-        repair="mask padded positions before positions are mixed; skip the check where this is meant",
+        where=str(first.place) if first else "",
         level="advice",
         holds=lambda _smaller: True,
     )
 
 
-def _by(found: Compared) -> str:
-    total, less = found.part.span.total, found.less.span.total
-    return (
-        f"the gradient of the same rows, {total} positions long and {less}, differs by {found.agreement.difference:.2g}"
-    )
-
-
 def _finding(
     made: PaddingRuns,
-    found: Compared,
+    found: Comparison,
     cause: str,
     summary: str,
     *,
     shown: str,
-    culprit: str,
-    where: str,
-    repair: str,
     level: Level,
-    holds: Callable[[Compared], bool],
+    holds: Callable[[Comparison], bool],
+    culprit: str = "loss.backward()",
+    where: str = "",
+    repair: str = "",
 ) -> Finding:
-    smallest = made.smallest(found, holds) or found
-    rows, total, real = len(smallest.part.rows), smallest.part.span.total, smallest.part.last - smallest.part.first
+    """A finding at a call, or else where the loss is backpropagated; ``holds`` says whether a smaller batch shows the
+    same cause."""
+    smallest = (made.smallest(found, holds) or found).full
+    rows, total, real = len(smallest.rows), smallest.span.total, smallest.last - smallest.first
     return Finding(
         cause=cause,
         level=level,
-        summary=summary,
+        summary=(
+            f"{summary}: the gradient of the same rows, {found.full.span.total} positions long and "
+            f"{found.trimmed.span.total}, differs by {found.agreement.difference:.2g}"
+        ),
         measured=(
             f"|g| with padding / without = {found.agreement.ratio:.4g}, cosine {found.agreement.cosine:.4g}, loss "
             f"{found.losses[0]:.5g} and {found.losses[1]:.5g}, all {found.parameters} parameters, {found.precision}"
         ),
         shown_by=f"{shown}; these positions are padding: {made.reason}",
         culprits=(culprit,),
-        where=where,
+        where=where or made.backward(found),
         smallest=f"{rows} row{'s' if rows > 1 else ''} of {total} positions, {real} of them real",
         repair=repair,
-        explains=CONSEQUENCES if level == "fault" else (),
     )

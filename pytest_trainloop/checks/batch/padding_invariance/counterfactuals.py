@@ -1,4 +1,4 @@
-"""Runs in which a way is closed by which padding may come in: the counterfactuals that tell causes apart."""
+"""Runs in which one path from padding to the gradient is blocked: the counterfactuals that separate causes."""
 
 from __future__ import annotations
 
@@ -25,48 +25,52 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.recording.watch import Watch
 
-WAYS = ("attention", "pooling", "positions")
-"""Ways that can be closed; "outputs" besides, by which padded places get no gradient from the loss."""
+PATHS = ("attention", "pooling", "positions")
+"""Paths that can be blocked; "outputs" besides, by which padded positions get no gradient from the loss."""
 
 _NORMS = NORMALISATIONS - {"rms_norm"}
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
-    """A call that padding takes part in. ``zeros`` tells that what stands in padded places is nothing there."""
+class PathCall:
+    """A call by which padding reaches real positions."""
 
-    way: str
+    path: str
     op: str
     place: Place
     zeros: bool = False
+    """Whether the padded positions of its input are all zero."""
 
 
 @dataclass(slots=True)
-class Seen:
-    """What a run met: ``closed`` are the calls that gave something else once they were closed, ``met`` those that
-    mix positions in ways that are not closed here, ``drawn`` what was drawn, ``behind`` tells that a recurrent net's
-    states in or behind the padding were used, ``inverted`` is where attention looked at padding and at nothing
-    real. ``spread`` tells that what was pooled went back to every position, as in a norm or a gate, ``target`` that the
-    number of real positions is the target of a loss."""
+class PaddingFlow:
+    """How padding takes part in one run."""
 
-    closed: list[Met] = field(default_factory=list)
-    met: list[Met] = field(default_factory=list)
+    blocked: list[PathCall] = field(default_factory=list)
+    """The calls that give something else with their path blocked."""
+    mixing: list[PathCall] = field(default_factory=list)
+    """Calls that mix positions and cannot be blocked: convolutions, norms, recurrent nets."""
     drawn: list[tuple[object, ...]] = field(default_factory=list)
+    """The random numbers that were drawn: function, shape without rows, numbers among the arguments."""
     behind: bool = False
-    inverted: Met | None = None
+    """Whether states of a recurrent net in or behind the padding were used."""
+    inverted: PathCall | None = None
+    """Where attention looks at padding and at nothing real."""
     spread: bool = False
-    target: bool = False
+    """Whether what was pooled goes back to every position, as in a norm or a gate."""
+    length_is_target: bool = False
+    """Whether the number of real positions is the target of a loss."""
 
 
-class Closed(WatchingMode, Still):
-    """Closes these ways, call by call; no module of the user's is changed. To be used by ``contexts`` of a run."""
+class BlockedPaths(WatchingMode, Still):
+    """Blocks these paths, call by call; no module of the user's is changed."""
 
-    def __init__(self, span: Span, ways: frozenset[str]) -> None:
+    def __init__(self, span: Span, paths: frozenset[str]) -> None:
         super().__init__()
         self._span = span
-        self._ways = ways
+        self._paths = paths
         self._pooled: dict[int, torch.Tensor] = {}
-        self.seen = Seen()
+        self.flow = PaddingFlow()
 
     @contextlib.contextmanager
     def watching(self, watch: Watch) -> Iterator[None]:
@@ -96,17 +100,17 @@ class Closed(WatchingMode, Still):
     def _without(
         self, watch: Watch, name: str, call: pooling.Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What the call gives with the ways closed; None where it takes no part in them."""
+        """What the call returns with the paths blocked; None where it is on none of them."""
         with watch.quietly():
-            other = attention.closed(name, args, kwargs, self._span)
+            other = attention.masked(name, args, kwargs, self._span)
         if other is not None:
             return self._attended(watch, name, call, (args, kwargs), other)
-        for way, close in (("pooling", pooling.pooled), ("positions", positions.counted_from_first)):
-            if way in self._ways:
+        for path, block in (("pooling", pooling.pooled), ("positions", positions.counted_from_first)):
+            if path in self._paths:
                 with watch.quietly():
-                    out = close(name, call, args, kwargs, self._span)
+                    out = block(name, call, args, kwargs, self._span)
                 if out is not None:
-                    self._note(watch, way, name, call, (args, kwargs), out)
+                    self._note(watch, path, name, call, (args, kwargs), out)
                     return out
         return None
 
@@ -114,34 +118,34 @@ class Closed(WatchingMode, Still):
         self, watch: Watch, name: str, call: pooling.Call, given: attention.Given, other: attention.Given
     ) -> Any:
         with watch.quietly():
-            if self.seen.inverted is None and attention.inverted(name, *given, self._span):
-                self.seen.inverted = Met("attention", name, here(3)[0])
-        if "attention" not in self._ways:
+            if self.flow.inverted is None and attention.inverted(name, *given, self._span):
+                self.flow.inverted = PathCall("attention", name, here(3)[0])
+        if "attention" not in self._paths:
             return call(*given)
         with watch.quietly():
             out = call(*other)
         self._note(watch, "attention", name, call, given, out)
         return out
 
-    def _note(self, watch: Watch, way: str, name: str, call: pooling.Call, given: attention.Given, out: Any) -> None:
+    def _note(self, watch: Watch, path: str, name: str, call: pooling.Call, given: attention.Given, out: Any) -> None:
         with watch.quietly(), torch.no_grad():
             before = list(tensors_in(call(*given)))
             after = list(tensors_in(out))
             same = all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(before, after, strict=True))
             if not same:
-                self.seen.closed.append(Met(way, name, here(3)[0], self._is_zero(given)))
-            if way == "pooling" and name not in RECURRENT and name not in pooling.READS:
+                self.flow.blocked.append(PathCall(path, name, here(3)[0], self._is_zero(given)))
+            if path == "pooling" and name not in RECURRENT and name not in pooling.READS:
                 self._pooled |= {id(t): t for t in tensors_in(out)}
 
     def _follow(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Follow what was pooled until it meets positions again."""
+        """Follow what was pooled until it is joined with positions again."""
         if self._pooled and any(id(t) in self._pooled for t in tensors_in(args, kwargs)):
             made = [t for t in tensors_in(out) if t.is_floating_point() and t.requires_grad]
-            self.seen.spread |= any(self._span.of(size) is not None for t in made for size in t.shape[1:])
+            self.flow.spread |= any(self._span.of(size) is not None for t in made for size in t.shape[1:])
             self._pooled |= {id(t): t for t in made}
 
     def _is_zero(self, given: attention.Given) -> bool:
-        """Whether nothing stands in the padded places of what a call was given."""
+        """Whether the padded positions of a call's input are all zero."""
         tensor = next(iter(tensors_in(given)), None)
         if tensor is None or not tensor.is_floating_point():
             return False
@@ -156,20 +160,20 @@ class Closed(WatchingMode, Still):
         if draws(name):
             shape = tuple(out.shape[1:]) if isinstance(out, torch.Tensor) else ()
             numbers = tuple(a for a in (*args, *kwargs.values()) if isinstance(a, (int, float)))
-            self.seen.drawn.append((name, shape, numbers))
+            self.flow.drawn.append((name, shape, numbers))
         elif name in LOSSES:
             self._target(args[1] if len(args) > 1 else kwargs.get("target"))
         elif name in RECURRENT:
             self._recurrent(watch, name, args, out)
         elif name in CONVOLUTIONS or name in _NORMS:
             self._mixing(watch, name, args)
-        elif "outputs" in self._ways and name == "linear" and out.requires_grad and out.dim() > 2:
+        elif "outputs" in self._paths and name == "linear" and out.requires_grad and out.dim() > 2:
             self._cut(out)
 
     def _target(self, target: Any) -> None:
         real = self._span.stop - self._span.start
         if isinstance(target, torch.Tensor) and target.numel() and not target.requires_grad:
-            self.seen.target |= bool((target == real).all())
+            self.flow.length_is_target |= bool((target == real).all())
 
     def _mixing(self, watch: Watch, name: str, args: tuple[Any, ...]) -> None:
         given = args[0] if args else None
@@ -177,23 +181,23 @@ class Closed(WatchingMode, Still):
             return
         kernel = args[1].shape[2:] if name in CONVOLUTIONS and len(args) > 1 else ()
         if name not in ("batch_norm", "layer_norm") and (name in _NORMS or any(k > 1 for k in kernel)):
-            self.seen.met.append(Met("mixing", name, here(3)[0]))
+            self.flow.mixing.append(PathCall("mixing", name, here(3)[0]))
 
     def _recurrent(self, watch: Watch, name: str, args: tuple[Any, ...], out: Any) -> None:
         axis = 1 if args[-1] else 0
         real = self._span.of(args[0].shape[axis]) if args[0].dim() == 3 else None
         if real is None:
             return
-        self.seen.met.append(Met("mixing", name, here(3)[0]))
+        self.flow.mixing.append(PathCall("mixing", name, here(3)[0]))
         states, *last = tensors_in(out)
 
         def beyond(gradient: torch.Tensor) -> None:
             with watch.quietly():
-                self.seen.behind |= bool(gradient.narrow(axis, real[1], gradient.shape[axis] - real[1]).any())
+                self.flow.behind |= bool(gradient.narrow(axis, real[1], gradient.shape[axis] - real[1]).any())
 
         def at_the_end(gradient: torch.Tensor) -> None:
             with watch.quietly():
-                self.seen.behind |= real[1] < args[0].shape[axis] and bool(gradient.any())
+                self.flow.behind |= real[1] < args[0].shape[axis] and bool(gradient.any())
 
         for tensor, hook in ((states, beyond), *((t, at_the_end) for t in last)):
             if tensor.requires_grad:

@@ -26,7 +26,7 @@ SEVERAL = 3
 
 
 def pooled(name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], span: Span) -> Any:
-    """What the call gives over real positions only; None where there is nothing to leave out."""
+    """What the call returns over real positions only; None where it has no padded ones."""
     if name in RECURRENT:
         return _recurrent(call, args, kwargs, span)
     given = args[0] if args else kwargs.get("input")

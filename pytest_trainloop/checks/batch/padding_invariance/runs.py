@@ -1,11 +1,12 @@
 """The loop on rows with padding, against the loop on the same rows with less of it.
 
 Both runs are made in float64, from the same weights, without dropout and with running statistics. What their first
-steps consume must agree but for rounding (the bound is that of ``accumulation``): nothing that is real was changed.
+steps consume must agree but for rounding (``gradients.tolerances.ROUNDING``): no real position was changed.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,12 @@ from pytest_trainloop import nested
 from pytest_trainloop.batches.grids import time_axes
 from pytest_trainloop.batches.padding import PaddingMask, Proof, padding_ids, read_paddings
 from pytest_trainloop.batches.values import plain
-from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import WAYS, Closed, Met, Seen
-from pytest_trainloop.checks.batch.padding_invariance.slices import Part, cut, parts
+from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import PATHS, BlockedPaths, PaddingFlow, PathCall
+from pytest_trainloop.checks.batch.padding_invariance.slices import BatchSlice, cut, slices
 from pytest_trainloop.errors import CannotDecide, Unreliable, UsageError
-from pytest_trainloop.gradients.compare import Agreement, agreement, optimizers
+from pytest_trainloop.gradients.compare import Agreement, agreement, first_apart, optimizers
 from pytest_trainloop.gradients.tolerances import RESEEDED, ROUNDING
-from pytest_trainloop.gradients.vectors import consumed, vectors
+from pytest_trainloop.gradients.vectors import Gradient, consumed, vectors
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.process_state import preserved
 from pytest_trainloop.runs.same_start import SameStart, varied
@@ -38,18 +39,19 @@ LOOKED_AT = 4
 BOUNDS = {d: ROUNDING * torch.finfo(getattr(torch, d)).eps for d in ("float64", "float32")}
 """Within which two orders of summation agree, by the precision that a loop is run in."""
 
-OPEN: frozenset[str] = frozenset()
+NONE: frozenset[str] = frozenset()
+"""No path is blocked."""
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """One part with its padding (``part``) against the same trimmed (``less``): how far the gradients agree that the
-    first step consumes, and the losses of both."""
+class Comparison:
+    """The gradients that the first step consumes, with padding and without."""
 
-    part: Part
-    less: Part
+    full: BatchSlice
+    trimmed: BatchSlice
     agreement: Agreement
     losses: tuple[float, float]
+    """With padding and without."""
     parameters: int
     precision: str = "float64"
 
@@ -59,9 +61,9 @@ class Compared:
 
     @property
     def factor(self) -> float:
-        """The share of real positions, where the gradient with padding is exactly so much of the one without: of all
+        """The share of real positions, where the gradient with padding is exactly this share of the one without; of all
         positions, or of all but one (targets that are shifted). 0 otherwise."""
-        total, real = self.part.stop - self.part.start, self.less.stop - self.less.start
+        total, real = self.full.stop - self.full.start, self.trimmed.stop - self.trimmed.start
         shares = [real / total, (real - 1) / (total - 1)] if real > 1 else [real / total]
         bound = BOUNDS[self.precision]
         parallel = self.agreement.cosine > 1 - bound
@@ -69,10 +71,7 @@ class Compared:
 
 
 class PaddingRuns:
-    """The runs behind ``padding_invariance``, each made once.
-
-    ``reason`` says what proves the padding; ``sure`` that the project itself marks it as such, or that its batches
-    are not all of one length (``varying``)."""
+    """The runs behind ``padding_invariance``, each made once. ``varying``: batches are not all of one length."""
 
     def __init__(
         self,
@@ -89,13 +88,12 @@ class PaddingRuns:
         self._window = window
         self._plan, self._run_plan = evidence.plan(), evidence.rerun
         self._start = SameStart()
-        self._runs: dict[object, tuple[Record, Seen]] = {}
+        self._runs: dict[object, tuple[Record, PaddingFlow]] = {}
         self._count: int | None = None
         self._precision = "float64"
-        self._works = False
+        self._runs_through = False
         self._declared = declared
         self.varying = varying
-        self.refused = ""
 
     @classmethod
     def of(cls, evidence: Evidence) -> list[PaddingRuns]:
@@ -112,7 +110,7 @@ class PaddingRuns:
     @classmethod
     def _of(cls, evidence: Evidence, loop: TrainLoop) -> list[PaddingRuns]:
         given = first_batches(loop, LOOKED_AT)
-        known = [(batch, [p for p in _padding(loop, batch) if parts(p)]) for batch in given]
+        known = [(batch, [p for p in _padding(loop, batch) if slices(p)]) for batch in given]
         found = [(batch, padded) for batch, padded in known if padded]
         if not found:
             raise CannotDecide(
@@ -134,11 +132,12 @@ class PaddingRuns:
 
     @property
     def reason(self) -> str:
+        """What proves the padding."""
         return self._padded.reason
 
     @property
     def sure(self) -> bool:
-        """Whether the project itself says that this is padding; a mask beside features may be of observations."""
+        """Whether the project itself marks this as padding; a mask next to features may be of observations."""
         by_batch = self._padded.source == "lengths" or (self._padded.source == "mask" and self._padded.of_ids)
         return self._declared or self.varying or by_batch
 
@@ -150,47 +149,56 @@ class PaddingRuns:
     def left(self) -> bool:
         return self._padded.side == "left"
 
-    def first_difference(self) -> Compared | None:
-        """The first part whose gradient changes with its padding. Raises ``CannotDecide`` where none could be compared.
+    def first_difference(self) -> Comparison | None:
+        """The first slice whose gradient changes with its padding. Raises ``CannotDecide`` where none can be compared.
 
-        The first padded position may be the end of a text, which is to be predicted: what does not change once it is
-        kept, and comes in by no other way, is no difference.
+        The first padded position may be the end of a text, which the model predicts: what no longer changes once it is
+        kept, and takes no other path, is no difference.
         """
-        compared = 0
-        for part in parts(self._padded):
-            found = self.compare(part)
-            if found is None:
+        compared, refused = 0, ""
+        for chosen in slices(self._padded):
+            found = self._compared(chosen)
+            if isinstance(found, str):
+                refused = found or refused
                 continue
             compared += 1
-            if not found.equal and (not self._ends_a_text(found) or self._comes_in(found)):
+            if not found.equal and (not self._ends_a_text(found) or self._takes_a_path(found)):
                 return found
         if not compared:
-            raise CannotDecide(self.refused or "the gradient of rows with padding is zero: nothing is compared")
+            raise CannotDecide(refused or "the gradient of rows with padding is zero: nothing is compared")
         return None
 
-    def compare(self, part: Part, *, keep: int = 0, ways: frozenset[str] = OPEN) -> Compared | None:
-        """The part with its padding and with ``keep`` positions of it, these ways closed in both; None where the loop
-        cannot be run so (``refused`` says why), or no gradient comes."""
-        less = part.trimmed(keep)
-        both = [self._gradients(p, ways) for p in (part, less)]
-        if None in both and not self._works and self._otherwise(part):
-            return self.compare(part, keep=keep, ways=ways)
-        self._works = self._works or None not in both
-        if both[0] is None or both[1] is None:
-            return None
-        (record, more), (other, fewer) = both[0], both[1]
-        pairs = [(o, agreement(*vectors([fewer[o], more[o]]))) for o in fewer if o in more]
-        moving = [(o, a) for o, a in pairs if any(bool(g.any()) for g in (*fewer[o].values(), *more[o].values()))]
-        if not moving:
-            return None
-        chosen, worst = max(moving, key=lambda pair: pair[1].difference)
-        return Compared(part, less, worst, (_loss(record), _loss(other)), len(fewer[chosen]), self._precision)
+    def compare(self, full: BatchSlice, *, keep: int = 0, blocked: frozenset[str] = NONE) -> Comparison | None:
+        """The slice with its padding and with ``keep`` positions of it, these paths blocked in both; None where the
+        loop cannot be run so, or no gradient comes."""
+        found = self._compared(full, keep=keep, blocked=blocked)
+        return None if isinstance(found, str) else found
 
-    def _otherwise(self, part: Part) -> bool:
-        """Whether there is another way to run a loop that did not run through: with as many rows as ever, and then in
-        float32, since a kernel of its own may know no other."""
+    def _compared(self, full: BatchSlice, *, keep: int = 0, blocked: frozenset[str] = NONE) -> Comparison | str:
+        """The comparison, or why there is none; "" where no gradient comes."""
+        trimmed = full.trimmed(keep)
+        more, fewer = self._gradients(full, blocked), self._gradients(trimmed, blocked)
+        if isinstance(more, str) or isinstance(fewer, str):
+            if not self._runs_through and self._otherwise(full):
+                return self._compared(full, keep=keep, blocked=blocked)
+            return fewer if isinstance(fewer, str) else str(more)
+        self._runs_through = True
+        found = [
+            (o, agreement(*vectors([fewer[o], more[o]])))
+            for o in fewer
+            if o in more and any(bool(g.any()) for g in (*fewer[o].values(), *more[o].values()))
+        ]
+        if not found:
+            return ""
+        optimizer, worst = max(found, key=lambda pair: pair[1].difference)
+        losses = self._loss(full, blocked), self._loss(trimmed, blocked)
+        return Comparison(full, trimmed, worst, losses, len(fewer[optimizer]), self._precision)
+
+    def _otherwise(self, chosen: BatchSlice) -> bool:
+        """Whether there is another way to run a loop that raises: with as many rows as in the batch, and then in
+        float32, since a kernel of its own may take no other dtype."""
         rows = nested.rows(self._batch, self._padded.grid.batch_dim)
-        if self._count is None and len(part.rows) < rows:
+        if self._count is None and len(chosen.rows) < rows:
             self._count = rows
         elif self._precision == "float64":
             self._precision = "float32"
@@ -200,31 +208,30 @@ class PaddingRuns:
         self._start = SameStart()
         return True
 
-    def _ends_a_text(self, found: Compared) -> bool:
+    def _ends_a_text(self, found: Comparison) -> bool:
         """Whether one padded position makes the difference, and more of them none."""
-        kept = self.compare(found.part, keep=1) if found.part.padded > 1 else None
+        kept = self.compare(found.full, keep=1) if found.full.padded > 1 else None
         return kept is not None and kept.equal
 
-    def _comes_in(self, found: Compared) -> bool:
-        ways = (frozenset({way}) for way in WAYS)
-        return self.seen(found).inverted is not None or any(self.closes(found, way) is not None for way in ways)
+    def _takes_a_path(self, found: Comparison) -> bool:
+        return self.flow(found).inverted is not None or any(self.explained_by(found, frozenset({p})) for p in PATHS)
 
-    def closes(self, found: Compared, ways: frozenset[str]) -> Compared | None:
-        """The comparison with these ways closed, if both gradients then agree: with what is left of the padding none,
-        or one position, where that alone does not make them agree."""
-        for keep in (0,) if self._ends_a_text(found) or found.part.padded < 2 else (0, 1):
-            closed = self.compare(found.part, keep=keep, ways=ways)
-            if closed is not None and closed.equal and closed.losses[0] == closed.losses[0]:
-                return closed
-        return None
+    def explained_by(self, found: Comparison, blocked: frozenset[str]) -> bool:
+        """Whether both gradients agree with these paths blocked: without padding, or with one position of it, where
+        that alone does not make them agree."""
+        for keep in (0,) if self._ends_a_text(found) or found.full.padded < 2 else (0, 1):
+            other = self.compare(found.full, keep=keep, blocked=blocked)
+            if other is not None and other.equal and not math.isnan(other.losses[0]):
+                return True
+        return False
 
-    def seen(self, found: Compared, ways: frozenset[str] = OPEN) -> Seen:
-        """What the run with padding met."""
-        return self._made(found.part, ways)[1]
+    def flow(self, found: Comparison, blocked: frozenset[str] = NONE) -> PaddingFlow:
+        """How padding takes part in the run with padding."""
+        return self._made(found.full, blocked)[1]
 
-    def require_comparable(self, found: Compared) -> None:
-        """Raises where two runs of the loop differ by more than the padding: by what they draw."""
-        drawn = [self._made(part, OPEN)[1].drawn for part in (found.part, found.less)]
+    def require_comparable(self, found: Comparison) -> None:
+        """Raises ``CannotDecide`` or ``Unreliable`` where two runs differ by their random numbers as well."""
+        drawn = [self._made(chosen, NONE)[1].drawn for chosen in (found.full, found.trimmed)]
         if drawn[0] != drawn[1]:
             name = next(
                 (d[0] for d in (*drawn[0], *drawn[1]) if d not in drawn[0] or d not in drawn[1]), drawn[0][0][0]
@@ -239,67 +246,70 @@ class PaddingRuns:
                 CannotDecide("the loop draws random numbers from python's or numpy's generators: draw with torch"),
             ),
         ):
-            first, again = self._made(found.part, OPEN)[0], self._run(found.part, OPEN, fit_seed)[0]
-            if any(_apart(first, again, o) > BOUNDS[self._precision] for o in optimizers(first)):
+            first, again = self._made(found.full, NONE)[0], self._run(found.full, NONE, fit_seed)[0]
+            if any(first_apart(first, again, o) > BOUNDS[self._precision] for o in optimizers(first)):
                 raise refused
 
-    def cut(self, found: Compared, ways: frozenset[str]) -> Compared | None:
-        """The comparison without the gradient of padded outputs, if then only a factor is left of the difference: the
+    def without_outputs(self, found: Comparison) -> Comparison | None:
+        """The comparison without the gradient of padded outputs, if what is left of the difference is a factor: the
         share of real positions, or none."""
-        for keep in (0, 1):
-            without = self.compare(found.part, keep=keep, ways=ways) if keep < found.part.padded else None
-            if without is not None and (without.equal or without.factor):
-                return without
+        for keep in range(min(2, found.full.padded)):
+            other = self.compare(found.full, keep=keep, blocked=frozenset({"outputs"}))
+            if other is not None and (other.equal or other.factor):
+                return other
         return None
 
-    def touched(self, found: Compared) -> list[Met]:
-        """Calls of any way that padding takes part in."""
-        return self._made(found.part, frozenset(WAYS))[1].closed
+    def path_calls(self, found: Comparison) -> list[PathCall]:
+        """Calls of any path that padding takes part in."""
+        return self.flow(found, frozenset(PATHS)).blocked
 
-    def backward(self, found: Compared) -> str:
+    def backward(self, found: Comparison) -> str:
         """The line where the loss is backpropagated."""
-        record = self._made(found.part, OPEN)[0]
+        record = self._made(found.full, NONE)[0]
         return next((str(b.place) for b in record.backwards()), "")
 
-    def smallest(self, found: Compared, holds: Callable[[Compared], bool]) -> Compared | None:
+    def _loss(self, chosen: BatchSlice, blocked: frozenset[str]) -> float:
+        """The first value that backward is called on."""
+        record = self._made(chosen, blocked)[0]
+        return next((root.value for b in record.backwards() for root in b.roots), math.nan)
+
+    def smallest(self, found: Comparison, holds: Callable[[Comparison], bool]) -> Comparison | None:
         """The same difference, by the same cause, on one row and four positions or less; None where it is not there."""
-        for part in _smaller(found.part, self.left):
-            other = self.compare(part)
+        for chosen in _smaller(found.full, self.left):
+            other = self.compare(chosen)
             if other is not None and not other.equal and holds(other):
                 return other
         return None
 
-    def _gradients(self, part: Part, ways: frozenset[str]) -> tuple[Record, dict[int, dict[str, torch.Tensor]]] | None:
-        record = self._made(part, ways)[0]
+    def _gradients(self, chosen: BatchSlice, blocked: frozenset[str]) -> dict[int, Gradient] | str:
+        """What the first step of each optimizer consumes, or why there is nothing to compare."""
+        record = self._made(chosen, blocked)[0]
         if record.raised is not None:
-            self.refused = f"fit raised {record.raised.summary} on rows that are all padded, or cut to their length"
-            return None
+            return f"fit raised {record.raised.summary} on rows that are all padded, or cut to their length"
         low = [p.name for p in record.parameters if p.dtype in ("float16", "bfloat16")]
         if (self._precision == "float64" and not record.double) or low:
-            self.refused = f"the loop computes in a low precision all the same ({', '.join((*record.lower, *low)[:1])})"
-            return None
+            return f"the loop computes in a low precision all the same ({', '.join((*record.lower, *low)[:1])})"
         found = {o: g for o in optimizers(record) if (g := consumed(record, o, 0))}
-        if not found:
-            self.refused = "the loop makes no optimizer step on these rows"
-            return None
-        return record, found
+        return found or "the loop makes no optimizer step on these rows"
 
-    def _made(self, part: Part, ways: frozenset[str]) -> tuple[Record, Seen]:
-        key = (part, ways)
+    def _made(self, chosen: BatchSlice, blocked: frozenset[str]) -> tuple[Record, PaddingFlow]:
+        key = (chosen, blocked)
         if key not in self._runs:
-            self._runs[key] = self._run(part, ways)
+            self._runs[key] = self._run(chosen, blocked)
         return self._runs[key]
 
-    def _run(self, part: Part, ways: frozenset[str], fit_seed: int | None = None) -> tuple[Record, Seen]:
-        closed = Closed(part.span, ways)
+    def _run(
+        self, chosen: BatchSlice, blocked: frozenset[str], fit_seed: int | None = None
+    ) -> tuple[Record, PaddingFlow]:
+        mode = BlockedPaths(chosen.span, blocked)
         plan = varied(
             self._plan,
             self._start,
-            lambda _loop: [cut(self._batch, self._padded, part, count=self._count)] * self._window,
+            lambda _loop: [cut(self._batch, self._padded, chosen, count=self._count)] * self._window,
         )
         plan = replace(plan, double=self._precision == "float64", enough=lambda r: r.rounds >= 1)
-        record = self._run_plan(replace(plan, contexts=closed.contexts, fit_seed=fit_seed))
-        return record, closed.seen
+        record = self._run_plan(replace(plan, contexts=mode.contexts, fit_seed=fit_seed))
+        return record, mode.flow
 
 
 def _padding(loop: TrainLoop, batch: Any) -> list[PaddingMask]:
@@ -328,24 +338,14 @@ def _plain(batch: Any) -> list[torch.Tensor]:
     return [t for t in nested.tensors(batch) if plain(t)]
 
 
-def _loss(record: Record) -> float:
-    """The first value that is backpropagated."""
-    return next((root.value for b in record.backwards() for root in b.roots), float("nan"))
-
-
-def _apart(first: Record, again: Record, optimizer: int) -> float:
-    pair = [consumed(record, optimizer, 0) or {} for record in (first, again)]
-    return agreement(*vectors(pair)).difference
-
-
-def _smaller(part: Part, left: bool) -> Iterator[Part]:
-    """One row of a part with four positions or less, the shortest first, and then as long as it is."""
-    one = replace(part, rows=part.rows[:1])
+def _smaller(chosen: BatchSlice, left: bool) -> Iterator[BatchSlice]:
+    """One row of a slice with four positions or less, the shortest first, and then as long as it is."""
+    one = replace(chosen, rows=chosen.rows[:1])
     for real, padded in ((1, 1), (2, 1), (2, 2), (3, 1)):
-        if real > part.last - part.first or padded > part.padded:
+        if real > chosen.last - chosen.first or padded > chosen.padded:
             continue
         if left:
-            yield replace(one, start=part.first - padded, stop=part.first + real, last=part.first + real)
+            yield replace(one, start=chosen.first - padded, stop=chosen.first + real, last=chosen.first + real)
         else:
-            yield replace(one, start=part.last - real, first=part.last - real, stop=part.last + padded)
+            yield replace(one, start=chosen.last - real, first=chosen.last - real, stop=chosen.last + padded)
     yield one

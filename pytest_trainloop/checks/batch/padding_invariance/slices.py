@@ -1,4 +1,4 @@
-"""Parts of a batch: some of its rows, and of these a stretch of positions. No value is made up."""
+"""Slices of a batch: some of its rows, and of these a range of positions. No value is made up."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BatchSlice:
     """Rows with equally many real positions, and the positions from ``start`` to ``stop`` of them, of which those from
-    ``first`` to ``last`` are real."""
+    ``first`` up to ``last`` are real."""
 
     rows: tuple[int, ...]
     start: int
@@ -38,23 +38,23 @@ class Part:
     def padded(self) -> int:
         return (self.stop - self.start) - (self.last - self.first)
 
-    def trimmed(self, keep: int = 0) -> Part:
-        """The same rows with so many padded positions left on the side where they are."""
+    def trimmed(self, keep: int = 0) -> BatchSlice:
+        """The same rows with ``keep`` padded positions left on their side."""
         left = self.first > self.start
         return replace(self, start=self.first - (keep if left else 0), stop=self.last + (0 if left else keep))
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """So many positions, of which those from ``start`` to ``stop`` are real."""
+    """``total`` positions, of which those from ``start`` to ``stop`` are real."""
 
     total: int
     start: int
     stop: int
 
     def of(self, size: int) -> tuple[int, int] | None:
-        """The real ones among so many positions that a tensor has: also where the loop left the last one out, or put
-        one before the first. None where none is padding, or the size is another."""
+        """The real positions of a tensor of this size, also where the loop dropped the last position, or put one before
+        the first. None where none is padding, or for any other size."""
         shifted = {
             self.total: (self.start, self.stop),
             self.total - 1: (self.start, min(self.stop, self.total - 1)),
@@ -66,7 +66,7 @@ class Span:
         return found
 
 
-def parts(padded: PaddingMask) -> list[Part]:
+def slices(padded: PaddingMask) -> list[BatchSlice]:
     """The rows with the fewest real positions, and those with the most of all that are padded: as many of each as have
     equally many. Where there are others, rows with less than two real positions are left out, since a model of the next
     position has no target in them, and rows with less than two padded ones, since the first may end a text."""
@@ -75,21 +75,21 @@ def parts(padded: PaddingMask) -> list[Part]:
     sizes = sorted(next((found for found in wanted if found), ()))
     chosen = list(dict.fromkeys((sizes[0], sizes[-1]))) if sizes else []
     return [
-        Part(rows, 0, total, total - n if padded.side == "left" else 0, total if padded.side == "left" else n)
+        BatchSlice(rows, 0, total, total - n if padded.side == "left" else 0, total if padded.side == "left" else n)
         for n in chosen
         for rows in [tuple(r for r, length in enumerate(lengths) if length == n)[:MOST]]
     ]
 
 
 MOST = 4
-"""Rows of a part, at most."""
+"""Rows of a slice, at most."""
 
 
-def cut(batch: Any, padded: PaddingMask, part: Part, *, count: int | None = None) -> Any:
-    """This part of a batch, with its rows again from the first where ``count`` are wanted."""
-    stretch = _Stretch(padded, part, nested.rows(batch, padded.grid.batch_dim))
-    memo = {id(t): made for t in nested.tensors(batch) if plain(t) and (made := stretch.of(t)) is not t}
-    wanted = [part.rows[i % len(part.rows)] for i in range(count or len(part.rows))]
+def cut(batch: Any, padded: PaddingMask, chosen: BatchSlice, *, count: int | None = None) -> Any:
+    """This slice of a batch, its rows repeated from the first where ``count`` are wanted."""
+    positions = _Range(padded, chosen, nested.rows(batch, padded.grid.batch_dim))
+    memo = {id(t): made for t in nested.tensors(batch) if plain(t) and (made := positions.of(t)) is not t}
+    wanted = [chosen.rows[i % len(chosen.rows)] for i in range(count or len(chosen.rows))]
     try:
         return nested.take(copy.deepcopy(batch, memo), wanted, padded.grid.batch_dim)
     except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:
@@ -97,17 +97,17 @@ def cut(batch: Any, padded: PaddingMask, part: Part, *, count: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Stretch:
+class _Range:
     """Cuts tensors along their positions."""
 
     padded: PaddingMask
-    part: Part
+    chosen: BatchSlice
     count: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        total, size = self.padded.grid.length, self.part.stop - self.part.start
+        total, size = self.padded.grid.length, self.chosen.stop - self.chosen.start
         if tensor.dim() == 1 and self._are_lengths(tensor):
-            return tensor - (self.padded.lengths[self.part.rows[0]] - (self.part.last - self.part.first))
+            return tensor - (self.padded.lengths[self.chosen.rows[0]] - (self.chosen.last - self.chosen.first))
         for longer in (0, 1, -1):
             grid = self.padded.grid
             axes = time_axes(tensor, grid.batch_dim, self.count, total + longer, grid.time_dim)
@@ -123,11 +123,11 @@ class _Stretch:
         """Whether a tensor with one position more or less holds ids, and nothing where it is cut off."""
         if tensor.dim() != 2 or tensor.is_floating_point() or self.padded.grid.batch_dim != 0:
             return False
-        own = tensor[list(self.part.rows)]
+        own = tensor[list(self.chosen.rows)]
         off = (
-            own[:, : self.part.start]
-            if self.part.start
-            else own[:, own.shape[1] - (self.padded.grid.length - self.part.stop) :]
+            own[:, : self.chosen.start]
+            if self.chosen.start
+            else own[:, own.shape[1] - (self.padded.grid.length - self.chosen.stop) :]
         )
         return bool((off == off[:1, :1]).all())
 
@@ -137,7 +137,7 @@ class _Stretch:
 
     def _narrow(self, tensor: torch.Tensor, axes: Sequence[int], longer: int) -> torch.Tensor:
         for axis in axes:
-            tensor = tensor.narrow(axis, self.part.start, self.part.stop - self.part.start + longer)
+            tensor = tensor.narrow(axis, self.chosen.start, self.chosen.stop - self.chosen.start + longer)
         return tensor.clone()
 
     def _from_zero(self, tensor: torch.Tensor, axes: Sequence[int], size: int) -> torch.Tensor:

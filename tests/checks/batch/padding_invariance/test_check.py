@@ -5,33 +5,33 @@ from __future__ import annotations
 import pytest
 
 from pytest_trainloop.checks.batch.padding_invariance.check import padding_invariance
-from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import Met, Seen
-from pytest_trainloop.checks.batch.padding_invariance.runs import Compared, PaddingRuns
-from pytest_trainloop.checks.batch.padding_invariance.slices import Part
+from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import PaddingFlow, PathCall
+from pytest_trainloop.checks.batch.padding_invariance.runs import Comparison, PaddingRuns
+from pytest_trainloop.checks.batch.padding_invariance.slices import BatchSlice
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.compare import Agreement
 from pytest_trainloop.recording.events import Place
 from tests.helpers.records import FakeEvidence
 
-PART = Part((1,), 0, 8, 0, 4)
+PART = BatchSlice((1,), 0, 8, 0, 4)
 HERE = Place("train.py", 7, "loss.backward()")
 APART = Agreement(1.1, 0.9, 0.3)
 
 
 def compared(agreement=APART, part=PART):
-    return Compared(part, part.trimmed(), agreement, (1.0, 1.1), 3)
+    return Comparison(part, part.trimmed(), agreement, (1.0, 1.1), 3)
 
 
-def met(op, way="pooling", *, zeros=False):
-    return Met(way, op, HERE, zeros)
+def call(op, path="pooling", *, zeros=False):
+    return PathCall(path, op, HERE, zeros)
 
 
 class Runs:
-    """Comparisons made beforehand: ``closing`` are the ways that, closed, make both gradients agree."""
+    """Comparisons made beforehand: with the ``paths`` blocked both gradients agree."""
 
-    def __init__(self, found, closing=(), closed=(), *, cut=None, sure=True, varying=False, left=False, **seen):
-        self._found, self._closing, self._cut = found, frozenset(closing), cut
-        self._seen = Seen(closed=list(closed), **seen)
+    def __init__(self, found, paths=(), calls=(), *, cut=None, sure=True, varying=False, left=False, **flow):
+        self._found, self._paths, self._cut = found, frozenset(paths), cut
+        self._flow = PaddingFlow(blocked=list(calls), **flow)
         self.by_lengths = True
         self.sure, self.varying, self.left, self.reason = sure, varying, left, "mask is 0 there"
 
@@ -41,16 +41,16 @@ class Runs:
     def require_comparable(self, found):
         pass
 
-    def closes(self, found, ways):
-        return found if self._closing and self._closing <= ways else None
+    def explained_by(self, found, blocked):
+        return bool(self._paths) and self._paths <= blocked
 
-    def seen(self, found, ways=frozenset()):
-        return self._seen
+    def flow(self, found, blocked=frozenset()):
+        return self._flow
 
-    def touched(self, found):
-        return self._seen.closed
+    def path_calls(self, found):
+        return self._flow.blocked
 
-    def cut(self, found, ways):
+    def without_outputs(self, found):
         return self._cut
 
     def backward(self, found):
@@ -75,30 +75,30 @@ def test_no_difference_is_no_finding():
 @pytest.mark.parametrize(
     ("runs", "expected"),
     [
-        (Runs(compared(), ["attention"], [met("softmax", "attention")]), ("padded_keys_attended", "fault")),
+        (Runs(compared(), ["attention"], [call("softmax", "attention")]), ("padded_keys_attended", "fault")),
         (
-            Runs(compared(), ["attention"], [met("softmax", "attention")], sure=False),
+            Runs(compared(), ["attention"], [call("softmax", "attention")], sure=False),
             ("padded_keys_attended", "advice"),
         ),
-        (Runs(compared(), inverted=met("softmax", "attention")), ("padded_keys_attended", "fault")),
-        (Runs(compared(), inverted=met("softmax", "attention"), sure=False), ("padded_keys_attended", "advice")),
-        (Runs(compared(), ["pooling"], [met("mean")]), ("padding_pooled", "fault")),
-        (Runs(compared(), ["pooling"], [met("mean", zeros=True)]), ("padding_pooled", "advice")),
-        (Runs(compared(), ["pooling"], [met("mean", zeros=True)], varying=True), ("padding_pooled", "fault")),
-        (Runs(compared(), ["pooling"], [met("amax")]), ("padding_pooled", "advice")),
-        (Runs(compared(), ["pooling"], [met("mean")], met=[met("conv1d")]), ("padding_pooled", "advice")),
-        (Runs(compared(), ["pooling"], [met("mean")], spread=True), ("padding_pooled", "advice")),
-        (Runs(compared(), ["pooling"], [met("mean")], target=True), ("padding_pooled", "advice")),
-        (Runs(compared(), ["pooling"], [met("gru")], behind=True), ("padding_pooled", "fault")),
-        (Runs(compared(), ["pooling"], [met("gru")]), ("padding_counts", "advice")),
-        (Runs(compared(), ["pooling"], [met("gru")], behind=True, left=True), ("padding_counts", "advice")),
-        (Runs(compared(), ["positions"], [met("embedding", "positions")]), ("positions_shifted", "advice")),
+        (Runs(compared(), inverted=call("softmax", "attention")), ("padded_keys_attended", "fault")),
+        (Runs(compared(), inverted=call("softmax", "attention"), sure=False), ("padded_keys_attended", "advice")),
+        (Runs(compared(), ["pooling"], [call("mean")]), ("padding_pooled", "fault")),
+        (Runs(compared(), ["pooling"], [call("mean", zeros=True)]), ("padding_pooled", "advice")),
+        (Runs(compared(), ["pooling"], [call("mean", zeros=True)], varying=True), ("padding_pooled", "fault")),
+        (Runs(compared(), ["pooling"], [call("amax")]), ("padding_pooled", "advice")),
+        (Runs(compared(), ["pooling"], [call("mean")], mixing=[call("conv1d")]), ("padding_pooled", "advice")),
+        (Runs(compared(), ["pooling"], [call("mean")], spread=True), ("padding_pooled", "advice")),
+        (Runs(compared(), ["pooling"], [call("mean")], length_is_target=True), ("padding_pooled", "advice")),
+        (Runs(compared(), ["pooling"], [call("gru")], behind=True), ("padding_pooled", "fault")),
+        (Runs(compared(), ["pooling"], [call("gru")]), ("padding_counts", "advice")),
+        (Runs(compared(), ["pooling"], [call("gru")], behind=True, left=True), ("padding_counts", "advice")),
+        (Runs(compared(), ["positions"], [call("embedding", "positions")]), ("positions_shifted", "advice")),
         (
-            Runs(compared(), ["positions"], [met("embedding", "positions")], varying=True),
+            Runs(compared(), ["positions"], [call("embedding", "positions")], varying=True),
             ("positions_shifted", "fault"),
         ),
         (
-            Runs(compared(), ["positions", "attention"], [met("softmax", "attention")]),
+            Runs(compared(), ["positions", "attention"], [call("softmax", "attention")]),
             ("padded_keys_attended", "fault"),
         ),
         (Runs(compared(Agreement(0.5, 1.0, 0.5))), ("mean_over_padding", "advice")),
@@ -107,7 +107,7 @@ def test_no_difference_is_no_finding():
         (Runs(compared(), cut=compared(Agreement(0.5, 1.0, 0.5)), sure=False), ("padded_targets", "advice")),
         (Runs(compared(), cut=compared(Agreement(1.0, 1.0, 0.0))), ("padded_targets", "advice")),
         (Runs(compared()), ("padding_counts", "advice")),
-        (Runs(compared(Agreement(0.45, 1.0, 0.55)), met=[met("conv1d")]), ("padding_counts", "advice")),
+        (Runs(compared(Agreement(0.45, 1.0, 0.55)), mixing=[call("conv1d")]), ("padding_counts", "advice")),
     ],
 )
 def test_cause_and_level(runs, expected):
@@ -120,7 +120,7 @@ def test_outputs_that_loss_contract_calls_padding_are_a_fault():
 
 
 def test_one_padded_position_may_be_the_end_of_a_text():
-    runs = Runs(compared(part=Part((1,), 0, 8, 0, 7)), cut=compared(Agreement(1.0, 1.0, 0.0)))
+    runs = Runs(compared(part=BatchSlice((1,), 0, 8, 0, 7)), cut=compared(Agreement(1.0, 1.0, 0.0)))
     with pytest.raises(CannotDecide, match="end of a text"):
         said(runs)
 

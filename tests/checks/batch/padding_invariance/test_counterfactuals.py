@@ -1,4 +1,4 @@
-"""Each way that is closed gives what the same rows give when they are cut."""
+"""Each path that is blocked gives what the same rows give when they are cut."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import Closed
+from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import BlockedPaths
 from pytest_trainloop.checks.batch.padding_invariance.slices import Span
 
 TOTAL, REAL, WIDTH = 7, 4, 6
@@ -21,14 +21,14 @@ def watch():
     return SimpleNamespace(quiet=0, stepping=0, quietly=contextlib.nullcontext)
 
 
-def run(compute, x, span, *ways):
-    closed = Closed(span, frozenset(ways))
+def run(compute, x, span, *paths):
+    mode = BlockedPaths(span, frozenset(paths))
     with torch.enable_grad():
         given = x.clone().requires_grad_()
         with contextlib.ExitStack() as around:
-            for context in closed.contexts(watch()):
+            for context in mode.contexts(watch()):
                 around.enter_context(context)
-            return compute(given), closed.seen
+            return compute(given), mode.flow
 
 
 def rows(seed=0):
@@ -69,10 +69,10 @@ def by_hand(x):
     ],
 )
 def test_real_positions_look_at_no_padding(compute, span):
-    out, seen = run(compute, rows(), span, "attention")
+    out, flow = run(compute, rows(), span, "attention")
     torch.testing.assert_close(real(out, span), compute(real(rows(), span)))
-    assert [m.way for m in seen.closed] == ["attention"] or (span is RIGHT and not seen.closed)
-    assert seen.inverted is None
+    assert [m.path for m in flow.blocked] == ["attention"] or (span is RIGHT and not flow.blocked)
+    assert flow.inverted is None
 
 
 @pytest.mark.parametrize("span", [RIGHT, LEFT], ids=["right", "left"])
@@ -95,9 +95,9 @@ def test_real_positions_look_at_no_padding(compute, span):
     ],
 )
 def test_pooling_over_real_positions(compute, span):
-    out, seen = run(compute, rows(), span, "pooling", "attention")
+    out, flow = run(compute, rows(), span, "pooling", "attention")
     torch.testing.assert_close(out, compute(real(rows(), span)))
-    assert seen.closed
+    assert flow.blocked
 
 
 @pytest.mark.parametrize(
@@ -113,9 +113,9 @@ def test_pooling_over_real_positions(compute, span):
     ],
 )
 def test_ends_that_are_read(compute, span):
-    out, seen = run(compute, rows(), span, "pooling")
+    out, flow = run(compute, rows(), span, "pooling")
     torch.testing.assert_close(out, compute(real(rows(), span)))
-    assert [m.way for m in seen.closed] == ["pooling"]
+    assert [m.path for m in flow.blocked] == ["pooling"]
 
 
 @pytest.mark.parametrize(
@@ -129,20 +129,20 @@ def test_ends_that_are_read(compute, span):
     ],
 )
 def test_positions_from_the_first_real_one(compute):
-    out, seen = run(compute, rows(), LEFT, "positions")
+    out, flow = run(compute, rows(), LEFT, "positions")
     torch.testing.assert_close(real(out, LEFT), compute(real(rows(), LEFT)))
-    assert [m.way for m in seen.closed] == ["positions"]
+    assert [m.path for m in flow.blocked] == ["positions"]
     _, untouched = run(compute, rows(), RIGHT, "positions")
-    assert not untouched.closed
+    assert not untouched.blocked
 
 
-def test_nothing_is_closed_that_was_not_asked_for():
+def test_nothing_is_blocked_that_was_not_asked_for():
     def everything(x):
         return LSTM(by_hand(x) + TABLE[: x.shape[1]])[0].mean(1)
 
-    out, seen = run(everything, rows(), RIGHT)
+    out, flow = run(everything, rows(), RIGHT)
     torch.testing.assert_close(out, everything(rows()))
-    assert not seen.closed
+    assert not flow.blocked
 
 
 @pytest.mark.parametrize(
@@ -178,9 +178,9 @@ def test_what_is_used_of_a_recurrent_net(read, behind):
 def test_outputs_in_padded_places_get_no_gradient():
     head = nn.Linear(WIDTH, 2, dtype=torch.float64)
     x = rows().requires_grad_()
-    closed = Closed(RIGHT, frozenset({"outputs"}))
+    mode = BlockedPaths(RIGHT, frozenset({"outputs"}))
     with contextlib.ExitStack() as around:
-        for context in closed.contexts(watch()):
+        for context in mode.contexts(watch()):
             around.enter_context(context)
         head(x).square().sum().backward()
     assert bool(x.grad[:, :REAL].any())
@@ -189,6 +189,6 @@ def test_outputs_in_padded_places_get_no_gradient():
 
 def test_draws_and_what_mixes_neighbours_are_noted():
     conv = nn.Conv1d(WIDTH, 2, 3, padding=1, dtype=torch.float64)
-    _, seen = run(lambda x: conv(x.transpose(1, 2)) + torch.randint(0, x.shape[1], (3, 1, 1)), rows(), RIGHT)
-    assert [m.op for m in seen.met] == ["conv1d"]
-    assert seen.drawn == [("randint", (1, 1), (0, TOTAL))]
+    _, flow = run(lambda x: conv(x.transpose(1, 2)) + torch.randint(0, x.shape[1], (3, 1, 1)), rows(), RIGHT)
+    assert [m.op for m in flow.mixing] == ["conv1d"]
+    assert flow.drawn == [("randint", (1, 1), (0, TOTAL))]

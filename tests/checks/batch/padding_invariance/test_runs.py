@@ -93,12 +93,12 @@ def test_a_difference_is_found_in_windows_of_any_length(window):
     made = padding(evidence(wrong, window=window))
     found = made.first_difference()
     assert found is not None
-    assert found.part.rows == (1, 2)
-    assert (found.part.span.total, found.less.span.total) == (8, 3)
+    assert found.full.rows == (1, 2)
+    assert (found.full.span.total, found.trimmed.span.total) == (8, 3)
     assert not found.factor
-    assert made.cut(found, frozenset({"outputs"})).factor == pytest.approx(3 / 8)
+    assert made.without_outputs(found).factor == pytest.approx(3 / 8)
     smallest = made.smallest(found, lambda _found: True)
-    assert (smallest.part.rows, smallest.part.span.total) == ((1,), 2)
+    assert (smallest.full.rows, smallest.full.span.total) == ((1,), 2)
 
 
 def test_the_share_of_real_positions_is_exact():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pytest_trainloop.batches.padding import Proof, read_paddings
-from pytest_trainloop.checks.batch.padding_invariance.slices import Part, Span, cut, parts
+from pytest_trainloop.checks.batch.padding_invariance.slices import BatchSlice, Span, cut, slices
 from pytest_trainloop.loop import Padding
 
 LENGTHS = torch.tensor([7, 4, 3, 3, 6])
@@ -25,16 +25,16 @@ def padded(given, left=False):
 
 
 def test_the_shortest_and_the_longest_rows_that_are_padded_by_two_or_more():
-    assert parts(padded(batch())) == [Part((2, 3), 0, 7, 0, 3), Part((1,), 0, 7, 0, 4)]
+    assert slices(padded(batch())) == [BatchSlice((2, 3), 0, 7, 0, 3), BatchSlice((1,), 0, 7, 0, 4)]
 
 
 def test_one_padded_position_is_taken_where_there_is_no_more():
     ids = torch.tensor([[1, 2, 3], [4, 5, 0]])
-    assert parts(padded(ids)) == [Part((1,), 0, 3, 0, 2)]
+    assert slices(padded(ids)) == [BatchSlice((1,), 0, 3, 0, 2)]
 
 
 def test_on_the_left_the_last_positions_are_real():
-    assert parts(padded({"ids": IDS.flip(1)}, left=True))[0] == Part((2, 3), 0, 7, 4, 7)
+    assert slices(padded({"ids": IDS.flip(1)}, left=True))[0] == BatchSlice((2, 3), 0, 7, 4, 7)
 
 
 def test_what_has_positions_is_cut():
@@ -50,7 +50,7 @@ def test_what_has_positions_is_cut():
         number=3,
     )
     known = padded(given)
-    got = cut(given, known, parts(known)[0].trimmed())
+    got = cut(given, known, slices(known)[0].trimmed())
     shapes = {k: tuple(v.shape) for k, v in got.items() if isinstance(v, torch.Tensor)}
     assert shapes == {
         "ids": (2, 3), "mask": (2, 3), "lengths": (2,), "classes": (2,), "tags": (2, 3), "features": (2, 3, 2),
@@ -65,27 +65,27 @@ def test_what_has_positions_is_cut():
 def test_on_the_left_positions_without_rows_begin_at_zero_again():
     given = {"ids": IDS.flip(1), "places": torch.arange(7)}
     known = padded(given, left=True)
-    got = cut(given, known, parts(known)[0].trimmed(keep=1))
+    got = cut(given, known, slices(known)[0].trimmed(keep=1))
     assert got["ids"].tolist() == IDS.flip(1)[2:4, 3:].tolist()
     assert got["places"].tolist() == [0, 1, 2, 3]
 
 
 def test_lengths_shrink_where_real_positions_are_cut_off():
     given = batch()
-    got = cut(given, padded(given), Part((1,), 2, 5, 2, 4))
+    got = cut(given, padded(given), BatchSlice((1,), 2, 5, 2, 4))
     assert got["ids"].tolist() == IDS[1:2, 2:5].tolist()
     assert got["lengths"].tolist() == [2]
 
 
 def test_as_many_rows_as_ever():
     known = padded(IDS)
-    assert cut(IDS, known, parts(known)[0], count=5).tolist() == IDS[[2, 3, 2, 3, 2]].tolist()
+    assert cut(IDS, known, slices(known)[0], count=5).tolist() == IDS[[2, 3, 2, 3, 2]].tolist()
 
 
 def test_the_batch_stays_as_it_is():
     given = batch()
     known = padded(given)
-    cut(given, known, parts(known)[0].trimmed())
+    cut(given, known, slices(known)[0].trimmed())
     assert torch.equal(given["ids"], torch.arange(1, 36).view(5, 7) * MASK)
 
 
