@@ -1,4 +1,4 @@
-"""A diagnostic run: operations that take a tensor with a history and give one without, and what happens with some of
+"""A diagnostic run: operations that take a tensor with a history and return one without, and what happens with some of
 them changed."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.events import Place, Site
     from pytest_trainloop.recording.watch import Watch
 
-Kind = Literal["detach", "grad_off", "value", "custom", "flat", "dead"]
+Kind = Literal["detach", "grad_off", "value", "custom", "zero_slope", "constant"]
 
 _DETACHES = frozenset({"detach", "detach_", "data"})
 _VALUES = (TO_PYTHON - {"__bool__", "__format__"}) | {"tensor", "as_tensor"}
@@ -42,8 +42,8 @@ _VALUES = (TO_PYTHON - {"__bool__", "__format__"}) | {"tensor", "as_tensor"}
 _NOT_A_TENSOR = TO_PYTHON - {"__bool__", "__format__", "item"}
 """They must not give a tensor; ``item`` may, where its result is computed with."""
 
-_FLAT = ROUNDINGS | CLAMPS | {"clamp_", "hardtanh", "hardtanh_", "hardsigmoid", "hardswish", "relu6", "threshold"}
-_CAN_DIE = SOFTMAXES | NORMALISATIONS | {"normalize", "relu", "relu_"}
+_ZERO_SLOPE = ROUNDINGS | CLAMPS | {"clamp_", "hardtanh", "hardtanh_", "hardsigmoid", "hardswish", "relu6", "threshold"}
+_MAY_BE_CONSTANT = SOFTMAXES | NORMALISATIONS | {"normalize", "relu", "relu_"}
 _LAYERS = (CONVOLUTIONS - TRANSPOSED_CONVOLUTIONS) | {"linear"}
 """The first axis of the weight is that of the outputs; in a transposed convolution it is the second."""
 
@@ -66,11 +66,7 @@ class Candidate:
 
 
 class Tracer(WatchingMode):
-    """Lists candidates in ``found``, in order, and changes the ``chosen`` ones: left out, or (``nudge``) their result
-    moved a little.
-
-    ``touched`` are the parameters that entered some computation with gradients on.
-    """
+    """Lists candidates, and leaves the ``chosen`` ones out, or (``nudge``) moves their result a little."""
 
     def __init__(self, chosen: Sequence[Candidate] = (), *, nudge: bool = False) -> None:
         super().__init__()
@@ -82,7 +78,9 @@ class Tracer(WatchingMode):
         self._closed: list[tuple[Candidate, list[bool]]] = []
         self._one_wide: list[torch.Tensor] = []
         self.found: dict[tuple[str, Site], Candidate] = {}
+        """Candidates in the order of their first call."""
         self.touched: set[int] = set()
+        """Parameters that entered some computation with gradients on."""
 
     @contextlib.contextmanager
     def watching(self, watch: Watch) -> Iterator[None]:
@@ -129,8 +127,8 @@ class Tracer(WatchingMode):
             return self._changed(chosen, func, args, kwargs, given)
         out = func(*args, **kwargs)
         kind = "value" if _writes(name) and any(args[0] is d for d in self._detached) else _kind(name, args, given, out)
-        if kind == "dead" and not self.watch.inside_parameters():
-            kind = None  # a hinge in the loss that every example meets is no dead layer
+        if kind == "constant" and not self.watch.inside_parameters():
+            kind = None  # a hinge in the loss that every example meets is no dead unit
         if kind == "grad_off":
             self._note_region(name, place, site)
             if self._nudge and ("grad_off", self._region_site()) in self._chosen:
@@ -146,7 +144,7 @@ class Tracer(WatchingMode):
         self.found.setdefault(candidate.key, candidate)
 
     def _note_region(self, name: str, place: Place, site: Site) -> None:
-        """An operation without gradients: its region, and itself as a value that crosses without a history."""
+        """The region without gradients that an operation lies in; the operation itself where none was entered."""
         region = self._region[0] if self._region else place
         self._note(Candidate("grad_off", "grad_off", region, self._region_site(), self.watch.module_path()))
 
@@ -175,8 +173,7 @@ class Tracer(WatchingMode):
         return _straight_through(given[0], func(*args, **kwargs))
 
     def _tapped_apply(self, original: Callable[..., Any]) -> Any:
-        """Watch the project's own autograd functions: a gradient that comes in at the output must go on to each
-        input."""
+        """Watch the project's own autograd functions: a gradient at the output must go on to each input."""
 
         @functools.wraps(original)
         def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -216,10 +213,10 @@ def _kind(name: str, args: tuple[Any, ...], given: list[torch.Tensor], out: Any)
     outputs = list(tensors_in(out))
     if _writes(name) and isinstance(args[0], torch.Tensor) and not args[0].requires_grad:
         return "grad_off" if not torch.is_grad_enabled() else "value"
-    if name in _FLAT:
-        return "flat"
-    if name in _CAN_DIE and _constant(name, given, outputs):
-        return "dead"
+    if name in _ZERO_SLOPE:
+        return "zero_slope"
+    if name in _MAY_BE_CONSTANT and _constant(name, given, outputs):
+        return "constant"
     if outputs and not any(t.requires_grad for t in outputs) and not name.startswith("__get"):
         off = not torch.is_grad_enabled() or torch.is_inference_mode_enabled()
         return "grad_off" if off and any(t.is_floating_point() or t.is_complex() for t in outputs) else "value"
@@ -232,8 +229,8 @@ def _writes(name: str) -> bool:
 
 
 def _constant(name: str, given: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
-    """Whether an activation or a normalisation gives the same for whatever comes in: every unit off, or only one
-    entry to normalise."""
+    """Whether an activation or a normalisation returns the same for every input: every unit off, or only one entry to
+    normalise."""
     if not outputs or outputs[0].numel() == 0:
         return False
     out = outputs[0].detach()

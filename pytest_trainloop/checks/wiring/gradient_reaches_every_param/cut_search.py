@@ -1,17 +1,15 @@
-"""Where a gradient is lost: candidate operations, each put to the test.
+"""Which operation keeps a gradient from parameters: candidates, each tried in a run of its own.
 
 The loop is run again with a candidate left out (a detach that passes its input on, a no_grad that is none, a rounding
-that is straight-through): if the
-gradient is there now, that operation is the cut. Where an operation cannot be left out (numpy, float), what it gave
-is moved instead: if the loss moves with
-it, the value crosses there without its gradient.
+that is straight-through): if the gradient is there now, that operation is the cut. Where an operation cannot be left
+out (numpy, float), its result is moved instead: if the loss changes, the value passes there without its gradient.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_candidates import Candidate, Kind, Tracer
 from pytest_trainloop.gradients.dependence import (
@@ -30,20 +28,29 @@ if TYPE_CHECKING:
 
 
 MOST = 16
-"""Candidates put to the test one by one, those nearest to the loss first."""
+"""Candidates tried one by one, those nearest to the loss first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The operation where the gradient is lost. ``gradient`` is the largest entry that arrives with it left out, at
-    the parameters ``reached``; None where its
-    value was moved instead, by which the loss changed by ``change``."""
+    """The operation where the gradient is lost."""
 
     candidate: Candidate
     gradient: float | None
+    """The largest entry that arrives with it left out; None where its result was moved instead."""
     change: float = 0.0
+    """By how much the loss changed then."""
     reached: frozenset[str] = frozenset()
+    """Parameters that get a gradient with it left out."""
     fired: frozenset[str] = frozenset()
+    """Those that get one, even of zeros."""
+
+
+class Search(NamedTuple):
+    """What was found: the cut, if any, and the names of all parameters that entered some computation."""
+
+    cut: Cut | None
+    touched: set[str]
 
 
 class CutSearch:
@@ -52,16 +59,15 @@ class CutSearch:
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
 
-    def find(self, names: Sequence[str], kinds: set[Kind]) -> tuple[Cut | None, set[str]]:
-        """The operation that keeps the gradient from these parameters, and the names of all parameters that entered
-        some computation."""
+    def find(self, names: Sequence[str], kinds: set[Kind]) -> Search:
+        """Look for the operation of these kinds that keeps the gradient from these parameters."""
         evidence = self._evidence
         if not evidence.repeatable:
-            return None, set()
+            return Search(None, set())
         listed, tracer = _traced(evidence, names)
         touched = {listed.parameters[i].name for i in tracer.touched}
         candidates = [c for c in reversed(tracer.found.values()) if c.kind in kinds]
-        return _proven(evidence, names, candidates) or _crossing(evidence, names, candidates, listed), touched
+        return Search(_proven(evidence, names, candidates) or _moved(evidence, names, candidates, listed), touched)
 
     def saddles(self, names: Sequence[str]) -> dict[str, float]:
         """Parameters that start at exactly zero and get a gradient once all weights are moved a little: zero times zero
@@ -98,8 +104,8 @@ def _narrowed(evidence: Evidence, names: Sequence[str], needed: list[Candidate])
     return _without(evidence, names, needed)
 
 
-def _crossing(evidence: Evidence, names: Sequence[str], candidates: list[Candidate], listed: Record) -> Cut | None:
-    """A cut shown by moving what it gives."""
+def _moved(evidence: Evidence, names: Sequence[str], candidates: list[Candidate], listed: Record) -> Cut | None:
+    """A cut shown by moving the result of the operation."""
     broken = next((c for c in candidates if c.kind == "custom"), None)
     if broken is not None:
         return Cut(broken, None)

@@ -1,9 +1,9 @@
-"""Which results that the loss does not use have a good reason to be there.
+"""Which results that the loss does not use are there for a good reason.
 
-A library's encoder returns a pooled output beside the hidden states, and the project takes only the latter; a component
-returns attention weights that its user drops; a model returns a head's output for a task that is not in this batch; an
-energy's last bias is in the graph that ``autograd.grad`` differentiates. A result that its module's parent drops has
-none.
+A library's encoder returns a pooled output next to the hidden states, and the project takes only the latter; a
+component returns attention weights that its caller drops; a model returns a head's output for a task that is not in
+this batch; an energy's last bias is in the graph that ``autograd.grad`` differentiates. A result that its module's
+parent drops has no such reason.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class _Exposure:
-    """Gathers the names of parameters whose result is given out: by a module as one of several results, of which a
-    batch
-    need not use all, or to autograd itself (``autograd.grad`` of an energy; a function of the project's own that
-    takes a
-    parameter and has no gradient for it)."""
+    """Gathers the names of parameters whose result is given out.
+
+    A module returns it as one of several results, of which a batch need not use all. Or autograd itself gets it
+    (``autograd.grad`` of an energy; a function of the project's own that takes a parameter and has no gradient for it).
+    """
 
     def __init__(self, watch: Watch, wanted: set[int]) -> None:
         self._watch = watch

@@ -4,18 +4,16 @@ What it does
     After a watched run it compares the tensors in the optimizers' groups with the parameters that gradients arrived at.
 
 Why is this bad?
-    A head that was never passed to the optimizer, or a model that was copied after the optimizer was built, trains on
-    as if nothing were wrong:
-    the loss falls a little, through the rest or not at all, and nothing is raised.
+    A head that was never passed to the optimizer, or a model that was copied after the optimizer was built, runs as if
+    nothing were wrong: the loss falls a little, through the rest or not at all, and nothing is raised.
 
 How it decides
     A parameter is missing iff it requires grad, a gradient that is not zero arrived at it, no optimizer holds it and
-    nothing else moved it. Not missing:
-    what ``frozen=`` names; what is kept in eval mode beside a training rest (a fixed perceptual net); targets that
-    follow by an average; parameters stepped
-    by hand. Tensors that an optimizer holds beyond the model (a learned temperature, an image that is optimised) are
-    fine as long as gradients reach them. Where only such train (an image, a latent code) the model is advice, unless
-    their gradients were put there by hand: these are master weights, and somebody must write them back.
+    nothing else moved it. Not missing: what ``frozen=`` names; what is kept in eval mode while the rest trains (a fixed
+    perceptual net); targets that follow by an average; parameters that user code steps. Tensors that an optimizer holds
+    beyond the model (a learned temperature, an image that is optimised) are fine as long as gradients reach them. Where
+    only such train (an image, a latent code) the model is advice, unless user code assigned their gradients: then they
+    are master weights, and somebody must write them back.
 
 Faulty
     >>> model = Classifier()
@@ -40,9 +38,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from pytest_trainloop.checks.wiring.consequences import TRAINING
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
-from pytest_trainloop.registry import check
+from pytest_trainloop.registry import Cause, check
 from pytest_trainloop.wording import be, some, them, they, verb
 
 if TYPE_CHECKING:
@@ -52,21 +51,50 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Parameter, Record
     from pytest_trainloop.runs.evidence import Evidence
 
-CONSEQUENCES = ("overfit_one_batch", "update_ratio", "every_param_moves")
-
 PASSES_OF_A_PART = 3
 """Backward passes that must reach a parameter of a module nobody declared: copies made for one step (an unrolled model,
 a client's) are no parts of the model."""
 
 CAUSES = {
-    "not_in_optimizer": "a gradient arrives at the parameter, and no optimizer holds it",
-    "swapped_after_optimizer": (
-        "the optimizer holds tensors that are no longer in the model, where the model has new ones that it does "
-        "not hold"
+    "not_in_optimizer": Cause(
+        proof="a gradient arrives at the parameter, and no optimizer holds it",
+        repair=(
+            "pass them to the optimizer; if they are meant to stay fixed, say so: requires_grad_(False), or "
+            'frozen=("...",)'
+        ),
+        explains=TRAINING,
     ),
-    "stale_copy": "the optimizer holds none of the tensors that train, but as many others that no gradient reaches",
-    "not_registered": "the parameter sits in a plain list, tuple or dict, where parameters() does not find it",
-    "held_twice": "one group holds the same tensor more than once",
+    "swapped_after_optimizer": Cause(
+        proof=(
+            "the optimizer holds tensors that are no longer in the model, and the model has new ones that it does not "
+            "hold"
+        ),
+        repair=(
+            "change the model first (new head, resized embedding), then build the optimizer; or add_param_group for "
+            "the new part"
+        ),
+        explains=TRAINING,
+    ),
+    "stale_copy": Cause(
+        proof="the optimizer holds none of the tensors that train, but as many others that no gradient reaches",
+        repair=(
+            "build the optimizer after the last copy, re-wrap or rebuild of the model, from that model's parameters()"
+        ),
+        explains=TRAINING,
+    ),
+    "not_registered": Cause(
+        proof="the parameter is in a plain list, tuple or dict, where parameters() does not find it",
+        repair=(
+            "use nn.ModuleList, nn.ModuleDict or nn.ParameterList, so that parameters(), to() and state_dict() find "
+            "them"
+        ),
+        explains=TRAINING,
+    ),
+    "held_twice": Cause(
+        proof="one group holds the same tensor more than once",
+        repair="pass each parameter once: model.parameters() already leaves out repeated (tied) ones",
+        explains=TRAINING,
+    ),
 }
 
 
@@ -79,17 +107,27 @@ def optimizer_holds_every_param(evidence: Evidence) -> Iterator[Finding]:
     yield from twice
     if not twice and not record.autograd_passes() and record.raised is None:
         raise CannotDecide(
-            f"no backward pass was seen in {record.items} batches: which parameters train is told by gradients only"
+            f"no backward pass was seen in {record.items} batches: only gradients show which parameters train"
         )
     missing = [p for p in record.parameters if _is_missing(record, p)]
     if not missing:
         return
     missing += [p for p in record.parameters if p not in missing and _silent_sibling(record, p, missing)]
     left_over = _left_over(record)
-    unregistered = [p for p in missing if p.role == "unregistered"]
+    unregistered = tuple(p.name for p in missing if p.role == "unregistered")
     registered = [p for p in missing if p.role != "unregistered"]
     if unregistered:
-        yield _not_registered(unregistered, _where(record))
+        yield Finding(
+            cause="not_registered",
+            summary=(
+                f"{some(unregistered)} {verb(unregistered, 'get')} gradients but {be(unregistered)} in no optimizer: "
+                f"the model never registered {them(unregistered)}"
+            ),
+            measured=f"{len(unregistered)} parameters in plain lists, tuples or dicts",
+            shown_by="gradients arrive there, and model.parameters() does not have them",
+            culprits=unregistered,
+            where=_first_step(record),
+        )
     if registered and left_over:
         yield _replaced(record, registered, left_over)
     elif registered and not _follows_later(evidence, record, registered):
@@ -97,9 +135,7 @@ def optimizer_holds_every_param(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _is_missing(record: Record, p: Parameter) -> bool:
-    if p.role == "foreign" or p.index in record.held:
-        return False
-    if record.declared_frozen(p.name):
+    if p.role == "foreign" or p.index in record.held or record.declared_frozen(p.name):
         return False
     passes = sum(any(not a.incoming.zero for a in b.arrivals.get(p.index, ())) for b in record.backwards())
     if passes < (1 if p.declared else PASSES_OF_A_PART):
@@ -111,13 +147,14 @@ def _is_missing(record: Record, p: Parameter) -> bool:
 
 
 def _silent_sibling(record: Record, p: Parameter, missing: Sequence[Parameter]) -> bool:
-    """Whether a parameter beside missing ones gets gradients that are zero only so far (LoRA's A behind a zero B)."""
-    beside = any(p.owner == m.owner and p.role == m.role for m in missing)
-    return beside and p.index not in record.held and any(True for _ in record.arrivals(p.index))
+    """Whether a parameter of the same module as missing ones gets gradients that are only zero so far (LoRA's A behind
+    a zero B)."""
+    sibling = any(p.owner == m.owner and p.role == m.role for m in missing)
+    return sibling and p.index not in record.held and any(True for _ in record.arrivals(p.index))
 
 
 def _left_over(record: Record) -> list[Parameter]:
-    """Held tensors that no gradient reaches and that stand in no module that ran."""
+    """Held tensors that no gradient reaches and that are in no module that ran."""
     held = record.held
     ran = [p for p in record.parameters if p.calls_with_grad + p.calls_without_grad + p.calls_in_checkpoint > 0]
     silent = [p for p in record.parameters if p.index in held and not record.reached(p.index)]
@@ -126,9 +163,8 @@ def _left_over(record: Record) -> list[Parameter]:
 
 def _held_twice(record: Record) -> Iterator[Finding]:
     for optimizer in record.optimizers:
-        twice = [i for i, n in Counter(optimizer.parameters).items() if n > 1]
-        if twice:
-            names = record.names(twice)
+        names = record.names([i for i, n in Counter(optimizer.parameters).items() if n > 1])
+        if names:
             yield Finding(
                 cause="held_twice",
                 summary=(
@@ -136,42 +172,23 @@ def _held_twice(record: Record) -> Iterator[Finding]:
                     "than once"
                 ),
                 measured=f"{len(optimizer.parameters)} entries in its groups, {len(set(optimizer.parameters))} tensors",
-                shown_by="the same tensor stands in the groups repeatedly",
+                shown_by="its groups hold the same tensor repeatedly",
                 culprits=names,
-                where=_where(record, optimizer.index),
-                repair="pass each parameter once: model.parameters() already leaves out repeated (tied) ones",
-                explains=CONSEQUENCES,
+                where=_first_step(record, optimizer.index),
             )
 
 
-def _not_registered(unregistered: Sequence[Parameter], where: str) -> Finding:
-    names = tuple(p.name for p in unregistered)
-    return Finding(
-        cause="not_registered",
-        summary=(
-            f"{some(names)} {verb(names, 'get')} gradients but {be(names)} in no optimizer: the model never "
-            f"registered {them(names)}"
-        ),
-        measured=f"{len(names)} parameters in plain lists, tuples or dicts",
-        shown_by="gradients arrive there, and model.parameters() does not have them",
-        culprits=names,
-        where=where,
-        repair=(
-            "use nn.ModuleList, nn.ModuleDict or nn.ParameterList, so that parameters(), to() and state_dict() "
-            "find them"
-        ),
-        explains=CONSEQUENCES,
-    )
+def _trained(record: Record) -> list[Parameter]:
+    return [p for p in record.parameters if p.index in record.held and record.reached(p.index)]
 
 
 def _replaced(record: Record, missing: Sequence[Parameter], left_over: Sequence[Parameter]) -> Finding:
     names = tuple(p.name for p in missing)
-    trained = [p for p in record.parameters if p.index in record.held and record.reached(p.index)]
     measured = (
         f"the optimizer holds {len(left_over)} tensors that no gradient reaches; {len(names)} parameters that get "
         "gradients are in no optimizer"
     )
-    if not trained:
+    if not _trained(record):
         return Finding(
             cause="stale_copy",
             summary=(
@@ -181,45 +198,33 @@ def _replaced(record: Record, missing: Sequence[Parameter], left_over: Sequence[
             measured=measured,
             shown_by="gradients arrive at the running model's tensors only; the optimizer's own get none",
             culprits=names,
-            repair=(
-                "build the optimizer after the last copy, re-wrap or rebuild of the model, from that model's "
-                "parameters()"
-            ),
-            explains=CONSEQUENCES,
         )
+    shapes = ", ".join(str(p.shape) for p in left_over[:3])
     return Finding(
         cause="swapped_after_optimizer",
         summary=(
             f"{some(names)} {be(names)} in no optimizer: {they(names)} replaced tensors that the optimizer still holds"
         ),
         measured=measured,
-        shown_by="the optimizer's tensors "
-        + ", ".join(str(p.shape) for p in list(left_over)[:3])
-        + " are in no module any more",
+        shown_by=f"the optimizer's tensors {shapes} are in no module any more",
         culprits=names,
-        where=_where(record),
-        repair=(
-            "change the model first (new head, resized embedding), then build the optimizer; or add_param_group "
-            "for the new part"
-        ),
-        explains=CONSEQUENCES,
+        where=_first_step(record),
     )
 
 
 def _may_be_meant(record: Record, missing: Sequence[Parameter]) -> bool:
-    """Whether what is missing may be a fixed function: nets that were not handed over as the model (a perceptual
-    net), or
+    """Whether what is missing may be a fixed function: nets that were not declared as the model (a perceptual net), or
     a model around something that is optimised in its stead (an image, a latent code)."""
     if not any(p.declared for p in missing) and any(p.declared for p in record.parameters):
         return True
-    trained = [p for p in record.parameters if p.index in record.held and record.reached(p.index)]
+    trained = _trained(record)
     return any(True for p in trained for _ in record.arrivals(p.index)) and all(p.role == "foreign" for p in trained)
 
 
 def _steps_copies(record: Record) -> bool:
-    """Whether what is stepped are tensors beside the model with gradients put there by hand: master weights, one flat
-    vector."""
-    trained = [p for p in record.parameters if p.index in record.held and record.reached(p.index)]
+    """Whether what is stepped are tensors outside the model whose gradients user code assigned: master weights, one
+    flat vector."""
+    trained = _trained(record)
     return bool(trained) and all(p.role == "foreign" and not any(record.arrivals(p.index)) for p in trained)
 
 
@@ -248,21 +253,19 @@ def _missing(record: Record, missing: Sequence[Parameter], level: Level) -> Find
         ),
         measured=f"{len(names)} of {len(trainable)} trainable parameters are held by no optimizer",
         shown_by="gradients that are not zero arrive there, no optimizer holds them, and nothing else moved them"
-        + ("; what the optimizer steps stands beside the model, and nothing writes it back" if copies else ""),
+        + ("; the optimizer steps tensors outside the model, and nothing writes them back" if copies else ""),
         culprits=names,
-        where=_where(record),
+        where=_first_step(record),
         repair=(
             "write the tensors that the optimizer steps back into the model after every step (p.copy_(master)), or "
             "pass it the model's own parameters"
             if copies
-            else "pass them to the optimizer; if they are meant to stay fixed, say so: "
-            'requires_grad_(False), or frozen=("...",)'
+            else ""
         ),
-        explains=CONSEQUENCES,
     )
 
 
-def _where(record: Record, optimizer: int | None = None) -> str:
+def _first_step(record: Record, optimizer: int | None = None) -> str:
     """The line of the first step, of this optimizer or of any."""
     steps = (s for s in record.innermost_steps() if optimizer in (None, s.optimizer))
     return next((str(s.place) for s in steps), "")

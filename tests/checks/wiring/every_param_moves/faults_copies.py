@@ -155,7 +155,7 @@ pair(
     "optimizer_holds_every_param",
     "not_in_optimizer",
     culprits=("0.weight", "2.bias"),
-    mentions=("nothing writes it back",),
+    mentions=("nothing writes them back",),
     where="optimizer.step()",
     faulty=masters(copied_back=False),
     fixed=masters(copied_back=True),
@@ -190,7 +190,7 @@ pair(
     "optimizer_holds_every_param",
     "not_in_optimizer",
     culprits=("0.weight", "2.weight"),
-    mentions=("nothing writes it back",),
+    mentions=("nothing writes them back",),
     faulty=flat(written_back=False),
     fixed=flat(written_back=True),
 )

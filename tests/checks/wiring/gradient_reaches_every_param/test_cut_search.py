@@ -14,7 +14,7 @@ from pytest_trainloop.runs.evidence import Evidence
 from tests.helpers.tiny_loops import BODY, HEAD, evidence
 
 CUTS = {"detach", "grad_off", "value", "custom"}
-ZEROS = {"flat", "dead"}
+ZEROS = {"zero_slope", "constant"}
 
 
 def detach(h):
@@ -216,15 +216,15 @@ def clamped(h):
 @pytest.mark.parametrize(
     ("between", "bias", "kind", "op"),
     [
-        (torch.round, 0.0, "flat", "round"),
-        (torch.sign, 0.0, "flat", "sign"),
-        (torch.floor, 0.0, "flat", "floor"),
-        (clamped, 0.0, "flat", "clamp"),
-        (F.hardtanh, 9.0, "flat", "hardtanh"),
-        (F.relu6, 20.0, "flat", "relu6"),
-        (F.relu, -50.0, "dead", "relu"),
-        (one_entry, 0.0, "dead", "softmax"),
-        (one_entry_normalised, 0.0, "dead", "layer_norm"),
+        (torch.round, 0.0, "zero_slope", "round"),
+        (torch.sign, 0.0, "zero_slope", "sign"),
+        (torch.floor, 0.0, "zero_slope", "floor"),
+        (clamped, 0.0, "zero_slope", "clamp"),
+        (F.hardtanh, 9.0, "zero_slope", "hardtanh"),
+        (F.relu6, 20.0, "zero_slope", "relu6"),
+        (F.relu, -50.0, "constant", "relu"),
+        (one_entry, 0.0, "constant", "softmax"),
+        (one_entry_normalised, 0.0, "constant", "layer_norm"),
     ],
 )
 def test_what_makes_every_gradient_zero(between, bias, kind, op):
