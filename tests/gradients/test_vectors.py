@@ -7,7 +7,7 @@ import torch
 
 from pytest_trainloop.gradients.vectors import combination, consumed, vectors
 from pytest_trainloop.recording.events import Fact, GradWrite
-from tests.helpers.story import Story
+from tests.helpers.record_builder import RecordBuilder
 
 
 def drawn(seed, size=50):
@@ -68,11 +68,11 @@ def test_a_parameter_without_a_gradient_counts_as_zero():
 
 
 def test_a_clip_is_taken_back():
-    story = Story([0])
-    story.backward(0)
-    story.clip(0)
-    step = story.step()
-    record = story.record()
+    build = RecordBuilder([0])
+    build.backward(0)
+    build.clip(0)
+    step = build.step()
+    record = build.record()
     step.reads[0].grads = {0: packed(0.1, 0.2)}
     clip = record.of(GradWrite)[0]
     clip.before, clip.after = {0: packed(1.0, 2.0)}, {0: packed(0.1, 0.2)}
@@ -81,9 +81,9 @@ def test_a_clip_is_taken_back():
 
 
 def test_a_clip_inside_a_closure_is_taken_back():
-    story = Story([0])
-    step = story.step(closure=[lambda: (story.backward(0), story.clip(0))])
-    record = story.record()
+    build = RecordBuilder([0])
+    step = build.step(closure=[lambda: (build.backward(0), build.clip(0))])
+    record = build.record()
     step.reads[0].grads = {0: packed(0.1)}
     clip = record.of(GradWrite)[0]
     clip.before, clip.after = {0: packed(1.0)}, {0: packed(0.1)}
@@ -91,7 +91,7 @@ def test_a_clip_inside_a_closure_is_taken_back():
 
 
 def test_the_gradient_that_stands_there_is_taken_without_a_clip():
-    story = Story([0])
-    story.backward(0)
-    story.step().reads[0].grads = {0: packed(0.1, 0.2)}
-    assert consumed(story.record(), 0, 0)["p0"].tolist() == pytest.approx([0.1, 0.2])
+    build = RecordBuilder([0])
+    build.backward(0)
+    build.step().reads[0].grads = {0: packed(0.1, 0.2)}
+    assert consumed(build.record(), 0, 0)["p0"].tolist() == pytest.approx([0.1, 0.2])

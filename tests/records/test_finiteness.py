@@ -14,8 +14,8 @@ from pytest_trainloop.records.finiteness import (
     nonfinite_from_the_start,
     stepped_nonfinite_losses,
 )
+from tests.helpers.record_builder import RecordBuilder
 from tests.helpers.records import ONE, TWO, parameter, record
-from tests.helpers.story import Story
 
 NAN = Fact(math.nan, b"nan", nonfinite="nan")
 INF = Fact(math.inf, b"inf", nonfinite="inf")
@@ -47,12 +47,12 @@ def test_an_infinity_that_user_code_writes_is_meant(end, written, found):
 
 
 def test_steps_after_losses_that_are_not_finite():
-    story = Story([0])
+    build = RecordBuilder([0])
     for _ in range(3):
-        story.zero()
-        story.backward().roots[0].value = math.nan
-        story.step()
-    made = story.record()
+        build.zero()
+        build.backward().roots[0].value = math.nan
+        build.step()
+    made = build.record()
     for p in made.parameters:
         p.start, made.end[p.index] = ONE, TWO
     assert stepped_nonfinite_losses(made) == 3
@@ -61,18 +61,18 @@ def test_steps_after_losses_that_are_not_finite():
 
 
 def test_gradients_that_user_code_cleans():
-    story = Story([0])
-    story.backward().arrivals[0][0].incoming = NAN
-    clean = story.assign(0)
-    story.step()
-    assert cleaned_gradients(story.record()) is clean
+    build = RecordBuilder([0])
+    build.backward().arrivals[0][0].incoming = NAN
+    clean = build.assign(0)
+    build.step()
+    assert cleaned_gradients(build.record()) is clean
 
 
 def test_gradients_that_grow_until_nothing_is_finite():
-    story = Story([0])
+    build = RecordBuilder([0])
     for peak in (1.0, 20.0, 400.0, math.inf):
-        story.backward().arrivals[0][0].incoming = Fact(peak, b"")
-        story.step()
-    found = explosion(story.record())
+        build.backward().arrivals[0][0].incoming = Fact(peak, b"")
+        build.step()
+    found = explosion(build.record())
     assert found is not None
     assert (found.name, found.since, found.peaks) == ("p0", 1, (1.0, 20.0, 400.0))

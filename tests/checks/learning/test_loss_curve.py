@@ -7,24 +7,24 @@ import math
 import pytest
 
 from pytest_trainloop.checks.learning.loss_curve import Losses, halved, level, repeats, rising, still_falls
-from tests.helpers.story import Story
+from tests.helpers.record_builder import RecordBuilder
 
 
-def told(story: Story, *values: float):
-    """The losses of a story whose roots have these values."""
-    record = story.record()
+def told(build: RecordBuilder, *values: float):
+    """The losses of a build whose roots have these values."""
+    record = build.record()
     for backward, value in zip(record.autograd_passes(), values, strict=False):
         backward.roots[0].value = value
     return Losses(record).read()
 
 
-def steps(count: int, *, per_step: int = 1) -> Story:
-    story = Story([0])
+def steps(count: int, *, per_step: int = 1) -> RecordBuilder:
+    build = RecordBuilder([0])
     for _ in range(count):
         for _ in range(per_step):
-            story.backward()
-        story.step()
-    return story
+            build.backward()
+        build.step()
+    return build
 
 
 def test_each_step_has_one_loss():
@@ -36,56 +36,56 @@ def test_micro_batches_add_up():
 
 
 def test_a_backward_that_no_step_followed_yet_is_left_out():
-    story = steps(2)
-    story.backward()
-    assert told(story, 3.0, 2.0, 1.0) == [3.0, 2.0]
+    build = steps(2)
+    build.backward()
+    assert told(build, 3.0, 2.0, 1.0) == [3.0, 2.0]
 
 
 def test_several_optimizers_step_on_one_loss():
-    story = Story([0], [1])
+    build = RecordBuilder([0], [1])
     for _ in range(2):
-        story.backward()
-        story.step(0)
-        story.step(1)
-    assert told(story, 3.0, 2.0) == [3.0, 2.0]
+        build.backward()
+        build.step(0)
+        build.step(1)
+    assert told(build, 3.0, 2.0) == [3.0, 2.0]
 
 
 def test_of_a_closure_the_first_call_counts():
-    story = Story([0])
+    build = RecordBuilder([0])
     for _ in range(2):
-        story.step(closure=[lambda: story.backward()] * 3)
-    assert told(story, 5.0, 4.0, 3.0, 2.0, 1.0, 0.5) == [5.0, 2.0]
+        build.step(closure=[lambda: build.backward()] * 3)
+    assert told(build, 5.0, 4.0, 3.0, 2.0, 1.0, 0.5) == [5.0, 2.0]
 
 
 def test_scaled_losses_are_divided_by_their_scale():
-    story = Story([0])
-    story.scaler("scale")
-    story.backward()
-    story.step()
-    assert told(story, 2048.0) == [2.0]
+    build = RecordBuilder([0])
+    build.scaler("scale")
+    build.backward()
+    build.step()
+    assert told(build, 2048.0) == [2.0]
 
 
 def test_what_is_maximized_is_negated():
-    story = steps(2)
-    story.optimizers[0].maximizes = True
-    assert told(story, 1.0, 2.0) == [-1.0, -2.0]
+    build = steps(2)
+    build.optimizers[0].maximizes = True
+    assert told(build, 1.0, 2.0) == [-1.0, -2.0]
 
 
 def test_gradients_taken_by_grad_only():
-    story = Story([0])
-    story.backward(kind="grad")
-    story.step()
-    assert told(story, 4.0) == [4.0]
+    build = RecordBuilder([0])
+    build.backward(kind="grad")
+    build.step()
+    assert told(build, 4.0) == [4.0]
 
 
 def test_reading_goes_on_where_it_stopped():
-    story = steps(1)
-    story.events[0].roots[0].value = 3.0
-    losses = Losses(story.record())
+    build = steps(1)
+    build.events[0].roots[0].value = 3.0
+    losses = Losses(build.record())
     assert losses.read() == [3.0]
-    story.backward().roots[0].value = 2.0
+    build.backward().roots[0].value = 2.0
     assert losses.read() == [3.0]
-    story.step()
+    build.step()
     assert losses.read() == [3.0, 2.0]
 
 

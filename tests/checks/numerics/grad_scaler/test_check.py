@@ -20,8 +20,8 @@ from pytest_trainloop.checks.numerics.grad_scaler.findings import call_order_fin
 from pytest_trainloop.checks.numerics.grad_scaler.rescaled_runs import AtLowest, RescaledRuns
 from pytest_trainloop.checks.numerics.grad_scaler.scale_trace import of_one_step_each, power, traces
 from pytest_trainloop.runs.further_runs import longer_run
+from tests.helpers.record_builder import RecordBuilder
 from tests.helpers.records import FakeEvidence
-from tests.helpers.story import Story
 
 UPDATED_TWICE = "No inf checks were recorded prior to update."
 UNSCALED_TWICE = "unscale_() has already been called on this optimizer since the last update()."
@@ -29,8 +29,8 @@ UNSCALED_AFTER = "unscale_() is being called after step()."
 STEPPED_TWICE = "step() has already been called since the last update()."
 
 
-class ScalerStory(Story):
-    """A story in which steps through the scaler lie inside its call, and scales have a trace."""
+class ScalerStory(RecordBuilder):
+    """A build in which steps through the scaler lie inside its call, and scales have a trace."""
 
     factor = 1024.0
 
@@ -56,32 +56,32 @@ class ScalerStory(Story):
         return self
 
 
-def run(*calls: str, times: int = 3, story: ScalerStory | None = None, **clip) -> ScalerStory:
+def run(*calls: str, times: int = 3, build: ScalerStory | None = None, **clip) -> ScalerStory:
     """The named calls, in this order, in every iteration."""
-    story = story or ScalerStory([0, 1])
+    build = build or ScalerStory([0, 1])
     calls_by_name = {
-        "zero": story.zero,
-        "backward": story.backward,
-        "step": story.step,
-        "clip": lambda: story.clip(**clip),
-        "scale": lambda: story.scale(),
-        "unscale": lambda: story.scaler("unscale"),
-        "update": lambda: story.scaler("update", line=33),
-        "through": story.through,
-        "refused": lambda: story.scaler("step", line=30),
+        "zero": build.zero,
+        "backward": build.backward,
+        "step": build.step,
+        "clip": lambda: build.clip(**clip),
+        "scale": lambda: build.scale(),
+        "unscale": lambda: build.scaler("unscale"),
+        "update": lambda: build.scaler("update", line=33),
+        "through": build.through,
+        "refused": lambda: build.scaler("step", line=30),
     }
     for _ in range(times):
         for call in calls:
             calls_by_name[call]()
-    return story
+    return build
 
 
-def found(story: Story, **how):
-    return list(call_order_findings(story.record(**how)))
+def found(build: RecordBuilder, **how):
+    return list(call_order_findings(build.record(**how)))
 
 
-def causes(story: Story, **how):
-    return [(finding.cause, finding.level) for finding in found(story, **how)]
+def causes(build: RecordBuilder, **how):
+    return [(finding.cause, finding.level) for finding in found(build, **how)]
 
 
 RIGHT = ("zero", "scale", "backward", "unscale", "clip", "through", "update")
@@ -106,14 +106,14 @@ def test_a_clip_after_the_step_is_a_matter_of_step_order():
 
 
 def test_a_clip_under_a_scaler_that_is_off_is_advice():
-    story = ScalerStory([0])
+    build = ScalerStory([0])
     for _ in range(3):
-        story.scaler("scale", enabled=False)
-        story.backward()
-        story.clip()
-        story.step()
-        story.scaler("update", enabled=False)
-    assert causes(story) == [("clip_before_unscale", "advice")]
+        build.scaler("scale", enabled=False)
+        build.backward()
+        build.clip()
+        build.step()
+        build.scaler("update", enabled=False)
+    assert causes(build) == [("clip_before_unscale", "advice")]
 
 
 def test_a_scaler_that_is_never_updated():
@@ -123,8 +123,8 @@ def test_a_scaler_that_is_never_updated():
 
 
 def test_torch_refuses_a_second_step_without_update():
-    story = run("scale", "backward", "refused", story=run("zero", "scale", "backward", "through", times=1), times=1)
-    assert causes(story, raised=STEPPED_TWICE) == [("update_missing", "fault")]
+    build = run("scale", "backward", "refused", build=run("zero", "scale", "backward", "through", times=1), times=1)
+    assert causes(build, raised=STEPPED_TWICE) == [("update_missing", "fault")]
 
 
 def test_one_step_without_update_is_not_yet_a_habit():
@@ -132,27 +132,27 @@ def test_one_step_without_update_is_not_yet_a_habit():
 
 
 def test_two_optimizers_of_one_scaler_step_once_each_before_an_update():
-    story = ScalerStory([0], [1])
+    build = ScalerStory([0], [1])
     for _ in range(3):
-        story.scale()
-        story.backward()
-        story.through(0)
-        story.through(1)
-        story.scaler("update")
-    assert found(story) == []
-    assert list(updates_between(story.record())) == []
+        build.scale()
+        build.backward()
+        build.through(0)
+        build.through(1)
+        build.scaler("update")
+    assert found(build) == []
+    assert list(updates_between(build.record())) == []
 
 
 def test_torch_refuses_a_second_update():
-    story = run(*RIGHT, "update", times=1)
-    (finding,) = found(story, raised=UPDATED_TWICE)
+    build = run(*RIGHT, "update", times=1)
+    (finding,) = found(build, raised=UPDATED_TWICE)
     assert (finding.cause, finding.where) == ("update_twice", "train.py:33   scaler.update()")
     assert "twice after one step" in finding.summary
 
 
 def test_torch_refuses_an_update_in_an_iteration_without_a_step():
-    story = run("scale", "backward", "update", story=run(*RIGHT, times=1), times=1)
-    (finding,) = found(story, raised=UPDATED_TWICE)
+    build = run("scale", "backward", "update", build=run(*RIGHT, times=1), times=1)
+    (finding,) = found(build, raised=UPDATED_TWICE)
     assert finding.cause == "update_twice"
     assert "in which scaler.step() is not" in finding.summary
 
@@ -167,8 +167,8 @@ def test_torch_refuses_a_second_unscale():
 
 
 def test_torch_refuses_an_unscale_in_every_micro_batch():
-    story = run("scale", "backward", "unscale", times=2)
-    (finding,) = found(story, raised=UNSCALED_TWICE)
+    build = run("scale", "backward", "unscale", times=2)
+    (finding,) = found(build, raised=UNSCALED_TWICE)
     assert finding.cause == "unscaled_twice"
     assert "another backward pass in between" in finding.summary
 
@@ -180,14 +180,14 @@ def test_torch_refuses_an_unscale_after_the_step():
 
 
 def test_an_unscale_in_the_iteration_after_a_step_without_update():
-    story = run("zero", "scale", "backward", "unscale", story=run(*RIGHT[:-1], times=1), times=1)
-    assert causes(story, raised=UNSCALED_AFTER) == [("update_missing", "fault")]
+    build = run("zero", "scale", "backward", "unscale", build=run(*RIGHT[:-1], times=1), times=1)
+    assert causes(build, raised=UNSCALED_AFTER) == [("update_missing", "fault")]
 
 
 def test_a_step_by_hand_without_update():
-    story = run("zero", "scale", "backward", "unscale", "step", times=1)
-    story = run("zero", "scale", "backward", "unscale", story=story, times=1)
-    assert causes(story, raised=UNSCALED_TWICE) == [("update_missing", "fault")]
+    build = run("zero", "scale", "backward", "unscale", "step", times=1)
+    build = run("zero", "scale", "backward", "unscale", build=build, times=1)
+    assert causes(build, raised=UNSCALED_TWICE) == [("update_missing", "fault")]
 
 
 def test_what_raised_for_another_reason_is_no_fault_of_order():
@@ -195,43 +195,43 @@ def test_what_raised_for_another_reason_is_no_fault_of_order():
 
 
 def test_an_update_between_backward_and_the_second_step():
-    story = ScalerStory([0], [1])
+    build = ScalerStory([0], [1])
     for _ in range(2):
-        story.zero()
-        story.scale()
-        story.backward()
-        story.through(0)
-        story.scaler("update", line=33)
-        story.through(1)
-        story.scaler("update", line=34)
-    first, second = updates_between(story.record())
+        build.zero()
+        build.scale()
+        build.backward()
+        build.through(0)
+        build.scaler("update", line=33)
+        build.through(1)
+        build.scaler("update", line=34)
+    first, second = updates_between(build.record())
     assert (first.optimizer, first.nth, first.update.place.line, first.unscaled) == (1, 0, 33, None)
     assert second.nth == 1
 
 
 def test_gradients_unscaled_before_the_update_are_unscaled_again_after_it():
-    story = ScalerStory([0], [1])
-    story.scale()
-    story.backward()
-    story.scaler("unscale", optimizer=1, line=25)
-    story.through(0)
-    story.scaler("update")
-    story.through(1)
-    (between,) = updates_between(story.record())
+    build = ScalerStory([0], [1])
+    build.scale()
+    build.backward()
+    build.scaler("unscale", optimizer=1, line=25)
+    build.through(0)
+    build.scaler("update")
+    build.through(1)
+    (between,) = updates_between(build.record())
     assert between.unscaled is not None
     assert between.unscaled.place.line == 25
 
 
 def test_networks_in_turn_are_updated_in_turn():
-    story = ScalerStory([0], [1])
+    build = ScalerStory([0], [1])
     for _ in range(2):
         for optimizer in (0, 1):
-            story.zero(optimizer)
-            story.scale()
-            story.backward()
-            story.through(optimizer)
-            story.scaler("update")
-    assert list(updates_between(story.record())) == []
+            build.zero(optimizer)
+            build.scale()
+            build.backward()
+            build.through(optimizer)
+            build.scaler("update")
+    assert list(updates_between(build.record())) == []
 
 
 def test_unscaled_before_the_last_backward_of_a_window():
@@ -260,9 +260,9 @@ def test_a_step_past_the_scaler_is_told_from_one_through_it():
 
 
 def test_what_is_written_to_gradients_before_they_are_unscaled():
-    story = run("zero", "scale", "backward", times=1)
-    Story.scale(story, 0, 1)
-    record = run("unscale", "through", "update", story=story, times=1).record()
+    build = run("zero", "scale", "backward", times=1)
+    RecordBuilder.scale(build, 0, 1)
+    record = run("unscale", "through", "update", build=build, times=1).record()
     write = altered_before(record, 0, unscaled_at(record, 0))
     assert write is not None
     assert write.by == "mul_"
@@ -292,32 +292,32 @@ def test_a_scale_in_words(factor, words):
 
 
 def test_scalers_that_take_one_anothers_place():
-    story = ScalerStory([0])
+    build = ScalerStory([0])
     for scaler in range(3):
-        story.scale(scaler=scaler)
-        story.backward()
-        story.through()
-        for call in story.record().scaler_calls()[-1:]:
+        build.scale(scaler=scaler)
+        build.backward()
+        build.through()
+        for call in build.record().scaler_calls()[-1:]:
             call.scaler = scaler
-    assert of_one_step_each(traces(story.record()))
+    assert of_one_step_each(traces(build.record()))
     assert not of_one_step_each(traces(ScalerStory([0]).tries(1.0, 1.0, 1.0).record()))
 
 
 def test_without_a_scaler_no_further_run_is_made():
-    story = ScalerStory([0])
-    story.backward()
-    story.step()
-    assert list(grad_scaler(FakeEvidence(story.record()))) == []
+    build = ScalerStory([0])
+    build.backward()
+    build.step()
+    assert list(grad_scaler(FakeEvidence(build.record()))) == []
 
 
 def test_with_a_scaler_that_is_off_no_further_run_is_made():
-    story = ScalerStory([0])
+    build = ScalerStory([0])
     for _ in range(3):
-        story.scaler("scale", enabled=False)
-        story.backward()
-        story.step()
-        story.scaler("update", enabled=False)
-    assert list(grad_scaler(FakeEvidence(story.record()))) == []
+        build.scaler("scale", enabled=False)
+        build.backward()
+        build.step()
+        build.scaler("update", enabled=False)
+    assert list(grad_scaler(FakeEvidence(build.record()))) == []
 
 
 class Answered:
@@ -365,8 +365,8 @@ def test_no_step_at_all_in_as_many_tries_as_any_gradient_needs():
 
 
 def test_where_no_loss_is_finite_there_is_nothing_to_scale():
-    story = ScalerStory([0]).tries(*[2.0 ** (16 - i) for i in range(12)], skipped=12 * "x")
-    record = story.record()
+    build = ScalerStory([0]).tries(*[2.0 ** (16 - i) for i in range(12)], skipped=12 * "x")
+    record = build.record()
     for backward in record.backwards():
         backward.roots[0].value = math.nan
     assert list(grad_scaler(given(record))) == []
@@ -374,14 +374,14 @@ def test_where_no_loss_is_finite_there_is_nothing_to_scale():
 
 def test_a_new_scaler_for_every_step():
     def anew(skipped):
-        story = ScalerStory([0])
+        build = ScalerStory([0])
         for scaler, mark in enumerate(skipped):
-            story.zero()
-            story.scale(scaler=scaler)
-            story.backward()
-            story.through(skipped=mark == "x")
-            story.record().scaler_calls()[-1].scaler = scaler
-        (finding,) = grad_scaler(given(story.record()))
+            build.zero()
+            build.scale(scaler=scaler)
+            build.backward()
+            build.through(skipped=mark == "x")
+            build.record().scaler_calls()[-1].scaler = scaler
+        (finding,) = grad_scaler(given(build.record()))
         return finding.cause, finding.level
 
     assert anew("....") == ("scaler_recreated", "advice")

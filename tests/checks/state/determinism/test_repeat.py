@@ -14,21 +14,21 @@ from pytest_trainloop import TrainLoop
 from pytest_trainloop.checks.state.determinism.repeat import first_difference, repetition
 from pytest_trainloop.recording.events import Backward, Fact, Step
 from pytest_trainloop.runs.evidence import Evidence
-from tests.helpers.story import Story
+from tests.helpers.record_builder import RecordBuilder
 
 
-def told(change=lambda story: None, steps=3):
-    story = Story([0, 1])
+def told(change=lambda build: None, steps=3):
+    build = RecordBuilder([0, 1])
     for _ in range(steps):
-        story.zero()
-        story.backward()
-        story.step()
-    change(story)
-    return story.record()
+        build.zero()
+        build.backward()
+        build.step()
+    change(build)
+    return build.record()
 
 
-def nth(story, kind, n=1):
-    return [e for e in story.events if isinstance(e, kind)][n]
+def nth(build, kind, n=1):
+    return [e for e in build.events if isinstance(e, kind)][n]
 
 
 def test_two_equal_runs():
@@ -39,21 +39,21 @@ def test_what_comes_after_the_last_common_step_is_not_compared():
     assert first_difference(told(steps=2), told(steps=3)) is None
 
 
-def other_loss(story):
-    nth(story, Backward).roots[0].value = 2.0
+def other_loss(build):
+    nth(build, Backward).roots[0].value = 2.0
 
 
-def other_gradient(story):
-    nth(story, Backward).arrivals[1][0].incoming = Fact(9.0, b"other")
+def other_gradient(build):
+    nth(build, Backward).arrivals[1][0].incoming = Fact(9.0, b"other")
 
 
-def other_order(story):
-    a, b = (i for i, e in enumerate(story.events) if isinstance(e, (Backward, Step)) and i > 2)
-    story.events[a], story.events[b] = story.events[b], story.events[a]
+def other_order(build):
+    a, b = (i for i, e in enumerate(build.events) if isinstance(e, (Backward, Step)) and i > 2)
+    build.events[a], build.events[b] = build.events[b], build.events[a]
 
 
-def other_start(story):
-    story.parameters[1].start = Fact(1.0, b"other")
+def other_start(build):
+    build.parameters[1].start = Fact(1.0, b"other")
 
 
 @pytest.mark.parametrize(
@@ -68,11 +68,11 @@ def test_the_first_difference_is_named(change, culprit, step):
 
 
 def test_the_rate_is_compared():
-    def slow(story):
-        nth(story, Step).lrs = (0.1,)
+    def slow(build):
+        nth(build, Step).lrs = (0.1,)
 
-    def fast(story):
-        nth(story, Step).lrs = (0.2,)
+    def fast(build):
+        nth(build, Step).lrs = (0.2,)
 
     found = first_difference(told(slow), told(fast))
     assert found is not None

@@ -7,7 +7,7 @@ import torch
 
 from pytest_trainloop.checks.wiring.every_param_moves.bit_equal import bit_equal, lost_shares, low_and_stepped, measure
 from pytest_trainloop.recording.events import Fact
-from tests.helpers.story import Story
+from tests.helpers.record_builder import RecordBuilder
 
 
 def packed(values, dtype):
@@ -17,23 +17,23 @@ def packed(values, dtype):
 
 def run(start, end, dtype=torch.bfloat16, *, steps=4, gradient=0.5, rate=1e-3, update=0.0, peak=None):
     """One parameter under an optimizer of torch's own; its values before and after, and how far each step went."""
-    story = Story([0])
-    story.parameters[0].dtype = str(dtype).removeprefix("torch.")
-    story.parameters[0].start = packed(start, dtype)
-    story.optimizers[0].from_torch = True
-    story.optimizers[0].groups = (0,)
-    story.optimizers[0].peak_lrs = (rate if peak is None else peak,)
+    build = RecordBuilder([0])
+    build.parameters[0].dtype = str(dtype).removeprefix("torch.")
+    build.parameters[0].start = packed(start, dtype)
+    build.optimizers[0].from_torch = True
+    build.optimizers[0].groups = (0,)
+    build.optimizers[0].peak_lrs = (rate if peak is None else peak,)
     for _ in range(steps):
-        story.zero()
-        event = story.backward()
+        build.zero()
+        event = build.backward()
         for arrived in event.arrivals.values():
             arrived[0].incoming.peak = gradient
-        step = story.step()
+        step = build.step()
         step.lrs = (rate,)
         step.reads[0].grads = {0: packed([gradient] * len(start), dtype)}
         if update:
             step.updates = {0: update}
-    record = story.record()
+    record = build.record()
     record.end = {0: packed(end, dtype)}
     return record
 

@@ -5,28 +5,28 @@ from __future__ import annotations
 import pytest
 
 from pytest_trainloop.checks.wiring.frozen_stays_frozen.check import frozen_stays_frozen
+from tests.helpers.record_builder import RecordBuilder
 from tests.helpers.records import FakeEvidence
-from tests.helpers.story import Story
 
 
 def story_of(*, along=0.3, zeros=True):
     """One batch trains both parameters; in three more the second does not require grad, and the steps move it."""
-    story = Story([0, 1])
+    build = RecordBuilder([0, 1])
     for batch in range(4):
         if zeros:
-            story.zero(to_none=False)
+            build.zero(to_none=False)
         else:
-            story.zero(0)
-        story.backward(*(() if batch == 0 else (0,)))
-        step = story.step()
+            build.zero(0)
+        build.backward(*(() if batch == 0 else (0,)))
+        step = build.step()
         step.updates = {0: 1e-3, 1: 1e-3}
         step.along = {0: 0.1, 1: along}
         step.resting = (1,) if batch else ()
-    return story
+    return build
 
 
-def found(story):
-    return [(f.cause, f.level, f.culprits) for f in frozen_stays_frozen(FakeEvidence(story.record()))]
+def found(build):
+    return [(f.cause, f.level, f.culprits) for f in frozen_stays_frozen(FakeEvidence(build.record()))]
 
 
 @pytest.mark.parametrize(
@@ -46,20 +46,20 @@ def test_what_the_finding_shows():
 
 
 def test_an_optimizer_that_keeps_momentum_may_decay_as_well():
-    story = story_of()
-    story.optimizers[0].parameters = (0, 1, 2)
-    story.parameters.append(type(story.parameters[1])(2, "p2", "model", (2,), "float32", "cpu", False))
-    for event in story.events:
+    build = story_of()
+    build.optimizers[0].parameters = (0, 1, 2)
+    build.parameters.append(type(build.parameters[1])(2, "p2", "model", (2,), "float32", "cpu", False))
+    for event in build.events:
         if hasattr(event, "updates"):
             event.updates[2], event.along[2], event.resting = 1e-3, -1.0, (*event.resting, 2)
             event.reads[0].grads[2] = None
-    assert found(story) == [("momentum", "fault", ("p1", "p2"))]
+    assert found(build) == [("momentum", "fault", ("p1", "p2"))]
 
 
 def test_what_trains_may_move():
-    story = Story([0])
+    build = RecordBuilder([0])
     for _ in range(3):
-        story.zero()
-        story.backward()
-        story.step().updates = {0: 1e-3}
-    assert found(story) == []
+        build.zero()
+        build.backward()
+        build.step().updates = {0: 1e-3}
+    assert found(build) == []

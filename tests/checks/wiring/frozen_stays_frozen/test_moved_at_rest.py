@@ -8,14 +8,14 @@ from pytest_trainloop.checks.wiring.frozen_stays_frozen.drift import drifting, l
 from pytest_trainloop.checks.wiring.frozen_stays_frozen.moved_at_rest import Moved, moved_at_rest, without_decay
 from pytest_trainloop.recording.events import Fact, Forward, Place
 from pytest_trainloop.recording.record import Record, Statistics
+from tests.helpers.record_builder import RecordBuilder
 from tests.helpers.records import parameter
-from tests.helpers.story import Story
 
 
-def trained(story, *on, moves=(0, 1), resting=(), along=0.1):
+def trained(build, *on, moves=(0, 1), resting=(), along=0.1):
     """One batch: zeroed, backward on some parameters, and a step that moves some."""
-    story.backward(*on)
-    step = story.step()
+    build.backward(*on)
+    step = build.step()
     step.updates = dict.fromkeys(moves, 1e-3)
     step.along = dict.fromkeys(moves, along)
     step.resting = resting
@@ -27,100 +27,100 @@ def causes(record):
 
 
 def test_what_trains_may_move():
-    story = Story([0, 1])
+    build = RecordBuilder([0, 1])
     for _ in range(3):
-        story.zero()
-        trained(story)
-    assert causes(story.record()) == {}
+        build.zero()
+        trained(build)
+    assert causes(build.record()) == {}
 
 
 def test_what_is_declared_frozen_and_trains():
-    story = Story([0, 1])
+    build = RecordBuilder([0, 1])
     for _ in range(3):
-        story.zero()
-        trained(story)
-    record = story.record()
+        build.zero()
+        trained(build)
+    record = build.record()
     record.frozen = ("p1",)
     assert causes(record) == {"p1": "still_trainable"}
 
 
 @pytest.mark.parametrize(("along", "cause"), [(-1.0, "weight_decay"), (0.3, "momentum")])
 def test_a_frozen_parameter_moves_without_a_gradient(along, cause):
-    story = Story([0, 1])
-    trained(story)
+    build = RecordBuilder([0, 1])
+    trained(build)
     for _ in range(3):
-        story.zero(to_none=False)
-        trained(story, 0, resting=(1,), along=along)
-    assert causes(story.record()) == {"p1": cause}
+        build.zero(to_none=False)
+        trained(build, 0, resting=(1,), along=along)
+    assert causes(build.record()) == {"p1": cause}
 
 
 def test_without_an_earlier_gradient_there_is_no_momentum():
-    story = Story([0, 1])
+    build = RecordBuilder([0, 1])
     for _ in range(3):
-        story.zero()
-        trained(story, 0, resting=(1,), along=0.3)
-    assert causes(story.record()) == {}
+        build.zero()
+        trained(build, 0, resting=(1,), along=0.3)
+    assert causes(build.record()) == {}
 
 
 def test_a_frozen_parameter_moves_by_an_old_gradient():
-    story = Story([0, 1])
-    trained(story)
+    build = RecordBuilder([0, 1])
+    trained(build)
     for _ in range(3):
-        story.zero(0)
-        trained(story, 0, resting=(1,))
-    assert causes(story.record()) == {"p1": "stale_gradient"}
+        build.zero(0)
+        trained(build, 0, resting=(1,))
+    assert causes(build.record()) == {"p1": "stale_gradient"}
 
 
 def test_a_gradient_put_there_by_hand_is_meant():
-    story = Story([0, 1])
+    build = RecordBuilder([0, 1])
     for _ in range(3):
-        story.zero()
-        story.assign(1)
-        trained(story, 0, resting=(1,))
-    assert causes(story.record()) == {}
+        build.zero()
+        build.assign(1)
+        trained(build, 0, resting=(1,))
+    assert causes(build.record()) == {}
 
 
 def test_a_gradient_that_is_zeroed_before_every_step_is_a_way_to_freeze():
-    story = Story([0, 1])
+    build = RecordBuilder([0, 1])
     for _ in range(3):
-        story.backward()
-        story.zero(1, to_none=False, line=25)
-        step = story.step()
+        build.backward()
+        build.zero(1, to_none=False, line=25)
+        step = build.step()
         step.updates, step.along = {0: 1e-3, 1: 1e-3}, {0: 0.1, 1: -1.0}
-        story.zero()
-    assert causes(story.record()) == {"p1": "weight_decay"}
+        build.zero()
+    assert causes(build.record()) == {"p1": "weight_decay"}
 
 
 def test_gradients_that_are_all_zeroed_freeze_nothing():
-    story = Story([0, 1])
+    build = RecordBuilder([0, 1])
     for _ in range(3):
-        story.backward()
-        story.zero(to_none=False, line=25)
-        step = story.step()
+        build.backward()
+        build.zero(to_none=False, line=25)
+        step = build.step()
         step.updates, step.along = {0: 1e-3, 1: 1e-3}, {0: -1.0, 1: -1.0}
-    assert causes(story.record()) == {}
+    assert causes(build.record()) == {}
 
 
 def test_gradients_that_arrive_inside_a_closure_are_new():
-    story = Story([0, 1])
+    build = RecordBuilder([0, 1])
     for _ in range(3):
-        story.zero()
-        step = story.step(closure=[story.backward])
+        build.zero()
+        step = build.step(closure=[build.backward])
         step.updates = {0: 1e-3, 1: 1e-3}
-    record = story.record()
+    record = build.record()
     record.frozen = ("p1",)
     assert causes(record) == {"p1": "still_trainable"}
 
 
 def normed(*, rests=True, grad_enabled=True, within="", drifts=True, layer=True):
     """A body with a norm before a head that trains."""
-    story = Story([0, 1])
+    build = RecordBuilder([0, 1])
     for _ in range(3):
-        story.zero()
-        trained(story, 1, moves=(1,), resting=(0,) if rests else ())
-    story.parameters[0].name, story.parameters[0].owner = "body.norm.weight", "body.norm"
-    story.parameters[1].name, story.parameters[1].owner = "head.weight", "head"
-    story.parameters[0].requires_grad = not rests
+        build.zero()
+        trained(build, 1, moves=(1,), resting=(0,) if rests else ())
+    build.parameters[0].name, build.parameters[0].owner = "body.norm.weight", "body.norm"
+    build.parameters[1].name, build.parameters[1].owner = "head.weight", "head"
+    build.parameters[0].requires_grad = not rests
     forward = Forward(
         at=0,
         place=Place("train.py", 5, "model(x)"),
@@ -131,7 +131,7 @@ def normed(*, rests=True, grad_enabled=True, within="", drifts=True, layer=True)
         inference=False,
         in_training=("body.norm",),
     )
-    record = story.record()
+    record = build.record()
     if layer:
         record.parameters.append(parameter(2, "body.conv.weight", requires_grad=False))
     record.events.insert(0, forward)
@@ -177,10 +177,10 @@ def test_a_run_without_decay_separates_decay_from_momentum():
     by_decay = Moved("p0", "momentum", 0.1, 3, "", may_decay=True)
     by_momentum = Moved("p1", "momentum", 0.1, 3, "", may_decay=True)
     by_something = Moved("p1", "unknown", 0.1, 3, "", may_decay=True)
-    story = Story([0, 1])
+    build = RecordBuilder([0, 1])
     for _ in range(3):
-        story.step().updates = {1: 1e-3}
-    without = story.record()
+        build.step().updates = {1: 1e-3}
+    without = build.record()
     decided = without_decay([by_decay, by_momentum, by_something], without)
     assert [(m.name, m.cause) for m in decided] == [("p0", "weight_decay"), ("p1", "momentum")]
 

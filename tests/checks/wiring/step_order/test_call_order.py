@@ -6,41 +6,41 @@ import pytest
 
 from pytest_trainloop.checks.wiring.step_order.check import step_order
 from pytest_trainloop.records.clips import LOGGED_NORM
+from tests.helpers.record_builder import RecordBuilder
 from tests.helpers.records import FakeEvidence
-from tests.helpers.story import Story
 
 
-def found(story: Story, **how):
-    return list(step_order(FakeEvidence(story.record(**how))))
+def found(build: RecordBuilder, **how):
+    return list(step_order(FakeEvidence(build.record(**how))))
 
 
-def causes(story: Story, **how):
-    return [(finding.cause, finding.level) for finding in found(story, **how)]
+def causes(build: RecordBuilder, **how):
+    return [(finding.cause, finding.level) for finding in found(build, **how)]
 
 
-def run(*calls: str, times: int = 3, story: Story | None = None, **clip) -> Story:
+def run(*calls: str, times: int = 3, build: RecordBuilder | None = None, **clip) -> RecordBuilder:
     """The named calls, in this order, in every iteration."""
-    story = story or Story([0, 1])
+    build = build or RecordBuilder([0, 1])
     events = {
-        "zero": story.zero,
-        "backward": story.backward,
-        "step": story.step,
-        "clip": lambda: story.clip(**clip),
-        "scale": lambda: story.scaler("scale"),
-        "unscale": lambda: story.scaler("unscale"),
-        "update": lambda: story.scaler("update", line=33),
-        "scheduler": story.scheduler,
-        "plateau": lambda: story.scheduler(metric=True),
+        "zero": build.zero,
+        "backward": build.backward,
+        "step": build.step,
+        "clip": lambda: build.clip(**clip),
+        "scale": lambda: build.scaler("scale"),
+        "unscale": lambda: build.scaler("unscale"),
+        "update": lambda: build.scaler("update", line=33),
+        "scheduler": build.scheduler,
+        "plateau": lambda: build.scheduler(metric=True),
     }
 
     def scaled_step():
-        story.scaler("step", line=30)
-        story.step()
+        build.scaler("step", line=30)
+        build.step()
 
     for _ in range(times):
         for call in calls:
             events.get(call, scaled_step)()
-    return story
+    return build
 
 
 PLAIN = ("zero", "backward", "clip", "step", "scheduler")
@@ -71,19 +71,19 @@ def test_a_clip_of_unknown_limit_counts_only_where_it_changed_something():
 
 
 def test_one_late_clip_is_no_habit():
-    story = run("zero", "backward", "clip", "step")
-    assert found(run("zero", "backward", "step", "clip", times=1, story=story)) == []
+    build = run("zero", "backward", "clip", "step")
+    assert found(run("zero", "backward", "step", "clip", times=1, build=build)) == []
 
 
 def test_a_clip_of_what_was_assigned_after_the_step_is_fine():
-    story = Story([0])
+    build = RecordBuilder([0])
     for _ in range(3):
-        story.backward()
-        story.step()
-        story.assign(0)
-        story.clip(0)
-        story.step()
-    assert found(story) == []
+        build.backward()
+        build.step()
+        build.assign(0)
+        build.clip(0)
+        build.step()
+    assert found(build) == []
 
 
 def test_clips_of_scaled_gradients_and_scalers_never_updated_are_another_matter():
@@ -95,15 +95,15 @@ def test_an_update_after_a_direct_step_is_another_matter():
 
 
 def test_torch_refuses_an_update_without_a_step():
-    story = run("zero", "scale", "backward", "update", times=1)
-    (finding,) = found(story, raised="No inf checks were recorded prior to update.")
+    build = run("zero", "scale", "backward", "update", times=1)
+    (finding,) = found(build, raised="No inf checks were recorded prior to update.")
     assert (finding.cause, finding.culprits) == ("step_missing", ("scaler.step(optimizer)",))
 
 
 def test_torch_refuses_a_step_before_anything_was_scaled():
-    story = Story([0])
-    story.scaler("step")
-    assert causes(story, raised="No inf checks were recorded for this optimizer.") == [
+    build = RecordBuilder([0])
+    build.scaler("step")
+    assert causes(build, raised="No inf checks were recorded for this optimizer.") == [
         ("step_before_backward", "fault")
     ]
 
@@ -124,16 +124,16 @@ def test_a_scheduler_that_gets_a_metric_may_come_whenever():
 
 
 def test_a_scheduler_stepped_once_before_the_loop_sets_its_start():
-    story = Story([0])
-    story.scheduler(line=3)
-    assert found(run("zero", "backward", "step", "scheduler", story=story)) == []
+    build = RecordBuilder([0])
+    build.scheduler(line=3)
+    assert found(run("zero", "backward", "step", "scheduler", build=build)) == []
 
 
 def test_a_scheduler_caught_up_from_one_line_before_the_loop():
-    story = Story([0])
+    build = RecordBuilder([0])
     for _ in range(5):
-        story.scheduler(line=3)
-    assert found(run("zero", "backward", "step", "scheduler", story=story)) == []
+        build.scheduler(line=3)
+    assert found(run("zero", "backward", "step", "scheduler", build=build)) == []
 
 
 def test_a_scheduler_stepped_in_every_micro_batch_is_another_matter():
@@ -141,10 +141,10 @@ def test_a_scheduler_stepped_in_every_micro_batch_is_another_matter():
 
 
 def test_a_step_that_the_scaler_skipped_was_tried():
-    story = Story([0])
-    story.scaler("step")
-    story.scheduler()
-    assert found(run("zero", "backward", "step", "scheduler", story=story)) == []
+    build = RecordBuilder([0])
+    build.scaler("step")
+    build.scheduler()
+    assert found(run("zero", "backward", "step", "scheduler", build=build)) == []
 
 
 def test_without_any_step_no_order_is_wrong():

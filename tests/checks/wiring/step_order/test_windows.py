@@ -6,36 +6,36 @@ import pytest
 
 from pytest_trainloop.checks.wiring.step_order.check import step_order
 from pytest_trainloop.recording.events import Fact
+from tests.helpers.record_builder import RecordBuilder
 from tests.helpers.records import FakeEvidence
-from tests.helpers.story import Story
 
 
-def found(story: Story, **how):
-    return list(step_order(FakeEvidence(story.record(**how))))
+def found(build: RecordBuilder, **how):
+    return list(step_order(FakeEvidence(build.record(**how))))
 
 
-def causes(story: Story, **how):
-    return [finding.cause for finding in found(story, **how)]
+def causes(build: RecordBuilder, **how):
+    return [finding.cause for finding in found(build, **how)]
 
 
-def cleared_inside(windows: int = 3, size: int = 4) -> Story:
-    story = Story([0, 1])
+def cleared_inside(windows: int = 3, size: int = 4) -> RecordBuilder:
+    build = RecordBuilder([0, 1])
     for _ in range(windows):
         for _ in range(size):
-            story.zero(line=12)
-            story.backward()
-        story.step()
-    return story
+            build.zero(line=12)
+            build.backward()
+        build.step()
+    return build
 
 
 def test_whole_windows_are_fine():
-    story = Story([0, 1])
+    build = RecordBuilder([0, 1])
     for _ in range(3):
         for _ in range(4):
-            story.backward()
-        story.step()
-        story.zero()
-    assert found(story) == []
+            build.backward()
+        build.step()
+        build.zero()
+    assert found(build) == []
 
 
 def test_zeroing_in_every_micro_batch_is_named_with_its_line():
@@ -52,71 +52,71 @@ def test_two_windows_are_too_few_to_tell():
 
 
 def test_batches_skipped_openly_come_in_no_regular_windows():
-    story = Story([0])
+    build = RecordBuilder([0])
     for size in (1, 3, 1, 4, 2):
         for _ in range(size):
-            story.zero()
-            story.backward()
-        story.step()
-    assert found(story) == []
+            build.zero()
+            build.backward()
+        build.step()
+    assert found(build) == []
 
 
 def test_gradients_that_were_not_finite_are_thrown_away_rightly():
-    story = cleared_inside()
-    for backward in story.record().backwards():
+    build = cleared_inside()
+    for backward in build.record().backwards():
         for arrived in backward.arrivals.values():
             arrived[0].incoming = Fact(float("nan"), b"nan")
-    assert found(story) == []
+    assert found(build) == []
 
 
 def test_weights_moved_between_the_passes_are_a_first_step_of_two():
-    story = Story([0])
+    build = RecordBuilder([0])
     for _ in range(4):
-        story.zero()
-        story.backward()
-        story.move(0)
-        story.zero()
-        story.backward()
-        story.step()
-    assert found(story) == []
+        build.zero()
+        build.backward()
+        build.move(0)
+        build.zero()
+        build.backward()
+        build.step()
+    assert found(build) == []
 
 
 def test_several_passes_over_one_batch_are_no_window():
-    story = Story([0])
+    build = RecordBuilder([0])
     for _ in range(4):
         for number in range(3):
-            story.zero()
-            story.backward(again=number > 0)
-        story.step()
-    assert found(story) == []
+            build.zero()
+            build.backward(same_batch=number > 0)
+        build.step()
+    assert found(build) == []
 
 
 def test_user_code_answers_for_gradients_that_it_assigns():
-    story = cleared_inside()
-    story.assign(0)
-    assert found(story) == []
+    build = cleared_inside()
+    build.assign(0)
+    assert found(build) == []
 
 
 def test_passes_of_another_call_site_may_always_be_cleared():
-    story = Story([0])
+    build = RecordBuilder([0])
     for _ in range(4):
-        story.zero()
-        story.backward(line=21)
-        story.zero()
-        story.backward(line=25)
-        story.step()
-    assert found(story) == []
+        build.zero()
+        build.backward(line=21)
+        build.zero()
+        build.backward(line=25)
+        build.step()
+    assert found(build) == []
 
 
-def left_open() -> Story:
-    story = Story([0, 1])
+def left_open() -> RecordBuilder:
+    build = RecordBuilder([0, 1])
     for _ in range(3):
-        story.backward()
-        story.backward()
-        story.step()
-        story.zero()
-    story.backward()
-    return story
+        build.backward()
+        build.backward()
+        build.step()
+        build.zero()
+    build.backward()
+    return build
 
 
 def test_a_window_left_open_at_the_end_is_advice():
@@ -132,24 +132,24 @@ def test_a_loop_that_did_not_end_by_itself_leaves_nothing_open(how):
 
 
 def test_a_window_closed_by_the_last_step_is_not_open():
-    story = left_open()
-    story.step()
-    assert found(story) == []
+    build = left_open()
+    build.step()
+    assert found(build) == []
 
 
 def test_a_window_whose_step_the_scaler_skipped_is_not_open():
-    story = left_open()
-    story.scaler("step")
-    assert found(story) == []
+    build = left_open()
+    build.scaler("step")
+    assert found(build) == []
 
 
 def test_gradients_on_another_net_are_a_by_product_not_an_open_window():
-    story = Story([0], [1])
+    build = RecordBuilder([0], [1])
     for _ in range(3):
-        story.zero()
-        story.backward(0, line=20)
-        story.step(0)
-        story.zero()
-        story.backward(0, 1, line=22)
-        story.step(1)
-    assert causes(story) == []
+        build.zero()
+        build.backward(0, line=20)
+        build.step(0)
+        build.zero()
+        build.backward(0, 1, line=22)
+        build.step(1)
+    assert causes(build) == []

@@ -1,4 +1,4 @@
-"""Runs told event by event: records made by hand, with gradients that add up as torch's would."""
+"""Records made event by event, without training: gradients add up as torch's would."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-class Story:
-    """``Story([0, 1], [2])`` has three parameters in two optimizers. What stands in each ``.grad`` is kept as the list
-    of the gradients added up there, so that two facts are the same only where torch would hold the same bits."""
+class RecordBuilder:
+    """``RecordBuilder([0, 1], [2])`` has three parameters in two optimizers.
+
+    What stands in each ``.grad`` is kept as the list of the gradients added up there, so that two facts are the same
+    only where torch would hold the same bits.
+    """
 
     def __init__(self, *held: Sequence[int]) -> None:
         count = 1 + max((i for group in held for i in group), default=0)
@@ -40,15 +43,21 @@ class Story:
         self._clock = 0
 
     def backward(
-        self, *on: int, line: int = 20, late: int = 0, kind: Any = "backward", dead: bool = False, again: bool = False
+        self,
+        *on: int,
+        line: int = 20,
+        late: int = 0,
+        kind: Any = "backward",
+        zero: bool = False,
+        same_batch: bool = False,
     ) -> Backward:
-        """A backward pass from this line that reaches these parameters; ``dead``: with zeros only, ``again``: on the
-        batch of the pass before."""
-        self.items += not again
+        """A backward pass from this line that reaches these parameters; ``zero``: with zeros only, ``same_batch``: on
+        the batch of the pass before."""
+        self.items += not same_batch
         roots = [Root(True, (), 1.0)]
-        event = self._tell(Backward, line, "loss.backward()", kind=kind, roots=roots, item=self.items)
+        event = self.add(Backward, line, "loss.backward()", kind=kind, roots=roots, item=self.items)
         for index in on or range(len(self.parameters)):
-            incoming = [] if dead else [f"b{event.at}"]
+            incoming = [] if zero else [f"b{event.at}"]
             before = self.grads.get(index)
             event.arrivals.setdefault(index, []).append(
                 Arrival(self._tick(), fact(incoming), None if before is None else fact(before), late)
@@ -63,7 +72,7 @@ class Story:
     ) -> Step:
         """A step that reads every ``.grad`` that its optimizer holds, after each call of a closure or once, and
         computes with what it finds."""
-        event = self._tell(Step, line, "optimizer.step()", optimizer=optimizer, asked=True, **how)
+        event = self.add(Step, line, "optimizer.step()", optimizer=optimizer, asked=True, **how)
         held = self.optimizers[optimizer]
         for call in closure or [lambda: None]:
             call()
@@ -81,24 +90,24 @@ class Story:
             self.grads.pop(index, None)
             if not to_none:
                 self.grads[index] = []
-        return self._tell(GradWrite, line, f"{by}()", how="none" if to_none else "zero", parameters=chosen, by=by)
+        return self.add(GradWrite, line, f"{by}()", how="none" if to_none else "zero", parameters=chosen, by=by)
 
     def assign(self, *on: int, line: int = 25) -> GradWrite:
-        """Gradients put in place by hand."""
-        event = self._tell(GradWrite, line, "p.grad = g", how="assigned", parameters=list(on), by="grad = ...")
-        self.grads.update({index: [f"hand{event.at}"] for index in on})
+        """Gradients assigned by user code."""
+        event = self.add(GradWrite, line, "p.grad = g", how="assigned", parameters=list(on), by="grad = ...")
+        self.grads.update({index: [f"assigned{event.at}"] for index in on})
         return event
 
     def scale(self, *on: int, line: int = 35) -> GradWrite:
         """Gradients multiplied in place, as where momentum is kept in ``.grad``."""
-        event = self._tell(GradWrite, line, "p.grad.mul_(0.9)", how="altered", parameters=list(on), by="mul_")
+        event = self.add(GradWrite, line, "p.grad.mul_(0.9)", how="altered", parameters=list(on), by="mul_")
         self.grads.update({index: [*self.grads[index], f"scaled{event.at}"] for index in on})
         return event
 
     def clip(self, *on: int, line: int = 28, limit: float | None = 1.0, bites: bool = True) -> GradWrite:
         chosen = list(on or self.grads)
         before = self._facts(chosen)
-        event = self._tell(GradWrite, line, "clip_grad_norm_()", how="clipped", parameters=chosen, by="clip_grad_norm_")
+        event = self.add(GradWrite, line, "clip_grad_norm_()", how="clipped", parameters=chosen, by="clip_grad_norm_")
         if bites:
             self.grads.update({i: [*self.grads[i], f"clipped{event.at}"] for i in chosen if i in self.grads})
         event.limit = limit
@@ -109,13 +118,13 @@ class Story:
     def scaler(self, what: Any, *, line: int = 22, enabled: bool = True, optimizer: int | None = 0) -> ScalerCall:
         holder = optimizer if what in ("unscale", "step") else None
         fields = {"what": what, "enabled": enabled, "scaler": 0, "optimizer": holder, "factor": 1024.0}
-        return self._tell(ScalerCall, line, f"scaler.{what}()", **fields)
+        return self.add(ScalerCall, line, f"scaler.{what}()", **fields)
 
     def scheduler(self, *, line: int = 40, metric: bool = False) -> SchedulerStep:
-        return self._tell(SchedulerStep, line, "scheduler.step()", scheduler="StepLR", optimizer=0, metric=metric)
+        return self.add(SchedulerStep, line, "scheduler.step()", scheduler="StepLR", optimizer=0, metric=metric)
 
     def move(self, *on: int, by: int | None = None) -> None:
-        """These parameters change here, by an optimizer's step or by other hands."""
+        """These parameters change here: by the step of an optimizer (its index), else by user code."""
         since = self._tick()
         self.moves.append(Move(since, self._tick(), on, by))
 
@@ -138,7 +147,7 @@ class Story:
     def _facts(self, indices: Sequence[int]) -> dict[int, Fact | None]:
         return {i: fact(self.grads[i]) if i in self.grads else None for i in indices}
 
-    def _tell(self, event_type: Any, line: int, code: str, **fields: Any) -> Any:
+    def add(self, event_type: Any, line: int, code: str, **fields: Any) -> Any:
         event = event_type(at=self._tick(), place=Place("train.py", line, code), site=(("train.py", line),), **fields)
         self.events.append(event)
         return event
