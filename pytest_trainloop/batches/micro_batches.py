@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches import totals as counts
-from pytest_trainloop.batches.valid_targets import Valid, valid_entries
+from pytest_trainloop.batches.valid_targets import ValidTargets, valid_targets
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.runs.batch_stream import first_batches
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
-    """Copies of the first batches, the order in which their rows are taken, and what all rows share.
-
-    ``shared`` are numbers and tensors without rows, ``totals`` what those of them count that can be counted anew for a
-    part of the rows; they are, once ``recount`` is set.
-    """
+    """Copies of the first batches, the order in which their rows are taken, and what all rows share."""
 
     batches: list[Any]
     axis: int
-    own: Callable[[Any, int], Iterable[Any]] | None
-    valid: Valid
+    split_batch: Callable[[Any, int], Iterable[Any]] | None
+    """The project's own way to split a batch."""
+    valid: ValidTargets
     shared: dict[Path, float]
+    """Numbers and tensors without rows, by where they stand in the batch."""
     totals: Mapping[Path, Sequence[int]]
+    """The summands by row, of those numbers that are totals over rows."""
     recount: bool = False
+    """Whether totals are recomputed for a part of the rows."""
 
     @classmethod
     def of(cls, loop: TrainLoop, seen: Record, count: int) -> MicroBatches:
@@ -47,17 +47,17 @@ class MicroBatches:
                 f"the batch ({nested.describe(batches[0])}) has {rows} rows along axis {axis}: micro-batches take at "
                 "least 2; give a larger one, or batch_dim= or split_batch="
             )
-        valid = valid_entries(batches[0], rows, axis, loop.padding, seen)
+        valid = valid_targets(batches[0], rows, axis, loop.padding, seen)
         shared = {} if loop.split_batch else counts.shared_by_rows(batches[0], rows)
         return cls(batches, axis, loop.split_batch, valid, shared, counts.totals(shared, rows, valid.counts))
 
     def recounting(self) -> MicroBatches:
-        """The same, with the totals counted anew for each part."""
+        """The same, with totals recomputed for each part of the rows."""
         return replace(self, recount=True)
 
     @property
     def unknown(self) -> dict[Path, float]:
-        """What all rows share and cannot be counted anew."""
+        """What all rows share and cannot be recomputed for a part of them."""
         return {path: n for path, n in self.shared.items() if path not in self.totals}
 
     def sizes(self) -> list[int]:
@@ -77,8 +77,8 @@ class MicroBatches:
 
     def split(self, k: int, count: int) -> list[Any]:
         """The micro-batches of all batches, k of each, in order."""
-        if self.own is not None:
-            return [part for batch in self.whole(count) for part in self.own(batch, k)]
+        if self.split_batch is not None:
+            return [part for batch in self.whole(count) for part in self.split_batch(batch, k)]
         size = count // k
         return [self.taken(b, self.valid.order[i * size : (i + 1) * size]) for b in self.batches for i in range(k)]
 

@@ -1,7 +1,7 @@
 """What all rows of a batch share: how many there are, how many tokens count, offsets, weights.
 
 A loop that divides by such a number is given a wrong one where rows are taken from the batch. Where a number is the
-total of something that is known for each row, it is counted anew for the rows that are left; on what else the gradient
+total of something that is known for each row, it is recomputed for the rows that are left; on what else the gradient
 may depend is measured by doubling it.
 """
 
@@ -36,14 +36,14 @@ def shared_by_rows(batch: Any, rows: int) -> dict[Path, float]:
 
 
 def doubled(batch: Any, rows: int, among: Container[Path]) -> Any:
-    """The batch with twice what stands at these places."""
+    """The batch with the values at these paths doubled."""
     return _changed(
         batch, rows, lambda path, n: 2 * n if path in among else n, lambda path, t: 2 * t if path in among else t
     )
 
 
 def recounted(batch: Any, rows: int, chosen: Sequence[int], totals: Mapping[Path, Sequence[int]]) -> Any:
-    """The batch with the numbers that are totals over rows counted anew for the chosen ones."""
+    """The batch with the numbers that are totals over rows recomputed for the chosen ones."""
 
     def count(path: Path, value: float) -> float:
         return sum(totals[path][row] for row in chosen) if path in totals else value

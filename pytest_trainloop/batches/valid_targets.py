@@ -28,12 +28,13 @@ TORCHS_OWN = -100
 
 
 @dataclass(frozen=True, slots=True)
-class Valid:
-    """``order``: all rows, those with the fewest valid entries first (as they stand where all are alike or some have
-    none). ``counts``: what may be the number of valid entries of each row, one list for each tensor that says so."""
+class ValidTargets:
+    """How many entries of each row count, and the rows in an order that makes micro-batches uneven."""
 
     order: tuple[int, ...]
+    """All rows, those with the fewest valid entries first; in their own order where all have as many, or some none."""
     counts: tuple[tuple[int, ...], ...]
+    """The number of valid entries of each row, once for each tensor that may say so."""
 
     def weigh(self, weights: Sequence[float]) -> bool:
         """Whether parts of equally many rows, taken in this order, weigh as their valid entries do."""
@@ -49,12 +50,12 @@ class Valid:
         return None
 
 
-def valid_entries(batch: Any, count: int, axis: int, padding: Padding | None, seen: Record) -> Valid:
+def valid_targets(batch: Any, count: int, axis: int, padding: Padding | None, seen: Record) -> ValidTargets:
     """The valid entries of a batch with ``count`` rows along ``axis``; ``seen`` is a run of the loop on it."""
     found = dict.fromkeys(_counts(batch, count, axis, padding, _ignored(padding, seen)))
     uneven = [c for c in found if len(set(c)) > 1 and min(c) > 0]
     order = sorted(range(count), key=lambda row: uneven[0][row]) if uneven else list(range(count))
-    return Valid(tuple(order), tuple(uneven))
+    return ValidTargets(tuple(order), tuple(uneven))
 
 
 def _ignored(padding: Padding | None, seen: Record) -> list[int]:

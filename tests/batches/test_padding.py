@@ -8,8 +8,8 @@ from torch import nn
 
 from pytest_trainloop.batches.padding import Ids, Proof, padding_ids, read_padding, read_paddings
 from pytest_trainloop.batches.roles import read
-from pytest_trainloop.batches.valid_targets import valid_entries
-from pytest_trainloop.checks.batch.edge_batches.length_one import lengths_of
+from pytest_trainloop.batches.valid_targets import valid_targets
+from pytest_trainloop.checks.batch.edge_batches.runs import lengths_of
 from pytest_trainloop.checks.loss.loss_contract.token_labels import Tokens
 from pytest_trainloop.loop import Padding, TrainLoop
 from pytest_trainloop.recording.record import Record
@@ -243,5 +243,5 @@ def test_every_user_of_the_reader_agrees(kind):
     assert lengths_of(batch, loop) == lengths
 
     if kind != "mask beside time-first features":
-        counted = valid_entries(batch, 3, 0, None, Record(parameters=[], optimizers=[])).counts
+        counted = valid_targets(batch, 3, 0, None, Record(parameters=[], optimizers=[])).counts
         assert (3, 5, 2) in counted

@@ -123,8 +123,8 @@ class Accumulation:
         """The comparison at each size, and the runs that later questions about them are to be asked of.
 
         Where micro-batches differ from one batch, and the gradient depends on a number that the batch holds besides its
-        rows, the comparison is made again, and so are those after it, with that number counted anew for each part.
-        Raises ``CannotDecide`` where the loop cannot be run so, or where a number cannot be counted anew.
+        rows, the comparison is made again, and so are those after it, with that number recomputed for each part.
+        Raises ``CannotDecide`` where the loop cannot be run so, or where a number cannot be recomputed.
         """
         made, splits = self, list[Split]()
         for k in self.sizes():
@@ -184,7 +184,7 @@ class Accumulation:
         if one_batch.residual > separable(split.bound):
             raise CannotDecide(
                 "examples interact: the gradient of the whole batch is no weighted sum of those of its parts "
-                f"({one_batch.residual:.1e} of it lies outside), so that accumulation is not meant to be equal"
+                f"({one_batch.residual:.1e} of it lies outside), so that accumulation need not be equal"
             )
         accumulated = self._weighted(self._many(split), split)
         return Weighing(one_batch, accumulated, self.cut.valid.weigh(one_batch.weights))
@@ -202,7 +202,7 @@ class Accumulation:
         whole, *halves = vectors([consumed(record, optimizer, 0) or {} for record in (one, *parts)])
         found = combination(whole, halves)
         if found is None or found.residual > separable(bound(one, *parts)):
-            raise CannotDecide("the declared loss is no weighted sum over rows: accumulation is not meant to be equal")
+            raise CannotDecide("the declared loss is no weighted sum over rows: accumulation need not be equal")
         return found.weights
 
     def excess_of_second_window(self, split: Split) -> Combination | None:
@@ -323,7 +323,7 @@ class Accumulation:
     def _run(
         self, what: _Items, accumulate: int, count: int, *, fit_seed: int | None = None, again: bool = False
     ) -> Record:
-        """The run with the knob at ``accumulate`` over what is made of so many rows."""
+        """The run with the knob at ``accumulate`` over what is made of ``count`` rows."""
         items: dict[_Items, Callable[[], list[Any]]] = {
             "whole": lambda: self.cut.whole(count),
             "micro": lambda: self.cut.split(accumulate, count),
@@ -345,7 +345,7 @@ def _cut(evidence: Evidence) -> MicroBatches:
 
 
 def require_windows_of_one_size(evidence: Evidence, window: int) -> None:
-    """Windows that grow step by step up to the knob are meant (a warm-up of the batch size)."""
+    """Windows that grow step by step up to the knob are a warm-up of the batch size: raises ``CannotDecide``."""
     sizes = window_sizes(evidence.run(accumulate=window))[:-1]  # the last may be what is left of the data
     if sizes == sorted(sizes) and len(set(sizes)) > 2:
         shown = ", ".join(map(str, sizes))

@@ -15,7 +15,7 @@ from pytest_trainloop.errors import CannotDecide, Unreliable
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_trainloop.batches.valid_targets import Valid
+    from pytest_trainloop.batches.valid_targets import ValidTargets
     from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation, Split
 
 TRIES = 4
@@ -37,7 +37,7 @@ def smallest(made: Accumulation, split: Split) -> str:
     return _described(made, split)
 
 
-def _compositions(valid: Valid, split: Split) -> Iterator[tuple[int, ...]]:
+def _compositions(valid: ValidTargets, split: Split) -> Iterator[tuple[int, ...]]:
     """Rows for the micro-batches, in order; fewer than the split has."""
     k, size = split.accumulate, 1
     tried: set[tuple[int, ...]] = set()
@@ -49,7 +49,7 @@ def _compositions(valid: Valid, split: Split) -> Iterator[tuple[int, ...]]:
         size *= 2
 
 
-def _equal_counts(valid: Valid, number: int) -> tuple[int, ...]:
+def _equal_counts(valid: ValidTargets, number: int) -> tuple[int, ...]:
     """The first ``number`` rows with equal counts; of any rows where nothing is counted."""
     counts = valid.counts[0] if valid.counts else [0] * len(valid.order)
     for count in dict.fromkeys(counts[row] for row in valid.order):
@@ -77,7 +77,7 @@ def _same_fault(found: Split, known: Split) -> bool:
 
 def _described(made: Accumulation, split: Split) -> str:
     k, size = split.accumulate, split.rows // split.accumulate
-    if split.loop_splits or made.cut.own or split.rows > SHOWN:
+    if split.loop_splits or made.cut.split_batch or split.rows > SHOWN:
         return f"{split.rows} examples as [{', '.join([str(size)] * k)}]"
     order = made.cut.valid.order
     rows = " | ".join(str(list(order[i * size : (i + 1) * size])) for i in range(k))

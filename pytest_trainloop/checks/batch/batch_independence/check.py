@@ -119,11 +119,11 @@ def batch_independence(evidence: Evidence) -> Iterator[Finding]:
     declared = evidence.declared("rows_interact")
     if declared:
         raise CannotDecide("rows_interact=True declares that rows interact on purpose")
-    labels = LabelRows.of(evidence)
+    labels = evidence.shared(LabelRows.of)
     if labels.mismatched:
         yield _mismatched(labels)
         return
-    found = RowPasses(evidence).interaction()
+    found = evidence.shared(RowPasses).interaction()
     if found is None or found.why == "batch_norm":
         return
     through = f", through {found.ops[0].named} ({found.ops[0].place})" if found.ops else ""

@@ -150,7 +150,7 @@ _BY_KIND = {
 def causality(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.causality.passes import CausalPasses
 
-    found = CausalPasses(evidence).leak()
+    found = evidence.shared(CausalPasses).leak()
     if found is not None:
         evaluates = "evaluate" in evidence.offers or any(not f.training for f in evidence.run().root_forwards())
         yield _finding(found, evaluates)

@@ -65,7 +65,7 @@ CAUSES = {
 def input_dependence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.input_dependence.passes import InputRuns
 
-    found = InputRuns(evidence).unused()
+    found = evidence.shared(InputRuns).unused()
     if found is None:
         return
     names = tuple(tensor.name for tensor in found.tensors)

@@ -1,0 +1,79 @@
+"""What ``batch_independence`` says of rows that interact: a cause, advice, or how to declare it."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_trainloop.checks.batch.batch_independence.check import batch_independence
+from pytest_trainloop.checks.batch.batch_independence.label_rows import LabelRows
+from pytest_trainloop.checks.batch.batch_independence.passes import RowInteraction, RowPasses
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.recording.events import Place
+from pytest_trainloop.tracing.forward_pass import Op
+from tests.helpers.records import FakeEvidence
+
+
+class Passes:
+    def __init__(self, found):
+        self.found = found
+
+    def interaction(self):
+        return self.found
+
+
+def interaction(why, *names, rows_known=True):
+    place = Place("net.py", 3, "x = mix(x)")
+    ops = tuple(Op(n, name, print, (), {}, place, "body") for n, name in enumerate(names))
+    return RowInteraction(0, 2, 5, rows_known, why, ops)
+
+
+def named(found, *, declared=None, pairs=()):
+    labels = LabelRows(pairs=list(pairs), loss="cross_entropy", rows=5)
+    evidence = FakeEvidence(None, shared={RowPasses: Passes(found), LabelRows.of: labels})
+    evidence.declared = lambda _name: declared
+    return [(f.cause, f.level) for f in batch_independence(evidence)]
+
+
+def test_rows_that_do_not_interact_pass():
+    assert named(None) == []
+
+
+@pytest.mark.parametrize(
+    ("why", "cause", "level"),
+    [
+        ("softmax", "softmax_over_rows", "fault"),
+        ("normalised", "normalised_over_rows", "fault"),
+        ("data_normalised", "normalised_over_rows", "advice"),
+        ("views", "view_mixes_rows", "fault"),
+        ("batch_first", "rows_as_positions", "fault"),
+        ("unknown", "rows_interact", "advice"),
+    ],
+)
+def test_the_operation_that_keeps_rows_apart_names_the_cause(why, cause, level):
+    assert named(interaction(why, "roll")) == [(cause, level)]
+
+
+def test_statistics_of_a_batch_norm_are_no_finding():
+    assert named(interaction("batch_norm", "batch_norm")) == []
+
+
+def test_products_of_rows_may_be_meant_unless_it_is_declared_that_they_are_not():
+    with pytest.raises(CannotDecide, match="declare rows_interact=True"):
+        named(interaction("unknown", "matmul"))
+    assert named(interaction("unknown", "matmul"), declared=False) == [("rows_interact", "fault")]
+
+
+def test_what_may_be_positions_is_not_judged():
+    with pytest.raises(CannotDecide, match="batch_dim=0 if they are rows"):
+        named(interaction("softmax", "softmax", rows_known=False))
+
+
+def test_rows_that_are_declared_to_interact_are_not_looked_at():
+    with pytest.raises(CannotDecide, match="on purpose"):
+        named(interaction("softmax", "softmax"), declared=True)
+
+
+def test_labels_of_other_rows_come_first_unless_all_are_shifted_alike():
+    found = interaction("softmax", "softmax")
+    assert named(found, pairs=[(0, 0), (1, 3)]) == [("labels_of_other_rows", "fault")]
+    assert named(found, pairs=[(1, 0), (2, 1), (0, 4)]) == [("softmax_over_rows", "fault")]
