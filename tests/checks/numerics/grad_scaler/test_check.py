@@ -29,7 +29,7 @@ UNSCALED_AFTER = "unscale_() is being called after step()."
 STEPPED_TWICE = "step() has already been called since the last update()."
 
 
-class ScalerStory(RecordBuilder):
+class ScalerRecordBuilder(RecordBuilder):
     """A build in which steps through the scaler lie inside its call, and scales have a trace."""
 
     factor = 1024.0
@@ -45,7 +45,7 @@ class ScalerStory(RecordBuilder):
         call = self.scaler("scale")
         call.factor, call.scaler = self.factor, scaler
 
-    def tries(self, *factors: float, skipped: str = "") -> ScalerStory:
+    def tries(self, *factors: float, skipped: str = "") -> ScalerRecordBuilder:
         """One iteration at each of these scales; an "x" in ``skipped`` for each step that is left out."""
         for factor, mark in zip(factors, skipped.ljust(len(factors), "."), strict=True):
             self.zero()
@@ -56,9 +56,9 @@ class ScalerStory(RecordBuilder):
         return self
 
 
-def run(*calls: str, times: int = 3, build: ScalerStory | None = None, **clip) -> ScalerStory:
+def run(*calls: str, times: int = 3, build: ScalerRecordBuilder | None = None, **clip) -> ScalerRecordBuilder:
     """The named calls, in this order, in every iteration."""
-    build = build or ScalerStory([0, 1])
+    build = build or ScalerRecordBuilder([0, 1])
     calls_by_name = {
         "zero": build.zero,
         "backward": build.backward,
@@ -106,7 +106,7 @@ def test_a_clip_after_the_step_is_a_matter_of_step_order():
 
 
 def test_a_clip_under_a_scaler_that_is_off_is_advice():
-    build = ScalerStory([0])
+    build = ScalerRecordBuilder([0])
     for _ in range(3):
         build.scaler("scale", enabled=False)
         build.backward()
@@ -132,7 +132,7 @@ def test_one_step_without_update_is_not_yet_a_habit():
 
 
 def test_two_optimizers_of_one_scaler_step_once_each_before_an_update():
-    build = ScalerStory([0], [1])
+    build = ScalerRecordBuilder([0], [1])
     for _ in range(3):
         build.scale()
         build.backward()
@@ -195,7 +195,7 @@ def test_what_raised_for_another_reason_is_no_fault_of_order():
 
 
 def test_an_update_between_backward_and_the_second_step():
-    build = ScalerStory([0], [1])
+    build = ScalerRecordBuilder([0], [1])
     for _ in range(2):
         build.zero()
         build.scale()
@@ -210,7 +210,7 @@ def test_an_update_between_backward_and_the_second_step():
 
 
 def test_gradients_unscaled_before_the_update_are_unscaled_again_after_it():
-    build = ScalerStory([0], [1])
+    build = ScalerRecordBuilder([0], [1])
     build.scale()
     build.backward()
     build.scaler("unscale", optimizer=1, line=25)
@@ -223,7 +223,7 @@ def test_gradients_unscaled_before_the_update_are_unscaled_again_after_it():
 
 
 def test_networks_in_turn_are_updated_in_turn():
-    build = ScalerStory([0], [1])
+    build = ScalerRecordBuilder([0], [1])
     for _ in range(2):
         for optimizer in (0, 1):
             build.zero(optimizer)
@@ -270,13 +270,13 @@ def test_what_is_written_to_gradients_before_they_are_unscaled():
 
 
 def test_a_trace_shows_the_scale_and_what_was_skipped():
-    (trace,) = traces(ScalerStory([0]).tries(2.0**20, 2.0**19, 2.0**18, 2.0**18, skipped="xx..").record())
+    (trace,) = traces(ScalerRecordBuilder([0]).tries(2.0**20, 2.0**19, 2.0**18, 2.0**18, skipped="xx..").record())
     assert str(trace) == "scale 2^20 -> 2^19 -> 2^18, 2 of 4 steps skipped"
     assert (trace.first_made, trace.skipped, trace.skipped_since, trace.fall) == (2, 2, 0, 0.0)
 
 
 def test_a_scale_that_falls_after_it_had_been_found():
-    (trace,) = traces(ScalerStory([0]).tries(*[2.0**-i for i in range(14)], skipped=".xxxxxxxxxxxxx").record())
+    (trace,) = traces(ScalerRecordBuilder([0]).tries(*[2.0**-i for i in range(14)], skipped=".xxxxxxxxxxxxx").record())
     assert (trace.skipped_since, trace.fall) == (13, 13.0)
     assert (
         str(trace)
@@ -292,7 +292,7 @@ def test_a_scale_in_words(factor, words):
 
 
 def test_scalers_that_take_one_anothers_place():
-    build = ScalerStory([0])
+    build = ScalerRecordBuilder([0])
     for scaler in range(3):
         build.scale(scaler=scaler)
         build.backward()
@@ -300,18 +300,18 @@ def test_scalers_that_take_one_anothers_place():
         for call in build.record().scaler_calls()[-1:]:
             call.scaler = scaler
     assert of_one_step_each(traces(build.record()))
-    assert not of_one_step_each(traces(ScalerStory([0]).tries(1.0, 1.0, 1.0).record()))
+    assert not of_one_step_each(traces(ScalerRecordBuilder([0]).tries(1.0, 1.0, 1.0).record()))
 
 
 def test_without_a_scaler_no_further_run_is_made():
-    build = ScalerStory([0])
+    build = ScalerRecordBuilder([0])
     build.backward()
     build.step()
     assert list(grad_scaler(FakeEvidence(build.record()))) == []
 
 
 def test_with_a_scaler_that_is_off_no_further_run_is_made():
-    build = ScalerStory([0])
+    build = ScalerRecordBuilder([0])
     for _ in range(3):
         build.scaler("scale", enabled=False)
         build.backward()
@@ -339,7 +339,7 @@ def given(seen, longer=None, lowest=None):
 
 def collapsed(skipped_at_lowest, *, skipped="." + 11 * "x"):
     factors = [2.0 ** (16 - i) for i in range(len(skipped))]
-    seen = ScalerStory([0]).tries(*factors, skipped=skipped).record()
+    seen = ScalerRecordBuilder([0]).tries(*factors, skipped=skipped).record()
     return list(grad_scaler(given(seen, seen, AtLowest(len(skipped), skipped_at_lowest, None))))
 
 
@@ -365,7 +365,7 @@ def test_no_step_at_all_in_as_many_tries_as_any_gradient_needs():
 
 
 def test_where_no_loss_is_finite_there_is_nothing_to_scale():
-    build = ScalerStory([0]).tries(*[2.0 ** (16 - i) for i in range(12)], skipped=12 * "x")
+    build = ScalerRecordBuilder([0]).tries(*[2.0 ** (16 - i) for i in range(12)], skipped=12 * "x")
     record = build.record()
     for backward in record.backwards():
         backward.roots[0].value = math.nan
@@ -374,7 +374,7 @@ def test_where_no_loss_is_finite_there_is_nothing_to_scale():
 
 def test_a_new_scaler_for_every_step():
     def anew(skipped):
-        build = ScalerStory([0])
+        build = ScalerRecordBuilder([0])
         for scaler, mark in enumerate(skipped):
             build.zero()
             build.scale(scaler=scaler)
