@@ -2,8 +2,8 @@
 
 See docs/how-it-decides.md#whether-a-step-changes-a-parameter.
 
-A step that changes w by less than half the spacing of w's dtype changes nothing, however often it is made. The same run
-in float64 shows the size of the update; ``initial_lr`` shows the rate that a warm-up leads to.
+A step that changes w by less than half a ULP of w's dtype changes nothing, however often it is made. The same run in
+float64 shows the size of the update; ``initial_lr`` shows the learning rate that a warm-up leads to.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Stuck:
-    """A parameter no sampled entry of which moved. ``update`` is the median size of a step on it in float64, at the
-    rate that a warm-up leads to; ``spacing`` the median distance of its values to the next of its dtype."""
+class Unmoved:
+    """A parameter no sampled entry of which changed."""
 
     name: str
     dtype: str
     update: float
-    spacing: float
+    """The median size of a step on it in float64, at the learning rate that a warm-up leads to."""
+    ulp: float
+    """The median distance of its values to the next of its dtype."""
 
     @property
     def lost(self) -> bool:
         """Whether rounding to nearest takes back every step."""
-        return 0.0 < self.update < self.spacing / 2
+        return 0.0 < self.update < self.ulp / 2
 
 
 def bit_equal(record: Record) -> list[Parameter]:
     """Held parameters whose sampled entries were stepped with gradients other than zero and never changed."""
     moved = {i for move in record.moves for i in move.parameters}
-    fed = steps_with_gradient(record)
+    steps = steps_with_gradient(record)
     return [
         p
         for p in record.parameters
-        if fed.get(p.index, 0) >= LEAST_STEPS
+        if steps.get(p.index, 0) >= LEAST_STEPS
         and p.index not in moved
         and p.index in record.end
         and p.start.same(record.end[p.index])
@@ -54,10 +55,10 @@ def bit_equal(record: Record) -> list[Parameter]:
     ]
 
 
-def measure(parameters: Sequence[Parameter], native: Record, double: Record) -> list[Stuck]:
-    """How far each would move in float64, and how far apart its values can lie."""
+def measure(parameters: Sequence[Parameter], native: Record, double: Record) -> list[Unmoved]:
+    """How far each moves in float64, and how far apart its values can lie."""
     wide = {p.name: p for p in double.parameters}
-    found: list[Stuck] = []
+    found: list[Unmoved] = []
     for p in parameters:
         other = wide.get(p.name)
         if other is None or other.index not in double.end or not other.start.sample:
@@ -66,13 +67,13 @@ def measure(parameters: Sequence[Parameter], native: Record, double: Record) -> 
         change = values(double.end[other.index], "float64") - values(other.start, "float64")
         typical = float(change.abs().median()) / steps
         update = typical * lr_growth(native, p.index) if typical else 0.0
-        found.append(Stuck(p.name, p.dtype, update, float(spacings(values(p.start, p.dtype), p.dtype).median())))
+        found.append(Unmoved(p.name, p.dtype, update, float(spacings(values(p.start, p.dtype), p.dtype).median())))
     return found
 
 
 def lost_shares(parameters: Sequence[Parameter], native: Record, double: Record) -> dict[str, float]:
-    """By parameter, the share of sampled entries that never changed and could not: half the spacing at their value is
-    more than the largest entry of any step on this parameter in float64, at the rate that a warm-up leads to."""
+    """By parameter, the share of sampled entries that never changed and could not: half a ULP at their value is more
+    than the largest entry of any step on this parameter in float64, at the learning rate that a warm-up leads to."""
     wide = {p.name: p for p in double.parameters}
     shares: dict[str, float] = {}
     for p in parameters:
@@ -88,10 +89,11 @@ def lost_shares(parameters: Sequence[Parameter], native: Record, double: Record)
     return shares
 
 
-def low_and_stepped(record: Record, dtypes: Sequence[str]) -> list[Parameter]:
-    """Those of them that only optimizers of torch's own move."""
-    return [
-        p
-        for p in low_precision_stepped(record, dtypes)
-        if all(record.optimizers[o].from_torch for o in record.held.get(p.index, ()))
-    ]
+def low_precision_by_torch(record: Record, dtypes: Sequence[str]) -> list[Parameter]:
+    """Parameters of these dtypes that were stepped with gradients, and that only optimizers of torch's own move."""
+    return [p for p in low_precision_stepped(record, dtypes) if held_by_torch(record, p.index)]
+
+
+def held_by_torch(record: Record, index: int) -> bool:
+    """Whether only optimizers of torch's own hold the parameter."""
+    return all(record.optimizers[o].from_torch for o in record.held.get(index, ()))

@@ -57,12 +57,12 @@ def test_rates_are_raised_inside_steps_only(lr):
 
 def test_it_begins_elsewhere_and_counts_from_there():
     made, _ = evidence(lr=0.0)
-    stirred = displaced_run_at_high_lr(made, ["weight"])
-    by_name = {p.name: p for p in stirred.parameters}
+    raised = displaced_run_at_high_lr(made, ["weight"])
+    by_name = {p.name: p for p in raised.parameters}
     before = {p.name: p for p in made.run().parameters}
     assert not by_name["weight"].start.same(before["weight"].start)
     assert by_name["bias"].start.same(before["bias"].start)
-    assert by_name["weight"].index not in stirred.changed()
+    assert by_name["weight"].index not in raised.changed()
 
 
 class Bounded(torch.optim.SGD):
