@@ -1,4 +1,4 @@
-"""The first call of torch that gives another result in the second of two runs."""
+"""The first call of torch that returns another result in the second of two runs."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ MOST = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class FirstOp:
-    """``given_same``: it was given the same tensors and numbers both times."""
+class FirstCall:
+    """The first call that differs."""
 
     op: str
     place: Place
     module: str
     given_same: bool
+    """Whether it was given the same tensors and numbers both times."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _LoggedCall:
     op: str
     place: Place
     module: str
@@ -42,28 +43,28 @@ class _Entry:
     result: tuple[object, ...]
 
 
-class Journal(WatchingMode):
-    """Notes every call with a fingerprint of what it was given and of what it gave."""
+class CallLog(WatchingMode):
+    """Notes every call with fingerprints of its arguments and of its result."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.entries: list[_Entry] = []
+        self.calls: list[_LoggedCall] = []
 
     def active(self) -> bool:
         """Inside backward passes too: what a checkpoint runs again there may differ."""
-        return not (self.watch.quiet or self.watch.stepping or len(self.entries) >= MOST)
+        return not (self.watch.quiet or self.watch.stepping or len(self.calls) >= MOST)
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = () if name in ATTRIBUTES else _fingerprint((args, kwargs))
         out = func(*args, **kwargs)
         if name not in ATTRIBUTES and not name.startswith(RECORD_FUNCTION):
-            self.entries.append(_Entry(name, here(2)[0], self.watch.module_path(), given, _fingerprint(out)))
+            self.calls.append(_LoggedCall(name, here(2)[0], self.watch.module_path(), given, _fingerprint(out)))
         return out
 
-    def first_difference(self, other: Journal) -> FirstOp | None:
-        for mine, theirs in zip(self.entries, other.entries, strict=False):
+    def first_difference(self, other: CallLog) -> FirstCall | None:
+        for mine, theirs in zip(self.calls, other.calls, strict=False):
             if mine.op != theirs.op or mine.given != theirs.given or mine.result != theirs.result:
-                return FirstOp(mine.op, mine.place, mine.module, mine.op == theirs.op and mine.given == theirs.given)
+                return FirstCall(mine.op, mine.place, mine.module, mine.op == theirs.op and mine.given == theirs.given)
         return None
 
 

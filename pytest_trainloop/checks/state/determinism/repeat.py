@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from pytest_trainloop.checks.state.determinism.first_difference import FirstOp, Journal
+from pytest_trainloop.checks.state.determinism.first_difference import CallLog, FirstCall
 from pytest_trainloop.recording.events import Backward, Event, Step
 from pytest_trainloop.runs.process_state import preserved
 
@@ -37,12 +37,14 @@ Source = Literal["random", "nondeterministic_kernel", "kept", "settled", "unknow
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first thing in which two records differ: ``what`` in words and ``culprit`` by its name, before the optimizer
-    step of number ``step``."""
+    """The first thing in which two records differ."""
 
     what: str
+    """In words."""
     culprit: str
+    """By its name."""
     step: int
+    """Optimizer steps made before it."""
     where: str = ""
 
 
@@ -52,7 +54,7 @@ class Repetition:
 
     difference: Difference | None
     source: Source = "unknown"
-    op: FirstOp | None = None
+    first_call: FirstCall | None = None
 
 
 def repetition(evidence: Evidence) -> Repetition:
@@ -66,17 +68,20 @@ def _repetition(first: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) 
     difference = first_difference(first, run(plan))
     if difference is None:
         return Repetition(None)
-    with _calm():
-        calm = [run(plan) for _ in range(2)]
-    if first_difference(*calm) is None:
+    with _deterministic():
+        pair = [run(plan) for _ in range(2)]
+    if first_difference(*pair) is None:
         settled = first_difference(*(run(plan) for _ in range(2))) is None
         return Repetition(difference, "settled" if settled else "nondeterministic_kernel")
-    apart = _in_children(plan, run)
-    if apart is None:
+    digests = _in_children(plan, run)
+    if digests is None:
         return Repetition(difference, "unknown")
-    if apart[0] == apart[1]:
+    if digests[0] == digests[1]:
         return Repetition(difference, "kept")
-    return Repetition(difference, "random", _first_op(plan, run))
+    logs = [CallLog(), CallLog()]
+    for log in logs:
+        run(replace(plan, contexts=log.contexts))
+    return Repetition(difference, "random", logs[0].first_difference(logs[1]))
 
 
 def first_difference(a: Record, b: Record) -> Difference | None:
@@ -121,7 +126,7 @@ def _steps(record: Record, a: Step, b: Step) -> tuple[str, str] | None:
     for read, other in zip(a.reads, b.reads, strict=False):
         for index in read.grads.keys() & other.grads.keys():
             if not _same_fact(read.grads[index], other.grads[index]):
-                return f"the gradient of {record.name(index)} that the step consumed", record.name(index)
+                return f"the gradient of {record.name(index)} that the step used", record.name(index)
     for index in a.left.keys() & b.left.keys():
         if not _same_fact(a.left[index], b.left[index]):
             return f"the gradient of {record.name(index)} after the step", record.name(index)
@@ -137,7 +142,7 @@ def _same_fact(a: Fact | None, b: Fact | None) -> bool:
 
 
 @contextlib.contextmanager
-def _calm() -> Iterator[None]:
+def _deterministic() -> Iterator[None]:
     """One thread and deterministic kernels; put back by ``preserved``."""
     threads = torch.get_num_threads()
     strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -150,13 +155,6 @@ def _calm() -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(strict[0], warn_only=strict[1])
-
-
-def _first_op(plan: RunPlan, run: Callable[[RunPlan], Record]) -> FirstOp | None:
-    journals = [Journal(), Journal()]
-    for journal in journals:
-        run(replace(plan, contexts=journal.contexts))
-    return journals[0].first_difference(journals[1])
 
 
 def _in_children(plan: RunPlan, run: Callable[[RunPlan], Record]) -> tuple[bytes, bytes] | None:

@@ -17,7 +17,7 @@ from pytest_trainloop.runs.evidence import Evidence
 from tests.helpers.record_builder import RecordBuilder
 
 
-def told(change=lambda build: None, steps=3):
+def record_of(change=lambda build: None, steps=3):
     build = RecordBuilder([0, 1])
     for _ in range(steps):
         build.zero()
@@ -32,11 +32,11 @@ def nth(build, kind, n=1):
 
 
 def test_two_equal_runs():
-    assert first_difference(told(), told()) is None
+    assert first_difference(record_of(), record_of()) is None
 
 
 def test_what_comes_after_the_last_common_step_is_not_compared():
-    assert first_difference(told(steps=2), told(steps=3)) is None
+    assert first_difference(record_of(steps=2), record_of(steps=3)) is None
 
 
 def other_loss(build):
@@ -62,19 +62,19 @@ def other_start(build):
     ids=["loss", "gradient", "order", "start"],
 )
 def test_the_first_difference_is_named(change, culprit, step):
-    found = first_difference(told(steps=2), told(change, steps=2))
+    found = first_difference(record_of(steps=2), record_of(change, steps=2))
     assert found is not None
     assert (found.culprit, found.step) == (culprit, step)
 
 
-def test_the_rate_is_compared():
+def test_the_learning_rate_is_compared():
     def slow(build):
         nth(build, Step).lrs = (0.1,)
 
     def fast(build):
         nth(build, Step).lrs = (0.2,)
 
-    found = first_difference(told(slow), told(fast))
+    found = first_difference(record_of(slow), record_of(fast))
     assert found is not None
     assert (found.culprit, found.step) == ("lr", 1)
 
@@ -114,20 +114,20 @@ def evidence(draw):
 @pytest.mark.parametrize(
     ("draw", "source"), [(system, "random"), (kept, "kept"), (unordered, "nondeterministic_kernel")]
 )
-def test_the_source_is_told(draw, source):
+def test_the_source_is_found(draw, source):
     again = evidence(draw).shared(repetition)
     assert again.difference is not None
     assert (again.source, again.difference.culprit) == (source, "loss")
 
 
 def test_the_operation_that_differs_first_is_named():
-    op = evidence(system).shared(repetition).op
+    op = evidence(system).shared(repetition).first_call
     assert op is not None
     assert op.op in ("add", "__add__")
     assert "model(x + draw())" in str(op.place)
 
 
-def test_the_settings_of_torch_are_given_back():
+def test_the_settings_of_torch_are_restored():
     before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     evidence(unordered).shared(repetition)
     assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before
