@@ -2,7 +2,7 @@
 
 Such an optimizer may keep what rounding takes (Kahan summation, stochastic rounding, master weights). Once float32 has
 gone several ULPs of the weight's dtype, all of these have moved the weight as well; an optimizer that stores the
-rounded sum has not, and never will. The twin computes in float32 and not in float64, because code that rounds by itself
+rounded sum has not, and never will. The twin computes in float32 and not in float64, because code with its own rounding
 works on the bits of float32 numbers.
 """
 

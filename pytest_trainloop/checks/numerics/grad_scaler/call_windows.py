@@ -10,7 +10,7 @@ from pytest_trainloop.recording.events import GradWrite, ScalerCall, Step
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.recording.events import Backward, Place
+    from pytest_trainloop.recording.events import Backward
     from pytest_trainloop.recording.record import Record
 
 
@@ -53,29 +53,28 @@ def unscaled_early(record: Record, optimizer: int) -> tuple[ScalerCall, Backward
         step = next((s.at for s in record.of(Step) if s.optimizer == optimizer and s.at > call.at), None)
         if step is None:
             continue
-        added = [b for b in _live(record, optimizer, step) if b.at > call.at]
-        if added and any(b.at < call.at for b in _live(record, optimizer, step)):
-            return call, added[0]
+        passes = _live(record, optimizer, step)
+        later = next((b for b in passes if b.at > call.at), None)
+        if later is not None and passes[0].at < call.at:
+            return call, later
     return None
 
 
 def through_scaler(record: Record, optimizer: int) -> ScalerCall | None:
     """The scaler's call inside which the optimizer made its first step, or None where it was stepped directly."""
-    first = next((s for s in record.of(Step) if s.optimizer == optimizer and not s.nested), None)
-    steps = [c for c in record.scaler_calls() if c.what == "step"]
+    first, steps = first_step(record, optimizer), [c for c in record.scaler_calls() if c.what == "step"]
     return next((c for c in steps if first is not None and c.at < first.at < c.until), None)
 
 
-def first_step(record: Record, optimizer: int) -> Place | None:
-    """The line of the optimizer's first step."""
-    return next((s.place for s in record.of(Step) if s.optimizer == optimizer and not s.nested), None)
+def first_step(record: Record, optimizer: int) -> Step | None:
+    return next((s for s in record.innermost_steps() if s.optimizer == optimizer), None)
 
 
 def unscaled_at(record: Record, optimizer: int) -> int:
-    """Where the gradients of the optimizer's first step were unscaled; 0 where nothing did it before the step."""
-    first = next((s.at for s in record.of(Step) if s.optimizer == optimizer and not s.nested), 0)
-    found = [c.at for c in record.scaler_calls() if c.what == "unscale" and c.optimizer == optimizer and c.at < first]
-    return found[-1] if found else 0
+    """The moment at which the gradients of the optimizer's first step were unscaled; 0 if that was inside the step."""
+    first, calls = first_step(record, optimizer), record.scaler_calls()
+    unscaled = [c.at for c in calls if c.what == "unscale" and c.optimizer == optimizer and first and c.at < first.at]
+    return unscaled[-1] if unscaled else 0
 
 
 def altered_before(record: Record, optimizer: int, until: int) -> GradWrite | None:
@@ -88,8 +87,8 @@ def altered_before(record: Record, optimizer: int, until: int) -> GradWrite | No
 
 def backwards_for(record: Record, optimizer: int) -> list[Backward]:
     """The backward passes whose gradients the optimizer's first step read."""
-    first = next((s.at for s in record.of(Step) if s.optimizer == optimizer and not s.nested), 0)
-    return _live(record, optimizer, first)
+    first = first_step(record, optimizer)
+    return _live(record, optimizer, first.at) if first is not None else []
 
 
 def _live(record: Record, optimizer: int, until: int) -> list[Backward]:

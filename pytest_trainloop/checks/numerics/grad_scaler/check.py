@@ -186,7 +186,7 @@ def _scale_dependences(evidence: Evidence, record: Record) -> Iterator[Finding]:
         elif found.kind == "falls":
             yield findings.not_scaled(record, found)
         elif found.kind == "grows" and through_scaler(record, found.optimizer) is None:
-            yield findings.not_unscaled(record, found)  # through a scaler, a fused optimizer unscales by itself
+            yield findings.not_unscaled(record, found)  # through a scaler, a fused optimizer unscales inside its step
 
 
 def _scale_traces(evidence: Evidence, record: Record) -> Iterator[Finding]:

@@ -152,14 +152,14 @@ def unscaled_inside_window(found: ScaleDependence, unscale: ScalerCall, backward
 
 
 def not_unscaled(record: Record, found: ScaleDependence) -> Finding:
-    kind = record.optimizers[found.optimizer].kind
+    kind, step = record.optimizers[found.optimizer].kind, first_step(record, found.optimizer)
     return Finding(
         cause="not_unscaled",
         summary=f"{kind}.step() is called directly on gradients that carry the loss scale: {_extent(found)}",
         measured=_measured(found),
         shown_by=f"{_THREE_RUNS} grows with the scale",
         culprits=("optimizer.step()", *found.names[:8]),
-        where=str(first_step(record, found.optimizer)),
+        where=record.step_line() if step is None else str(step.place),
     )
 
 
@@ -178,14 +178,14 @@ def not_scaled(record: Record, found: ScaleDependence) -> Finding:
         )
     scales = sum(c.what == "scale" for c in record.scaler_calls())
     passes = backwards_for(record, found.optimizer)
-    place = write.place if write is not None else passes[-1].place if passes else first_step(record, found.optimizer)
+    at = write or (passes[-1] if passes else first_step(record, found.optimizer))
     return Finding(
         cause="not_scaled",
         summary=f"gradients of {some(found.names)} that were never scaled are unscaled all the same: {_extent(found)}",
         measured=f"{_measured(found)}; {scales} losses scaled, {len(record.backwards())} backward passes in the run",
         shown_by=f"{_THREE_RUNS} falls as the scale grows",
         culprits=("scaler.scale(loss)", *found.names[:8]),
-        where=str(place),
+        where=str(at.place) if at is not None else record.step_line(),
     )
 
 
