@@ -204,7 +204,7 @@ class Step(Event):
     """The largest entry of each parameter's update, over that of the parameter."""
     along: dict[int, float] = field(default_factory=dict)
     """The cosine of each update with the parameter."""
-    resting: tuple[int, ...] = ()
+    frozen: tuple[int, ...] = ()
     """Parameters that did not require grad."""
     nested: bool = False
     """Whether it contains another step, which is the one that consumes."""

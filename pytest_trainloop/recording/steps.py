@@ -110,7 +110,7 @@ class Optimizers:
             if not late:
                 watch.add(step)
             held = list(dict.fromkeys(self.refresh(optimizer))) if watch.full else []
-            step.resting = tuple(i for i in held if not watch.book.tensors[i].requires_grad)
+            step.frozen = tuple(i for i in held if not watch.book.tensors[i].requires_grad)
             watch.motion.look()
             watch.thread.open.append(step)
             watch.thread.frames.append(sys._getframe(1))

@@ -23,9 +23,10 @@ LOGGED_NORM = 1e5
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """``share`` is the median over the watched steps of the largest entry after the clip, over the one before."""
+    """What the clips of a loop leave of the gradient."""
 
     share: float
+    """The median over the watched steps of the largest entry after the clip, over the one before."""
     limit: float
     by: str
     where: str
@@ -37,8 +38,8 @@ class Clip:
 
 
 def clipped_to(record: Record) -> Clip | None:
-    """What the loop's clips leave, if there are any. All clips before one step count as one: a clip by value takes
-    two operations."""
+    """What the loop's clips leave, if there are any. All clips before one step count as one: a clip by value is two
+    operations."""
     shares: list[float] = []
     clips: list[GradWrite] = []
     last: GradWrite | None = None

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 LEAST_STEPS = 3
-"""Steps with a gradient before a parameter is called stuck."""
+"""Steps with a gradient that must leave a parameter as it was."""
 
 
 def steps_with_gradient(record: Record) -> dict[int, int]:
-    """How many steps at a rate above zero consumed a gradient with sampled entries other than zero, and above what is
-    left of terms that cancel (a bias before a batch norm)."""
+    """For each parameter, the number of steps at a learning rate above zero that consumed a gradient: one with sampled
+    entries other than zero, and above what is left of terms that cancel (a bias before a batch norm)."""
     peaks = [a.incoming.peak for b in record.of(Backward) for arrived in b.arrivals.values() for a in arrived]
     noise = CANCELLATION * max((p for p in peaks if math.isfinite(p)), default=0.0)
-    fed: dict[int, int] = {}
+    steps: dict[int, int] = {}
     for step in record.of(Step):
         if step.nested or not step.full or not step.reads:
             continue
@@ -34,16 +34,16 @@ def steps_with_gradient(record: Record) -> dict[int, int]:
                 continue
             group = group_of.get(index, 0)
             if group < len(step.lrs) and step.lrs[group] > 0:
-                fed[index] = fed.get(index, 0) + 1
-    return fed
+                steps[index] = steps.get(index, 0) + 1
+    return steps
 
 
 def low_precision_stepped(record: Record, dtypes: Sequence[str]) -> list[Parameter]:
-    """Parameters of these dtypes that were stepped with gradients, and that nobody but optimizers moves."""
+    """Parameters of these dtypes that were stepped with gradients, and that only optimizers move."""
     by_others = {i for move in record.moves if move.by is None for i in move.parameters}
-    fed = steps_with_gradient(record)
+    steps = steps_with_gradient(record)
     return [
         p
         for p in record.parameters
-        if p.dtype in dtypes and fed.get(p.index, 0) >= LEAST_STEPS and p.index not in by_others and not p.gone
+        if p.dtype in dtypes and steps.get(p.index, 0) >= LEAST_STEPS and p.index not in by_others and not p.gone
     ]

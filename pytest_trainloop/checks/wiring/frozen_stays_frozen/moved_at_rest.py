@@ -51,8 +51,8 @@ def moved_at_rest(record: Record) -> list[Moved]:
     for p in record.parameters:
         steps = [s for s in record.of(Step) if s.full and not s.nested and s.reads and p.index in s.reads[-1].grads]
         moving = [s for s in steps if s.updates.get(p.index, 0.0) > 0.0]
-        frozen = record.declared_frozen(p.name) or _zeroed_to_freeze(record, p.index, steps, moving)
-        moves = [s for s in moving if frozen or p.index in s.resting]
+        meant = record.declared_frozen(p.name) or _zeroed_to_freeze(record, p.index, steps, moving)
+        moves = [s for s in moving if meant or p.index in s.frozen]
         if moves and (moved := _judged(record, p, moves, assigned=p.index in assigned)):
             found.append(moved)
     return found
@@ -74,7 +74,7 @@ def _zeroed_to_freeze(record: Record, index: int, steps: Sequence[Step], moving:
 def _judged(record: Record, p: Parameter, moves: Sequence[Step], *, assigned: bool) -> Moved | None:
     if (assigned or _refilled(p.index, moves)) and any(not _no_gradient(p.index, s) for s in moves):
         return None
-    fresh = [s for s in moves if p.index not in s.resting and _fresh_gradient(record, p.index, s)]
+    fresh = [s for s in moves if p.index not in s.frozen and _fresh_gradient(record, p.index, s)]
     if fresh:
         return _moved(p, "still_trainable", fresh)
     stale = [s for s in moves if _stale_gradient(record, p.index, s)]

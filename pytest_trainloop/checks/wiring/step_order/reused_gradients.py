@@ -99,7 +99,7 @@ def repeated_gradients(record: Record, ledger: GradientLedger) -> Iterator[Repea
 def _by_backward(c: Consumption, ledger: GradientLedger) -> bool:
     """Whether the gradient is judged here. User code answers for one that it assigned, and ``frozen_stays_frozen`` for
     one that is left of a parameter's training before it was frozen."""
-    return c.parameter not in ledger.assigned and c.parameter not in c.step.resting
+    return c.parameter not in ledger.assigned and c.parameter not in c.step.frozen
 
 
 def kept_gradients(record: Record, ledger: GradientLedger) -> Iterator[Kept]:

@@ -21,7 +21,7 @@ def story_of(*, along=0.3, zeros=True):
         step = build.step()
         step.updates = {0: 1e-3, 1: 1e-3}
         step.along = {0: 0.1, 1: along}
-        step.resting = (1,) if batch else ()
+        step.frozen = (1,) if batch else ()
     return build
 
 
@@ -51,7 +51,7 @@ def test_an_optimizer_that_keeps_momentum_may_decay_as_well():
     build.parameters.append(type(build.parameters[1])(2, "p2", "model", (2,), "float32", "cpu", False))
     for event in build.events:
         if hasattr(event, "updates"):
-            event.updates[2], event.along[2], event.resting = 1e-3, -1.0, (*event.resting, 2)
+            event.updates[2], event.along[2], event.frozen = 1e-3, -1.0, (*event.frozen, 2)
             event.reads[0].grads[2] = None
     assert found(build) == [("momentum", "fault", ("p1", "p2"))]
 

@@ -12,13 +12,13 @@ from tests.helpers.record_builder import RecordBuilder
 from tests.helpers.records import parameter
 
 
-def trained(build, *on, moves=(0, 1), resting=(), along=0.1):
+def trained(build, *on, moves=(0, 1), frozen=(), along=0.1):
     """One batch: zeroed, backward on some parameters, and a step that moves some."""
     build.backward(*on)
     step = build.step()
     step.updates = dict.fromkeys(moves, 1e-3)
     step.along = dict.fromkeys(moves, along)
-    step.resting = resting
+    step.frozen = frozen
     return step
 
 
@@ -50,7 +50,7 @@ def test_a_frozen_parameter_moves_without_a_gradient(along, cause):
     trained(build)
     for _ in range(3):
         build.zero(to_none=False)
-        trained(build, 0, resting=(1,), along=along)
+        trained(build, 0, frozen=(1,), along=along)
     assert causes(build.record()) == {"p1": cause}
 
 
@@ -58,7 +58,7 @@ def test_without_an_earlier_gradient_there_is_no_momentum():
     build = RecordBuilder([0, 1])
     for _ in range(3):
         build.zero()
-        trained(build, 0, resting=(1,), along=0.3)
+        trained(build, 0, frozen=(1,), along=0.3)
     assert causes(build.record()) == {}
 
 
@@ -67,7 +67,7 @@ def test_a_frozen_parameter_moves_by_an_old_gradient():
     trained(build)
     for _ in range(3):
         build.zero(0)
-        trained(build, 0, resting=(1,))
+        trained(build, 0, frozen=(1,))
     assert causes(build.record()) == {"p1": "stale_gradient"}
 
 
@@ -76,7 +76,7 @@ def test_a_gradient_put_there_by_hand_is_meant():
     for _ in range(3):
         build.zero()
         build.assign(1)
-        trained(build, 0, resting=(1,))
+        trained(build, 0, frozen=(1,))
     assert causes(build.record()) == {}
 
 
@@ -117,7 +117,7 @@ def normed(*, rests=True, grad_enabled=True, within="", drifts=True, layer=True)
     build = RecordBuilder([0, 1])
     for _ in range(3):
         build.zero()
-        trained(build, 1, moves=(1,), resting=(0,) if rests else ())
+        trained(build, 1, moves=(1,), frozen=(0,) if rests else ())
     build.parameters[0].name, build.parameters[0].owner = "body.norm.weight", "body.norm"
     build.parameters[1].name, build.parameters[1].owner = "head.weight", "head"
     build.parameters[0].requires_grad = not rests
