@@ -44,6 +44,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.wiring.consequences import TRAINING
 from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.recording.torch_names import CLAMPS
 from pytest_trainloop.registry import Cause, check
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ CAUSES = {
     ),
 }
 
-_CLAMPS = ("clamp", "clip", "clamp_min", "clamp_max", "minimum", "maximum", "hardtanh")
+_CLAMPS = CLAMPS | {"minimum", "maximum", "hardtanh"}
 
 
 @check(needs={"run"}, causes=CAUSES, rank=20)

@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from pytest_trainloop import nested
 from pytest_trainloop.recording.function_mode import tensors_in
+from pytest_trainloop.recording.torch_names import EQUALITIES, SAMPLES
 from pytest_trainloop.runs.hooks import call_from_outside, hooked
 from pytest_trainloop.tracing.mode import WatchingMode
 
@@ -27,9 +28,7 @@ Change = Literal["nothing", "evaluation mode", "other results"]
 
 _NORMS = frozenset({"batch_norm", "instance_norm"})
 _MAY_DROP = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward", "lstm", "gru", "rnn_tanh"})
-_DRAWS = frozenset({"multinomial", "bernoulli", "normal", "poisson", "binomial"})
 _CHOOSES = frozenset({"argmax", "argmin", "argsort", "topk", "sort"})
-_COMPARES = frozenset({"eq", "ne", "__eq__", "__ne__", "isclose"})
 _READS = frozenset({"item", "__float__", "__int__", "__bool__", "__format__", "tolist", "numpy"})
 
 
@@ -145,11 +144,11 @@ class LineProbe(WatchingMode):
             self.normed = self.normed or (name in _NORMS and _flag(args, kwargs, 5, False))
         out = func(*args, **kwargs)
         known = [self._scores[id(t)] for t in tensors_in(args, kwargs) if id(t) in self._scores] if self._scores else []
-        if not known or self.scored or name in _DRAWS:
+        if not known or self.scored or name in SAMPLES:
             return out
         if name not in _READS:
             # what is chosen by results (an action, the next token) is no score until it is compared with something
-            score = (any(known) and name not in _CHOOSES) or name in _COMPARES
+            score = (any(known) and name not in _CHOOSES) or name in EQUALITIES
             for tensor in tensors_in(out):
                 self._follow(tensor, score=score)
         elif "distributions" not in Path(sys._getframe(2).f_code.co_filename).parts:  # these validate their arguments
