@@ -1,11 +1,14 @@
-"""One call of a loss function, and what it breaks."""
+"""One call of a loss function, and what judges it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from pytest_trainloop.finding import Finding, Level
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -14,47 +17,44 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.events import Place, Site
     from pytest_trainloop.tracing.provenance import Node
 
-Level = Literal["fault", "advice"]
 
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What is wrong with one call."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Breach:
-    """A contract that one call breaks. ``always`` tells that only all calls of a place together show it."""
-
-    cause: str
-    summary: str
-    measured: str = ""
-    shown_by: str = ""
-    culprit: str = ""
-    where: str = ""
-    repair: str = ""
-    level: Level = "fault"
-    always: bool = False
+    finding: Finding
+    in_every_call: bool = False
+    """Whether it counts only where it is found in every call from the same line."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """A call of a loss function: its arguments by name and where each comes from; ``layer`` is the path of the layer
-    with weights that gave its input.
-
-    ``weights`` is the gradient of what is backpropagated with respect to what the call gave, ``arrived`` the gradient
-    that came in at its input from all that used it; ``root`` is the value of what is backpropagated.
-    """
+    """A call of a loss function, or of an operation that losses are written with."""
 
     name: str
     given: Mapping[str, Any]
+    """The arguments by name."""
     place: Place
     site: Site
     out: torch.Tensor
+    """What the call returned."""
     module: str = ""
+    """The path of the module whose forward made the call."""
     layer: str | None = None
+    """The path of the layer with weights that gave the input."""
     nodes: dict[str, Node] = field(default_factory=dict)
+    """What each tensor argument was computed by."""
     tokens: Tokens | None = None
     rows: int = 0
+    """Rows of the batch at hand."""
     number: int = 0
+    """How many calls from the same line were judged before."""
     weights: torch.Tensor | None = None
+    """The gradient of the loop's loss with respect to ``out``."""
     arrived: torch.Tensor | None = None
+    """The gradient of the loop's loss with respect to the input, from all uses of it."""
     root: float | None = None
+    """The value of the loop's loss, which is backpropagated."""
 
     def tensor(self, name: str) -> torch.Tensor | None:
         value = self.given.get(name)
@@ -67,11 +67,69 @@ class Call:
     def reduction(self) -> str:
         return str(self.given.get("reduction", "mean"))
 
-    def counts(self) -> torch.Tensor | None:
-        """Of a call that gives one loss for each entry: which of them go into what is backpropagated."""
+    def counted(self) -> torch.Tensor | None:
+        """With one loss for each entry: which of them the loop's loss depends on."""
         if self.weights is None or self.out.dim() == 0 or self.weights.shape != self.out.shape:
             return None
         return self.weights.detach() != 0
+
+    def judged(
+        self,
+        cause: str,
+        summary: str,
+        *,
+        shown_by: str,
+        measured: str = "",
+        culprit: str = "",
+        source: Node | None = None,
+        repair: str = "",
+        level: Level = "fault",
+        in_every_call: bool = False,
+    ) -> Judgement:
+        """A judgement of this call. ``culprit`` is the function by default; ``source`` is the operation whose line is
+        shown in place of the call's."""
+        finding = Finding(
+            cause=cause,
+            level=level,
+            summary=summary,
+            measured=measured,
+            shown_by=shown_by,
+            culprits=(culprit or self.name,),
+            where=str((source and source.place) or self.place),
+            repair=repair,
+        )
+        return Judgement(finding, in_every_call)
+
+
+Judge = Callable[[Call], Iterator[Judgement]]
+
+JUDGES: dict[str, list[Judge]] = {}
+"""What judges the calls of a function, by its name; ``judges`` fills it."""
+
+
+def judges(*names: str) -> Callable[[Judge], Judge]:
+    """Let a function judge every call of the functions with these names.
+
+    They are loss functions of ``torch.nn.functional``, or operations that losses are written with, named as in
+    ``recorder.operation``.
+    """
+
+    def register(judge: Judge) -> Judge:
+        for name in names:
+            JUDGES.setdefault(name, []).append(judge)
+        return judge
+
+    return register
+
+
+def in_module(source: Node) -> str:
+    """An operation with its module, for a message."""
+    return f"{source.op} in {source.module}" if source.module else source.op
+
+
+def at_line(source: Node) -> str:
+    """The line of an operation, to be appended to a message."""
+    return f"; {source.op} at {source.place.file}:{source.place.line}" if source.place else ""
 
 
 def as_list(values: torch.Tensor, most: int = 6) -> str:

@@ -1,29 +1,30 @@
 """Loss functions get what they are documented to take.
 
 What it does
-    It looks at every call of a loss function of ``torch.nn.functional`` (by whoever makes it) whose gradient goes into
-    what the loop backpropagates, and at losses written by hand as far as they are made of log-softmaxes, logarithms
-    and differences: what the input was computed by, what the targets hold, which entries count.
+    It examines every call of a loss function of ``torch.nn.functional`` (by whatever code) that the loop
+    backpropagates, and losses that are written out in log-softmaxes, logarithms and differences: what the input was
+    computed by, what the targets hold, which entries count.
 
 Why is this bad?
-    Such a loss runs, falls and looks plausible. Softmax before cross_entropy cannot fall below 1.46 over ten classes;
-    (N, 1) against (N,) trains towards the mean of all targets; a padded position that counts teaches padding.
+    Such a loss runs, falls and looks plausible. With softmax before cross_entropy it cannot fall below 1.46 over ten
+    classes; with (N, 1) against (N,) the model learns the mean of all targets; with padded positions that count, it
+    learns padding.
 
 How it decides
-    By where the values come from and by what they are, never by the loss. What a tensor was computed by is followed
-    through moves, casts, masks, dropout and constant factors to the softmax, the sigmoid or the layer that made it;
-    the class axis by making the same moves with the numbers of the entries. A row of scores that sums to 1 by chance
-    is no distribution: all rows of all calls must. Entries that get no gradient (masked after ``reduction="none"``, a
-    weight of 0) are not judged, nor are losses that are computed and not backpropagated. Scores without a
-    normalisation in nll_loss pass where the gradient that arrives at them sums to nothing over the classes: a
-    log-sum-exp stands beside it. A loss is maximised by mistake where its negative is all that is backpropagated, no
-    other loss is, and drawn weights are trained by it (loaded ones may unlearn).
+    By the origin of the values and by the values, never by the size of the loss. The origin of a tensor is followed
+    through reshapes, casts, masks, dropout and constant factors back to a softmax, a sigmoid or a layer; the class axis
+    by applying the same reshapes to the indices of the entries. A row of scores that sums to 1 by chance is no
+    distribution: all rows of all calls must. Entries without a gradient (masked after ``reduction="none"``, a weight of
+    0) are not judged, nor are losses that are computed and not backpropagated. Scores in nll_loss that are not
+    normalised pass where the gradient at them sums to 0 over the classes: the loss then has a log-sum-exp as another
+    term. A loss is maximised by mistake where only its negative is backpropagated, no other loss is, and it trains
+    randomly initialised weights (pretrained ones may unlearn).
     Positions are padding where the batch proves it: by the declared pad id, by an embedding's padding_idx, by a mask
-    or lengths beyond which one value stands. Labels are compared with the ids that the embedding looked up, and with
-    the last input that an output depends on; of a model that sees later inputs no shift is expected.
-    What may be meant is advice: log-probabilities into cross_entropy, kl_div by the mean of elements or with its
-    gradient through the target, a head far wider than the labels, rare positives without a weight, a loss that is
-    computed and left out, or subtracted from another.
+    or lengths beyond which all values are equal. Labels are compared with the ids that the embedding looked up, and
+    with the last input that an output depends on; for a model that sees later inputs no shift is expected.
+    Where it may be meant, it is advice: log-probabilities given to cross_entropy, kl_div by the mean of elements or
+    with its gradient through the target, a head far wider than the labels, rare positives without a weight, a loss that
+    is computed and left out, or subtracted from another.
 
 Faulty
     >>> for x, y in batches:
@@ -51,78 +52,220 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.finding import Finding
-from pytest_trainloop.registry import check
+from pytest_trainloop.registry import Cause, check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.checks.loss.loss_contract.call import Breach
+    from pytest_trainloop.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
-
-LEARNING = ("loss_at_init", "overfit_one_batch", "update_ratio")
-
-NOT_FINITE = frozenset(
-    """all_ignored alignment_impossible arguments_swapped log_target_mismatch log_variance logits_as_log_probabilities
-    logits_as_probabilities rate_scale target_outside_unit""".split()
-)
-"""Causes by which a loss may become NaN or infinite."""
 
 INSTRUMENT = "pytest_trainloop.checks.loss.loss_contract.recorder:LossCallRecorder"
 
-NO_GRADIENT = frozenset({"activation_on_logits", "probabilities_as_logits", "probabilities_saturated", "single_class"})
-"""Causes by which gradients may be nothing."""
-
-OUT_OF_ORDER = frozenset({"class_axis", "wrong_axis"})
-"""Causes by which scores meet labels of other rows, or rows each other."""
-
-PADDING = frozenset({"padding_counted", "ignore_index_mismatch"})
-"""Causes by which the loss counts padding."""
+LEARNING = ("loss_at_init", "overfit_one_batch", "update_ratio")
 
 CAUSES = {
-    "probabilities_as_logits": "the scores come from a softmax or a sigmoid, or sum to 1 in every row of every call",
-    "log_probabilities_as_logits": "the scores come from log_softmax: harmless to cross_entropy",
-    "activation_on_logits": "the scores come from a function without values on one side of zero, or of a narrow range",
-    "dropout_on_logits": "dropout lies between the last layer and the loss",
-    "temperature_inverted": "cosines times a number below one half, or distillation with scores times one above",
-    "single_class": "the last layer has one output, whose softmax is 1",
-    "wrong_axis": "the softmax runs over another axis than the one that the loss takes for the classes",
-    "class_axis": "the entries along the class axis come from several positions of the last layer",
-    "logits_as_log_probabilities": "the exponentials of the input sum to more than 1, or it is what a layer gives",
-    "probabilities_as_log_probabilities": "the input sums to 1, where its logarithm should",
-    "logits_as_probabilities": "raw scores where a binary cross entropy or a divergence takes probabilities",
-    "probabilities_saturated": (
-        "before the first step probabilities are exactly 0 or 1 and wrong: no gradient comes from them"
+    "probabilities_as_logits": Cause(
+        proof="the scores come from a softmax or a sigmoid, or sum to 1 in every row of every call",
+        repair="give the loss the scores as they are: it takes the log-softmax or the sigmoid itself",
+        explains=(*LEARNING, "gradient_reaches_every_param", "every_param_moves"),
     ),
-    "target_dtype": "torch refuses the dtype of the targets",
-    "target_shape": "torch refuses the shape of the targets",
-    "target_out_of_range": "labels below 0 or beyond the last class, or counts below 0",
-    "target_outside_unit": "targets of a binary loss below 0 or above 1, where they count",
-    "target_not_distribution": "soft targets with negative entries, or with sums that are not 1 in a regular way",
-    "all_ignored": "every target of a call is the ignored one, and the mean is over none",
-    "index_list_expected": "zeros and ones where lists of class indices are read",
-    "signs_expected": "targets of 0 and 1 where 1 and -1 are read",
-    "log_target_mismatch": "logarithms as targets without log_target, or probabilities with it",
-    "arguments_swapped": "the first argument holds probabilities and the second logarithms",
-    "mean_over_elements": "kl_div divides by all entries: its documentation advises batchmean",
-    "broadcast": "both sides of a difference grow when they are compared",
-    "weight_shape": "a weight makes the loss larger than its input, or has not one entry for each class",
-    "log_variance": "what a layer gives, or negative values, are given for a variance",
-    "rate_scale": "a rate where its logarithm is taken, or negative values where a rate is",
-    "blank_in_targets": "the blank stands among the labels of a CTC loss",
-    "lengths_refused": "torch refuses the lengths given to a CTC loss",
-    "alignment_impossible": "a target of a CTC loss has more labels than its input has frames",
-    "padding_counted": "positions that are padding in the input, all of one label, count in the loss",
-    "ignore_index_mismatch": "the same, and another label than theirs is ignored",
-    "real_class_ignored": "a label of real positions is the ignored one",
-    "shifted_twice": "the labels of a causal model are the inputs two positions on",
-    "not_shifted": "the labels of a causal model are the inputs of the same position, or of the one before",
-    "ids_out_of_range": "ids beyond the rows of an embedding",
-    "sign_flipped": "a negative multiple of the loss, and nothing else, is backpropagated and trains its scores",
-    "part_detached": "the value of a loss is added to what is backpropagated, without its history",
-    "part_left_out": "no gradient ever came in at a loss with a history, while others were backpropagated",
-    "head_too_wide": "no label of the run lies in the lower eighth of the head",
-    "classes_imbalanced": "fewer than 5 % of the labels are positive, without a weight",
+    "log_probabilities_as_logits": Cause(
+        proof="the scores come from log_softmax: harmless to cross_entropy",
+        repair="leave log_softmax out, or use nll_loss",
+    ),
+    "activation_on_logits": Cause(
+        proof="the scores come from a function without values on one side of zero, or of a narrow range",
+        repair="leave the activation out after the last layer",
+        explains=(*LEARNING, "gradient_reaches_every_param", "every_param_moves"),
+    ),
+    "dropout_on_logits": Cause(
+        proof="dropout lies between the last layer and the loss",
+        repair="put the dropout before the last layer",
+        explains=LEARNING,
+    ),
+    "temperature_inverted": Cause(
+        proof="cosines times a number below one half, or distillation with scores times one above 1",
+        repair="divide by the temperature",
+        explains=LEARNING,
+    ),
+    "single_class": Cause(
+        proof="the last layer has one output, and its softmax is always 1",
+        repair="give the head one output for each class, or use binary_cross_entropy_with_logits",
+        explains=(*LEARNING, "gradient_reaches_every_param", "every_param_moves"),
+    ),
+    "wrong_axis": Cause(
+        proof="the softmax runs over another axis than the one that the loss takes for the classes",
+        repair="normalise along the axis of the classes: dim=1 for (N, C, ...), dim=-1 for (N, T, C)",
+        explains=(*LEARNING, "batch_independence"),
+    ),
+    "class_axis": Cause(
+        proof="the entries along the class axis come from several positions of the last layer",
+        repair="transpose(1, 2) (or permute) brings the classes to axis 1; or flatten(0, 1) with flattened targets",
+        explains=(*LEARNING, "batch_independence"),
+    ),
+    "logits_as_log_probabilities": Cause(
+        proof="the exponentials of the input sum to more than 1, or it is the output of a layer",
+        repair="use cross_entropy, or log_softmax along the class axis first",
+        explains=(*LEARNING, "finite"),
+    ),
+    "probabilities_as_log_probabilities": Cause(
+        proof="the input sums to 1, where its logarithm should",
+        repair="give log_softmax of the scores",
+        explains=LEARNING,
+    ),
+    "logits_as_probabilities": Cause(
+        proof="raw scores where a binary cross entropy or a divergence takes probabilities",
+        repair="use binary_cross_entropy_with_logits on the scores as they are",
+        explains=(*LEARNING, "finite"),
+    ),
+    "probabilities_saturated": Cause(
+        proof="before the first step probabilities are exactly 0 or 1 and wrong, so their gradient is 0",
+        repair="use binary_cross_entropy_with_logits, which keeps the gradient; look at the size of the scores",
+        explains=(*LEARNING, "gradient_reaches_every_param", "every_param_moves"),
+    ),
+    "target_dtype": Cause(
+        proof="torch raises for the dtype of the targets",
+        repair="cast the target: target.long() for class indices, else target.to(output.dtype)",
+        explains=LEARNING,
+    ),
+    "target_shape": Cause(
+        proof="torch raises for the shape of the targets",
+        repair="squeeze(-1) the output, or unsqueeze(-1) the target",
+        explains=LEARNING,
+    ),
+    "target_out_of_range": Cause(
+        proof="labels below 0 or beyond the last class, or counts below 0",
+        repair="remap labels to 0 ... C-1, or widen the head",
+        explains=LEARNING,
+    ),
+    "target_outside_unit": Cause(
+        proof="targets of a binary loss below 0 or above 1, where they count",
+        repair="bring targets to [0, 1]; for other values use mse_loss",
+        explains=(*LEARNING, "finite"),
+    ),
+    "target_not_distribution": Cause(
+        proof="soft targets with negative entries, or with sums that differ from 1 in a regular way",
+        repair="take softmax along the class axis of scores; smooth labels as y * (1 - e) + e / C",
+        explains=LEARNING,
+    ),
+    "all_ignored": Cause(
+        proof="every target of a call is the ignored one, and the mean is over none",
+        repair="leave such a batch out explicitly, or sum the losses and divide by max(1, count)",
+        explains=(*LEARNING, "finite"),
+    ),
+    "index_list_expected": Cause(
+        proof="zeros and ones where lists of class indices are read",
+        repair="list the classes and fill up with -1; for zeros and ones use multilabel_soft_margin_loss",
+        explains=LEARNING,
+    ),
+    "signs_expected": Cause(
+        proof="targets of 0 and 1 where 1 and -1 are read",
+        repair="map the labels: 2 * y - 1",
+        explains=LEARNING,
+    ),
+    "log_target_mismatch": Cause(
+        proof="logarithms as targets without log_target, or probabilities with it",
+        repair="pass log_target=True, or give exp() of it",
+        explains=(*LEARNING, "finite"),
+    ),
+    "arguments_swapped": Cause(
+        proof="the first argument holds probabilities and the second logarithms",
+        repair="kl_div(log_softmax(student), softmax(teacher), reduction='batchmean')",
+        explains=(*LEARNING, "finite"),
+    ),
+    "mean_over_elements": Cause(
+        proof="kl_div divides by all entries: its documentation advises batchmean",
+        repair="reduction='batchmean' is the divergence as it is defined",
+    ),
+    "broadcast": Cause(
+        proof="both sides of a difference are broadcast to a larger shape",
+        repair="squeeze(-1) the output, or unsqueeze(-1) the target, so that both have one shape",
+        explains=LEARNING,
+    ),
+    "weight_shape": Cause(
+        proof="a weight makes the loss larger than its input, or does not have one entry for each class",
+        repair="give one weight for each class, or the shape of the input",
+        explains=LEARNING,
+    ),
+    "log_variance": Cause(
+        proof="the output of a layer, or negative values, are given for a variance",
+        repair="give exp(log_variance), or softplus of the output",
+        explains=(*LEARNING, "finite"),
+    ),
+    "rate_scale": Cause(
+        proof="a rate is given where its logarithm is taken, or negative values for a rate",
+        repair="give scores with log_input=True, or exp or softplus of them with log_input=False",
+        explains=(*LEARNING, "finite"),
+    ),
+    "blank_in_targets": Cause(
+        proof="the blank stands among the labels of a CTC loss",
+        repair="number the labels without the blank, or give another blank=",
+        explains=LEARNING,
+    ),
+    "lengths_refused": Cause(
+        proof="torch raises for the lengths given to a CTC loss",
+        repair="input_lengths count frames of the log-probabilities (after downsampling), target_lengths labels",
+        explains=LEARNING,
+    ),
+    "alignment_impossible": Cause(
+        proof="a target of a CTC loss has more labels than its input has frames",
+        repair="check the lengths (frames after downsampling, labels without padding), or use fewer downsampling steps",
+        explains=(*LEARNING, "finite"),
+    ),
+    "padding_counted": Cause(
+        proof="positions that are padding in the input, all of one label, count in the loss",
+        repair="label padded positions with ignore_index, or leave them out of the mean",
+        explains=(*LEARNING, "padding_invariance"),
+    ),
+    "ignore_index_mismatch": Cause(
+        proof="padded positions of one label count, and another label is ignored",
+        repair="pass the label of padded positions as ignore_index",
+        explains=(*LEARNING, "padding_invariance"),
+    ),
+    "real_class_ignored": Cause(
+        proof="a label of real positions is the ignored one",
+        repair="nothing, if that class is not to be learned; else label padding -100",
+    ),
+    "shifted_twice": Cause(
+        proof="the labels of a causal model are the inputs two positions ahead",
+        repair="compare the output at t with the token at t + 1, shifting once: in the data, or in the loss",
+        explains=LEARNING,
+    ),
+    "not_shifted": Cause(
+        proof="the labels of a causal model are the inputs of the same position, or of the previous one",
+        repair="compare the output at t with the token at t + 1, shifting once: in the data, or in the loss",
+        explains=LEARNING,
+    ),
+    "ids_out_of_range": Cause(
+        proof="ids beyond the rows of an embedding",
+        repair="resize the embedding to the tokenizer (resize_token_embeddings), or map the ids",
+        explains=LEARNING,
+    ),
+    "sign_flipped": Cause(
+        proof="a negative multiple of the loss, and nothing else, is backpropagated and trains its scores",
+        repair="leave the minus out",
+        explains=LEARNING,
+    ),
+    "part_detached": Cause(
+        proof="the value of a loss is added to what is backpropagated, without its history",
+        repair="add the loss itself, without detach() and outside of no_grad()",
+        explains=LEARNING,
+    ),
+    "part_left_out": Cause(
+        proof="no gradient ever reached a loss with a history, while others were backpropagated",
+        repair="add it to the loss; where it is only logged, compute it under no_grad()",
+        explains=LEARNING,
+    ),
+    "head_too_wide": Cause(
+        proof="no label of the run lies in the lower eighth of the head",
+        repair="nothing, if the others occur in other batches; else size the head by the labels, or look at the "
+        "mapping",
+    ),
+    "classes_imbalanced": Cause(
+        proof="fewer than 5 % of the labels are positive, without a weight",
+        repair="nothing, if that is meant; else give pos_weight=negatives / positives",
+    ),
 }
 
 
@@ -131,35 +274,14 @@ def loss_contract(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.loss.loss_contract.recorder import LossCallRecorder
     from pytest_trainloop.runs.weight_origins import pretrained
 
-    contracts = evidence.shared(LossCallRecorder.of)
-    told: set[tuple[str, str, str]] = set()
-    for breach, times, calls in contracts.breaches():
-        key = breach.cause, breach.culprit, breach.where
-        if key not in told:
-            told.add(key)
-            meant = breach.cause == "sign_flipped" and breach.level == "fault" and evidence.shared(pretrained)
-            yield _finding(replace(breach, level="advice") if meant else breach, times, calls)
-    if not told and contracts.unread:
-        raise CannotDecide(f"a call of a loss function could not be read: {contracts.unread[0]}")
-
-
-def _finding(breach: Breach, times: int, calls: int) -> Finding:
-    often = f"; in {times} of {calls} calls" if calls > 1 else ""
-    return Finding(
-        cause=breach.cause,
-        level=breach.level,
-        summary=breach.summary,
-        measured=f"{breach.measured}{often}".removeprefix("; "),
-        shown_by=breach.shown_by,
-        culprits=(breach.culprit,) if breach.culprit else (),
-        where=breach.where,
-        repair=breach.repair,
-        explains=_explained(breach.cause) if breach.level == "fault" else (),
-    )
-
-
-def _explained(cause: str) -> tuple[str, ...]:
-    gradients = ("gradient_reaches_every_param", "every_param_moves") if cause in NO_GRADIENT else ()
-    order = ("batch_independence",) if cause in OUT_OF_ORDER else ()
-    padding = ("padding_invariance",) if cause in PADDING else ()
-    return (*LEARNING, *order, *padding, *(("finite",) if cause in NOT_FINITE else ()), *gradients)
+    recorder = evidence.shared(LossCallRecorder.of)
+    reported: set[tuple[str, tuple[str, ...], str]] = set()
+    for finding in recorder.findings():
+        key = finding.cause, finding.culprits, finding.where
+        if key not in reported:
+            reported.add(key)
+            # pretrained weights may be made to unlearn
+            meant = finding.cause == "sign_flipped" and finding.level == "fault" and evidence.shared(pretrained)
+            yield replace(finding, level="advice") if meant else finding
+    if not reported and recorder.unread:
+        raise CannotDecide(f"a call of a loss function could not be judged: {recorder.unread[0]}")

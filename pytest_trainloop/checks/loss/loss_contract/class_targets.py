@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.checks.loss.loss_contract.call import Breach, Call, as_list
+from pytest_trainloop.checks.loss.loss_contract.call import Call, Judgement, as_list, at_line, in_module, judges
 from pytest_trainloop.checks.loss.loss_contract.scores import class_axis
 from pytest_trainloop.checks.loss.loss_contract.value_tests import (
     axis_of_sums,
@@ -31,23 +31,30 @@ if TYPE_CHECKING:
 
     import torch
 
+    from pytest_trainloop.finding import Level
     from pytest_trainloop.tracing.provenance import Node
 
 WIDER, LABELS = 8, 100
-"""Times the classes in use that a head is wide, over so many labels, from which advice is given."""
+"""Advice is given for a head this many times wider than the classes in use, from this number of labels on."""
 
 
-def log_probabilities(call: Call) -> Iterator[Breach]:
+@judges("nll_loss")
+def log_probabilities(call: Call) -> Iterator[Judgement]:
     """The input of nll_loss."""
     given, axis = call.tensor("input"), class_axis(call)
     if given is None or given.dim() == 0 or given.shape[axis] < 2 or not given.is_floating_point():
         return
     node = call.node("input")
     source = behind(node)
-    named = "" if source is None else source.node.op
     if sums_to_one(given, axis):
-        yield _not_logs(call, "probabilities_as_log_probabilities", "probabilities", "give log_softmax of the scores")
-    elif source is not None and named == "log_softmax":
+        yield call.judged(
+            "probabilities_as_log_probabilities",
+            f"probabilities given where log-probabilities are expected: {call.name}",
+            in_every_call=True,
+            measured=_input_and_loss(call, given),
+            shown_by="every row sums to 1",
+        )
+    elif source is not None and source.node.op == "log_softmax":
         if not logs_of_one(given, axis) and (axis_of_sums(given, axis) is not None or across_rows(source.node)):
             yield over_the_wrong_axis(call, source.node)
     elif (
@@ -56,18 +63,29 @@ def log_probabilities(call: Call) -> Iterator[Breach]:
         and not _of_logarithms(node)
         and not _normalised_elsewhere(call, axis)
     ):
-        repair = "use cross_entropy, or log_softmax along the class axis before nll_loss"
-        yield _not_logs(call, "logits_as_log_probabilities", "raw scores", repair)
+        yield call.judged(
+            "logits_as_log_probabilities",
+            f"raw scores given where log-probabilities are expected: {call.name}",
+            in_every_call=True,
+            measured=_input_and_loss(call, given),
+            shown_by="the exponentials of rows sum to more than 1, and no other loss term normalises them",
+        )
+
+
+def _input_and_loss(call: Call, given: torch.Tensor) -> str:
+    return f"input in {bounds(given)}, loss {float(call.out.detach().double().mean()):.4g}"
 
 
 def _of_logarithms(node: Node | None) -> bool:
-    """Whether a logarithm stands a few operations before: of densities, which may be above 1, or of other odds."""
+    """Whether a logarithm lies a few operations before: of densities, which may be above 1, or of odds."""
     return node is not None and any("log" in n.op for n in ancestors(node, 12))
 
 
 def _normalised_elsewhere(call: Call, axis: int) -> bool:
-    """Whether the gradient that came in at the scores from all sides sums to (nearly) nothing over the classes, as that
-    of every loss that does not change when all scores do: a log-sum-exp beside it sees to that."""
+    """Whether the gradient at the scores, from all uses of them, sums to (nearly) 0 over the classes.
+
+    So does that of every loss that is invariant to a shift of all scores, as with a log-sum-exp as another term.
+    """
     arrived = call.arrived
     if arrived is None or arrived.dim() == 0:
         return False
@@ -75,41 +93,21 @@ def _normalised_elsewhere(call: Call, axis: int) -> bool:
     return bool(total < size / 2)
 
 
-def _not_logs(call: Call, cause: str, what: str, repair: str) -> Breach:
-    given = call.tensor("input")
-    return Breach(
-        cause=cause,
-        summary=f"{what} given where log-probabilities are expected: {call.name}",
-        measured=f"input in {bounds(given)}, loss {float(call.out.detach().double().mean()):.4g}"
-        if given is not None
-        else "",
-        shown_by="every row sums to 1"
-        if cause.startswith("prob")
-        else "the exponentials of rows sum to more than 1, and nothing beside the loss normalises them",
-        culprit=call.name,
-        where=str(call.place),
-        repair=repair,
-        always=True,
-    )
-
-
-def over_the_wrong_axis(call: Call, source: Node) -> Breach:
-    at = f" in {source.module}" if source.module else ""
-    line = f"; {source.op} at {source.place.file}:{source.place.line}" if source.place else ""
-    return Breach(
-        cause="wrong_axis",
-        summary=f"{source.op}{at} normalises over axis {source.dim} of {source.shape}, which is not the axis of the "
+def over_the_wrong_axis(call: Call, source: Node) -> Judgement:
+    return call.judged(
+        "wrong_axis",
+        f"{in_module(source)} normalises over axis {source.dim} of {source.shape}, which is not the axis of the "
         f"classes that {call.name} reads",
         measured=f"normalised over {source.shape[source.dim or 0]} entries of axis {source.dim}",
-        shown_by=f"its input comes from {source.op}, and does not sum to 1 over the classes{line}",
-        culprit=f"{source.op}{at}",
-        where=str(source.place or call.place),
-        repair="normalise along the axis of the classes: dim=1 for (N, C, ...), dim=-1 for (N, T, C)",
+        shown_by=f"its input comes from {source.op}, and does not sum to 1 over the classes{at_line(source)}",
+        culprit=in_module(source),
+        source=source,
     )
 
 
-def axis_of_classes(call: Call) -> Iterator[Breach]:
-    """Whether the scores that are compared with each other belong to one position."""
+@judges("cross_entropy", "nll_loss")
+def axis_of_classes(call: Call) -> Iterator[Judgement]:
+    """Scores of several positions along the class axis."""
     given = call.tensor("input")
     if given is None or given.dim() < 2 or given.shape[1] < 2:
         return
@@ -126,29 +124,35 @@ def axis_of_classes(call: Call) -> Iterator[Breach]:
     elif len(moving) > 1 or not _unbroken(moving[0], 1):
         yield _mixed(call, found, "of every other position")
     elif _square(call, found, given):
-        yield _transposed(call, given)
+        shape = tuple(given.shape)
+        yield call.judged(
+            "class_axis",
+            f"{call.name} takes axis 1 of {shape} for the classes, and the last layer gives them on axis 2",
+            measured=f"{shape[1]} positions and {shape[2]} classes: torch accepts the shape because the two are equal",
+            shown_by="nothing was transposed between the last layer and the loss",
+        )
 
 
 def _unbroken(values: torch.Tensor, axis: int) -> bool:
-    """Whether they run on one by one, from the same start everywhere."""
+    """Whether the values increase by 1 along the axis, from the same start everywhere."""
     start = values.narrow(axis, 0, 1)
     return bool((values.diff(dim=axis) == 1).all()) and bool((start == start.flatten()[0]).all())
 
 
 def _full_grid(feature: torch.Tensor, position: torch.Tensor) -> bool:
-    """Whether the classes are all pairs of some positions and several features, everywhere: actions of several nodes,
-    flattened."""
-    kinds, places = _distinct(feature), _distinct(position)
-    return bool((kinds > 1).all()) and bool((kinds * places == feature.shape[1]).all())
+    """Whether the classes are all pairs of some positions and several features, as flattened actions of several nodes
+    are."""
+    features, positions = _distinct(feature), _distinct(position)
+    return bool((features > 1).all()) and bool((features * positions == feature.shape[1]).all())
 
 
 def _distinct(values: torch.Tensor) -> torch.Tensor:
-    """How many different values there are along the class axis."""
+    """The number of different values along the class axis."""
     return (values.sort(dim=1).values.diff(dim=1) != 0).sum(1) + 1
 
 
 def _square(call: Call, found: Layout, given: torch.Tensor) -> bool:
-    """(N, T, C) as it comes from the layer, with as many positions as classes, where (N, C, T) is expected."""
+    """Whether the layer's (N, T, C), with as many positions as classes, is given where (N, C, T) is expected."""
     target = call.tensor("target")
     return (
         given.dim() == 3
@@ -160,35 +164,20 @@ def _square(call: Call, found: Layout, given: torch.Tensor) -> bool:
     )
 
 
-def _mixed(call: Call, found: Layout, what: str) -> Breach:
+def _mixed(call: Call, found: Layout, what: str) -> Judgement:
     given = call.tensor("input")
     shape = tuple(given.shape) if given is not None else ()
-    return Breach(
-        cause="class_axis",
-        summary=f"{call.name} compares scores {what} along its class axis: {found.layer.shape} was reshaped to "
-        f"{shape}, not transposed",
+    return call.judged(
+        "class_axis",
+        f"{call.name} compares scores {what} along its class axis: {found.layer.shape} was reshaped to {shape}, not "
+        "transposed",
         measured=f"axis 1 of {shape} runs over entries of several positions of the last layer",
-        shown_by="the same moves made with the entries' numbers",
-        culprit=call.name,
-        where=str(call.place),
-        repair="transpose(1, 2) (or permute) brings the classes to axis 1; or flatten(0, 1) with flattened targets",
+        shown_by="the same reshapes applied to the indices of the entries",
     )
 
 
-def _transposed(call: Call, given: torch.Tensor) -> Breach:
-    shape = tuple(given.shape)
-    return Breach(
-        cause="class_axis",
-        summary=f"{call.name} takes axis 1 of {shape} for the classes, and the last layer gives them on axis 2",
-        measured=f"{shape[1]} positions and {shape[2]} classes: the shapes pass because the two are equal",
-        shown_by="nothing was transposed between the last layer and the loss",
-        culprit=call.name,
-        where=str(call.place),
-        repair="transpose(1, 2) brings the classes to axis 1; or flatten(0, 1) with flattened targets",
-    )
-
-
-def indices(call: Call) -> Iterator[Breach]:
+@judges("cross_entropy", "nll_loss")
+def indices(call: Call) -> Iterator[Judgement]:
     """Class indices as targets."""
     given, target = call.tensor("input"), call.tensor("target")
     if given is None or target is None or target.is_floating_point() or given.dim() == 0 or not target.numel():
@@ -197,42 +186,29 @@ def indices(call: Call) -> Iterator[Breach]:
     kept = target[target != ignored]
     if not kept.numel():
         if call.reduction == "mean":
-            yield _all_ignored(call, target, ignored)
+            yield call.judged(
+                "all_ignored",
+                f"all {target.numel()} targets of a batch are {ignored}, which {call.name} ignores: a mean of none",
+                measured=f"{target.numel()} of {target.numel()} targets ignored, loss NaN",
+                shown_by="every target equals ignore_index, and reduction is mean",
+                culprit=f"ignore_index={ignored}",
+            )
         return
     count = given.shape[class_axis(call)]
     top = int(kept.max()) + 1
     if kept.numel() >= LABELS and count >= WIDER * top:
-        yield _too_wide(call, count, top)
+        yield call.judged(
+            "head_too_wide",
+            f"the head is {count / top:.0f} times wider than the labels: {count} classes, and no label above {top - 1}",
+            level="advice",
+            in_every_call=True,
+            measured=f"labels seen up to {top - 1}, classes 0 to {count - 1}",
+            shown_by="all targets of the recorded steps",
+        )
 
 
-def _all_ignored(call: Call, target: torch.Tensor, ignored: int) -> Breach:
-    return Breach(
-        cause="all_ignored",
-        summary=f"all {target.numel()} targets of a batch are {ignored}, which {call.name} ignores: a mean of none",
-        measured=f"{target.numel()} of {target.numel()} targets ignored, loss NaN",
-        shown_by="every target equals ignore_index, and reduction is mean",
-        culprit=f"ignore_index={ignored}",
-        where=str(call.place),
-        repair="leave such a batch out openly, or sum the losses and divide by max(1, count)",
-    )
-
-
-def _too_wide(call: Call, count: int, top: int) -> Breach:
-    return Breach(
-        cause="head_too_wide",
-        level="advice",
-        always=True,
-        summary=f"the head is {count / top:.0f} times wider than the labels: {count} classes, and no label above "
-        f"{top - 1}",
-        measured=f"labels seen up to {top - 1}, classes 0 to {count - 1}",
-        shown_by="all targets of the watched steps",
-        culprit=call.name,
-        where=str(call.place),
-        repair="nothing, if the others come in other batches; else size the head by the labels, or look at the mapping",
-    )
-
-
-def distributions(call: Call) -> Iterator[Breach]:
+@judges("cross_entropy")
+def distributions(call: Call) -> Iterator[Judgement]:
     """Class probabilities as targets of cross_entropy."""
     given, target = call.tensor("input"), call.tensor("target")
     if given is None or target is None or not target.is_floating_point() or target.shape != given.shape:
@@ -240,9 +216,7 @@ def distributions(call: Call) -> Iterator[Breach]:
     axis = class_axis(call)
     if target.dim() == 0 or target.shape[axis] < 2 or not target.numel():
         return
-    twice = behind(call.node("target"))
-    if twice is not None and softened_twice(twice.node):
-        yield twice_softened(call)
+    yield from softmax_of_softmax(call)
     if sums_to_one(target, axis):
         return
     wide = target.double()
@@ -264,23 +238,21 @@ def distributions(call: Call) -> Iterator[Breach]:
         yield _no_distribution(call, sums, "rows weigh as much as their targets sum to", level="advice")
 
 
-def softened_twice(node: Node) -> bool:
-    """Whether it is a softmax of a softmax over the same axis."""
-    under = behind(inner(node)) if node.op == "softmax" else None
-    return under is not None and under.node.op == "softmax" and under.node.dim == node.dim and under.scale <= 1
-
-
-def twice_softened(call: Call) -> Breach:
-    return Breach(
-        cause="target_not_distribution",
-        level="advice",
-        summary=f"the targets of {call.name} are a softmax of a softmax: nearly the same for every class",
-        measured="",
-        shown_by="what the target was computed by",
-        culprit="target",
-        where=str(call.place),
-        repair="give the softmax of the teacher's scores, once",
-    )
+def softmax_of_softmax(call: Call) -> Iterator[Judgement]:
+    """Targets that are a softmax of a softmax over the same axis."""
+    outer = behind(call.node("target"))
+    under = behind(inner(outer.node)) if outer is not None and outer.node.op == "softmax" else None
+    if outer is None or under is None or under.node.op != "softmax" or under.node.dim != outer.node.dim:
+        return
+    if under.scale <= 1:
+        yield call.judged(
+            "target_not_distribution",
+            f"the targets of {call.name} are a softmax of a softmax: nearly the same for every class",
+            level="advice",
+            shown_by="the operations that the target was computed by",
+            culprit="target",
+            repair="give the softmax of the teacher's scores, once",
+        )
 
 
 def _along_others(target: torch.Tensor, axis: int) -> bool:
@@ -289,22 +261,20 @@ def _along_others(target: torch.Tensor, axis: int) -> bool:
 
 
 def _normalised_before(call: Call, axis: int) -> bool:
-    """Whether the targets were made of a distribution over the same axis: weighted, masked or cut afterwards."""
+    """Whether the targets were a distribution over the same axis before they were weighted, masked or cut."""
     node = call.node("target")
     return node is not None and any(
         n.op == "softmax" and n.dim == axis % len(n.shape) and n.shape == node.shape for n in ancestors(node) if n.shape
     )
 
 
-def _no_distribution(call: Call, sums: torch.Tensor, why: str, *, level: str = "fault") -> Breach:
-    return Breach(
-        cause="target_not_distribution",
-        level="advice" if level == "advice" else "fault",
-        summary=f"the class probabilities given to {call.name} as targets do not sum to 1: {why}",
+def _no_distribution(call: Call, sums: torch.Tensor, why: str, *, level: Level = "fault") -> Judgement:
+    return call.judged(
+        "target_not_distribution",
+        f"the class probabilities given to {call.name} as targets do not sum to 1: {why}",
+        level=level,
+        in_every_call=True,
         measured=f"rows sum to {as_list(sums)}",
         shown_by="sums along the class axis, beyond what rounding explains",
         culprit="target",
-        where=str(call.place),
-        repair="take softmax along the class axis of scores; smooth labels as y * (1 - e) + e / C",
-        always=True,
     )

@@ -1,4 +1,4 @@
-"""Losses written out: a log-softmax that is gathered from, differences that are squared and averaged."""
+"""Losses written out in elementary operations: a log-softmax with gather, the mean of squared differences."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.checks.loss.loss_contract.call import Breach, Call
+from pytest_trainloop.checks.loss.loss_contract.call import Call, Judgement, judges
 from pytest_trainloop.checks.loss.loss_contract.class_targets import over_the_wrong_axis
-from pytest_trainloop.checks.loss.loss_contract.kl_div import hot
+from pytest_trainloop.checks.loss.loss_contract.kl_div import sharpened
 from pytest_trainloop.checks.loss.loss_contract.value_tests import logs_of_one, sums_to_one
 from pytest_trainloop.recording.torch_names import SOFTMAXES
 from pytest_trainloop.tracing.provenance_queries import LAYERS, across_rows, ancestors, behind
@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.tracing.provenance import Node
 
+_LOGARITHMS = ("log", "log_softmax", "sub", "__sub__")
+"""Operations whose result may be a logarithm of probabilities; a difference with a log-sum-exp is."""
 
-_BETWEEN = frozenset({"unsqueeze", "__getitem__", "view", "reshape", "unflatten"})
+_INSERT_AN_AXIS = frozenset({"unsqueeze", "__getitem__", "view", "reshape", "unflatten"})
 
 
-def gathered(call: Call) -> Iterator[Breach]:
-    """Entries of a log-softmax picked along another axis than it was taken over."""
+@judges("gather")
+def gathered(call: Call) -> Iterator[Judgement]:
+    """Entries gathered from a log-softmax along another axis than its own."""
     found = behind(call.node("input"))
     if found is None:
         return
@@ -35,52 +38,41 @@ def gathered(call: Call) -> Iterator[Breach]:
         yield over_the_wrong_axis(call, source)
 
 
-def products(call: Call) -> Iterator[Breach]:
+@judges("product")
+def products(call: Call) -> Iterator[Judgement]:
     """The logarithm of a softmax times probabilities: a cross entropy written out."""
-    sides = [(call.node("input"), call.tensor("input"), call.tensor("target")),
-             (call.node("target"), call.tensor("target"), call.tensor("input"))]  # fmt: skip
-    for node, logs, other in sides:
-        if node is None or logs is None or other is None or not _is_logarithm(node):
+    for one, other in (("input", "target"), ("target", "input")):
+        found, logs, shares = behind(call.node(one)), call.tensor(one), call.tensor(other)
+        if found is None or logs is None or shares is None or found.node.op not in _LOGARITHMS:
             continue
-        shares = other.double() if not other.is_floating_point() else other
+        shares = shares if shares.is_floating_point() else shares.double()
         theirs = [d for d in range(shares.dim()) if sums_to_one(shares, d)]
         mine = [d for d in range(logs.dim()) if logs_of_one(logs, d)] if theirs else []
         if mine and not set(mine) & set(theirs):
-            yield _crossed(call, mine, theirs)
-    left, right = call.node("input"), call.node("target")
-    for one in _terms(left):
-        for other_one in _terms(right):
-            yield from hot(call, one, other_one)
-
-
-def _is_logarithm(node: Node) -> bool:
-    found = behind(node)
-    return found is not None and found.node.op in ("log", "log_softmax", "sub", "__sub__")
+            yield call.judged(
+                "wrong_axis",
+                f"logarithms that are normalised over axis {mine[0]} are multiplied by probabilities that are "
+                f"normalised over axis {theirs[0]}",
+                measured=f"shape {tuple(call.given['input'].shape)}",
+                shown_by="the sums along each axis",
+                culprit="log_softmax",
+                repair="take the softmax over the axis of the classes: dim=1 for (N, C)",
+            )
+    for left in _terms(call.node("input")):
+        for right in _terms(call.node("target")):
+            yield from sharpened(call, left, right)
 
 
 def _terms(node: Node | None) -> list[Node | None]:
-    """A node, or both sides of the difference that it is."""
+    """Both sides of a difference; of any other operation the node alone."""
     found = behind(node)
     if found is not None and found.node.op in ("sub", "__sub__") and len(found.node.parents) == 2:
         return list(found.node.parents)
     return [node]
 
 
-def _crossed(call: Call, mine: list[int], theirs: list[int]) -> Breach:
-    return Breach(
-        cause="wrong_axis",
-        summary=f"logarithms that are normalised over axis {mine[0]} are multiplied by probabilities that are "
-        f"normalised over axis {theirs[0]}",
-        measured=f"shape {tuple(call.given['input'].shape)}",
-        shown_by="the sums along each axis",
-        culprit="log_softmax",
-        where=str(call.place),
-        repair="take the softmax over the axis of the classes: dim=1 for (N, C)",
-    )
-
-
 def _softmax_behind(node: Node | None) -> Node | None:
-    """A log-softmax, or a softmax whose logarithm was taken, that the node was moved or scaled from."""
+    """The log-softmax, or the softmax before a logarithm, of which the node is a reshaped or scaled copy."""
     found = behind(node)
     if found is None:
         return None
@@ -91,48 +83,50 @@ def _softmax_behind(node: Node | None) -> Node | None:
     return source if source.op == "log_softmax" else None
 
 
-def differences(call: Call) -> Iterator[Breach]:
-    """(N, 1) from a layer of one output against (N,) of the data, where every pair counts alike."""
-    left, right = call.given["input"], call.given["target"]
-    sides = [(left, right, call.node("input")), (right, left, call.node("target"))]
-    column = next((s for s in sides if s[0].dim() == 2 and s[0].shape[1] == 1 and s[0].requires_grad), None)
-    if column is None or column[2] is None or column[1].requires_grad or column[1].shape != column[0].shape[:1]:
+@judges("difference")
+def differences(call: Call) -> Iterator[Judgement]:
+    """(N, 1) from a layer with one output against (N,) of the data, where every pair counts equally."""
+    for one, other in (("input", "target"), ("target", "input")):
+        column, row, node = call.given[one], call.given[other], call.node(one)
+        if column.dim() == 2 and column.shape[1] == 1 and column.requires_grad:
+            break
+    else:
         return
-    if column[2].op in _BETWEEN or not _of_one_output(column[2]) or call.weights is None:
+    if node is None or row.requires_grad or row.shape != column.shape[:1]:
         return
-    if _each_for_itself(call.weights.double(), call.out.detach().double()):
-        rows = column[0].shape[0]
-        yield Breach(
-            cause="broadcast",
-            summary=f"{tuple(left.shape)} and {tuple(right.shape)} are broadcast to ({rows}, {rows}): the loss "
-            "compares every row with every other",
+    if node.op in _INSERT_AN_AXIS or not _of_one_output(node) or call.weights is None:
+        return
+    if _sum_over_pairs(call.weights.double(), call.out.detach().double()):
+        rows = column.shape[0]
+        left, right = tuple(call.given["input"].shape), tuple(call.given["target"].shape)
+        yield call.judged(
+            "broadcast",
+            f"{left} and {right} are broadcast to ({rows}, {rows}): the loss compares every row with every other",
             measured=f"{rows * rows} pairs where {rows} are meant",
-            shown_by="one side is the output of a layer of one feature, the other data, and every pair counts",
-            culprit=call.name,
-            where=str(call.place),
-            repair="squeeze(-1) the output, or unsqueeze(-1) the target, so that both have one shape",
+            shown_by="one side is the output of a layer with one feature, the other data, and every pair counts",
         )
 
 
 def _of_one_output(node: Node) -> bool:
-    """Whether a column comes from a layer of one output: by itself, or by way of a loss for each row."""
+    """Whether a column comes from a layer with one output, directly or through a loss for each row."""
     return any(n.op in LAYERS and n.shape == node.shape for n in ancestors(node, 40))
 
 
-def _each_for_itself(weights: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether the gradient at each pair is its difference, or its sign, times a factor of its row and one of its
-    column: a sum of squares or of absolute values, weighted or not. A kernel over pairs is nothing of the kind."""
+def _sum_over_pairs(weights: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether the loss is a sum of squares or of absolute values over the pairs, weighted or not: the gradient at each
+    pair is its difference, or its sign, times a factor of its row and one of its column. In a kernel over pairs it is
+    not."""
     if weights.shape != values.shape:
         return False
     sizes = weights.abs()
     one_size = (sizes - sizes.max()).abs() <= 1e-4 * sizes.max()
     if bool((one_size | (sizes == 0)).all()) and bool(sizes.max() > 0):
         return True
-    return any(_outer(sizes / by) for by in (values.abs().clamp(min=1e-30), torch.ones_like(values)))
+    return any(_is_outer_product(sizes / by) for by in (values.abs().clamp(min=1e-30), torch.ones_like(values)))
 
 
-def _outer(factors: torch.Tensor) -> bool:
-    """Whether a matrix is a column times a row."""
+def _is_outer_product(factors: torch.Tensor) -> bool:
+    """Whether a matrix is the product of a column and a row."""
     if factors.dim() != 2 or not bool((factors > 0).all()) or not bool(torch.isfinite(factors).all()):
         return False
     logs = factors.log()

@@ -1,4 +1,4 @@
-"""What is backpropagated against the losses that were computed: turned round, added without a gradient, left out."""
+"""What is backpropagated, compared with the losses that were computed: sign flipped, detached, left out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.checks.loss.loss_contract.call import Breach, Call
+from pytest_trainloop.checks.loss.loss_contract.call import Call, Judgement, judges
+from pytest_trainloop.finding import Finding
 from pytest_trainloop.recording.torch_names import ADDITIONS, DIVISIONS, JOINS, LOSSES, MULTIPLICATIONS, NEGATIONS
 from pytest_trainloop.tracing.provenance_queries import layout
 
@@ -20,8 +21,9 @@ _ADDS = ADDITIONS | JOINS | {"sub", "__sub__", "sum", "mean"}
 _SCALES = (MULTIPLICATIONS - {"multiply", "__rmul__"}) | (DIVISIONS - {"true_divide", "divide", "__div__"}) | NEGATIONS
 
 
-def turned(call: Call) -> Iterator[Breach]:
-    """A loss that is maximised: what is backpropagated is a negative multiple of it, and of nothing else."""
+@judges(*LOSSES)
+def maximised(call: Call) -> Iterator[Judgement]:
+    """A loss that is maximised: a negative multiple of it, and nothing else, is backpropagated."""
     if call.root is None or call.weights is None:
         return
     weights, values = call.weights.detach().double(), call.out.detach().double()
@@ -30,13 +32,14 @@ def turned(call: Call) -> Iterator[Breach]:
     alone = abs(float((weights * values).sum()) - call.root) <= 1e-4 * abs(call.root)
     target = call.given.get("target")
     if alone and not (isinstance(target, torch.Tensor) and target.requires_grad):
-        yield _turned(call, "fault")
-    elif call.name in LOSSES:
-        yield _turned(call, "advice")
+        yield _sign_flipped(call, alone=True)
+    else:
+        yield _sign_flipped(call, alone=False)
 
 
-def turned_pick(call: Call) -> Iterator[Breach]:
-    """Logarithms of probabilities, picked by label, whose mean is minimised as it is."""
+@judges("gather")
+def minimised_likelihood(call: Call) -> Iterator[Judgement]:
+    """Log-probabilities gathered by label, whose mean is minimised without a minus."""
     node = call.node("input")
     if call.root is None or call.weights is None or node is None or node.op != "log_softmax":
         return
@@ -45,34 +48,31 @@ def turned_pick(call: Call) -> Iterator[Breach]:
         return
     one = bool(((weights - weights.flatten()[0]).abs() <= 1e-6 * weights.flatten()[0].abs()).all())
     if one and abs(float((weights * values).sum()) - call.root) <= 1e-4 * abs(call.root):
-        yield _turned(call, "fault")
+        yield _sign_flipped(call, alone=True)
 
 
-def _turned(call: Call, level: str) -> Breach:
+def _sign_flipped(call: Call, *, alone: bool) -> Judgement:
     value = float(call.out.detach().double().mean())
-    alone = level == "fault"
-    return Breach(
-        cause="sign_flipped",
+    return call.judged(
+        "sign_flipped",
+        f"{call.name} is maximised: what is backpropagated {'is its negative' if alone else 'subtracts it'}",
         level="fault" if alone else "advice",
-        summary=f"{call.name} is maximised: what is backpropagated " + ("is its negative" if alone else "subtracts it"),
+        in_every_call=True,
         measured=f"{call.name} {value:.4g}, backpropagated {call.root:.4g}",
         shown_by="the gradient of what is backpropagated with respect to it"
-        + (", and their values: there is nothing else in it" if alone else ""),
-        culprit=call.name,
-        where=str(call.place),
-        repair="leave the minus out" if alone else "nothing, if it is to grow; else add it",
-        always=True,
+        + (", and their values: no other term is in it" if alone else ""),
+        repair="" if alone else "nothing, if it is to grow; else add it",
     )
 
 
 def is_meant(record: Record, layer: str | None) -> bool:
-    """Whether a loss may be maximised with good reason: the optimizer does it back, or does not hold the layer that
-    gave the scores (an attack on the inputs)."""
+    """Whether a loss may be maximised on purpose: the optimizer maximises, or does not hold the layer that gave the
+    scores (an attack on the inputs)."""
     return any(o.maximizes for o in record.optimizers) or not _held_below(record, layer)
 
 
 def never_trained(record: Record, layer: str | None) -> bool:
-    """Whether an optimizer holds the layer that gave the scores, and no gradient ever came in at it."""
+    """Whether an optimizer holds the layer that gave the scores, and no gradient ever reached it."""
     held = _held_below(record, layer)
     return bool(held) and all(not any(record.arrivals(i)) for i in held)
 
@@ -108,33 +108,32 @@ def without_gradient(root: Node) -> Iterator[Node]:
 
 
 def _by_number(node: Node) -> bool:
-    """Whether it scales by a plain number: a product of two results is no sum of parts."""
+    """Whether it scales by a plain number: a product of two results is no sum of loss terms."""
     return len([p for p in node.parents if p.op]) == 1
 
 
-def detached(name: str, where: str) -> Breach:
-    return Breach(
+def detached(name: str, where: str) -> Finding:
+    return Finding(
         cause="part_detached",
         summary=f"the value of {name} is added to what is backpropagated, and its gradient is not",
         measured="in every backward pass",
-        shown_by="the sum is made of it without its history, beside a loss that has one",
-        culprit=name,
+        shown_by="the sum contains it without its history, and another loss with one",
+        culprits=(name,),
         where=where,
-        repair="add the loss itself, without detach() and outside of no_grad()",
     )
 
 
-def left_out(name: str, where: str, untrained: str | None) -> Breach:
-    """``untrained`` is the layer that is trained by nothing else."""
-    return Breach(
+def left_out(name: str, where: str, untrained: str | None) -> Finding:
+    """``untrained`` is the layer that no other loss trains."""
+    return Finding(
         cause="part_left_out",
         level="advice" if untrained is None else "fault",
         summary=f"{name} is computed with a history and goes into nothing that is backpropagated"
-        + (f": {untrained} is trained by nothing else" if untrained else ""),
+        + (f": no other loss trains {untrained}" if untrained else ""),
         measured="in no step of the run",
-        shown_by="no gradient came in at its value, and others did"
+        shown_by="no gradient reached its value, and others did"
         + ("; an optimizer holds the layer, and no gradient ever reached it" if untrained else ""),
-        culprit=untrained or name,
+        culprits=(untrained or name,),
         where=where,
-        repair="add it to the loss" + ("" if untrained else "; where it is only logged, compute it under no_grad()"),
+        repair="add it to the loss" if untrained else "",
     )

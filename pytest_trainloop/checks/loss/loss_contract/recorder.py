@@ -1,11 +1,15 @@
-"""The calls of loss functions in a run, each judged once its part in what is backpropagated is known."""
+"""The calls of loss functions in a run, each judged once the gradient at it is known.
+
+``LossCallRecorder.call`` sees every call of torch, and makes a ``Call`` of one that is a loss or an ``operation`` that
+losses are written with. A ``Call`` waits for the backward pass; then ``JUDGES`` has what judges a function of its name.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +18,8 @@ import torch.nn.functional as F
 from pytest_trainloop import nested
 from pytest_trainloop.batches.padding import Ids
 from pytest_trainloop.checks.loss.loss_contract import broadcasting, loss_terms, refused_calls, token_labels
-from pytest_trainloop.checks.loss.loss_contract.call import Breach, Call
-from pytest_trainloop.checks.loss.loss_contract.contracts import BY_HAND, READERS
+from pytest_trainloop.checks.loss.loss_contract.call import Call
+from pytest_trainloop.checks.loss.loss_contract.contracts import JUDGES
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import LOSSES
@@ -26,6 +30,8 @@ from pytest_trainloop.tracing.provenance import Lineage, name_of, watched
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from pytest_trainloop.checks.loss.loss_contract.call import Judge, Judgement
+    from pytest_trainloop.finding import Finding
     from pytest_trainloop.loop import Padding
     from pytest_trainloop.recording.events import Site
     from pytest_trainloop.recording.record import Record
@@ -33,29 +39,33 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
 
 MOST = 256
-"""Calls of one place that are judged."""
+"""Calls from one line that are judged."""
+
+OPERATIONS = frozenset("log_softmax logsumexp log_sigmoid log log1p softplus gather sub rsub __sub__ mul".split())
+"""Operations that losses are written with."""
 
 
 @dataclass(slots=True)
-class Place:
-    """What was seen at one call site: how many calls with a history were made of scores of one layer, how many of
-    them were judged, and what they broke."""
+class CallSite:
+    """The calls from one line whose scores come from one layer."""
 
     name: str
-    made: int = 0
-    calls: int = 0
     layer: str | None = None
     where: str = ""
-    breaches: dict[tuple[str, str], list[Breach]] = field(default_factory=lambda: defaultdict(list))
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.name, self.where
+    with_history: int = 0
+    """Calls whose result has a history."""
+    judged: int = 0
+    """Calls whose result a gradient reached, or that raised."""
+    judgements: dict[tuple[str, str], list[Judgement]] = field(default_factory=lambda: defaultdict(list))
+    """What is wrong with them, by cause and culprit."""
 
 
 class LossCallRecorder(WatchingMode):
-    """To be used by ``contexts`` of a run; ``handed`` is told of every batch. ``places`` is what was seen, ``unread``
-    what could not be judged, ``seen`` names the loss functions that were called."""
+    """Records the calls of loss functions in a run that is made in its ``contexts``; ``take_batch`` gets every batch.
+
+    ``sites`` holds what was recorded, ``unread`` says which calls could not be judged, ``seen`` names the loss
+    functions that were called.
+    """
 
     def __init__(self, padding: Padding | None = None) -> None:
         super().__init__()
@@ -63,9 +73,9 @@ class LossCallRecorder(WatchingMode):
         self._steps = -1
         self._tokens = token_labels.Tokens(padding)
         self._rows = 0
-        self.places: dict[tuple[str, Site, str | None], Place] = {}
+        self.sites: dict[tuple[str, Site, str | None], CallSite] = {}
         self._root: float | None = None
-        self._added: dict[tuple[str, str], int] = {}
+        self._detached: dict[tuple[str, str], int] = {}
         self._backwards = 0
         self._record: Record | None = None
         self.unread: list[str] = []
@@ -73,15 +83,15 @@ class LossCallRecorder(WatchingMode):
 
     @classmethod
     def of(cls, evidence: Evidence) -> LossCallRecorder:
-        """The watched run made once more, with every call of a loss function looked at."""
+        """The watched run made again, with every call of a loss function recorded."""
         seen = evidence.run()
         found = cls(evidence.declared("padding"))
-        record = evidence.rerun(contexts=found.contexts, before_item=found.handed)
+        record = evidence.rerun(contexts=found.contexts, before_item=found.take_batch)
         if record.raised is not None and seen.raised is None:
-            found.unread.append(f"fit raised {record.raised.summary} only while they were looked at")
+            found.unread.append(f"fit raised {record.raised.summary} only while they were recorded")
         return found
 
-    def handed(self, _number: int, item: Any) -> None:
+    def take_batch(self, _number: int, item: Any) -> None:
         self._rows = nested.rows(item)
         self._tokens.batch = item
 
@@ -94,37 +104,37 @@ class LossCallRecorder(WatchingMode):
         finally:
             self._forget()
 
-    def breaches(self) -> Iterator[tuple[Breach, int, int]]:
-        """What was broken, in how many of how many calls of its place."""
-        for place in self.places.values():
-            for found in place.breaches.values():
-                everywhere = not found[0].always or len(found) == place.calls
-                if everywhere and (found[0].cause != "sign_flipped" or self._is_turned(place, found[0])):
-                    yield found[0], len(found), place.calls
-        yield from self._apart()
+    def findings(self) -> Iterator[Finding]:
+        """What is wrong with the calls, with the number of calls that show it."""
+        for site in self.sites.values():
+            for judgements in site.judgements.values():
+                first = judgements[0]
+                if first.in_every_call and len(judgements) < site.judged:
+                    continue
+                if first.finding.cause != "sign_flipped" or self._is_mistake(site, first.finding):
+                    yield _counted(first.finding, len(judgements), site.judged)
+        yield from self._without_gradient()
 
-    def _is_turned(self, place: Place, breach: Breach) -> bool:
-        """Whether a loss is maximised by mistake, as far as the rest of the run tells: nothing else of a loss goes into
-        what is backpropagated, and the layers that gave the scores are trained."""
-        if breach.level == "advice":
+    def _is_mistake(self, site: CallSite, finding: Finding) -> bool:
+        """Whether a loss is maximised by mistake: no other loss is backpropagated, and the layers that gave the scores
+        are trained. Advice needs no such proof."""
+        if finding.level == "advice":
             return True
-        others = [p for p in self.places.values() if p is not place and p.name in LOSSES and p.calls]
-        return self._record is not None and not others and not loss_terms.is_meant(self._record, place.layer)
+        others = [s for s in self.sites.values() if s is not site and s.name in LOSSES and s.judged]
+        return self._record is not None and not others and not loss_terms.is_meant(self._record, site.layer)
 
-    def _apart(self) -> Iterator[tuple[Breach, int, int]]:
-        """Losses that were computed with a history and go into nothing, or with their value only."""
-        added = [where for where, times in self._added.items() if times == self._backwards]
-        for where in added:
-            yield loss_terms.detached(*where), self._backwards, self._backwards
-        used = any(p.calls for p in self.places.values() if p.name in LOSSES)
-        for place in self.places.values():
-            if place.name in LOSSES and used and place.made > 2 and not place.calls and place.key not in added:
-                never = self._record is not None and loss_terms.never_trained(self._record, place.layer)
-                yield (
-                    loss_terms.left_out(place.name, place.where, place.layer if never else None),
-                    place.made,
-                    place.made,
-                )
+    def _without_gradient(self) -> Iterator[Finding]:
+        """Losses that were computed with a history and are not backpropagated, or only with their value."""
+        detached = [where for where, times in self._detached.items() if times == self._backwards]
+        for where in detached:
+            yield _counted(loss_terms.detached(*where), self._backwards, self._backwards)
+        losses = [site for site in self.sites.values() if site.name in LOSSES]
+        used = any(site.judged for site in losses)
+        for site in losses:
+            if used and site.with_history > 2 and not site.judged and (site.name, site.where) not in detached:
+                never = self._record is not None and loss_terms.never_trained(self._record, site.layer)
+                finding = loss_terms.left_out(site.name, site.where, site.layer if never else None)
+                yield _counted(finding, site.with_history, site.with_history)
 
     def active(self) -> bool:
         """While the run is watched in full: these steps are enough to judge by."""
@@ -147,15 +157,15 @@ class LossCallRecorder(WatchingMode):
         except Exception as error:
             if call is not None:
                 with watch.quietly():
-                    self._judge(call, functools.partial(refused_calls.refused, error=error))
+                    self._judge(call, functools.partial(refused_calls.raised, error=error))
             raise
         with watch.quietly():
             self._lineage.note(watch, func, name, args, kwargs, parents, out)
             if name == "embedding" and isinstance(out, torch.Tensor):
-                self._looked_up(args, kwargs, out)
+                self._embedded(args, kwargs, out)
             elif call is not None and isinstance(out, torch.Tensor):
                 call.out = out
-                self._await(watch, call)
+                self._judge_after_backward(watch, call)
         return out
 
     def _forget(self) -> None:
@@ -169,9 +179,9 @@ class LossCallRecorder(WatchingMode):
         self._backwards += 1
         for node in {id(n): n for r in single for n in loss_terms.without_gradient(self._lineage.of(r))}.values():
             where = node.op, str(node.place)
-            self._added[where] = self._added.get(where, 0) + 1
+            self._detached[where] = self._detached.get(where, 0) + 1
 
-    def _looked_up(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> None:
+    def _embedded(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> None:
         given = bound_arguments(F.embedding, args, kwargs)
         ids, pad = given.get("input"), given.get("padding_idx")
         if isinstance(ids, torch.Tensor) and ids.dim() == 2:
@@ -180,13 +190,13 @@ class LossCallRecorder(WatchingMode):
     def _call(
         self, watch: Watch, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Call | None:
-        """The call, if it is one to be judged."""
+        """The call, if it can be judged."""
         if name in LOSSES or name == "embedding":
             if getattr(F, name, None) is not func:
                 return None
             given = bound_arguments(func, args, kwargs)
-        elif name in BY_HAND:
-            name, given = _by_hand(name, args, kwargs)
+        elif name in OPERATIONS:
+            name, given = operation(name, args, kwargs)
         else:
             return None
         if not given:
@@ -199,60 +209,69 @@ class LossCallRecorder(WatchingMode):
         made.nodes = {key: self._lineage.of(value) for key, value in given.items() if isinstance(value, torch.Tensor)}
         return made
 
-    def _await(self, watch: Watch, call: Call) -> None:
-        """Judge the call once gradients have come in at what it gave and at what it was given."""
+    def _judge_after_backward(self, watch: Watch, call: Call) -> None:
+        """Judge the call once the gradients at its result and at its input are known."""
         if call.name in LOSSES:
             self.seen[call.name] = None
-        if not call.out.requires_grad or call.name not in READERS:
+        if not call.out.requires_grad or call.name not in JUDGES:
             return
         call.layer = loss_terms.layer_of(call)
-        place = self._place(call)
-        place.made, place.where = place.made + 1, str(call.place)
+        site = self._site_of(call)
+        site.with_history, site.where = site.with_history + 1, str(call.place)
         given = [v for v in call.given.values() if isinstance(v, torch.Tensor) and v.requires_grad]
 
-        waiting = [True]  # a backward pass of ours, or a second one of the loop's, comes here again
+        waiting = [True]  # further backward passes, of the loop or of a judge, call the hooks again
 
-        def judged(gradient: torch.Tensor | None) -> None:
+        def at_input(gradient: torch.Tensor | None) -> None:
             if waiting and call.weights is not None and self._watch is not None:
                 waiting.clear()
                 with watch.quietly(), torch.no_grad():
                     call.arrived, call.root = gradient, self._root
                     self._judge(call)
 
-        def came(gradient: torch.Tensor | None) -> None:
+        def at_result(gradient: torch.Tensor | None) -> None:
             call.weights = gradient if waiting else call.weights
             if not given:
-                judged(None)
+                at_input(None)
 
-        call.out.register_hook(came)  # type: ignore[no-untyped-call]
+        call.out.register_hook(at_result)  # type: ignore[no-untyped-call]
         if given:
-            given[0].register_hook(judged)  # type: ignore[no-untyped-call]
+            given[0].register_hook(at_input)  # type: ignore[no-untyped-call]
 
-    def _place(self, call: Call) -> Place:
-        return self.places.setdefault((call.name, call.site, call.layer), Place(call.name, layer=call.layer))
+    def _site_of(self, call: Call) -> CallSite:
+        return self.sites.setdefault((call.name, call.site, call.layer), CallSite(call.name, layer=call.layer))
 
-    def _judge(self, call: Call, reader: Callable[[Call], Iterator[Breach]] | None = None) -> None:
-        place = self._place(call)
-        if place.calls >= MOST or _lost(call):
+    def _judge(self, call: Call, only: Judge | None = None) -> None:
+        site = self._site_of(call)
+        if site.judged >= MOST or _has_nan(call):
             return
-        call.number = place.calls
-        place.calls += 1
-        for read in READERS[call.name] if reader is None else (reader,):
+        call.number = site.judged
+        site.judged += 1
+        for judge in JUDGES[call.name] if only is None else (only,):
             try:
-                for breach in read(call):
-                    place.breaches[breach.cause, breach.culprit].append(breach)
+                for judgement in judge(call):
+                    site.judgements[judgement.finding.cause, judgement.finding.culprits[0]].append(judgement)
             except Exception as error:
                 self.unread.append(f"{call.name} at {call.place}: {type(error).__name__}: {error}")
 
 
-def _lost(call: Call) -> bool:
-    """Whether what the model gave is NaN: of such values nothing can be said."""
+def _counted(finding: Finding, times: int, calls: int) -> Finding:
+    often = f"; in {times} of {calls} calls" if calls > 1 else ""
+    return replace(finding, measured=f"{finding.measured}{often}".removeprefix("; "))
+
+
+def _has_nan(call: Call) -> bool:
+    """Whether an output of the model is NaN: such values cannot be judged."""
     tensors = (v for v in call.given.values() if isinstance(v, torch.Tensor) and v.requires_grad)
     return any(v.is_floating_point() and bool(v.isnan().any()) for v in tensors)
 
 
-def _by_hand(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Operations that losses are written with, as calls of their own."""
+def operation(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """An operation that losses are written with, under the name by which it is judged, and its arguments.
+
+    "product" is a product of two tensors of one shape, "difference" one in which both sides are broadcast. Other sums
+    and products are not judged, and have no arguments.
+    """
     given = args[0] if args else kwargs.get("input")
     if not isinstance(given, torch.Tensor):
         return name, {}

@@ -138,7 +138,7 @@ pair(
     "weight_shape",
     raises="broadcast",
     culprits=("weight",),
-    mentions=("each weighs every row",),
+    mentions=("each entry weighs every row",),
     faulty=spam(lambda y: y[:, None], scores_of=lambda s: s, weight=torch.linspace(0.5, 1.5, 16)),
     fixed=spam(lambda y: y[:, None], scores_of=lambda s: s, weight=torch.linspace(0.5, 1.5, 16)[:, None]),
 )

@@ -159,7 +159,7 @@ pair(
     "loss_contract",
     "shifted_twice",
     culprits=("labels",),
-    mentions=("two on",),
+    mentions=("two positions ahead",),
     where='return {"loss": F.cross_entropy(',
     faulty=causal(shifts=True, shifted=True),
     fixed=causal(shifts=True, shifted=False),

@@ -105,7 +105,7 @@ def test_a_loss_of_torch_used_right_breaks_nothing(name, dtype):
 
         return TrainLoop(model=model, optimizer=optimizer, batch=torch.randn(ROWS, 6), fit=fit)
 
-    contracts = Evidence(make).shared(LossCallRecorder.of)
-    assert [breach for breach, _, _ in contracts.breaches()] == []
-    assert contracts.unread == []
-    assert contracts.seen
+    recorder = Evidence(make).shared(LossCallRecorder.of)
+    assert [finding.cause for finding in recorder.findings()] == []
+    assert recorder.unread == []
+    assert recorder.seen
