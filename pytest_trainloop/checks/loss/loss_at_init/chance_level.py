@@ -1,14 +1,14 @@
-"""What the loss functions of a loop give before its first step, against what they give of an answer that knows nothing.
+"""The losses of a loop before its first step, compared with the loss of an uninformed input: chance level.
 
-The same call is made with an uninformed input: equal scores for all classes, even odds, zero or the mean of the
-targets. Weights, smoothing, ignored labels, the number of negatives and the reduction are in both alike.
+The same call is made with equal scores for all classes, even odds, zero or the mean of the targets as its input.
+Weights, smoothing, ignored labels, the number of negatives and the reduction are the same in both calls.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -25,37 +25,40 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
 
 Guess = Callable[[torch.Tensor, torch.Tensor], list[torch.Tensor]]
-"""Uninformed inputs, from the input and the target; the one with the larger loss counts."""
+"""Uninformed inputs for an input and a target; the one with the larger loss counts."""
 
 MOST = 16
-"""Calls that are looked at, at most."""
+"""Calls that are recorded, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class InitialLoss:
-    """One call before the first step: ``chance`` is what an uninformed input gives (NaN where that is not known),
-    ``degree`` how the loss grows with what goes in, ``below`` by how many standard errors the loss lies below the
-    entropy of the labels."""
+    """One call of a loss function before the first step."""
 
     name: str
     where: str
     value: float
     chance: float = math.nan
+    """The loss of an uninformed input, NaN where it is not known."""
     degree: int = 1
+    """The power of its input with which the loss grows."""
     below: float = 0.0
+    """Standard errors by which the loss is below the entropy of the labels."""
     entropy: float = math.nan
+    """The entropy of the labels."""
     outputs: float = math.nan
+    """The root mean square of the input."""
 
     @property
     def times(self) -> float:
-        """How many times chance the loss is; of a loss that grows with the square, the root of it."""
+        """The ratio of the loss to chance; of a loss that grows with the square, the root of the ratio."""
         if not (self.chance > 0 and self.value > 0):
             return math.nan
         return float((self.value / self.chance) ** (1 / self.degree))
 
 
 class InitialLosses(WatchingMode):
-    """To be used by ``contexts`` of a run that ends with the first step."""
+    """Records the calls in a run that is made in its ``contexts`` and ends with the first step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +74,7 @@ class InitialLosses(WatchingMode):
             return out
         if isinstance(out, torch.Tensor) and out.requires_grad:
             with self.watch.quietly(), torch.no_grad():
-                self.seen.append(_judged(name, func, args, kwargs, out))
+                self.seen.append(_initial_loss(name, func, args, kwargs, out))
         return out
 
 
@@ -79,7 +82,7 @@ Which = Literal["all", "embeddings"]
 
 
 class InitialRuns:
-    """The calls of loss functions before the first step, in runs from changed weights; each run is made once."""
+    """The calls of loss functions before the first step, in runs with changed weights or inputs; each is made once."""
 
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
@@ -96,7 +99,7 @@ class InitialRuns:
         return self._made[key]
 
     def losses_of_unit_inputs(self) -> tuple[list[InitialLoss], float]:
-        """With inputs of unit size, and the root mean square that the largest of them had."""
+        """With inputs scaled to unit size, and the root mean square of the largest original one."""
         found, unit = InitialLosses(), UnitInputs()
         contexts = lambda watch: (*unit.contexts(watch), *found.contexts(watch))  # noqa: E731
         self._evidence.rerun(contexts=contexts, enough=lambda r: r.rounds >= 1)
@@ -104,8 +107,10 @@ class InitialRuns:
 
 
 def scaled(factor: float, which: Which = "all") -> Callable[[Watch], None]:
-    """Multiplies weight matrices and what else layers hold by this (not what a model keeps beside them, as a learned
-    temperature), or tables of embeddings only."""
+    """Multiply all weights of layers by a factor, or only tables of embeddings.
+
+    Vectors and numbers that a model holds outside of layers, as a learned temperature, keep their values.
+    """
 
     def prepare(watch: Watch) -> None:
         tables = {id(m.weight) for _, m in watch.book.named_modules() if isinstance(m, nn.Embedding)}
@@ -124,40 +129,42 @@ def scaled(factor: float, which: Which = "all") -> Callable[[Watch], None]:
     return prepare
 
 
-def _judged(name: str, func: Callable[..., Any], args: Any, kwargs: Any, out: torch.Tensor) -> InitialLoss:
-    names = ("input", "target")
-    given = [args[i] if len(args) > i else kwargs.get(n) for i, n in enumerate(names)]
-    rest = args[2:], {k: v for k, v in kwargs.items() if k not in names}
-    value = float(out.detach().double().mean())
-    found = InitialLoss(name, str(here(3)[0]), value)
+def _initial_loss(name: str, func: Callable[..., Any], args: Any, kwargs: Any, out: torch.Tensor) -> InitialLoss:
+    answer, target = (args[i] if len(args) > i else kwargs.get(n) for i, n in enumerate(("input", "target")))
+    rest = {k: v for k, v in kwargs.items() if k not in ("input", "target")}
+    found = InitialLoss(name, str(here(3)[0]), float(out.detach().double().mean()))
     guess = _GUESSES.get(name)
-    answer, target = given
     if guess is None or not isinstance(answer, torch.Tensor) or not isinstance(target, torch.Tensor):
         return found
     if name in DISTANCE_LOSSES and target.requires_grad:
         if answer.requires_grad:
-            return found  # both sides are the model's: what it would give by chance is not known
+            return found  # both sides are the model's: chance is not known
         answer, target = target, answer
 
-    def at(uninformed: torch.Tensor) -> float:
-        return float(func(uninformed, target, *rest[0], **rest[1]).detach().double().mean())
+    def loss_of(uninformed: torch.Tensor) -> float:
+        return float(func(uninformed, target, *args[2:], **rest).detach().double().mean())
 
-    chance = max(map(at, guess(answer, target)))
-    below, entropy = _below(answer, target, rest) if name == "cross_entropy" else (0.0, math.nan)
-    outputs = float(answer.detach().double().square().mean().sqrt())
-    return InitialLoss(name, found.where, value, chance, 2 if name in _SQUARE else 1, below, entropy, outputs)
+    below, entropy = _below_entropy(answer, target, args[2:], rest) if name == "cross_entropy" else (0.0, math.nan)
+    return replace(
+        found,
+        chance=max(map(loss_of, guess(answer, target))),
+        degree=2 if name == "mse_loss" else 1,
+        below=below,
+        entropy=entropy,
+        outputs=float(answer.detach().double().square().mean().sqrt()),
+    )
 
 
-def _below(answer: torch.Tensor, target: torch.Tensor, rest: Any) -> tuple[float, float]:
-    """By how many standard errors a cross entropy over plain class indices lies below the entropy of the labels."""
-    kwargs = rest[1]
-    if rest[0] or target.is_floating_point() or kwargs.get("weight") is not None or kwargs.get("label_smoothing"):
+def _below_entropy(answer: torch.Tensor, target: torch.Tensor, args: Any, kwargs: Any) -> tuple[float, float]:
+    """The standard errors by which a cross entropy over plain class indices is below the entropy of the labels, and
+    that entropy."""
+    if args or target.is_floating_point() or kwargs.get("weight") is not None or kwargs.get("label_smoothing"):
         return 0.0, math.nan
     ignored = kwargs.get("ignore_index", -100)
     each = F.cross_entropy(answer, target, ignore_index=ignored, reduction="none").double()[target != ignored]
     count = torch.bincount(target[target != ignored]).double()
     if len(each) < 16 or len(each) < 2 * int((count > 0).sum()):
-        return 0.0, math.nan  # one label for each row: pairs are told apart, and look alike from the start
+        return 0.0, math.nan  # one label for each row: matching pairs are similar from the start
     share = count / len(each)
     entropy = float(-(share * share.clamp_min(1e-12).log()).sum())
     error = float(each.std()) / math.sqrt(len(each))
@@ -181,7 +188,7 @@ def _log_uniform(axis: int) -> Guess:
 
 
 def _constants(answer: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
-    """Zero, and the mean of the targets: a net that has learned nothing gives something near either."""
+    """Zero, and the mean of the targets: the outputs of an untrained net are near one of them."""
     return [torch.zeros_like(answer), torch.full_like(answer, float(target.double().mean()))]
 
 
@@ -193,5 +200,3 @@ _GUESSES: dict[str, Guess] = {
     "ctc_loss": _log_uniform(-1),
     **dict.fromkeys(DISTANCE_LOSSES, _constants),
 }
-
-_SQUARE = frozenset({"mse_loss"})

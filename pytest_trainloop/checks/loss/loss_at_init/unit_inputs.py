@@ -1,4 +1,4 @@
-"""A run whose inputs are of unit size: whether a loss that is far too high comes from the inputs or the weights."""
+"""A run with inputs scaled to unit size: whether a loss is too high because of the inputs or of the weights."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LARGE = 3.0
 
 
 class UnitInputs:
-    """To be used by ``contexts`` of a run: what comes in is divided by its root mean square where that is large;
-    ``largest`` is the largest that was seen."""
+    """Divides inputs by their root mean square where that is large, in a run that is made in its ``contexts``;
+    ``largest`` is the largest root mean square."""
 
     def __init__(self) -> None:
         self.largest = 0.0

@@ -1,4 +1,4 @@
-"""Losses that are not what chance gives before the first step."""
+"""Losses that are not at chance level before the first step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ pair(
     "too_high",
     culprits=("cross_entropy",),
     where="return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())",
-    mentions=("times what chance gives", "halved"),
+    mentions=("times chance level", "halved"),
     faulty=language_model(8.0),
     fixed=language_model(0.02),
 )
