@@ -36,7 +36,7 @@ def check_loop(
 ) -> Report:
     """Run the checks on one training loop, without pytest, in a notebook or a script.
 
-    >>> report = check_loop(make_loop, skip={"step_order": "accumulates by hand"})
+    >>> report = check_loop(make_loop, skip={"step_order": "it accumulates gradients itself"})
 
     Parameters
     ----------
@@ -175,7 +175,7 @@ def _reported(name: str, results: Sequence[Result], raises: bool) -> Report:
 
 
 class Observation:
-    """What ``observe`` has seen; complete once its block is left."""
+    """What ``observe`` recorded; complete once its block is left."""
 
     def __init__(self, watch: Watch, instruments: Mapping[Callable[..., Any], Any]) -> None:
         self._watch = watch

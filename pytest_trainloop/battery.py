@@ -1,4 +1,4 @@
-"""One loop, or one loss function, under judgement: gate a check by what the subject offers, and run it."""
+"""Run checks on one loop or one loss function, and keep what they share."""
 
 from __future__ import annotations
 
@@ -33,22 +33,28 @@ _FIELDS_FOR = {"fit": "fit (or step)", "run": "fit, step or loss"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How loops are judged: ``seed`` for every build and run, ``timeout``: seconds that one run of ``fit`` may take,
-    ``device`` for a device knob. ``hypothesis_seed`` is Hypothesis' own option, for the search behind a loss's
-    checks."""
+    """How loops and loss functions are judged."""
 
     seed: int = 0
+    """The seed of every build and run."""
     timeout: float = 120.0
+    """Seconds that one run of ``fit`` may take."""
     device: str = "auto"
+    """The value of a knob ``device``."""
     hypothesis_seed: str = ""
+    """Hypothesis' own option, for the checks of a loss function."""
 
 
 class Subject:
-    """One loop, or one loss function, under judgement: the evidence made for it so far, shared by all its checks.
+    """One loop, or one loss function, and what its checks share.
 
-    ``make`` builds a fresh one when called with the user's keywords; ``knobs`` maps the plugin's knob names to those
-    keywords. Only records are kept between checks: ``bind`` gives it the make of the item at hand. ``progress`` is
-    told how far a long run is.
+    Three things are kept between checks. The evidence: records of the runs made so far, without the user's objects. The
+    verdict of every check that was asked for by name and options, since another check may need it to name a root cause.
+    The first exception of the user's own code with the test that reported it: the other checks are skipped with a
+    reference to it.
+
+    ``make`` builds a fresh loop when called with the user's keywords; ``knobs`` maps the plugin's knob names to these.
+    ``progress`` is called in long runs with step, number of steps and loss.
     """
 
     def __init__(
@@ -77,11 +83,10 @@ class Subject:
             self._evidence.make = make
 
     def run_check(self, name: str, *, options: Mapping[str, Any] | None = None, reporter: str = "") -> Result:
-        """The result of one check. Raises ``UsageError`` where what was given cannot be judged; never for a fault of
-        the user's code.
+        """The result of one check.
 
-        An exception of the user's own code is an error in the first check that meets it, and a skip that names
-        ``reporter`` in the others.
+        An exception of the user's own code is an error in the first check that meets it; the others are skipped and
+        name ``reporter``. Raises ``UsageError`` where what was given cannot be judged.
         """
         from pytest_trainloop.registry import registered
 
@@ -103,7 +108,7 @@ class Subject:
                 check=check.name, outcome="skipped", reason=f"{error.stage} raised {error.summary} (see {first})"
             )
         try:
-            evidence = self._made()
+            evidence = self._get_evidence()
             absent = sorted(need for need in check.needs if need not in evidence.offers)
         except UserCodeError as broken:
             return self._error(check, broken.error, reporter)
@@ -132,8 +137,7 @@ class Subject:
         return Result(check=check.name, outcome="passed", findings=findings)
 
     def _verdict(self, check: Check, evidence: Any, options: dict[str, Any]) -> Verdict:
-        """What the check says of the evidence with these options: asked once, also where another check needs to
-        know."""
+        """The verdict of the check with these options, made once."""
         key = (check.name, repr(sorted(options.items())))
         if key not in self._verdicts:
             try:
@@ -146,14 +150,14 @@ class Subject:
                 self._verdicts[key] = _broken(check, error)
         return self._verdicts[key]
 
-    def _behind(self, consequence: str) -> list[Finding]:
+    def _root_causes(self, consequence: str) -> list[Finding]:
         """Faults of earlier families that explain a failure of this check, whatever was selected.
 
         See docs/how-it-decides.md#causes-before-consequences.
         """
         from pytest_trainloop.registry import FAMILIES, of
 
-        evidence, known = self._made(), of("loop")
+        evidence, known = self._get_evidence(), of("loop")
         before = FAMILIES.index(known[consequence].family)
         causal = [c for c in known.values() if FAMILIES.index(c.family) < before and c.needs <= evidence.offers]
         verdicts = [self._verdict(check, evidence, {}) for check in causal]
@@ -161,14 +165,14 @@ class Subject:
         return [f for f in found if consequence in f.explains]
 
     def _raised_in_fit(self, check: Check, evidence: Any) -> UserError | None:
-        """An exception that ended fit and that no check could put down to a cause."""
+        """The exception that ended ``fit``, where no check found its cause."""
         raised = evidence.run().raised if check.subject == "loop" and "run" in evidence.offers else None
         if raised is None or self._explained_elsewhere(check, evidence):
             return None
         return UserError(stage="fit", summary=raised.summary, traceback=raised.traceback)
 
     def _explained_elsewhere(self, asked: Check, evidence: Any) -> bool:
-        """Whether another check finds the fault that made fit raise: then this one has nothing to report."""
+        """Whether another check finds a fault, which may be what made ``fit`` raise."""
         from pytest_trainloop.registry import of
 
         known = of("loop").values()
@@ -186,7 +190,7 @@ class Subject:
         self._broken = (error, reporter)
         return Result(check=check.name, outcome="error", reason=f"{error.stage} raised {error.summary}", error=error)
 
-    def _made(self) -> Any:
+    def _get_evidence(self) -> Any:
         if self._evidence is None:
             self._evidence = self._of_loss() if self._judges == "loss" else self._of_loop()
         return self._evidence
@@ -197,7 +201,7 @@ class Subject:
         settings = self._settings
         device = None if settings.device == "auto" else settings.device
         evidence = Evidence(self._make, knobs=self._knobs, seed=settings.seed, timeout=settings.timeout, device=device)
-        evidence.root_causes = self._behind
+        evidence.root_causes = self._root_causes
         evidence.progress = lambda *at: self.progress(*at)
         return evidence
 
@@ -208,7 +212,7 @@ class Subject:
 
 
 def checked(check: Check, finding: Finding) -> Finding:
-    """The finding with what its cause says of it: the repair, and what it explains, where it does not say so itself.
+    """The finding with the repair and the explained checks of its cause, where it has none of its own.
 
     Raises ``ValueError`` for a cause that the check does not declare, and for an explained check that does not exist.
     """
@@ -225,15 +229,15 @@ def checked(check: Check, finding: Finding) -> Finding:
 
 
 def _broken(check: Check, error: Exception) -> CannotDecide | UserError:
-    """What comes of a check that raised: a mistake of ours fails nobody's loop and is told loudly; a project sees its
-    own check's traceback."""
+    """The verdict of a check that raised: a skip and a warning for one of this package, whose mistake fails nobody's
+    loop; an error with its traceback for a project's own."""
     from pytest_trainloop.runs.user_traceback import user_error
 
-    told = user_error(error, f"the check {check.name}")
+    raised = user_error(error, f"the check {check.name}")
     if not check.module.startswith("pytest_trainloop."):
-        return told
+        return raised
     last = traceback.extract_tb(error.__traceback__)[-1]
     at = f"{Path(last.filename).name}:{last.lineno}"
-    reason = f"a mistake in this check, not in the loop: {told.summary} ({at}); please report it"
+    reason = f"a mistake in this check, not in the loop: {raised.summary} ({at}); please report it"
     warnings.warn(f"{check.name} could not be judged; {reason}", BrokenCheck, stacklevel=2)
     return CannotDecide(reason)

@@ -3,7 +3,7 @@
 ``TrainLoopError``
     ``UsageError``        what the user wrote cannot be judged; one sentence says what was given and what is needed
     ``UserCodeError``     the user's own code raised; carries it as text
-    ``CheckFailed``       a check found a fault (also an AssertionError, for tests by hand)
+    ``CheckFailed``       a check found a fault (also an AssertionError, for tests that call checks)
 ``CannotDecide``          a check's way to skip, with a reason a user can act on
 ``Unreliable``            two identical runs differ where the check needs them equal
 ``BrokenCheck``           the warning that a check of this package raised; the check is skipped
@@ -52,4 +52,4 @@ class Unreliable(Exception):
 
 
 class BrokenCheck(UserWarning):
-    """A check of this package raised: it is skipped, and its makers want to know."""
+    """A check of this package raised: it is skipped, and should be reported."""

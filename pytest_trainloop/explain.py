@@ -1,4 +1,4 @@
-"""What the checks are, from the check files themselves, for the terminal and the documentation. No torch, no pytest.
+"""The pages of the checks, read from the check files, for the terminal and the documentation. No torch, no pytest.
 
 A rule page is the docstring of a check's module: a headline, and sections whose text is indented. ``table`` and
 ``page`` print it for ``--trainloop-list`` and ``--trainloop-explain``; ``markdown_table`` and ``markdown_page`` write

@@ -1,4 +1,4 @@
-"""What a check has to say: findings, and the result of one check. Standard library only."""
+"""Findings, and the result of one check. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ Outcome = Literal["passed", "failed", "skipped", "xfailed", "unreliable", "error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One fault (or one piece of advice) that a check found, with its cause.
-
-    ``summary`` is one sentence with the number that matters; ``cause`` is the stable slug of the fault, declared by the
-    check; ``shown_by`` is the observation that separates this cause from its neighbours; ``culprits`` are the user's
-    own
-    names (parameters, modules, calls); ``where`` is ``file:line   source``; ``explains`` names checks whose failure
-    follows from this one.
-    """
+    """One fault (or one piece of advice) that a check found, with its cause."""
 
     cause: str
+    """The stable slug of the fault, declared by the check."""
     summary: str
+    """One sentence, with the number that matters."""
     check: str = ""
     level: Level = "fault"
     measured: str = ""
+    """What was measured, with the limit."""
     shown_by: str = ""
+    """The observation that separates this cause from its neighbours."""
     culprits: tuple[str, ...] = ()
+    """The user's own names of parameters, modules or calls."""
     where: str = ""
+    """``file:line   source``."""
     repair: str = ""
+    """What to change, and where."""
     smallest: str = ""
+    """The smallest example that shows the fault."""
     explains: tuple[str, ...] = ()
+    """Checks whose failure follows from this one."""
 
     def to_json(self) -> dict[str, Any]:
         """The finding as plain data, fields in the order of the JSON report."""
@@ -48,32 +50,29 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserError:
-    """An exception that the user's own code raised, as text.
-
-    ``stage`` says what was under way ("building the loop", "running fit"), ``summary`` is the exception in one line and
-    ``traceback`` holds the user's frames only.
-    """
+    """An exception that the user's own code raised, as text."""
 
     stage: str
+    """What was under way: "building the loop", "fit"."""
     summary: str
+    """The exception in one line."""
     traceback: str = ""
+    """The user's frames only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What came of one check on one loop.
-
-    ``reason`` is the one sentence behind a skip, an xfail, an unreliable run or an error. ``seconds`` is the time this
-    check took, evidence that it was the first to need included; ``steps`` counts the loop's own optimizer steps that it
-    caused.
-    """
+    """The result of one check on one loop."""
 
     check: str
     outcome: Outcome
     reason: str = ""
+    """One sentence, for a skip, an xfail, an unreliable run or an error."""
     findings: tuple[Finding, ...] = ()
     seconds: float = 0.0
+    """The time that the check took, with the evidence that it was the first to need."""
     steps: int = 0
+    """The loop's own optimizer steps that the check caused."""
     error: UserError | None = None
 
     @property

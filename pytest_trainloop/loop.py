@@ -1,4 +1,4 @@
-"""What a project hands over: ``TrainLoop``, ``Padding``, ``LossContract``."""
+"""``TrainLoop`` and ``Padding``: what a project declares of its training loop."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class TrainLoop:
     batch_dim
         the dimension along which rows lie in every tensor of the batch, where it is not 0
     split_batch
-        ``split_batch(batch, k)``, the project's own cutting of a batch into k micro-batches
+        ``split_batch(batch, k)``, the project's own way to split a batch into k micro-batches
     rows_interact
         True: the examples of a batch are meant to interact (contrastive losses, batch statistics); False: they must not
     nondeterministic
@@ -91,7 +91,7 @@ class TrainLoop:
     pretrained
         which parts have pretrained weights. Accepted, and read by no check yet
     save, load
-        ``save()`` gives a checkpoint, ``load(checkpoint)`` goes on from it. Accepted, and read by no check yet
+        ``save()`` returns a checkpoint, ``load(checkpoint)`` resumes from it. Accepted, and read by no check yet
     parts
         the terms of the loss by name. Accepted, and read by no check yet
 
@@ -188,7 +188,7 @@ def _require_prefixes(frozen: Any) -> None:
 
 
 def _a(value: Any) -> str:
-    """What a value is, in words for a message."""
+    """A value's type, in words for a message."""
     if value is None:
         return "None"
     if isinstance(value, type):

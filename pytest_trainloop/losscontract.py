@@ -1,4 +1,4 @@
-"""``LossContract``: what a loss function promises, and the one sentence for what it may not say."""
+"""``LossContract``: what a loss function promises, validated."""
 
 from __future__ import annotations
 

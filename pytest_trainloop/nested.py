@@ -1,4 +1,4 @@
-"""Batches as nests of tensors: walking, copying, and what is no batch."""
+"""Batches as nested structures of tensors: walk, copy, take rows, refuse what is no batch."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def tensors(nest: Any) -> Iterator[torch.Tensor]:
 
 
 Path = tuple[object, ...]
-"""Where a tensor stands in a nest: keys, places, names of attributes."""
+"""Where a tensor is in a nest: keys, indices, names of attributes."""
 
 
 def paths(nest: Any) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Every tensor in a nest with its path, in the order in which they stand; one that stands twice is told twice."""
+    """Every tensor in a nest with its path, in order; one that occurs twice is yielded twice."""
     yield from _paths(nest, (), set())
 
 
@@ -130,8 +130,11 @@ def _with_children(value: Any, new: Mapping[Any, Any]) -> Any:
 
 
 def rows(batch: Any, axis: int = 0) -> int:
-    """How many rows a batch has: the size along ``axis`` that most of its tensors share, that of the first where
-    several do; 0 where no tensor has such an axis. What stands in a list with one entry for each row has no say."""
+    """The number of rows of a batch: the size along ``axis`` that most of its tensors share; 0 without such an axis.
+
+    Of several sizes that are equally frequent the first counts. Tensors in a list with one entry for each row are left
+    out.
+    """
     outside = set(_sizes(batch, axis, lambda value: value is not batch))
     sizes = list(_sizes(batch, axis, lambda value: value is not batch and len(value) in outside and axis == 0))
     return max(dict.fromkeys(sizes), key=sizes.count, default=0)
@@ -206,7 +209,7 @@ def _leaves(batch: Any) -> Iterator[Any]:
 
 
 def lists_of_rows(batch: Any, count: int) -> list[list[Any]]:
-    """Lists with one item for each of so many rows."""
+    """Lists with one item for each of ``count`` rows."""
     seen: set[int] = set()
     found: list[list[Any]] = []
     todo = [batch]
@@ -229,7 +232,7 @@ def _of_columns(values: list[Any], count: int) -> bool:
 
 def copy(batch: Any, field: str = "batch") -> Any:
     """A fresh copy that shares no tensor with the original; types, keys, dtypes and devices stay."""
-    nested = [t for t in tensors(batch) if t.is_nested]  # these know clone(), and deepcopy() not
+    nested = [t for t in tensors(batch) if t.is_nested]  # deepcopy() fails on them
     try:
         return _copy.deepcopy(batch, {id(t): t.detach().clone() for t in nested})
     except Exception as error:

@@ -1,7 +1,7 @@
 """The registry of checks: a check is a function from evidence to findings, plus data about it.
 
-Every ``checks/<family>/<name>/check.py`` registers the check of its folder's name and is found by its being there.
-Nothing in these files imports torch at module top.
+Every ``checks/<family>/<name>/check.py`` is imported, and registers the check of its folder's name. None of these files
+imports torch at module top.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Judged = Literal["loop", "loss"]
 FAMILIES = ("wiring", "loss", "numerics", "batch", "learning", "state", "loss_function", "project")
 """The families in causal order: a fault in an earlier one may explain failures in a later one.
 
-Each is a folder in ``checks``, but for "project", the family of checks that are registered elsewhere."""
+Each is a folder in ``checks``, except "project", the family of checks that are registered elsewhere."""
 
 _CHECKS = "pytest_trainloop.checks"
 
@@ -90,7 +90,7 @@ def check(
 
     ``causes`` maps each cause that the check may name to a ``Cause``, or to the observation that proves it; a finding
     of any other cause is an error. ``rank`` orders the checks of one family; ``subject`` is "loss" for a property of a
-    loss function. ``instrument`` names what must look on during the single run of ``observe()``, as ``module:class``.
+    loss function. ``instrument`` names what must record during the single run of ``observe()``, as ``module:class``.
     Raises ``ValueError`` for a name that another module has registered, and for no causes.
 
     >>> @check(needs={"fit"}, causes={"too_few_steps": "fewer than two optimizer steps in the record"})

@@ -1,4 +1,4 @@
-"""What one loop is checked for, and how its results are judged. Standard library only.
+"""Which checks run on a loop, and how their results are judged. Standard library only.
 
 The choice comes from several places: the marker on the function, the ini file, the command line. A name or pattern that
 matches nothing is an error there, since a typo would otherwise switch a check off, or on, for ever.
@@ -59,18 +59,20 @@ class _Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The choice for one loop or loss: ``checks`` to run or to report as skipped, reasons in ``skip``, ``options``.
-
-    ``suppress`` and ``expect`` are what skip says of causes, and xfail.
-    """
+    """The choice for one loop or loss function."""
 
     checks: tuple[str, ...]
+    """The checks to run or to report as skipped."""
     skip: Mapping[str, str]
+    """The reason by check."""
     options: Mapping[str, Mapping[str, Any]]
     strict: bool
+    """Whether advice fails."""
     known: Known
     suppress: tuple[_Rule, ...]
+    """The entries of skip that name causes."""
     expect: tuple[_Rule, ...]
+    """The entries of xfail."""
 
     def judge(self, result: Result) -> Result:
         """The result after suppression by cause, ``--trainloop-strict`` and xfail."""
@@ -162,7 +164,7 @@ def _expected_to_fail(result: Result, rule: _Rule) -> Result:
 
 
 def validate(selection: Selection, known: Known) -> None:
-    """Raise ``UsageError`` for the first wish that cannot be met by these checks."""
+    """Raise ``UsageError`` for the first entry that fits none of these checks."""
     where = selection.where
     if selection.only is not None:
         _validate_only(where, selection.only, known)

@@ -1,4 +1,4 @@
-"""A loop written with Accelerate is handed over as it is; only what it keeps for the whole process needs care."""
+"""A loop written with Accelerate needs no adapter, only a fresh ``Accelerator`` in one process."""
 
 from __future__ import annotations
 

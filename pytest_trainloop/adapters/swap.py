@@ -1,4 +1,4 @@
-"""Attributes of the user's object set for a while."""
+"""Attributes of the user's object, set for the length of a block."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def swapped(subject: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of one object and give the old ones back, also after an exception.
+    """Set attributes of one object and restore the old ones, also after an exception.
 
-    One that came from the class (a method) is uncovered again, not copied onto the object.
+    The attribute of an object that inherits it from its class (a method) is deleted again.
     """
     old = {name: getattr(subject, name) for name in values}
     uncover = {name for name in values if name not in vars(subject) and not _is_property(subject, name)}

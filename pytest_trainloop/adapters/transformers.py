@@ -83,7 +83,7 @@ def _train(trainer: Any, batches: Sequence[Any]) -> Any:
     args = copy.copy(trainer.args)
     args.num_train_epochs, args.max_steps = 1, -1
     args.eval_on_start = False
-    # Without model_init: train() would build a second model and the one handed over would never train.
+    # Without model_init: train() would build a second model, and the one given would never train.
     with (
         gradient_state_kept(),
         _silenced(trainer),

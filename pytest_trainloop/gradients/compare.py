@@ -1,5 +1,4 @@
-"""Two runs of one loop side by side: how far the gradients that their steps consume agree, and what else tells them
-apart."""
+"""Two runs of one loop compared: how far the gradients that their steps read agree, and what else differs."""
 
 from __future__ import annotations
 
@@ -19,16 +18,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Two gradients of one step: the length of the accumulated one over the other's, their cosine, and the length of
-    their difference over the larger of both."""
+    """How far two gradients agree."""
 
     ratio: float
+    """The length of the second over that of the first."""
     cosine: float
     difference: float
+    """The length of their difference over the larger of both lengths."""
 
 
 def agreement(expected: torch.Tensor, got: torch.Tensor) -> Agreement:
-    """How far two gradients, as vectors over the same entries, agree."""
+    """How far two gradients agree, as vectors over the same entries."""
     a, b = (float(torch.linalg.vector_norm(v)) for v in (expected, got))
     if not (a < float("inf") and b < float("inf")):
         return Agreement(float("nan"), float("nan"), 0.0 if a != a and b != b else float("inf"))
@@ -40,7 +40,7 @@ def agreement(expected: torch.Tensor, got: torch.Tensor) -> Agreement:
 
 
 def first_apart(expected: Record, got: Record, optimizer: int) -> float:
-    """How far the gradients apart lie that an optimizer's first step consumes in two runs."""
+    """The relative difference between the gradients that an optimizer's first step reads in two runs."""
     a, b = (consumed(record, optimizer, 0) or {} for record in (expected, got))
     return agreement(*vectors([a, b])).difference
 
@@ -51,20 +51,20 @@ def optimizers(record: Record) -> list[int]:
 
 
 def step_count(record: Record, optimizer: int) -> int:
-    """How often one optimizer was seen to step; 0 where the run has no such optimizer."""
+    """The number of steps of one optimizer; 0 where the run has no such optimizer."""
     return len(steps_of(record, optimizer)) if optimizer < len(record.optimizers) else 0
 
 
 def moving_steps(record: Record) -> int:
-    """How many steps changed a parameter: an optimizer may gather gradients of several calls before it does."""
+    """The number of steps that changed a parameter: an optimizer may gather gradients of several calls first."""
     return sum(any(u > 0.0 for u in s.updates.values()) for s in record.of(Step) if not s.nested)
 
 
 def cuts_by_itself(one: Record, whole: Record, k: int) -> bool:
-    """Whether the loop steps as often for whole batches with the knob at k, and goes k times through its model."""
+    """Whether the loop splits whole batches itself: with the knob at k as many steps, and k passes for each."""
     stepping = optimizers(one)
-    alike = all(step_count(one, o) == step_count(whole, o) for o in stepping)
-    return alike and bool(stepping) and micro_batches(one, whole, stepping[0]) >= k
+    same = all(step_count(one, o) == step_count(whole, o) for o in stepping)
+    return same and bool(stepping) and micro_batches(one, whole, stepping[0]) >= k
 
 
 def micro_batches(one: Record, many: Record, optimizer: int) -> int:
@@ -85,7 +85,7 @@ def passes(record: Record, optimizer: int) -> tuple[int, int]:
 
 
 def window_sizes(record: Record) -> list[int]:
-    """How many backward passes came before each step of the first optimizer that was seen to step."""
+    """The number of backward passes before each step of the first optimizer that was seen to step."""
     stepping = optimizers(record)
     if not stepping:
         return []
@@ -98,11 +98,11 @@ def window_sizes(record: Record) -> list[int]:
 def rates(record: Record, optimizer: int, count: int) -> list[tuple[float, ...]]:
     """The learning rates at the optimizer's first steps, by parameter group."""
     known = [s.lrs for s in steps_of(record, optimizer)[:count]]
-    return [tuple(rate if rate == rate else -1.0 for rate in of) for of in known]  # an optimizer may have none
+    return [tuple(lr if lr == lr else -1.0 for lr in lrs) for lrs in known]  # an optimizer may have none
 
 
 def updates_apart(one: Record, many: Record) -> float:
-    """How far the weights lie apart in the end, over how far they moved."""
+    """The distance between the final weights of two runs, over that from the initial weights."""
     (start, end), (_, other) = ends(one), ends(many)
     before, after, got = vectors([start, end, other])
     apart, moved = (float(torch.linalg.vector_norm(v)) for v in (got - after, after - before))

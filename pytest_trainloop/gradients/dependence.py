@@ -1,19 +1,15 @@
-"""Does what the loop backpropagates change when a parameter is moved?
+"""Whether the tensors that the loop backpropagates (the roots) change when a parameter is moved.
 
 See docs/how-it-decides.md#whether-the-loss-depends-on-a-parameter.
 
-Two base points: the initial weights, and all trainable weights moved a little (behind a zero-initialised gate nothing
-depends at first). At each the
-run is made twice under one seed to see its own noise; then with the parameters in question moved by half their root
-mean square.
+There are two base points: the initial weights, and all trainable weights moved a little (behind a zero-initialised gate
+nothing depends at first). At each the run is made twice under one seed, which shows its own noise, and then with the
+parameters in question moved by half their root mean square. Runs are in float64, or in the loop's own precision where
+it does not run in float64.
 
-Runs are made in float64; where a loop does not run so, in its own precision.
-
-Bound: moving a parameter that the loss does not depend on changes the roots by rounding alone. Rounding differences
-of one run are a few machine epsilons
-times the growth over the operations between (about the square root of their number: below 1e3 for these sizes), hence
-1e3 * eps of the
-lowest precision among root and parameters, and 10 times the difference that two identical runs show.
+Moving a parameter that the loss does not depend on changes the roots by rounding alone: by a few machine epsilons times
+the growth over the operations between (about the square root of their number: below 1e3 for these sizes). The bound is
+1e3 eps of the lowest precision among root and parameters, and 10 times the difference between two identical runs.
 """
 
 from __future__ import annotations
@@ -38,18 +34,19 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
 
 MOST = 12
-"""Parameters that are looked at one by one; beyond, one of each owning module stands for it."""
+"""Parameters that are moved one by one; of more, one of each owning module stands for the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dependence:
-    """By how much the roots change, relative to their size, when the parameter is moved; ``bound`` is what rounding
-    alone may do. ``alive``: in one of these runs a gradient arrived after all (an expert that other weights send
-    tokens to), so no wire is cut."""
+    """How the roots depend on one parameter."""
 
     change: float
+    """The change of the roots relative to their size, when the parameter is moved."""
     bound: float
+    """The largest change that rounding may cause."""
     alive: bool = False
+    """Whether a gradient arrived in one of these runs (at an expert that other weights send tokens to)."""
 
     @property
     def depends(self) -> bool:
@@ -57,14 +54,16 @@ class Dependence:
 
 
 class Dependences:
-    """Whether what the loop backpropagates changes when a parameter is moved."""
+    """The dependence of the roots on parameters of one loop."""
 
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
 
     def of(self, names: Sequence[str]) -> dict[str, Dependence]:
-        """For each named parameter, the largest change over both base points; none is looked for where a gradient
-        arrives after all. Raises ``CannotDecide`` where the loop cannot be run again."""
+        """For each named parameter, the largest change over both base points; 0 where a gradient arrives.
+
+        Raises ``CannotDecide`` where the loop cannot be run again.
+        """
         if not self._evidence.repeatable:
             raise CannotDecide(
                 f"{some(names)}: no gradient was seen; whether the loss depends on {them(names)} takes further runs: "
@@ -140,8 +139,7 @@ class _Probe:
 
 
 def difference(a: list[float], b: list[float]) -> float:
-    """The largest relative difference between two sequences of roots; infinite where one is non-finite only there or
-    longer."""
+    """The largest relative difference between two sequences of roots; infinite where lengths or finiteness differ."""
     if len(a) != len(b):
         return math.inf
     worst = 0.0
@@ -170,8 +168,7 @@ def _runs_in_double(evidence: Evidence, names: Sequence[str]) -> bool:
 
 
 def roots_before_first_step(record: Record, names: Sequence[str]) -> list[float]:
-    """The values backpropagated until every optimizer that holds one of the names has stepped; without a step, all of
-    them."""
+    """The roots' values until every optimizer that holds one of the names has stepped; without a step, all of them."""
     wanted = {p.index for p in record.parameters if p.name in set(names)}
     holders = {o.index for o in record.optimizers if wanted & set(o.parameters)}
     steps = [s for s in record.of(Step) if not s.nested]

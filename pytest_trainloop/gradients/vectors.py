@@ -25,8 +25,7 @@ Gradient = dict[str, torch.Tensor]
 """The sampled entries by parameter, in float64."""
 
 ALIKE = 1e-7
-"""Smallest relative singular value at which weights are still told apart: with gradients good to 1e-15 they are then
-good to 1e-8."""
+"""Smallest relative singular value at which the weights are determined: from gradients with errors of 1e-15 to 1e-8."""
 
 
 def steps_of(record: Record, optimizer: int) -> list[Step]:
@@ -35,7 +34,7 @@ def steps_of(record: Record, optimizer: int) -> list[Step]:
 
 
 def consumed(record: Record, optimizer: int, nth: int) -> Gradient | None:
-    """What the optimizer's nth step consumed, as it was before any clipping; None where there was no such step."""
+    """The gradient that the optimizer's nth step read, as it was before any clipping; None without such a step."""
     steps = steps_of(record, optimizer)
     if nth >= len(steps):
         return None
@@ -78,7 +77,7 @@ def ends(record: Record) -> tuple[Gradient, Gradient]:
 
 
 def vectors(gradients: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
-    """The gradients as vectors over the same parameters; one that got none counts as zero there."""
+    """The gradients as vectors over the same parameters; a parameter without a gradient counts as zero."""
     sizes = {name: len(found) for g in gradients for name, found in g.items()}
     names = sorted(n for n in sizes if all(len(g[n]) == sizes[n] for g in gradients if n in g))
     if not names:
@@ -88,10 +87,10 @@ def vectors(gradients: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tenso
 
 
 def combination(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> Combination | None:
-    """The whole as a weighted sum of the parts, by least squares; None where the parts are too alike to be told apart,
-    or as many as the entries: anything is a sum of these.
+    """The whole as a weighted sum of the parts, by least squares.
 
-    Every part is scaled to length 1 first, so that a small one is not taken for a dependent one.
+    None where the parts are nearly dependent, or as many as the entries, of which anything is a sum. Every part is
+    scaled to length 1 first, so that a small one is not taken for a dependent one.
     """
     lengths = [float(torch.linalg.vector_norm(p)) for p in parts]
     if len(whole) <= len(parts) or not all(0.0 < n < float("inf") for n in lengths):

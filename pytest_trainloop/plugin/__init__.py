@@ -85,7 +85,7 @@ def _is_ours(item: pytest.Item) -> bool:
 
 @pytest.fixture
 def trainloop(request: pytest.FixtureRequest) -> TrainloopFixture:
-    """Checks by hand: check(name, make), check_loop(make), check_loss(make), observe()."""
+    """Checks called from the test: check(name, make), check_loop(make), check_loss(make), observe()."""
     from pytest_trainloop.plugin import fixture
 
     return fixture.start(request)

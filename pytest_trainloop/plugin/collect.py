@@ -28,7 +28,7 @@ HIDDEN = "trainloop_check"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedFunction:
-    """What collection found out about one marked function."""
+    """The plan and the knobs of one marked function."""
 
     plan: Plan
     knobs: dict[str, str]
@@ -39,7 +39,7 @@ _MARKED = pytest.StashKey[dict[str, MarkedFunction]]()
 
 
 def marked_function(item: pytest.Item) -> tuple[str, MarkedFunction] | None:
-    """The check that an item runs, and what was found out about its function; None for an ordinary test."""
+    """The check that an item runs, and its marked function; None for an ordinary test."""
     mark = item.get_closest_marker(HIDDEN)
     if mark is None or not isinstance(item, pytest.Function) or item.parent is None:
         return None

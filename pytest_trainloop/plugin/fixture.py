@@ -1,4 +1,4 @@
-"""The ``trainloop`` fixture: checks of training loops in tests written by hand."""
+"""The ``trainloop`` fixture: checks called from a test function."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def start(request: pytest.FixtureRequest) -> TrainloopFixture:
 
 
 class TrainloopFixture:
-    """Checks of training loops by hand.
+    """Checks of training loops, called from a test function.
 
     >>> def test_accumulation(trainloop):
     ...     trainloop.check("accumulation_equivalence", make_loop)
@@ -58,7 +58,7 @@ class TrainloopFixture:
         if name not in known:
             raise UsageError(f"trainloop.check got {name!r}, which is no check; {nearest(name, known)}")
         try:
-            settings = _settings(self._item)
+            settings = read_settings(self._item.config)
             judges = known[name].subject
             own = read_knobs(make, knobs) if judges == "loop" else {}
             subject = battery.Subject(self._item.nodeid, make, settings=settings, knobs=own, judges=judges)
@@ -74,20 +74,19 @@ class TrainloopFixture:
         return result
 
     def check_loop(self, make: Callable[..., Any], **choice: Any) -> Report:
-        """All checks on ``make``, with the keywords of :func:`pytest_trainloop.check_loop`."""
+        """All checks on loops from ``make``, with the keywords of :func:`pytest_trainloop.check_loop`."""
         __tracebackhide__ = True
-        settings = _settings(self._item)
-        return self._all(api.check_loop, make, {"timeout": settings.timeout}, choice)
+        return self._all(api.check_loop, make, {"timeout": read_settings(self._item.config).timeout}, choice)
 
     def check_loss(self, make: Any, **choice: Any) -> Report:
         """Every property of a loss function, with the keywords of :func:`pytest_trainloop.check_loss`."""
         __tracebackhide__ = True
-        settings = _settings(self._item)
-        return self._all(api.check_loss, make, {"hypothesis_seed": settings.hypothesis_seed}, choice)
+        own = {"hypothesis_seed": read_settings(self._item.config).hypothesis_seed}
+        return self._all(api.check_loss, make, own, choice)
 
     def _all(self, check: Callable[..., Report], make: Any, own: dict[str, Any], choice: dict[str, Any]) -> Report:
         __tracebackhide__ = True
-        given = {"seed": _settings(self._item).seed, "strict": is_strict(self._item.config), **own}
+        given = {"seed": read_settings(self._item.config).seed, "strict": is_strict(self._item.config), **own}
         try:
             report = check(make, **{**given, **choice})
         except CheckFailed as error:
@@ -132,7 +131,7 @@ class Observed:
 
 
 class Outcomes:
-    """A test by hand whose checks could all not decide is skipped with their reasons: it proved nothing."""
+    """Skip a test none of whose checks could decide, with their reasons: it proved nothing."""
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
@@ -144,7 +143,3 @@ class Outcomes:
             report.outcome = "skipped"
             report.longrepr = (*location(item), f"Skipped: {reasons}")
         return report
-
-
-def _settings(item: pytest.Item) -> battery.Settings:
-    return read_settings(item.config)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 ON_CUDA = "-cuda"
-"""Stands behind the check's name where loops are put on a CUDA device: ``[precision_parity-cuda]``."""
+"""The suffix of the check's name where loops are on a CUDA device: ``[precision_parity-cuda]``."""
 
 
 def loop_of(nodeid: str, check: str) -> str:
@@ -38,8 +38,8 @@ def check_in(nodeid: str) -> str:
 def scopes(nodeids: Sequence[str], known: Collection[str]) -> dict[str, str]:
     """The loop of each item of a loop, and each other item's own id.
 
-    A check that the project registered in a deeper conftest is unknown where xdist schedules: it is told by its
-    neighbours, which have the same id but for a known check.
+    A check that the project registered in a deeper conftest is unknown where xdist schedules: it is recognised by items
+    that have the same id except for a known check.
     """
     loops = {loop_of(nodeid, check_in(nodeid)) for nodeid in nodeids if check_in(nodeid) in known}
     stripped = {nodeid: loop_of(nodeid, check_in(nodeid)) if check_in(nodeid) else nodeid for nodeid in nodeids}

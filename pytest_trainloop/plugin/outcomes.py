@@ -1,4 +1,4 @@
-"""Outcomes: what pytest is told about a result, and the result as data on the item."""
+"""Outcomes: the report of a result to pytest, and the result as data on the item."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With ``-v`` on a terminal, how far a long check is: step, budget and loss, in one line that is updated."""
+"""With ``-v`` on a terminal, the progress of a long check: step, number of steps and loss, in one line."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ OFTEN = 0.2
 
 @contextlib.contextmanager
 def shown(config: pytest.Config) -> Iterator[Callable[[int, int, float], None]]:
-    """What is to be told of progress; the line as pytest wrote it is put back at the end. Nothing is written under
-    xdist, where the output is no terminal, and without ``-v``."""
+    """A function to call with step, number of steps and loss; at the end pytest's own line is restored.
+
+    Nothing is written under xdist, where the output is no terminal, and without ``-v``.
+    """
     terminal: Any = config.pluginmanager.getplugin("terminalreporter")
     if terminal is None or config.get_verbosity() < 1 or not terminal.isatty or hasattr(config, "workerinput"):
         yield lambda step, most, loss: None
         return
     line = _Line(terminal, config.pluginmanager.getplugin("capturemanager"))
     try:
-        yield line.tell
+        yield line.update
     finally:
         line.put_back()
 
 
 class _Line:
-    """The terminal's last line: what pytest wrote there, and the progress behind it."""
+    """The terminal's last line: pytest's own text, followed by the progress."""
 
     def __init__(self, terminal: Any, capture: Any) -> None:
         self._terminal, self._capture = terminal, capture
@@ -42,7 +44,7 @@ class _Line:
         self._next = time.monotonic() + LONG
         self._written = False
 
-    def tell(self, step: int, most: int, loss: float) -> None:
+    def update(self, step: int, most: int, loss: float) -> None:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + OFTEN
             self._write(f"{self._start}step {step} of {most}, loss {loss:.4g}")

@@ -6,7 +6,7 @@ import torch
 
 
 def autocast() -> str:
-    """Its device and dtype, as "cpu:bfloat16"; empty outside of any."""
+    """Device and dtype of the block, as "cpu:bfloat16"; empty outside of one."""
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             return f"{device}:{str(torch.get_autocast_dtype(device)).removeprefix('torch.')}"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Gradients:
-    """Tensor hooks on every watched parameter, and taps on the two doors of autograd."""
+    """Tensor hooks on every watched parameter, and patches of ``torch.autograd.backward`` and ``grad``."""
 
     def __init__(self, watch: Observed, taps: Taps) -> None:
         self._watch = watch
@@ -32,7 +32,7 @@ class Gradients:
             taps.put(torch.autograd, name, functools.partial(self._tapped, name))
 
     def hook(self, indices: Iterable[int]) -> None:
-        """Observed what arrives at these parameters, as soon as they require grad."""
+        """Observe the gradients that arrive at these parameters; those that require none are left for a later call."""
         for index in indices:
             tensor = self._watch.book.tensors[index]
             if index not in self._handles and not is_lazy(tensor) and tensor.requires_grad and tensor.is_leaf:
@@ -54,7 +54,7 @@ class Gradients:
         return watched
 
     def during(self, kind: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call one of autograd's doors with a backward event open."""
+        """Call ``backward`` or ``grad`` of autograd, and record the pass."""
         watch = self._watch
         if watch.backward is not None:
             return function(*args, **kwargs)
@@ -97,7 +97,7 @@ class Gradients:
         @unserializable_hook  # type: ignore[untyped-decorator]
         def arrived(gradient: torch.Tensor | None) -> None:
             if gradient is None:
-                return  # a custom function gave none
+                return  # a custom function returned none
             with watch.quietly(), torch.no_grad():
                 event = watch.backward or self._unseen_backward()
                 residual = watch.book.tensors[index].grad if event.kind == "backward" else None
@@ -115,7 +115,7 @@ class Gradients:
         return arrived  # type: ignore[no-any-return]
 
     def _unseen_backward(self) -> Backward:
-        """A backward that passed neither door (started from C++): one event until the next of another kind."""
+        """The event of a pass started from C++, past both patches; such passes share one until another event."""
         watch = self._watch
         last = watch.record.events[-1] if watch.record.events else None
         if isinstance(last, Backward) and not last.roots:

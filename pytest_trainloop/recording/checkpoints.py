@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Checkpoints:
-    """Taps on the two doors through which every checkpoint of torch passes, whoever captured ``checkpoint`` before."""
+    """Patches of the two functions that every checkpoint of torch calls, whoever imported ``checkpoint`` before."""
 
     def __init__(self, watch: Observed, taps: Taps) -> None:
         self._watch = watch
@@ -65,13 +65,13 @@ class Checkpoints:
 
 
 def bound(generator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
-    """The arguments of torch's generator by name, with their defaults: the function is ``fn``, ``args`` and ``kwargs``
-    are what it is given."""
+    """The arguments of torch's generator by name, with their defaults: the function is ``fn``, its own arguments are
+    ``args`` and ``kwargs``."""
     given = inspect.signature(generator).bind(*args, **kwargs)
     given.apply_defaults()
     return given
 
 
 def needs_grad(args: Sequence[Any]) -> bool:
-    """Whether one of the tensors that a function is handed requires grad."""
+    """Whether one of a function's tensor arguments requires grad."""
     return any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)

@@ -1,4 +1,4 @@
-"""What happened during a run, one event after the other. Plain data: no torch, nothing of the user's objects."""
+"""The events of a run. Plain data: no torch, nothing of the user's objects."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ class Fact:
 
 @dataclass(slots=True, kw_only=True)
 class Event:
+    """Anything that happened at one moment of a run."""
+
     at: int
+    """The position in the run: events, reads and arrivals are counted together."""
     place: Place
     site: Site
 
@@ -67,45 +70,44 @@ class Forward(Event):
     training: bool
     autocast: str = ""
     in_backward: bool = False
-    """Whether a checkpoint makes the call again, in a backward pass."""
+    """Whether a checkpoint recomputes the call in a backward pass."""
     in_eval: tuple[str, ...] = ()
-    """Modules below it, itself included, that act by mode and are in evaluation mode."""
+    """Paths of the modules from it down that act by mode and are in evaluation mode."""
     in_training: tuple[str, ...] = ()
     """The same in training mode."""
     apart: tuple[str, ...] = ()
-    """Those of both whose mode is not that of the module that holds them."""
+    """Those of both whose mode differs from that of the module that holds them."""
     below: frozenset[int] = frozenset()
-    """The parameters that it has."""
+    """The parameters of the module and of all modules in it."""
     answered: list[int] = field(default_factory=list)
     """The positions of the backward passes that went through its output."""
 
 
 @dataclass(slots=True, kw_only=True)
 class CheckpointCall(Event):
-    """A function run under torch's activation checkpointing; when it is run again is left out.
-
-    ``preserves`` tells that the state of torch's generator is put back for that, ``needs_grad`` that one of the tensors
-    handed to it requires grad.
-    """
+    """A function run under torch's activation checkpointing; its recomputation is no event."""
 
     reentrant: bool
     preserves: bool
+    """Whether the state of torch's generator is restored for the recomputation."""
     needs_grad: bool
+    """Whether one of its tensor arguments requires grad."""
     grad_enabled: bool
 
 
 @dataclass(slots=True, kw_only=True)
 class ModeCall(Event):
-    """A call of ``train()`` or ``eval()`` on a module: ``below`` is the path whose modules it switches, ``on`` to
-    which mode."""
+    """A call of ``train()`` or ``eval()`` on a module."""
 
     below: str
+    """The path of the module; all modules in it are switched too."""
     on: bool
+    """Whether to training mode."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LossCall(Event):
-    """A call of a loss function of ``torch.nn.functional``; ``value`` is None where it gives several."""
+    """A call of a loss function of ``torch.nn.functional``."""
 
     name: str
     input_shape: tuple[int, ...]
@@ -114,6 +116,7 @@ class LossCall(Event):
     target_dtype: str
     reduction: str
     value: float | None = None
+    """None where the call gives several values."""
     ignore_index: int | None = None
 
 
@@ -129,25 +132,31 @@ class Root:
 
 @dataclass(slots=True)
 class Arrival:
-    """A gradient that arrived at a parameter: ``residual`` is what stood in ``.grad`` before."""
+    """A gradient that arrived at a parameter."""
 
     at: int
     incoming: Fact
     residual: Fact | None
+    """What ``.grad`` held before; None where it was None, and for ``torch.autograd.grad``."""
     steps_since_forward: int
+    """Optimizer steps that read the parameter's gradient since the parameter was last used."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Backward(Event):
-    """One backward pass; ``item`` counts the batches that the loop had taken by then (``kind`` "grad" for
-    ``torch.autograd.grad``, which accumulates nowhere); ``autocast`` names the autocast block that it was called in."""
+    """One backward pass."""
 
     kind: Literal["backward", "grad"]
+    """"grad" for ``torch.autograd.grad``, which accumulates nowhere."""
     roots: list[Root] = field(default_factory=list)
     arrivals: dict[int, list[Arrival]] = field(default_factory=dict)
+    """The gradients that arrived at each parameter."""
     until: int = 0
+    """The position at which it ended."""
     item: int = 0
+    """The number of batches that the loop had taken by then."""
     autocast: str = ""
+    """The autocast block that it was called in."""
 
     @property
     def reached(self) -> bool:
@@ -157,22 +166,23 @@ class Backward(Event):
 
 @dataclass(slots=True, kw_only=True)
 class GradWrite(Event):
-    """A write to gradients outside backward.
-
-    ``how``: "none" (set to None), "zero", "assigned" (another tensor), "clipped", "altered" (in place). ``limit`` is
-    the clip's bound where it was seen; ``before`` and ``after`` are the gradients around a clip.
-    """
+    """A write to gradients outside backward."""
 
     how: Literal["none", "zero", "assigned", "clipped", "altered"]
+    """"none": set to None; "assigned": another tensor; "altered": in place."""
     parameters: list[int]
     by: str = ""
+    """The function that wrote."""
     limit: float | None = None
+    """The clip's bound, where it was seen."""
     before: dict[int, Fact] = field(default_factory=dict)
+    """The gradients before a clip."""
     after: dict[int, Fact] = field(default_factory=dict)
+    """The gradients after a clip."""
 
     @property
     def assigns(self) -> bool:
-        """Whether user code put other values there: another tensor, or a copy into the present one."""
+        """Whether user code assigned other values: another tensor, or a copy into the present one."""
         return self.how == "assigned" or (self.how == "altered" and "copy" in self.by)
 
     @property
@@ -182,7 +192,7 @@ class GradWrite(Event):
 
 @dataclass(slots=True)
 class Read:
-    """What a step saw in ``.grad``, per parameter that it holds (None: no gradient)."""
+    """The gradients that a step read, per parameter that it holds (None: no gradient)."""
 
     at: int
     grads: dict[int, Fact | None]
@@ -207,7 +217,7 @@ class Step(Event):
     frozen: tuple[int, ...] = ()
     """Parameters that did not require grad."""
     nested: bool = False
-    """Whether it contains another step, which is the one that consumes."""
+    """Whether it contains another step, which is the one that reads the gradients."""
     in_backward: bool = False
     full: bool = True
     """Whether it was watched in full."""
@@ -218,7 +228,7 @@ class Step(Event):
 
     @property
     def consumes(self) -> bool:
-        """Whether the step takes gradients: it computed with some, or it asked and found none."""
+        """Whether the step reads gradients: it computed with some, or it asked and found none."""
         present = any(grad is not None for read in self.reads for grad in read.grads.values())
         return self.computed or (self.asked and not present)
 
@@ -242,15 +252,19 @@ class SchedulerStep(Event):
 
 @dataclass(slots=True, kw_only=True)
 class ScalerCall(Event):
-    """A call of a gradient scaler: ``what`` is scale, unscale, step or update; ``stepped`` whether step() reached the
-    optimizer. One made inside another (step() unscales by itself) lies between that one's ``at`` and ``until``."""
+    """A call of a gradient scaler.
+
+    One made inside another (``step()`` unscales too) lies between that one's ``at`` and ``until``.
+    """
 
     what: Literal["scale", "unscale", "step", "update"]
     enabled: bool
     scaler: int
     optimizer: int | None = None
     factor: float = math.nan
+    """The scale that the loss was multiplied by."""
     stepped: bool | None = None
+    """Whether ``step()`` reached the optimizer."""
     until: int = 0
 
 

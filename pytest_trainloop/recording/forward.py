@@ -55,7 +55,7 @@ class Modules:
                 self._follow(thread.forward, output)
 
     def _follow(self, forward: Forward, output: Any) -> None:
-        """See which backward passes go through what the call gave."""
+        """Note the backward passes that go through the call's output."""
         watch = self._watch
 
         def answer(_gradient: torch.Tensor) -> None:

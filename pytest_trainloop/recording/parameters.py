@@ -24,8 +24,7 @@ RUNNING = ("running_mean", "running_var")
 
 
 class Book:
-    """Every watched parameter, its index by identity. Holds the tensors for the time of the run, so that no identity
-    is used twice."""
+    """The watched parameters, found by ``id``. Their tensors are held until the run ends, so that no id recurs."""
 
     def __init__(self, reader: Reader) -> None:
         self.entries: list[Parameter] = []
@@ -33,7 +32,7 @@ class Book:
         self._index: dict[int, int] = {}
         self._names: set[str] = set()
         self._reader = reader
-        self._unmade: list[int] = []
+        self._lazy: list[int] = []
         self.declaring = False
         self._declared: set[int] = set()
         self._within_declared = False
@@ -45,7 +44,7 @@ class Book:
         return self._index.get(id(tensor))
 
     def add(self, tensor: torch.Tensor, name: str, role: Role, owner: str = "") -> int:
-        """The tensor's index, newly entered if it was not known."""
+        """The tensor's index; a tensor that is not known gets an entry."""
         known = self._index.get(id(tensor))
         if known is not None:
             self._adopt(self.entries[known], name, role, owner)
@@ -53,7 +52,7 @@ class Book:
         index = len(self.entries)
         entry = Parameter(
             index=index,
-            name=self._fresh(name),
+            name=self._unique(name),
             role=role,
             shape=(),
             dtype="",
@@ -65,33 +64,33 @@ class Book:
         self._index[id(tensor)] = index
         self.entries.append(entry)
         self.tensors.append(tensor)
-        self._unmade.append(index)
+        self._lazy.append(index)
         self.settle()
         return index
 
     def settle(self) -> list[int]:
-        """Note shape and start of those that have entries only now (lazy ones get them in the first forward)."""
-        made = [i for i in self._unmade if not nn.parameter.is_lazy(self.tensors[i])]
+        """Note shape and initial values of lazy parameters once the first forward pass has made them; their indices."""
+        made = [i for i in self._lazy if not nn.parameter.is_lazy(self.tensors[i])]
         for index in made:
             tensor, entry = self.tensors[index], self.entries[index]
             entry.shape, entry.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
             entry.start = self._reader.fact(tensor)
-        self._unmade = [i for i in self._unmade if i not in made]  # another thread may have settled some
+        self._lazy = [i for i in self._lazy if i not in made]  # another thread may have settled some
         return made
 
     def begin_anew(self) -> None:
-        """Note all starts again: what was entered has been given other values on purpose."""
+        """Take the present values as the initial ones: a run has displaced the weights before ``fit``."""
         for index, entry in enumerate(self.entries):
-            if index not in self._unmade:
+            if index not in self._lazy:
                 entry.start = self._reader.fact(self.tensors[index])
 
     def _adopt(self, entry: Parameter, name: str, role: Role, owner: str) -> None:
-        """A tensor that was seen in an optimizer first takes the name that it has in the module where it turns up."""
+        """Name a tensor that was seen in an optimizer first as the module names in which it is found later."""
         if entry.role == "foreign" and role != "foreign":
             self._names.discard(entry.name)
-            entry.name, entry.role, entry.owner = self._fresh(name), role, owner
+            entry.name, entry.role, entry.owner = self._unique(name), role, owner
 
-    def _fresh(self, name: str) -> str:
+    def _unique(self, name: str) -> str:
         if name in self._names:
             name = next(f"{name} ({n})" for n in range(2, 10_000) if f"{name} ({n})" not in self._names)
         self._names.add(name)
@@ -101,8 +100,7 @@ class Book:
         return id(module) in self.modules
 
     def add_module(self, root: nn.Module, prefix: str = "") -> list[int]:
-        """Enter a module with all its parameters, registered or kept in plain lists and dicts; the indices that are
-        new."""
+        """Enter a module with its parameters, registered or kept in plain lists and dicts; the indices of new ones."""
         before = len(self.entries)
         if self.declaring:
             self._declared.update(id(module) for module in root.modules())
@@ -156,7 +154,7 @@ class Book:
             yield self.modules[id(module)], module
 
     def note_gone(self) -> None:
-        """Mark the registered parameters that stand in none of the modules any more."""
+        """Mark the registered parameters that no module holds any more."""
         present = {id(p) for module in self._kept for p in module.parameters(recurse=False)}
         for entry, tensor in zip(self.entries, self.tensors, strict=True):
             entry.gone = entry.role == "model" and id(tensor) not in present

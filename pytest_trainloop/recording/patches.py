@@ -1,4 +1,4 @@
-"""Put a watcher in front of a public function where torch has no hook for it, for the time of a run only."""
+"""Patch public functions of torch that have no hooks, for the length of a run."""
 
 from __future__ import annotations
 
@@ -12,22 +12,17 @@ _ABSENT = object()
 
 
 class Taps:
-    """Attributes replaced by watchers, put back in reverse order by ``remove``.
-
-    ``torch.autograd.backward`` is the one door through which ``Tensor.backward`` and direct calls both pass, at
-    either density; schedulers and
-    gradient scalers have no hooks of their own.
-    """
+    """Attributes replaced by wrappers of the originals; ``remove`` restores them in reverse order."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any]] = []
 
-    def put(self, owner: Any, name: str, watcher: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace ``owner.name`` by ``watcher(original)``."""
+    def put(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace ``owner.name`` by ``wrap(original)``."""
         original = getattr(owner, name)
         own = vars(owner).get(name, _ABSENT)
         self._replaced.append((owner, name, own))
-        setattr(owner, name, watcher(original))
+        setattr(owner, name, wrap(original))
 
     def remove(self) -> None:
         while self._replaced:
@@ -39,10 +34,10 @@ class Taps:
 
 
 @contextlib.contextmanager
-def tapped(owner: Any, name: str, watcher: Callable[[Callable[..., Any]], Any]) -> Iterator[None]:
-    """One attribute replaced by a watcher, for the length of a block."""
+def tapped(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Any]) -> Iterator[None]:
+    """Replace one attribute for the length of a block."""
     taps = Taps()
-    taps.put(owner, name, watcher)
+    taps.put(owner, name, wrap)
     try:
         yield
     finally:

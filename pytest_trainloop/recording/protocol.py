@@ -1,4 +1,4 @@
-"""What an observer may ask of the watch that it belongs to, and of the other observers."""
+"""The interface of a watch, and of its observers, for the observers themselves."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class GradientObserver(Protocol):
 
     @property
     def originals(self) -> Mapping[Any, str]:
-        """Torch's own entrances to autograd, and what each is called."""
+        """Torch's own functions that start a pass, and the name of each."""
 
     def during(self, kind: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call one of them, and record the pass."""
+        """Call one of these functions, and record the pass."""
 
 
 class OptimizerObserver(Protocol):
     """Sees optimizers step."""
 
     def index(self, optimizer: Any, declared: bool = False) -> int:
-        """The number of an optimizer in the record; a new one is entered."""
+        """The number of an optimizer in the record; one that is not known gets an entry."""
 
     def drop_aborted(self) -> None:
         """Forget steps that an exception ended."""

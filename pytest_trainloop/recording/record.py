@@ -1,4 +1,4 @@
-"""What was seen during one run, in order. Plain data: no torch, nothing of the user's objects."""
+"""The record of one run. Plain data: no torch, nothing of the user's objects."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class Parameter:
     index: int
     name: str
     role: Role
+    """"model": registered in a module; "unregistered": in a plain list or dict; "foreign": in an optimizer only."""
     shape: tuple[int, ...]
     dtype: str
     device: str
@@ -46,7 +47,7 @@ class Parameter:
     start: Fact = field(default_factory=Fact)
     """The tensor as the run began."""
     gone: bool = False
-    """Whether another tensor had taken its place when the run ended."""
+    """Whether no module held it any more when the run ended."""
     asked: bool = False
     """Whether it required grad in some call of its module."""
     calls_with_grad: int = 0
@@ -55,7 +56,7 @@ class Parameter:
     calls_in_checkpoint: int = 0
     """Calls without gradients inside a checkpointed segment."""
     calls_empty: int = 0
-    """Calls with inputs that have no entries."""
+    """Calls with empty inputs."""
     calls_in_eval: int = 0
     """Calls with gradients on in evaluation mode."""
     checkpoint: Place | None = None
@@ -109,7 +110,7 @@ E_ = TypeVar("E_", bound=Event)
 
 
 def within(name: str, prefixes: Sequence[str]) -> bool:
-    """Whether a dotted name is one of these or lies below one: ``layer1`` and ``layer1.`` hold ``layer1.weight``, and
+    """Whether a dotted name is one of these or lies below one: ``layer1`` and ``layer1.`` hold ``layer1.weight``, but
     not ``layer10.weight``."""
     return any(name == p.rstrip(".") or name.startswith(f"{p.rstrip('.')}.") for p in prefixes)
 
@@ -137,13 +138,14 @@ class Record:
     cut_short: bool = False
     """Whether the batches ended early, because enough was seen or no step was made."""
     wary: bool = False
-    """Whether the loop tested values for being finite, or read one that is not."""
+    """Whether the loop tested values for being finite, or read one that is not finite."""
     double: bool = False
-    """Whether everything was computed in float64."""
+    """Whether every operation was in float64."""
     lower: tuple[str, ...] = ()
-    """What was not, in a run that was to be in float64."""
+    """Operations of lower precision in a run that was to be in float64."""
     knobs: dict[str, object] = field(default_factory=dict)
     moves: list[Move] = field(default_factory=list)
+    """Changes of weights, in order."""
     checkpoints: list[CheckpointCall] = field(default_factory=list)
     end: dict[int, Fact] = field(default_factory=dict)
     """Each parameter as the run ended."""
@@ -151,6 +153,7 @@ class Record:
     frozen: tuple[str, ...] | None = None
     """``TrainLoop.frozen``."""
     notes: list[str] = field(default_factory=list)
+    """Remarks for whoever reads the record."""
 
     def of(self, kind: type[E_]) -> list[E_]:
         """The events of one kind, in order."""
@@ -176,7 +179,7 @@ class Record:
         return self.of(Backward)
 
     def step_line(self) -> str:
-        """The line of the first step that consumes gradients; empty without one."""
+        """The line of the first step that reads gradients; empty without one."""
         return next((str(step.place) for step in self.innermost_steps()), "")
 
     def backwards(self) -> list[Backward]:
@@ -188,18 +191,18 @@ class Record:
             yield from backward.arrivals.get(index, ())
 
     def last_arrivals(self, index: int) -> list[Arrival]:
-        """What arrived at a parameter: in the whole run, or in the last backward pass where an exception ended it."""
+        """The gradients of a parameter: in the whole run, or in the last backward pass where an exception ended it."""
         passes = self.of(Backward)
         return [a for b in (passes[-1:] if self.raised else passes) for a in b.arrivals.get(index, ())]
 
     def reached(self, index: int) -> bool:
-        """Whether a gradient that is not zero arrived at the parameter, or was assigned and consumed."""
+        """Whether a gradient that is not zero arrived at the parameter, or was assigned and read by a step."""
         if any(not a.incoming.zero for a in self.arrivals(index)):
             return True
         return any((g := r.grads.get(index)) is not None and not g.zero for s in self.of(Step) for r in s.reads)
 
     def declared_frozen(self, name: str) -> bool:
-        """Whether ``TrainLoop.frozen`` names the parameter, buffer or module, or what holds it."""
+        """Whether ``TrainLoop.frozen`` names the parameter, buffer or module, or a module that holds it."""
         return within(name, self.frozen or ())
 
     def scaler_calls(self) -> list[ScalerCall]:
@@ -211,7 +214,7 @@ class Record:
         return sum(c.what == "step" and c.stepped is False for c in self.of(ScalerCall))
 
     def changed(self) -> set[int]:
-        """Parameters that differ at the end from their start."""
+        """Parameters whose values at the end differ from the initial ones."""
         return {p.index for p in self.parameters if p.index in self.end and not p.start.same(self.end[p.index])}
 
     def root_forwards(self) -> list[Forward]:
@@ -219,7 +222,7 @@ class Record:
         return [f for f in self.of(Forward) if not f.in_backward]
 
     def innermost_steps(self) -> list[Step]:
-        """Steps that contain no other: those that consume gradients."""
+        """Steps that contain no other: those that read gradients."""
         return [s for s in self.of(Step) if not s.nested]
 
     def moved_outside_steps(self) -> set[int]:

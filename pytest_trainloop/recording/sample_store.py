@@ -1,4 +1,4 @@
-"""Entries that are kept until the run is over, in a few large blocks for each device and dtype.
+"""Entries that are kept until the run ends, in a few large blocks for each device and dtype.
 
 Thousands of small tensors that outlive their step leave holes between the large ones that come and go: the allocator
 can give them to nothing else, and the process grows by half.
@@ -42,7 +42,7 @@ class Store:
         return kept
 
     def room(self, like: torch.Tensor, count: int) -> tuple[torch.Tensor, Kept]:
-        """Room for so many entries of the tensor's device and dtype, to be written at once."""
+        """Room for ``count`` entries of the tensor's device and dtype, to be written at once."""
         with self._lock:
             number = self._last.get((like.device, like.dtype))
             if number is None or self._used[number] + count > BLOCK:
@@ -59,7 +59,7 @@ class Store:
         return number
 
     def take_samples(self) -> Callable[[Kept], tuple[bytes, NonFinite]]:
-        """Read all blocks and let go of them: the bytes of what was kept, and what in it is not finite."""
+        """Read and release all blocks: a function from kept entries to their bytes, and what in them is not finite."""
         raw: list[tuple[bytes, int, bytes]] = []
         for block in self._taken():
             here = block.cpu()
@@ -74,7 +74,7 @@ class Store:
         return read
 
     def take_floats(self) -> Callable[[Kept], list[float]]:
-        """The same as floats; the absolute value of what is complex."""
+        """The same with floats; of complex entries the absolute value."""
         values: list[list[float]] = []
         for block in self._taken():
             real = block.abs() if block.is_complex() else block

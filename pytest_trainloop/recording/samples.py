@@ -1,4 +1,4 @@
-"""Facts about tensors, taken on their device and read once, after the run: no synchronisation while the loop runs."""
+"""Samples of tensors, taken on their device and read once, after the run: no synchronisation while the loop runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.sample_store import Kept
 
 ENTRIES = 64
-"""Sampled entries of a tensor: their bytes tell whether it was changed, and they are linear in it."""
+"""Sampled entries of a tensor: they change when it does, and are linear in it."""
 
 
 _ORDERED = frozenset(
@@ -63,15 +63,16 @@ class Reader:
         return fact
 
     def scalar(self, tensor: torch.Tensor, use: Callable[[float], None]) -> None:
-        """Hand the value of a one-element tensor to ``use`` once it is read; never where it lives inside a functorch
-        transform."""
+        """Call ``use`` with the value of a one-element tensor when it is read; never inside a functorch transform."""
         if not is_functorch(tensor):
             with self._lock:
                 self._scalars.append((use, self._numbers.keep(tensor.detach().reshape(1))))
 
     def _extremes(self, values: torch.Tensor, entries: torch.Tensor) -> Kept:
-        """The least and the largest entry; of the sampled ones only where torch cannot order the dtype (float8). One
-        pass without a copy: the infinity norm takes twenty times as long on a CPU."""
+        """The least and the largest entry; of the sampled ones only where torch cannot order the dtype (float8).
+
+        One pass without a copy: the infinity norm takes twenty times as long on a CPU.
+        """
         if values.dtype in _ORDERED:
             room, kept = self._numbers.room(values, 2)
             torch.aminmax(values, out=(room[0], room[1]))

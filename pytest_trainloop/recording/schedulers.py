@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Schedules:
-    """Taps on ``step`` of every scheduler class known when the run begins."""
+    """Patches of ``step`` of every scheduler class known when the run begins."""
 
     def __init__(self, watch: Observed, taps: Taps) -> None:
         self._watch = watch
@@ -77,7 +77,7 @@ _PLAIN_SCALE = GradScaler.scale
 
 
 class Scalers:
-    """Taps on the gradient scaler's calls: the order of scale, unscale, step and update, and the steps it skipped."""
+    """Patches of the gradient scaler's calls: the order of scale, unscale, step and update, and skipped steps."""
 
     def __init__(self, watch: Observed, taps: Taps) -> None:
         self._watch = watch

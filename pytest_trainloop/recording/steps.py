@@ -1,4 +1,4 @@
-"""Optimizer steps: what the innermost step consumed, at which rates, and how far each parameter moved."""
+"""Optimizer steps: the gradients that the innermost step read, its learning rates and its options."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Optimizers:
         self._drop_late()
 
     def index(self, optimizer: Any, declared: bool = False) -> int:
-        """The index of an optimizer, a wrapper counted as what it wraps; newly entered if it was not known."""
+        """The index of an optimizer, a wrapper counted as what it wraps; one that is not known gets an entry."""
         inner = unwrap(optimizer)
         known = self._index.get(id(inner))
         if known is not None:
@@ -63,31 +63,23 @@ class Optimizers:
         return index
 
     def refresh(self, optimizer: Any) -> list[int]:
-        """Note which parameters the optimizer's groups hold now, repetitions kept."""
-        held: list[int] = []
-        groups: list[int] = []
-        peaks: list[float] = []
-        decays: list[float] = []
-        eps: list[float] = []
-        maximizes = False
+        """Note the options of the optimizer's groups, and the parameters that they hold now, repetitions kept."""
         watch = self._watch
-        for g, group in enumerate(getattr(optimizer, "param_groups", None) or ()):
-            if not isinstance(group, dict):
-                continue
-            known = [r for r in (group.get("initial_lr"), group.get("max_lr")) if isinstance(r, (int, float))]
-            peaks.append(float(max(known, default=float("nan"))))
-            for name, into in (("weight_decay", decays), ("eps", eps)):
-                value = group.get(name)
-                into.append(float(value) if isinstance(value, (int, float)) else 0.0)
-            maximizes = maximizes or group.get("maximize") is True
+        groups = [g for g in getattr(optimizer, "param_groups", None) or () if isinstance(g, dict)]
+        held: list[int] = []
+        group_of: list[int] = []
+        for g, group in enumerate(groups):
             for i, tensor in enumerate(group.get("params", ())):
                 if isinstance(tensor, torch.Tensor):
-                    held.append(watch.book.add(tensor, f"{type(optimizer).__name__}.param_groups[{g}][{i}]", "foreign"))
-                    groups.append(g)
+                    name = f"{type(optimizer).__name__}.param_groups[{g}][{i}]"
+                    held.append(watch.book.add(tensor, name, "foreign"))
+                    group_of.append(g)
         entry = watch.record.optimizers[self._index[id(optimizer)]]
-        entry.parameters, entry.groups = tuple(held), tuple(groups)
-        entry.peak_lrs, entry.weight_decays, entry.eps = tuple(peaks), tuple(decays), tuple(eps)
-        entry.maximizes = maximizes
+        entry.parameters, entry.groups = tuple(held), tuple(group_of)
+        entry.peak_lrs = tuple(max(_numbers(g, "initial_lr", "max_lr"), default=float("nan")) for g in groups)
+        entry.weight_decays = tuple(sum(_numbers(g, "weight_decay")) for g in groups)
+        entry.eps = tuple(sum(_numbers(g, "eps")) for g in groups)
+        entry.maximizes = any(g.get("maximize") is True for g in groups)
         watch.hook_gradients(held)
         return held
 
@@ -102,10 +94,9 @@ class Optimizers:
                 watch.thread.open[-1].nested = True
             place, site = here(2)
             step = Step(at=watch.tick(), place=place, site=site, optimizer=self.index(optimizer), full=watch.full)
-            step.in_backward = step.asked = step.computed = (
-                watch.backward is not None
-            )  # inside backward the function mode sees nothing
-            step.lrs = self._rates(optimizer, step)
+            # inside backward the function mode sees nothing
+            step.in_backward = step.asked = step.computed = watch.backward is not None
+            step.lrs = self._lrs(optimizer, step)
             late = has_step_pre_hooks(optimizer)  # they may yet write gradients: it begins after them
             if not late:
                 watch.add(step)
@@ -131,23 +122,21 @@ class Optimizers:
         begin()
         return wrapped
 
-    def _rates(self, optimizer: Any, step: Step) -> tuple[float, ...]:
-        rates: list[float] = []
-        for g, group in enumerate(optimizer.param_groups):
-            rate = group.get("lr", float("nan"))
-            if isinstance(rate, torch.Tensor):
-                self._watch.reader.scalar(rate, functools.partial(self._late_rate, step, g))
-                rate = float("nan")
-            rates.append(float(rate) if isinstance(rate, (int, float)) else float("nan"))
-        return tuple(rates)
+    def _lrs(self, optimizer: Any, step: Step) -> tuple[float, ...]:
+        """The learning rate of each group; one that is a tensor is noted when it is read."""
+        lrs = [group.get("lr") for group in optimizer.param_groups]
+        for g, lr in enumerate(lrs):
+            if isinstance(lr, torch.Tensor):
+                self._watch.reader.scalar(lr, functools.partial(self._set_lr, step, g))
+        return tuple(float(lr) if isinstance(lr, (int, float)) else float("nan") for lr in lrs)
 
     @staticmethod
-    def _late_rate(step: Step, group: int, value: float) -> None:
+    def _set_lr(step: Step, group: int, value: float) -> None:
         step.lrs = (*step.lrs[:group], value, *step.lrs[group + 1 :])
 
     def _with_closure_read(self, step: Step, held: list[int], args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """The call with its closure wrapped, so that gradients are read when it returns; None where there is no
-        closure."""
+        """The call's arguments with the closure wrapped, so that gradients are read when it returns; None without
+        one."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             return None
@@ -210,6 +199,10 @@ class Optimizers:
             thread.frames.pop()
             thread.open.pop()
             thread.stepping = max(0, thread.stepping - 1)
+
+
+def _numbers(group: dict[str, Any], *options: str) -> list[float]:
+    return [float(value) for name in options if isinstance(value := group.get(name), (int, float))]
 
 
 def unwrap(optimizer: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What belongs to one thread: a project may train, evaluate or load in several at once."""
+"""The state of one thread: a project may train, evaluate or load data in several at once."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ if TYPE_CHECKING:
 
 
 class Thread(threading.local):
-    """``quiet`` counts how deep the thread is in code of ours, ``stepping`` in optimizer steps outside their closures;
-    ``open`` and ``frames`` hold its steps under way, ``modules`` the modules being called, innermost last;
-    ``forward`` is the last call from outside any module."""
+    """What the current thread is inside of; lists have the innermost last."""
 
     def __init__(self) -> None:
         self.quiet = 0
+        """The number of ``quietly()`` blocks that it is in."""
         self.stepping = 0
+        """The number of optimizer steps that it is in, closures left out."""
         self.open: list[Step] = []
+        """The steps under way."""
         self.frames: list[FrameType] = []
+        """The frames of these steps."""
         self.modules: list[nn.Module] = []
+        """The modules being called."""
         self.forward: Forward | None = None
+        """The last call from outside any module."""

@@ -1,4 +1,4 @@
-"""What passes through torch's functions while a run is watched in full: loss calls, and writes to gradients."""
+"""Calls of torch functions while a run is watched in full: losses, and writes to gradients."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ _WARY = FINITENESS_TESTS | {"isposinf", "nan_to_num", "nansum", "nanmean", "nanm
 
 
 class Functions(FunctionMode):
-    """The function mode of the full density. Inside an optimizer's step nothing is looked at but what a closure
-    does."""
+    """The function mode of the full density. Of an optimizer's step it looks at the closure only."""
 
     def __init__(self, watch: Observed) -> None:
         super().__init__()
@@ -57,7 +56,7 @@ class Functions(FunctionMode):
         self._on = True
 
     def take_off(self) -> None:
-        """See nothing more. The mode leaves torch's stack; it stays on idle while torch is inside a call through it."""
+        """Look at nothing more: the mode leaves torch's stack, or stays idle while torch is in a call through it."""
         self._active, self._writer = False, None
         if self._on and take_off(self):
             self._on = False
@@ -83,14 +82,14 @@ class Functions(FunctionMode):
             out = func(*args, **kwargs)
             watch.record.wary = watch.record.wary or (isinstance(out, float) and not math.isfinite(out))
             return out
-        elif kind == "door" and func in watch.gradients.originals:
+        elif kind == "autograd" and func in watch.gradients.originals:
             return watch.gradients.during(watch.gradients.originals[func], func, args, kwargs)
         return func(*args, **kwargs)
 
     def _inside_step(self, name: str, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-        """Whether a step is under way still: an exception may have ended it, and the loop gone on with a zero_grad.
+        """Whether a step is still under way: an exception may have ended it, and the loop gone on to ``zero_grad``.
 
-        A step that computes with a gradient has consumed it; asking whether there is one does not.
+        A step that computes with a gradient has read it; one that asks whether there is one has not.
         """
         thread = self._watch.thread
         if name == "__get__" and getattr(func, "__self__", None) is _GRAD and thread.open:
@@ -103,7 +102,7 @@ class Functions(FunctionMode):
         return True
 
     def _read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Remember which tensors are gradients: every write in place begins with reading ``.grad``."""
+        """Remember which tensors are gradients: every in-place write begins with reading ``.grad``."""
         out = func(*args, **kwargs)
         owner = getattr(func, "__self__", None)
         if owner is _GRAD:
@@ -225,8 +224,8 @@ def _asks_for_shape(name: str) -> bool:
 
 
 @functools.cache
-def _kind(name: str) -> Literal["get", "set", "write", "loss", "wary", "number", "door", ""]:
-    """What a function of this name may be to us."""
+def _kind(name: str) -> Literal["get", "set", "write", "loss", "wary", "number", "autograd", ""]:
+    """What a function of this name may do that is recorded."""
     if name == "__get__":
         return "get"
     if name in ("__set__", "__delete__"):
@@ -239,7 +238,7 @@ def _kind(name: str) -> Literal["get", "set", "write", "loss", "wary", "number",
         return "wary"
     if name in ("item", "__float__"):
         return "number"
-    return "door" if name in ("backward", "grad") else ""
+    return "autograd" if name in ("backward", "grad") else ""
 
 
 def _shape(value: Any) -> tuple[int, ...]:

@@ -71,8 +71,8 @@ def take_off(mode: TorchFunctionMode) -> bool:
 
 @contextlib.contextmanager
 def modes_kept() -> Iterator[None]:
-    """Take off the function modes of this package that are left on at the end: where a loop swallows the stop that is
-    raised in it, one may strike while a mode is being left."""
+    """Take off the function modes of this package that are left on at the end: a stop that the loop swallows may have
+    interrupted the exit of one."""
     before = _modes()
     engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     try:
@@ -104,8 +104,8 @@ def _is_ours(mode: TorchFunctionMode) -> bool:
 
 @contextlib.contextmanager
 def on_in_engine(mode: TorchFunctionMode) -> Iterator[None]:
-    """Keep a mode on while autograd's engine runs, where ``torch.autograd.backward`` has been handed to the mode: a
-    checkpoint runs its part of the model again in there."""
+    """Keep a mode on while autograd's engine runs, where a checkpoint recomputes its part of the model: torch switches
+    the mode off for the call of ``torch.autograd.backward`` that it gets."""
     original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -120,7 +120,7 @@ def on_in_engine(mode: TorchFunctionMode) -> Iterator[None]:
 
 
 def default_device() -> torch.device:
-    """Torch's own; torch 2.6 has lost it where it was set to None."""
+    """Torch's default device; torch 2.6 raises where it was set to None."""
     try:
         return torch.get_default_device()
     except AttributeError:
@@ -128,8 +128,10 @@ def default_device() -> torch.device:
 
 
 def apply_of(cls: type, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``apply`` of a class below ``torch.autograd.Function``; ``original`` is what was found on the class that has
-    it: python's own classmethod, or from torch 2.15 on one that is written in C."""
+    """``apply`` of a subclass of ``torch.autograd.Function``.
+
+    ``original`` is the attribute of the class that defines it: a Python classmethod, or one in C from torch 2.15 on.
+    """
     function = getattr(original, "__func__", None)
     if function is not None:
         return functools.partial(function, cls)

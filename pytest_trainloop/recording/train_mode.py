@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Modes:
-    """A tap on ``nn.Module.train``, through which ``eval()`` and overridden ``train()`` go as well."""
+    """A patch of ``nn.Module.train``, which ``eval()`` and an overridden ``train()`` call as well."""
 
     def __init__(self, watch: Observed, taps: Taps) -> None:
         self._watch = watch
@@ -54,7 +54,7 @@ class Modes:
 
 
 def acts_by_mode(module: nn.Module) -> bool:
-    """Whether a module does other things in training mode than in evaluation mode."""
+    """Whether a module computes differently in training mode and in evaluation mode."""
     if isinstance(module, DROPOUT_MODULES):
         return bool(module.p > 0)
     if isinstance(module, NORM_MODULES):
@@ -67,6 +67,6 @@ def acts_by_mode(module: nn.Module) -> bool:
 
 
 def _reads_mode(module: nn.Module) -> bool:
-    """Whether a class of the user's or a library's asks for ``self.training`` in its forward pass."""
+    """Whether a class outside torch reads ``self.training`` in its forward pass."""
     code = getattr(inspect.getattr_static(type(module), "forward", None), "__code__", None)
     return code is not None and "training" in code.co_names and not type(module).__module__.startswith("torch.nn.")

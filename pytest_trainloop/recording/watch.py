@@ -1,4 +1,4 @@
-"""One watched run: every hook put in, two densities, every hook taken out again."""
+"""One watched run, in full or light density; every hook and patch is removed at its end."""
 
 from __future__ import annotations
 
@@ -35,17 +35,15 @@ if TYPE_CHECKING:
 FULL_ROUNDS = 12
 """Optimizer steps that are watched in full (docs/how-it-decides.md#what-observing-costs)."""
 
-
 FULL_BACKWARDS = 400
-"""Backward passes after which no run is watched in full any more, whatever its steps."""
+"""Backward passes after which a run is watched at light density, whatever its steps."""
 
 
 class Watch:
     """Watches whatever trains inside its ``with`` block; ``record`` is complete once the block is left.
 
-    ``modules`` and ``optimizers`` may be given beforehand; what is not is found from what runs. ``before_step`` is
-    called before each optimizer
-    step and may raise to end the run. Hooks come out after an exception too.
+    ``modules`` and ``optimizers`` that are not given are found from what runs. ``before_step`` is called before each
+    optimizer step and may raise to end the run. Hooks are removed after an exception too.
     """
 
     def __init__(
@@ -132,7 +130,7 @@ class Watch:
 
     @contextlib.contextmanager
     def quietly(self) -> Iterator[None]:
-        """Torch calls in here are ours and are not looked at."""
+        """Suspend the recording: torch calls in here are those of this package."""
         thread = self.thread
         thread.quiet += 1
         try:
@@ -162,7 +160,7 @@ class Watch:
         self.hook_gradients(range(len(self.book.tensors)))
 
     def book_may_be_stale(self, module: nn.Module) -> bool:
-        """Whether a known module has other parameters than when it was entered, or some that only now require grad."""
+        """Whether a known module has other parameters than when it was entered, or some that require grad only now."""
         if not self.full:
             return False
         count = 0
@@ -194,7 +192,7 @@ class Watch:
             self._before_step(self)
 
     def step_done(self, step: Step) -> None:
-        """Count a step and change to the light density when enough were seen in full."""
+        """Count a step, and change to light density once enough were watched in full."""
         if step.nested:
             return
         record = self.record
@@ -211,13 +209,13 @@ class Watch:
             self.functions.take_off()
 
     def backward_opened(self) -> None:
-        """Count a backward pass: a run that makes an optimizer for every batch leaves the full density too."""
+        """Count a backward pass: a run that makes an optimizer for every batch changes to light density too."""
         self._backwards += 1
         if self.full and self._backwards > FULL_BACKWARDS:
             self._lighten()
 
     def _lighten(self) -> None:
-        """Roots, rates and counts only from here on."""
+        """Record roots, learning rates and counts only from here on."""
         self.motion.look()
         self.full = False
         self.record.full_until = self.tick()
@@ -228,7 +226,7 @@ class Watch:
 
 @contextlib.contextmanager
 def _compiled_models_run_eagerly() -> Iterator[None]:
-    """Under a function mode they would be compiled anew, and they warn of global module hooks."""
+    """Under a function mode they would be compiled again, and they warn of global module hooks."""
     with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
         yield

@@ -1,4 +1,4 @@
-"""When parameters change, and through whom: samples of all of them, compared after the run."""
+"""Changes of parameters, and what made them: samples of all parameters, compared after the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Part:
-    """The samples of all parameters of one device and dtype, one after the other."""
+    """The samples of all parameters of one device and dtype, concatenated."""
 
     entries: torch.Tensor
     order: list[int]
@@ -33,8 +33,8 @@ class _Look:
 
 
 class Motion:
-    """``look`` is called before each backward and around each step; the change between two looks belongs to what ran
-    between."""
+    """``look`` is called before each backward pass and around each step; the code in between made the changes between
+    two looks."""
 
     def __init__(self, watch: Observed) -> None:
         self._watch = watch
@@ -55,7 +55,7 @@ class Motion:
         self._looks.append(_Look(watch.tick(), step, parts))
 
     def resolve(self) -> list[Move]:
-        """The moves, in order; each step's relative updates are noted on it."""
+        """The moves, in order; relative updates are noted on their steps."""
         moves: list[Move] = []
         before: dict[int, _Chunk] = {}
         since = 0

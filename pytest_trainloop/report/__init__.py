@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of all checks on all loops; ``str()`` is the closing section."""
+    """The results of all checks on all loops; ``str()`` is the closing section."""
 
     entries: tuple[Entry, ...]
 

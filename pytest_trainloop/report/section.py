@@ -68,7 +68,7 @@ def _loop(loop: str, results: Sequence[Result]) -> Iterator[Line]:
 
 
 def _root_causes(failed: Sequence[Result]) -> Iterator[Line]:
-    """A failed check that another one explains is a consequence: it stands under its root, not beside it."""
+    """A failed check that another one explains is a consequence, listed under its root cause."""
     above = {result.check: _above(result, failed) for result in failed}
     for result in failed:
         if _root(result.check, above) != result.check:
@@ -99,7 +99,7 @@ def _above(result: Result, failed: Sequence[Result]) -> tuple[str, int] | None:
 
 
 def _root(check: str, above: Above) -> str:
-    """What explains it in the end; of a ring of checks that explain one another the earliest."""
+    """The root cause of a failed check; of checks that explain one another in a ring the earliest."""
     path = [check]
     while (up := above[path[-1]]) is not None:
         if up[0] in path:

@@ -1,4 +1,4 @@
-"""What Accelerate keeps for the whole process about accumulation windows."""
+"""The state of accumulation windows that Accelerate keeps for the whole process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def gradient_state_kept() -> Iterator[None]:
-    """Give back Accelerate's view of where in an accumulation window the process is.
+    """Restore Accelerate's view of where in an accumulation window the process is.
 
     All accelerators share it: a run that ends inside a window leaves ``sync_gradients`` off, and a later loop without
     ``accumulate()`` would never step. Settings stay: an accelerator made inside lives on.

@@ -1,4 +1,4 @@
-"""The batches that ``fit`` is given: sized, re-iterable, fresh copies, and empty once the budget is spent."""
+"""The batches that ``fit`` gets: sized, re-iterable, fresh copies, and empty once the run has been long enough."""
 
 from __future__ import annotations
 
@@ -15,24 +15,21 @@ if TYPE_CHECKING:
     from pytest_trainloop.loop import TrainLoop
 
 EMPTY_PASSES = 64
-"""Passes over the spent batches after which a loop is taken for one that never ends."""
+"""Empty passes over the batches after which a loop is taken for one that never ends."""
 
 PASSES_WITHOUT_STEP = 2
-"""Passes over all batches after which, without an optimizer step so far, each further one counts as one over spent
-batches: statistics take a few, and a loop that never steps may take passes for ever."""
+"""Passes over all batches after which, without an optimizer step so far, each further one counts as an empty one:
+statistics take a few, and a loop that never steps may take passes for ever."""
 
 
 class Batches(Sequence[Any]):
-    """``count`` batches. ``spent`` says whether the loop has done enough; ``stepped`` whether it has made a step yet;
-    ``stop`` raises and ends a loop that goes on and on over batches that are spent.
+    """``count`` batches of the loop, or ``items``, or those of ``stream``.
 
-    A pass in which no step happens ends after ``read_ahead`` items: such a loop collects its batches first. Unknown
-    attributes are asked of the project's own loader, so that ``batches.dataset`` or ``batches.batch_size`` work.
-    ``items`` take the place of the loop's own batches; a pass over them is never cut short, and is the only one;
-    ``stream`` takes their place and changes nothing else. ``before`` is called with the number of each batch and
-    the batch, as it is handed over.
-    ``cut_short`` tells that enough was seen before the loop was through, ``held_back`` that a pass ended for want of a
-    step.
+    ``spent`` says whether the run has been long enough, ``stepped`` whether it has made an optimizer step. ``stop``
+    raises, and ends a loop that iterates for ever. A pass in which no step happens ends after ``read_ahead`` items:
+    such a loop collects its batches first. A pass over ``items`` is never cut short, and is the only one. ``before``
+    is called with the number of each batch and the batch. Unknown attributes are those of the project's own loader, so
+    that ``batches.dataset`` and ``batches.batch_size`` work.
     """
 
     def __init__(
@@ -64,7 +61,9 @@ class Batches(Sequence[Any]):
         self._empty_passes = 0
         self.taken = 0
         self.cut_short = False
+        """Whether the run had been long enough before the loop was through."""
         self.held_back = False
+        """Whether a pass ended because no step had been made."""
 
     def __len__(self) -> int:
         return self._count
@@ -77,7 +76,7 @@ class Batches(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(self._count))]
-        return self._handed(self._fresh(range(self._count)[index]))
+        return self._give(self._fresh(range(self._count)[index]))
 
     def __iter__(self) -> Iterator[Any]:
         spent = self._over() or (self._once and self._through and self._stepped())
@@ -100,16 +99,16 @@ class Batches(Sequence[Any]):
                 item = self._fresh(position)
             except IndexError:
                 return
-            yield self._handed(item)
+            yield self._give(item)
         self._through = True
 
-    def _handed(self, item: Any) -> Any:
+    def _give(self, item: Any) -> Any:
         self._before(self.taken, item)
         self.taken += 1
         return item
 
     def _over(self) -> bool:
-        """Whether enough was seen in the middle of a pass; items that were chosen one by one are all given."""
+        """Whether a pass ends early; one over ``items`` does not."""
         return not self._once and self._spent()
 
     def _fresh(self, position: int) -> Any:
@@ -152,8 +151,10 @@ def _source(loop: TrainLoop, count: int) -> Iterator[Any]:
 
 
 def first_batches(loop: TrainLoop, count: int) -> list[Any]:
-    """The loop's own first batches: repeated where it gives one only, from the start again where it has too few. Raises
-    ``UserCodeError`` where the project's own source of batches raises."""
+    """The loop's own first batches; where it has too few, they begin again.
+
+    Raises ``UserCodeError`` where the project's own source of batches raises.
+    """
     source = _source(loop, count)
     try:
         given = list(itertools.islice(source, count))

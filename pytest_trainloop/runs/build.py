@@ -1,4 +1,4 @@
-"""Build a fresh loop under a seed with chosen knobs, and refuse what cannot be judged, in one sentence."""
+"""Build a fresh loop under a seed with chosen knobs, and refuse a loop that cannot be judged."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def require_fresh(first: TrainLoop, second: TrainLoop) -> None:
         if id(thing) in known:
             raise UsageError(
                 f"two calls of the function share {name}; build the model and the optimizer inside the function, so "
-                "that every call gives a fresh"
-                " loop (a model from a fixture or a module-level variable would be trained by every check)"
+                "that every call gives a fresh loop (a model from a fixture or a module-level variable would be "
+                "trained by every check)"
             )
 
 

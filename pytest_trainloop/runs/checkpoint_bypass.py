@@ -1,5 +1,4 @@
-"""What runs under torch's checkpoints, run in another way for the length of a run: plainly, or with something done
-around it."""
+"""Checkpointed functions run in another way for the length of a run: without the checkpoint, or within a context."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """How a checkpoint is asked for."""
+    """How the loop calls a checkpoint."""
 
     reentrant: bool
     preserves: bool
@@ -29,13 +28,14 @@ class Asked:
 
 
 class Piece:
-    """One function under a checkpoint: ``first`` is entered where it runs, ``again`` where it is run again. A ``plain``
-    one runs without the checkpoint, a ``modern`` one under one that is not re-entrant; ``preserves`` has the state of
-    torch's generator put back for it."""
+    """How one checkpointed function is run: in the context ``first``, and recomputed in the context ``again``."""
 
     plain = False
+    """Whether it runs without the checkpoint."""
     modern = False
+    """Whether it runs under a checkpoint that is not re-entrant."""
     preserves = False
+    """Whether the state of torch's generator is restored for the recomputation."""
 
     def first(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -58,7 +58,7 @@ def without(_asked: Asked) -> Piece:
 
 
 def without_cut_off(asked: Asked) -> Piece | None:
-    """Those as plain calls that no gradient can come through: re-entrant ones whose inputs require none."""
+    """Checkpoints that no gradient can pass as plain calls: re-entrant ones whose inputs require none."""
     return Plain() if asked.reentrant and not asked.needs_grad else None
 
 
@@ -69,7 +69,7 @@ def not_reentrant(asked: Asked) -> Piece | None:
 
 @contextlib.contextmanager
 def switched(how: Callable[[Asked], Piece | None]) -> Iterator[None]:
-    """Every checkpoint that is asked for in here goes as ``how`` says; None leaves it as it is."""
+    """Run every checkpoint in this block as ``how`` says; None leaves one as it is."""
     taps = Taps()
     taps.put(CheckpointFunction, "apply", functools.partial(_reentrant, how))
     for owner, name in checkpoint_generators():
@@ -126,7 +126,7 @@ def _generator(how: Callable[[Asked], Piece | None], original: Callable[..., Any
 
 
 def _once(context_fn: Callable[[], tuple[Any, Any]]) -> Iterator[None]:
-    """In place of torch's generator: the function is run between its two halves, by whoever asked."""
+    """In place of torch's generator, whose caller runs the function between its two halves."""
     if not torch.is_grad_enabled():
         yield
         return
@@ -135,7 +135,7 @@ def _once(context_fn: Callable[[], tuple[Any, Any]]) -> Iterator[None]:
 
 
 def _within(piece: Piece, generator: Generator[None, None, None]) -> Iterator[None]:
-    """Both halves of torch's generator, and the piece around nothing but the function between them."""
+    """Both halves of torch's generator, with the piece's context around the function between them."""
     next(generator)
     try:
         with piece.first():

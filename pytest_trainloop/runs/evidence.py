@@ -1,4 +1,4 @@
-"""The runs of one loop that its checks share: made once, kept as records, never as the user's objects."""
+"""The runs of one loop that its checks share: made once, kept as records without the user's objects."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ WINDOWS = 4
 batches do the same for every window of 2 to 12."""
 
 DECLARED = ("nondeterministic", "rows_interact", "expected_init_loss", "padding")
-"""Fields of ``TrainLoop`` that say something of the loop, and run nothing."""
+"""Fields of ``TrainLoop`` that describe the loop and run nothing."""
 
 
 class Evidence:
-    """What is known of one loop: a check asks for what it needs, and what was made once is not made again.
+    """The evidence about one loop: a check asks for what it needs, and what was made once is not made again.
 
     ``make`` builds a fresh loop when called with the user's keywords; ``knobs`` maps the plugin's knob names to those
     keywords. ``seed`` is that of every build and run, ``timeout`` the seconds that one run of ``fit`` may take, and
@@ -68,7 +68,7 @@ class Evidence:
         self.root_causes: Callable[[str], Sequence[Finding]] = lambda check: ()
         """Faults that other checks found and that explain a failure of the named one."""
         self.progress: Progress = lambda step, most, loss: None
-        """Told how far a long run is."""
+        """Called in long runs with step, number of steps and loss."""
 
     @property
     def offers(self) -> frozenset[str]:
@@ -79,7 +79,7 @@ class Evidence:
         return self._offers
 
     def declared(self, name: str) -> Any:
-        """What the loop says of itself by one of the fields in ``DECLARED``; None where it says nothing."""
+        """The value of one of the fields in ``DECLARED``; None where it was not given."""
         return self._declared.get(name) if self.offers else None
 
     def run(self, **knobs: Any) -> Record:
@@ -101,7 +101,7 @@ class Evidence:
         return self._records[key]
 
     def plan(self, **knobs: Any) -> RunPlan:
-        """How the run with these knobs is made; that of the watched run has as many batches as it needed."""
+        """The plan of the run with these knobs; that of the watched run has as many batches as it needed."""
         if knobs:
             return self._plans.get(tuple(sorted(knobs.items()))) or self._plan(knobs)
         self.run()
@@ -123,7 +123,7 @@ class Evidence:
         return made
 
     def fresh_loop(self, *, other_seed: int = 0) -> TrainLoop:
-        """A loop built for the asker alone, under the seed of the runs plus ``other_seed``."""
+        """A loop that no other caller gets, built under the seed of the runs plus ``other_seed``."""
         with preserved():
             return build(self.make, self._fixed, self._seed + other_seed)
 

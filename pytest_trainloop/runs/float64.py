@@ -2,7 +2,7 @@
 
 The default dtype is float64 before the user's function runs; a dispatch mode turns every lower floating ``dtype=`` of
 building and ``fit`` into float64 and widens lower operands that meet float64 ones; gradient scalers are switched off
-(their factor is 1). Whether every result was float64 is told.
+(their factor is 1). The mode names the operations that gave a lower precision all the same.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ _WIDER = {
 
 
 class _Promote(DispatchMode):  # type: ignore[no-untyped-call]
-    """Every floating dtype that an operation is asked for becomes float64, and so does every lower operand of one that
-    makes a tensor of its own. ``lower`` names the first operations that gave a lower precision all the same."""
+    """Turns floating ``dtype=`` arguments into float64, and lower operands of operations whose result is no view.
+
+    ``lower`` names the first operations that gave a lower precision all the same.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -100,7 +102,7 @@ def double_precision() -> Iterator[_Promote]:
 
 
 def _copied_as_it_is(mode: _Promote, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A deep copy puts an empty tensor of the same dtype over a copy of the storage: neither may be widened alone."""
+    """Torch's deep copy lays an empty tensor of its dtype over a copy of the storage: neither may be widened alone."""
 
     def deepcopy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         mode.copying += 1
@@ -120,7 +122,7 @@ def _switched_off(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def widen(loop: TrainLoop) -> None:
-    """Parameters and buffers that were made in a lower precision all the same (from numpy, from a file)."""
+    """Widen parameters and buffers that were built in a lower precision all the same (from numpy, from a file)."""
     for module in loop.modules.values():
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.dtype in _WIDER and not torch.nn.parameter.is_lazy(tensor):

@@ -1,4 +1,4 @@
-"""Run the user's ``fit`` so that it always comes back: exits, forks, endless loops and swallowed stops included."""
+"""Run the user's ``fit`` so that it always returns: despite exits, forks, endless loops and swallowed stops."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DELICATE = 50
 """Times that a stop waits because hooks, torch's modes or finalizers are at work."""
 
 _DELICATE = ("contextlib.py", "_weakrefset.py", "weakref.py", *FILES_OF_MODES)
-"""Where hooks, modes and callbacks of weak references run: what such a callback raises, Python prints and goes on."""
+"""Where hooks, modes and callbacks of weak references run: Python prints what such a callback raises, and goes on."""
 
 
 class StopFit(BaseException):
@@ -41,7 +41,7 @@ class _Exited(BaseException):
 
 
 class Guard:
-    """Calls ``fit``. ``stop`` is for hooks: it raises, and presses harder when the loop swallows what it raises."""
+    """Calls ``fit``. Hooks call ``stop``, which raises; a timer interrupts a loop that swallows the exception."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -81,7 +81,7 @@ class Guard:
         return settled
 
     def _settled(self, error: BaseException | None, progress: Callable[[], str]) -> BaseException | None:
-        """The exception if it is one of the loop's own; what a loop makes of being stopped is not."""
+        """The exception, if it is one of the loop's own and does not come from being stopped."""
         if isinstance(error, StopFit):
             self.stopped = True
             return None
@@ -133,8 +133,8 @@ class Guard:
 def _fenced(fit: Callable[[], Any]) -> Iterator[BaseException | None]:
     """The outermost frame that an alarm may raise in: nothing is half done when it is left.
 
-    A generator, since it keeps to itself which exception is being handled: a stop that strikes at the end of an
-    ``except`` clause would leave that set for good. No StopIteration may leave one, so it is handed out.
+    A generator has its own state of the exception being handled: a stop at the end of an ``except`` clause would leave
+    that set for good. No StopIteration may leave a generator, so it is yielded.
     """
     try:
         fit()
@@ -163,7 +163,7 @@ def _delicate(frames: list[FrameType]) -> bool:
 
 
 def _raise_again(frames: list[FrameType], after: int) -> None:
-    """Raise at the so-manieth line that the frames under way come to.
+    """Raise at the nth line that the frames under way come to, n = ``after``.
 
     A loop that swallows every exception does so between its ``try`` and its ``except``; a count that grows with each
     attempt comes to a line outside of them, where nothing holds the exception.

@@ -1,4 +1,4 @@
-"""Hooks that are in place for the length of a run."""
+"""Hooks for the length of a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def hooked(*handles: RemovableHandle) -> Iterator[None]:
 def on_arrival(
     watch: Watch, arrived: Callable[[Watch, torch.Tensor, torch.Tensor | None], None]
 ) -> list[RemovableHandle]:
-    """Hooks that hand every weight that trains and the gradient that arrives at it to ``arrived``."""
+    """Hooks that call ``arrived`` with every weight that trains and the gradient that arrives at it."""
     return [
         tensor.register_hook(functools.partial(arrived, watch, tensor))  # type: ignore[no-untyped-call]
         for tensor in watch.book.tensors
@@ -44,7 +44,7 @@ def on_arrival(
 
 
 def stepped_by(optimizer: Any) -> Iterator[tuple[int, float, torch.Tensor]]:
-    """The group, the sign that the gradient is to be taken with, and each weight that an optimizer steps."""
+    """The group, the sign of the step along the gradient (-1 if it maximizes), and each weight of an optimizer."""
     for number, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
             if isinstance(p, torch.Tensor) and not torch.nn.parameter.is_lazy(p) and p.requires_grad:
@@ -59,8 +59,7 @@ def call_from_outside(watch: Watch, module: nn.Module) -> Forward | None:
 
 @contextlib.contextmanager
 def around_steps(watch: Watch, take: Callable[[Any], T | None], use: Callable[[Any, T], None]) -> Iterator[None]:
-    """Ask ``take`` for what it wants to keep where a step has its gradients and has not begun yet, and give that to
-    ``use`` once the step is made."""
+    """Call ``take`` before each step, when its gradients are complete, and ``use`` with the result after the step."""
     taken: dict[int, T | None] = {}
 
     def enter(optimizer: Any, args: Any, kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Runs in which nothing is left to chance: dropout passes its input on, batch norms use their running statistics, and
-what torch draws is the same for every row.
+"""Runs without randomness: dropout returns its input, batch norms use their running statistics, and random numbers are
+the same for every row.
 
-What is left is a function of weights and batch alone, in which examples meet only where the loss makes them meet.
+The loss is then a function of weights and batch alone, in which examples interact only where the loss makes them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 
 class Still(FunctionMode):
-    """Switches off what draws and what joins examples, call by call; no module of the user's is changed. The draws that
-    ``keeps`` names are left as they are."""
+    """Switches off randomness and batch statistics, call by call; no module of the user's is changed.
+
+    The functions that ``keeps`` names draw as they are.
+    """
 
     def __init__(self, keeps: frozenset[str] = frozenset()) -> None:
         super().__init__()
@@ -30,7 +32,7 @@ class Still(FunctionMode):
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = dict(kwargs)
         if name == "backward" and args and isinstance(args[0], torch.Tensor):
-            with self:  # a checkpoint runs its part of the model again in there
+            with self:  # a checkpoint recomputes its part of the model in there
                 return torch.autograd.backward(*_of_backward(*args, **kwargs))
         if func is torch.autograd.backward:
             with on_in_engine(self):

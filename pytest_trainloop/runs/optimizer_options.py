@@ -15,38 +15,37 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.recording.watch import Watch
 
-    Rate = Callable[[Any, Any], Any]
 
 USUAL_EPS = 1e-8
 """The default of torch's Adam (Kingma & Ba, section 2)."""
 
 LARGE_EPS = 1e-3
-"""The largest in common use apart from 1.0, with which Inception was trained."""
+"""The largest eps in common use apart from 1.0, with which Inception was trained."""
 
 
 def times(factor: float) -> Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]]:
-    """Every learning rate times this factor, inside the steps only: what the loop sees and writes stays."""
-    return lambda _watch: (_with_rates(lambda _key, rate: rate * factor),)
+    """Every learning rate times this factor, inside the steps only: the loop reads and writes its own."""
+    return lambda _watch: (_with_lrs(lambda _key, lr: lr * factor),)
 
 
 def held_at_their_peak() -> Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]]:
     """Every learning rate as high as it has been so far, inside the steps only."""
     peaks: dict[Any, float] = {}
 
-    def highest(key: Any, rate: Any) -> Any:
-        peaks[key] = max(peaks.get(key, 0.0), float(rate))
-        return peaks[key] if isinstance(rate, float | int) else torch.full_like(rate, peaks[key])
+    def highest(key: Any, lr: Any) -> Any:
+        peaks[key] = max(peaks.get(key, 0.0), float(lr))
+        return peaks[key] if isinstance(lr, float | int) else torch.full_like(lr, peaks[key])
 
-    return lambda _watch: (_with_rates(highest),)
+    return lambda _watch: (_with_lrs(highest),)
 
 
 def without_weight_decay(_watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-    """No weight decay in any group, from its first step on: what moved by nothing else rests."""
+    """No weight decay in any group, from its first step on: weights that only decay stay as they are."""
     return (_with_option("weight_decay", lambda decay: 0.0 if decay else decay),)
 
 
 def with_usual_eps(_watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-    """The usual eps in place of a large one: what Adam and its kin divide by is then the gradient's own size."""
+    """The usual eps in place of a large one: Adam and its variants then divide by the gradient's own size."""
     return (_with_option("eps", lambda eps: USUAL_EPS if isinstance(eps, float) and eps > LARGE_EPS else eps),)
 
 
@@ -62,7 +61,7 @@ def _with_option(name: str, changed: Callable[[Any], Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _with_rates(changed: Rate) -> Iterator[None]:
+def _with_lrs(changed: Callable[[Any, Any], Any]) -> Iterator[None]:
     inside: dict[int, list[Any]] = {}
 
     def enter(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -79,9 +78,9 @@ def _with_rates(changed: Rate) -> Iterator[None]:
         if kept is None:
             return
         del inside[id(optimizer)]
-        for group, rate in zip(optimizer.param_groups, kept, strict=False):
-            if rate is not None:
-                group["lr"] = rate
+        for group, lr in zip(optimizer.param_groups, kept, strict=False):
+            if lr is not None:
+                group["lr"] = lr
 
     with hooked(register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)):
         yield

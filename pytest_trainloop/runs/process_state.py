@@ -1,4 +1,4 @@
-"""The user's process is left as it was: random states, modes, flags and threads are put back bit for bit."""
+"""Restore the user's process: random states, modes, flags and threads, bit for bit."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _FP32 = (
 
 @contextlib.contextmanager
 def preserved() -> Iterator[None]:
-    """Put back, also after an exception: python, numpy, torch and CUDA random states, default dtype and device, grad
-    mode, thread count,
-    determinism, matmul and cuDNN flags, anomaly mode, autocast, the working directory and the warning filters."""
+    """Restore, also after an exception: python, numpy, torch and CUDA random states, default dtype and device, grad
+    mode, thread count, determinism, matmul and cuDNN flags, anomaly mode, autocast, working directory, warning filters.
+    """
     before = _states()
     try:
         with warnings.catch_warnings(), gradient_state_kept():
@@ -58,13 +58,13 @@ def _states() -> dict[str, Any]:
         "grad": torch.is_grad_enabled(),
         "threads": torch.get_num_threads(),
         "deterministic": _deterministic(),
-        "matmul": _told(torch.get_float32_matmul_precision),
-        "tf32": _told(lambda: torch.backends.cudnn.allow_tf32),
+        "matmul": _or_none(torch.get_float32_matmul_precision),
+        "tf32": _or_none(lambda: torch.backends.cudnn.allow_tf32),
         "fp32": {path: owner.fp32_precision for path, owner in _fp32_owners()},
         "cudnn": (torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
         "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         "autocast": {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")},
-        "cwd": _told(Path.cwd),
+        "cwd": _or_none(Path.cwd),
     }
 
 
@@ -72,8 +72,8 @@ def _deterministic() -> tuple[bool, bool]:
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def _told(read: Callable[[], Any]) -> Any:
-    """None where torch won't tell one value for flags that were set one by one, and where the directory is gone."""
+def _or_none(read: Callable[[], Any]) -> Any:
+    """None where flags that were set one by one have no common value, and where the directory is gone."""
     try:
         return read()
     except (RuntimeError, OSError):
@@ -118,15 +118,15 @@ def _restore(before: dict[str, Any]) -> None:
     for device, (enabled, dtype) in before["autocast"].items():
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
-    if before["cwd"] is not None and _told(Path.cwd) != before["cwd"]:
+    if before["cwd"] is not None and _or_none(Path.cwd) != before["cwd"]:
         os.chdir(before["cwd"])
 
 
 def _restore_precisions(before: dict[str, Any]) -> None:
     """The two older switches first: each of them sets several of the newer ones."""
-    if before["matmul"] is not None and _told(torch.get_float32_matmul_precision) != before["matmul"]:
+    if before["matmul"] is not None and _or_none(torch.get_float32_matmul_precision) != before["matmul"]:
         torch.set_float32_matmul_precision(before["matmul"])
-    if before["tf32"] is not None and _told(lambda: torch.backends.cudnn.allow_tf32) != before["tf32"]:
+    if before["tf32"] is not None and _or_none(lambda: torch.backends.cudnn.allow_tf32) != before["tf32"]:
         torch.backends.cudnn.allow_tf32 = before["tf32"]
     for path, owner in _fp32_owners():
         if owner.fp32_precision != before["fp32"][path]:

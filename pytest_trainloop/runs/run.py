@@ -1,4 +1,4 @@
-"""One watched run of a fresh loop: build, seed, guard, watch; the outcome is a record."""
+"""One watched run of a fresh loop: build, seed, guard, watch. It gives a record."""
 
 from __future__ import annotations
 
@@ -39,44 +39,55 @@ STEPLESS_BACKWARDS = 256
 window is meant to be longer than this."""
 
 SKIPPED_STEPS = 64
-"""Steps skipped by a gradient scaler, with none made, that come to the same: its scale falls from 2**40 to 2**-24."""
+"""Steps skipped by a gradient scaler, with none made, that count the same: its scale falls from 2**40 to 2**-24."""
 
 MOST_STEPS = 9
-"""Steps of one optimizer in a run over chosen items, at most; none needs more than two windows of four."""
+"""Largest number of steps of one optimizer in a run over chosen items; none needs more than two windows of four."""
 
 _SCALARS_ONLY = "grad can be implicitly created only for scalar outputs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """How one run goes: ``enough`` ends it; ``prepare`` sees the fresh loop and its watch before ``fit``;
-    ``around`` is entered around building and ``fit``, ``contexts`` around ``fit`` alone; ``items`` makes the
-    batches in place of the loop's own, ``stream`` those of a run that is else like any; ``before_item`` is called
-    with the number of each batch and the batch; ``fit_seed`` is another seed for ``fit`` than for the building;
-    ``fit`` is what is run in place of the project's own loop; ``own_steps`` says whether the optimizer's steps are
-    the loop's own, and counted as such."""
+    """How one run is made."""
 
     knobs: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     timeout: float = 120.0
+    """Seconds that ``fit`` may take."""
     count: int = FULL_ROUNDS
+    """The number of batches."""
     read_ahead: int | None = None
+    """Batches after which a pass without an optimizer step ends."""
     enough: Callable[[Record], bool] = lambda record: record.rounds >= FULL_ROUNDS
+    """Whether the run ends."""
     prepare: Callable[[Watch], None] = lambda watch: None
+    """Called before ``fit``, to change the weights."""
     contexts: Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]] = lambda watch: ()
+    """Entered around ``fit``."""
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    """Entered around building and ``fit``."""
     double: bool = False
+    """Whether the run is in float64."""
     items: Callable[[TrainLoop], Sequence[Any]] | None = None
+    """Makes the batches in place of the loop's own, for a single pass."""
     stream: Callable[[TrainLoop], Iterator[Any]] | None = None
+    """Makes the batches in place of the loop's own, and changes nothing else."""
     before_item: Callable[[int, Any], None] = lambda number, item: None
+    """Called with the number of each batch and the batch."""
     fit_seed: int | None = None
+    """The seed of ``fit``, where it is another than that of building."""
     fit: Callable[[TrainLoop], Callable[[Any], Any]] = lambda loop: fit_of(loop)
+    """Gives the function that is run in place of the project's own loop."""
     own_steps: bool = True
+    """Whether the steps are the loop's own, and counted as such."""
 
 
 def run(make: Make, plan: RunPlan) -> Record:
-    """Watch one run. Raises ``UsageError`` and ``UserCodeError`` as ``build`` does, and ``UsageError`` where ``fit``
-    never comes back."""
+    """The record of one run.
+
+    Raises ``UsageError`` and ``UserCodeError`` as ``build`` does, and ``UsageError`` where ``fit`` never returns.
+    """
     began = time.perf_counter()
     with preserved(), modes_kept(), contextlib.ExitStack() as precision:
         torch.set_grad_enabled(True)
@@ -85,7 +96,7 @@ def run(make: Make, plan: RunPlan) -> Record:
         loop = build(make, plan.knobs, plan.seed)
         if wide is not None:
             widen(loop)
-            wide.lower.clear()  # what was built in a lower precision (from numpy, from a file) is wide by now
+            wide.lower.clear()  # building may use a lower precision (from numpy, from a file)
         guard = Guard(plan.timeout)
         watch = Watch(loop.modules, loop.optimizers, before_step=lambda w: _stop_if_past(w, guard, plan))
         record = watch.record
@@ -134,7 +145,7 @@ def run(make: Make, plan: RunPlan) -> Record:
 
 
 def stepless(record: Record) -> bool:
-    """Whether backward passes came and came, and no optimizer step."""
+    """Whether many backward passes were made, and no optimizer step."""
     if record.steps:
         return False
     tried = sum(call.what == "step" for call in record.scaler_calls())
@@ -142,14 +153,14 @@ def stepless(record: Record) -> bool:
 
 
 def _no_scalar(record: Record, error: BaseException) -> UserCodeError:
-    """Torch's own exception, with what was given to backward."""
+    """Torch's own exception, with the shape of what was given to backward."""
     user = user_error(error, "fit")
     shape = next((root.shape for b in record.backwards()[-1:] for root in b.roots), ())
     return UserCodeError(replace(user, summary=f"{user.summary}; this one has shape {shape}: take its mean"))
 
 
 def _stop_if_past(watch: Watch, guard: Guard, plan: RunPlan) -> None:
-    """The last guard: a loop that has its own copy of the batches is ended from inside its optimizer's step."""
+    """End a loop that iterates over its own copy of the batches from inside its optimizer's step."""
     if plan.items is not None and watch.record.rounds >= MOST_STEPS:
         guard.stop()
     if watch.record.rounds >= max(2 * plan.count, 25) or (
@@ -159,8 +170,7 @@ def _stop_if_past(watch: Watch, guard: Guard, plan: RunPlan) -> None:
 
 
 def _note_raised(record: Record, what: Raised, *, after_end: bool) -> None:
-    """What a loop raises once its batches were cut off under its feet (a mean over no batches) is none of its
-    faults."""
+    """Note what ended ``fit``; no fault where its batches had ended early (the mean over no batches)."""
     if after_end:
         record.notes.append(f"fit raised {what.summary} after the batches had ended")
     else:

@@ -1,10 +1,10 @@
-"""The same loop, varied: runs in float64 from one and the same start, with one thing changed between them.
+"""Runs of one loop in float64 from the same start, with one difference between them.
 
 See docs/how-it-decides.md#one-start-for-every-run.
 
-The runs are made under one seed, with nothing drawn (``Still``). Their first weights and buffers are compared by name
-with those of the first run; where they differ (a knob that changes how the model is built draws other numbers), they
-are overwritten.
+The runs are made under one seed, without randomness. Their initial weights and buffers are compared by name with those
+of the first run; where they differ (a knob that changes how the model is built draws other numbers), they are
+overwritten.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 
 class SameStart:
-    """Gives every run the weights and buffers that the first one began with. To be used as ``RunPlan.prepare``.
-    ``rename`` makes names alike that differ by how the model is wrapped."""
+    """A ``RunPlan.prepare`` that gives every run the weights and buffers that the first one began with.
+
+    ``rename`` maps names that differ by how the model is wrapped to the same.
+    """
 
     def __init__(self, rename: Callable[[str], str] = str) -> None:
         self._first: dict[str, torch.Tensor] | None = None
@@ -52,8 +54,10 @@ class SameStart:
 
 
 class SameValues:
-    """The same weights where the runs differ in precision, in the dtype of each run. Buffers are left as they were
-    built: what a project computes in low precision before it trains is wrong in them."""
+    """A ``RunPlan.prepare`` that gives runs of different precision the same weights, in the dtype of each run.
+
+    Buffers are left as they were built: those that a project computes in low precision are part of the comparison.
+    """
 
     def __init__(self) -> None:
         self._first: dict[str, torch.Tensor] = {}
@@ -87,5 +91,5 @@ def _state(watch: Watch) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def varied(plan: RunPlan, start: SameStart, items: Callable[[TrainLoop], Sequence[Any]]) -> RunPlan:
-    """The plan of one of the runs: one pass over the items, in float64, nothing drawn, from the same start."""
+    """The plan of one of the runs: one pass over the items, in float64, without randomness, from the same start."""
     return replace(plan, prepare=start, contexts=lambda watch: (Still(),), items=items, double=True, read_ahead=None)

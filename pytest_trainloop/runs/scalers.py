@@ -1,4 +1,4 @@
-"""Gradient scalers that are built with other arguments."""
+"""Gradient scalers built with other arguments."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def scalers_built_with(**given: Any) -> Iterator[None]:
-    """Scalers that are built inside are built with these arguments in place of the user's own."""
+    """Build gradient scalers in this block with these arguments in place of the user's own."""
 
-    def told(original: Callable[..., None]) -> Callable[..., None]:
+    def wrap(original: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(original)
 
         def init(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
@@ -28,5 +28,5 @@ def scalers_built_with(**given: Any) -> Iterator[None]:
 
         return init
 
-    with tapped(GradScaler, "__init__", told):
+    with tapped(GradScaler, "__init__", wrap):
         yield

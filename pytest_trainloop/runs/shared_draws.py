@@ -1,9 +1,9 @@
-"""Random draws that are the same for every row.
+"""Random numbers that are the same for every row.
 
-Noise, time steps and masks that a loop draws for each example make two ways of cutting a batch differ by chance. Here
-each draw takes values that depend only on its kind and on its shape without the first axis, and repeats them along that
-axis: every row of every micro-batch gets the same. The gradient is then one that the loop could have drawn, and the
-same however the batch is cut.
+Noise, time steps and masks that a loop draws for each example make two ways of splitting a batch differ by chance.
+Here each draw takes values that depend only on its kind and on its shape without the first axis, and repeats them along
+that axis: every row of every micro-batch gets the same. The gradient is then one that the loop could have had, and the
+same however the batch is split.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call that draws, and what it drew: its shape, dtype and device are those that are wanted."""
+    """A call that draws random numbers, and its result, whose shape, dtype and device are kept."""
 
     out: torch.Tensor
     args: tuple[Any, ...]
@@ -44,8 +44,7 @@ class _Call:
 
 
 def shared(name: str, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the call ``name(*args, **kwargs)`` gives in place of ``out``, which it drew; ``out`` where it draws
-    nothing."""
+    """The result of the call ``name(*args, **kwargs)`` in place of ``out``; ``out`` itself where it draws nothing."""
     if name not in _DRAWS or not isinstance(out, torch.Tensor) or out.layout is not torch.strided or not out.numel():
         return out
     call = _Call(out, args, kwargs)

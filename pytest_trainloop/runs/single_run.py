@@ -1,4 +1,4 @@
-"""The evidence of one run that cannot be repeated: the interface of ``Evidence`` over a record made from outside."""
+"""The evidence of one run that cannot be repeated: the interface of ``Evidence`` over the record of ``observe()``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class SingleRun:
-    """What ``observe()`` saw: ``record``, and by kind the ``instruments`` that were open meanwhile."""
+    """What ``observe()`` saw: ``record``, and the ``instruments`` that were open meanwhile, by kind."""
 
     repeatable = False
     offers = frozenset({"fit", "run"})
@@ -27,7 +27,7 @@ class SingleRun:
         self._shared = dict(instruments or {})
 
     def declared(self, name: str) -> None:
-        """Nothing is declared of code that is only watched."""
+        """Code that is only observed declares nothing."""
 
     def root_causes(self, check: str) -> Sequence[Finding]:
         return ()

@@ -1,4 +1,4 @@
-"""The user's own traceback, without our frames in it."""
+"""The user's own traceback, without this package's frames."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pytest_trainloop.recording.source import NOWHERE, layer, place_of
 
 
 def user_error(error: BaseException, stage: str) -> UserError:
-    """The exception as text, the user's frames only."""
+    """The exception as text, with the user's frames only."""
     return UserError(stage=stage, summary=_summary(error), traceback=_text(error))
 
 
@@ -36,15 +36,15 @@ def _summary(error: BaseException) -> str:
 
 
 def _text(error: BaseException) -> str:
-    told = traceback.TracebackException.from_exception(error, capture_locals=False)
-    _strip(told)
-    return "".join(told.format()).rstrip()
+    shown = traceback.TracebackException.from_exception(error, capture_locals=False)
+    _strip(shown)
+    return "".join(shown.format()).rstrip()
 
 
-def _strip(told: traceback.TracebackException) -> None:
-    kept = [frame for frame in told.stack if not _ours(frame.filename)]
-    told.stack = traceback.StackSummary.from_list(kept)
-    for linked in (told.__cause__, told.__context__):
+def _strip(shown: traceback.TracebackException) -> None:
+    kept = [frame for frame in shown.stack if not _ours(frame.filename)]
+    shown.stack = traceback.StackSummary.from_list(kept)
+    for linked in (shown.__cause__, shown.__context__):
         if linked is not None:
             _strip(linked)
 

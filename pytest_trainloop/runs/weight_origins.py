@@ -1,4 +1,4 @@
-"""Where the initial weights come from: the same under every seed (pretrained), or drawn at random."""
+"""Whether the initial weights are pretrained (the same under every seed) or randomly initialised."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Origin = Literal["pretrained", "random"]
 
 
 def weight_origins(evidence: Evidence) -> dict[str, Origin]:
-    """Of each weight matrix that trains, by name: pretrained if two loops built under two seeds have the same.
+    """The origin of each weight matrix that trains, by name: pretrained if loops of two seeds have the same values.
 
-    Constant ones (zeros, ones) are left out: they are neither.
+    Constant matrices (zeros, ones) are left out: they are neither.
     """
     first, second = evidence.fresh_loop(), evidence.fresh_loop(other_seed=1)
     named = [
@@ -42,10 +42,10 @@ def weight_origins(evidence: Evidence) -> dict[str, Origin]:
 
 
 def pretrained(evidence: Evidence) -> bool:
-    """Whether the weight matrices that train are the same whatever the seed: they were loaded from somewhere.
+    """Whether the weight matrices that train are the same under every seed.
 
-    Seeds that the function itself sets are ignored, or random weights would look the same too. From a single run this
-    cannot be told: what pretrained weights would excuse is excused.
+    Seeds that the function itself sets are ignored, or random weights would look the same too. A single run does not
+    show this: True, so that no pretrained weights are called a fault.
     """
     if not evidence.repeatable:
         return True

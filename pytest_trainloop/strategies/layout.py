@@ -1,4 +1,4 @@
-"""Where each position of a batch comes from, and the batch with its positions laid out anew."""
+"""Where each position of a batch comes from, and the batch rebuilt with another layout of positions."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _DTYPES = {"bool": torch.bool, "int": torch.int64, "float": torch.float32, "addi
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """``source``: for each row and new position the one that it comes from, -1 for one that was not there. ``real``:
-    which of the new positions are no padding. ``seed``: where values at padded positions come from, if not from the
-    batch."""
+    """The positions of a batch, as (rows, positions)."""
 
     source: torch.Tensor
+    """The position of the original batch that each one comes from; -1 for a new one."""
     real: torch.Tensor
+    """Which positions are no padding."""
     seed: int | None = None
+    """The seed of values at padded positions, where they are not those of the batch."""
 
     @classmethod
     def of(cls, roles: Roles) -> Layout:
@@ -50,7 +51,7 @@ class Layout:
         return replace(self, source=self.source[:, kept], real=self.real[:, kept])
 
     def cut(self, row: int, length: int, side: str) -> Layout:
-        """A row with so many of its real positions only: the first, or the last where padding is on the left."""
+        """A row cut to ``length`` real positions: the first, or the last where padding is on the left."""
         at = self.real[row].nonzero().flatten()
         lost = at[: len(at) - length] if side == "left" else at[length:]
         source, real = self.source.clone(), self.real.clone()
@@ -75,8 +76,8 @@ def rebuilt(batch: Any, roles: Roles, layout: Layout, mask: MaskKind | None) -> 
 def _back(part: Part, cells: torch.Tensor) -> torch.Tensor:
     assert part.row is not None
     assert part.time is not None
-    turned = cells.movedim((0, 1), (part.row, part.time)).contiguous()
-    return turned.to(part.tensor.device).requires_grad_(part.tensor.requires_grad)
+    restored = cells.movedim((0, 1), (part.row, part.time)).contiguous()
+    return restored.to(part.tensor.device).requires_grad_(part.tensor.requires_grad)
 
 
 def _laid_out(part: Part, layout: Layout, source: torch.Generator | None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A real batch, padded in other ways."""
+"""A real batch with other padding."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def paddings(
     batch
         a batch with rows of different lengths
     padding
-        what is padding, where no mask and no lengths in the batch say so
+        how the batch is padded, where neither a mask nor lengths in the batch say so
     only
         the changes that may be drawn. "as_is"; "more": 1 to ``most`` positions added; "other_values": other ids or
         numbers at padded positions, where a mask or lengths mark them; "one_left": one real token left in a row;

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 MOST_CHOSEN = 64
-"""Rows that are chosen at most where nothing else is wished: the more there are, the longer each example takes."""
+"""The default of ``most`` is at most this: the more rows, the longer each example takes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
