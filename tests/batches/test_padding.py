@@ -10,7 +10,7 @@ from pytest_trainloop.batches.padding import Ids, Proof, padding_ids, read_paddi
 from pytest_trainloop.batches.roles import read
 from pytest_trainloop.batches.valid_targets import valid_targets
 from pytest_trainloop.checks.batch.edge_batches.runs import lengths_of
-from pytest_trainloop.checks.loss.loss_contract.token_labels import Tokens
+from pytest_trainloop.checks.loss.loss_contract.tokens import Tokens
 from pytest_trainloop.loop import Padding, TrainLoop
 from pytest_trainloop.recording.record import Record
 from tests.helpers.padded_batches import FEATURES, IDS, KINDS, LABELS, LENGTHS, PADDED, text, text_without_padding

@@ -13,7 +13,7 @@ from pytest_trainloop.finding import Finding, Level
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pytest_trainloop.checks.loss.loss_contract.token_labels import Tokens
+    from pytest_trainloop.checks.loss.loss_contract.tokens import Tokens
     from pytest_trainloop.recording.events import Place, Site
     from pytest_trainloop.tracing.provenance import Node
 

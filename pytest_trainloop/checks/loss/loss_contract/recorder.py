@@ -17,9 +17,10 @@ import torch.nn.functional as F
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches.padding import Ids
-from pytest_trainloop.checks.loss.loss_contract import broadcasting, loss_terms, refused_calls, token_labels
+from pytest_trainloop.checks.loss.loss_contract import broadcasting, loss_terms, refused_calls
 from pytest_trainloop.checks.loss.loss_contract.call import Call
 from pytest_trainloop.checks.loss.loss_contract.contracts import JUDGES
+from pytest_trainloop.checks.loss.loss_contract.tokens import Tokens
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import LOSSES
@@ -71,7 +72,7 @@ class LossCallRecorder(WatchingMode):
         super().__init__()
         self._lineage = Lineage()
         self._steps = -1
-        self._tokens = token_labels.Tokens(padding)
+        self._tokens = Tokens(padding)
         self._rows = 0
         self.sites: dict[tuple[str, Site, str | None], CallSite] = {}
         self._root: float | None = None

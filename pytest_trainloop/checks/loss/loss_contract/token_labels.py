@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from pytest_trainloop.batches.padding import Ids, Proof, read_padding
 from pytest_trainloop.checks.loss.loss_contract.call import Call, Judgement, judges
 from pytest_trainloop.recording.torch_names import DISTANCE_LOSSES
 from pytest_trainloop.tracing.provenance_queries import Layout, layout
@@ -17,28 +15,10 @@ from pytest_trainloop.tracing.provenance_queries import Layout, layout
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.loop import Padding
     from pytest_trainloop.tracing.provenance import Node
 
 FEWEST = 24
 """Positions that must be compared before a shift is reported."""
-
-
-@dataclass(slots=True)
-class Tokens:
-    """``batch`` is the batch at hand, ``embedded`` what embeddings looked up since the last step: the ids, and what
-    came out."""
-
-    declared: Padding | None = None
-    batch: Any = None
-    embedded: list[tuple[Ids, torch.Tensor]] = field(default_factory=list)
-
-    def padded(self, shape: tuple[int, int]) -> torch.Tensor | None:
-        """Which of (rows, positions) are padding; None where that is not proven. What stands in labels is no proof:
-        labels of padded positions are what is judged."""
-        inputs = [ids for ids, _ in self.embedded if tuple(ids.ids.shape) == shape]
-        found = read_padding(self.batch, at_least=Proof.INPUTS, shape=shape, declared=self.declared, inputs=inputs)
-        return None if found is None else found.mask
 
 
 class TargetPositions(NamedTuple):

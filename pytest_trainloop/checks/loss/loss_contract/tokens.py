@@ -1,0 +1,30 @@
+"""What is known of the positions of a batch: token ids, and which positions are padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pytest_trainloop.batches.padding import Ids, Proof, read_padding
+
+if TYPE_CHECKING:
+    import torch
+
+    from pytest_trainloop.loop import Padding
+
+
+@dataclass(slots=True)
+class Tokens:
+    """What the batch and the embeddings of the current step say of positions."""
+
+    declared: Padding | None = None
+    batch: Any = None
+    embedded: list[tuple[Ids, torch.Tensor]] = field(default_factory=list)
+    """What embeddings looked up since the last step: the ids, and the result."""
+
+    def padded(self, shape: tuple[int, int]) -> torch.Tensor | None:
+        """Which of (rows, positions) are padding; None where that is not proven. Labels are no proof: those of
+        padded positions are what is judged."""
+        inputs = [ids for ids, _ in self.embedded if tuple(ids.ids.shape) == shape]
+        found = read_padding(self.batch, at_least=Proof.INPUTS, shape=shape, declared=self.declared, inputs=inputs)
+        return None if found is None else found.mask
