@@ -39,7 +39,7 @@ def agreement(expected: torch.Tensor, got: torch.Tensor) -> Agreement:
     return Agreement(b / a if a else float("inf"), cosine, float(torch.linalg.vector_norm(got - expected)) / largest)
 
 
-def first_apart(expected: Record, got: Record, optimizer: int) -> float:
+def first_step_difference(expected: Record, got: Record, optimizer: int) -> float:
     """The relative difference between the gradients that an optimizer's first step reads in two runs."""
     a, b = (consumed(record, optimizer, 0) or {} for record in (expected, got))
     return agreement(*vectors([a, b])).difference
@@ -95,7 +95,7 @@ def window_sizes(record: Record) -> list[int]:
     return [sum(a < at < b for at in passes_at) for a, b in itertools.pairwise([0, *ends_at])]
 
 
-def rates(record: Record, optimizer: int, count: int) -> list[tuple[float, ...]]:
+def learning_rates(record: Record, optimizer: int, count: int) -> list[tuple[float, ...]]:
     """The learning rates at the optimizer's first steps, by parameter group."""
     known = [s.lrs for s in steps_of(record, optimizer)[:count]]
     return [tuple(lr if lr == lr else -1.0 for lr in lrs) for lrs in known]  # an optimizer may have none

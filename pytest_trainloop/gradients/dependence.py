@@ -188,7 +188,7 @@ def mover(names: Sequence[str], jitter: bool) -> Callable[[Watch], None]:
     def move(watch: Watch) -> None:
         random = torch.Generator().manual_seed(20_240)
         with torch.no_grad():
-            for entry, tensor in zip(watch.book.entries, watch.book.tensors, strict=True):
+            for entry, tensor in zip(watch.table.entries, watch.table.tensors, strict=True):
                 if not (tensor.is_floating_point() or tensor.is_complex()) or torch.nn.parameter.is_lazy(tensor):
                     continue
                 noise = torch.randn(tensor.shape, generator=random).to(tensor)

@@ -18,7 +18,7 @@ from pytest_trainloop.recording.events import GradWrite, Step
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pytest_trainloop.recording.events import Fact
+    from pytest_trainloop.recording.events import TensorSample
     from pytest_trainloop.recording.record import Record
 
 Gradient = dict[str, torch.Tensor]
@@ -39,16 +39,18 @@ def consumed(record: Record, optimizer: int, nth: int) -> Gradient | None:
     if nth >= len(steps):
         return None
     step = steps[nth]
-    facts = {i: fact for i, fact in step.reads[0].grads.items() if fact is not None}
+    samples = {i: sample for i, sample in step.reads[0].grads.items() if sample is not None}
     since = steps[nth - 1].reads[0].at if nth else 0
     for write in record.of(GradWrite):
         if write.how == "clipped" and since < write.at < step.reads[0].at:
-            last = {i: fact for i, fact in write.before.items() if i in facts and not _written(record, i, write, step)}
-            facts.update(last)
+            last = {
+                i: sample for i, sample in write.before.items() if i in samples and not _written(record, i, write, step)
+            }
+            samples.update(last)
     return {
-        record.name(i): values(fact, record.parameters[i].dtype)
-        for i, fact in facts.items()
-        if not fact.sparse and fact.sample
+        record.name(i): values(sample, record.parameters[i].dtype)
+        for i, sample in samples.items()
+        if not sample.sparse and sample.raw
     }
 
 
@@ -59,19 +61,19 @@ def _written(record: Record, index: int, clip: GradWrite, step: Step) -> bool:
     return others or any(clip.at < a.at < until for a in record.arrivals(index))
 
 
-def values(fact: Fact, dtype: str) -> torch.Tensor:
+def values(sample: TensorSample, dtype: str) -> torch.Tensor:
     """The sampled entries of a tensor of this dtype, in float64; complex ones as pairs."""
-    raw = torch.frombuffer(bytearray(fact.sample), dtype=getattr(torch, dtype))
+    raw = torch.frombuffer(bytearray(sample.raw), dtype=getattr(torch, dtype))
     return (torch.view_as_real(raw).reshape(-1) if raw.is_complex() else raw).to(torch.float64)
 
 
 def ends(record: Record) -> tuple[Gradient, Gradient]:
     """Sampled entries of every parameter, as they were at the start and at the end of a run."""
-    start = {p.name: values(p.start, p.dtype) for p in record.parameters if p.start.sample and p.index in record.end}
+    start = {p.name: values(p.start, p.dtype) for p in record.parameters if p.start.raw and p.index in record.end}
     end = {
         p.name: values(record.end[p.index], p.dtype)
         for p in record.parameters
-        if p.name in start and record.end[p.index].sample
+        if p.name in start and record.end[p.index].raw
     }
     return start, end
 

@@ -116,7 +116,7 @@ class Float32Twins:
             index: p.grad.detach().clone()
             for group in optimizer.param_groups
             for p in group["params"]
-            if p.grad is not None and (index := watch.book.index(p)) is not None
+            if p.grad is not None and (index := watch.table.index(p)) is not None
         }
         factors = [_growth(self._seen, watch, group) for group in optimizer.param_groups]
         if not all(map(math.isfinite, factors)):
@@ -157,7 +157,7 @@ def _devices(optimizer: Any) -> set[torch.device]:
 
 def _growth(seen: Record, watch: Watch, group: Mapping[str, Any]) -> float:
     """The factor by which a warm-up still raises the learning rate of this group."""
-    indices = [watch.book.index(p) for p in group["params"]]
+    indices = [watch.table.index(p) for p in group["params"]]
     return max((lr_growth(seen, i) for i in indices if i is not None), default=1.0)
 
 
@@ -173,7 +173,7 @@ def _copied(watch: Watch, optimizer: Any, grads: Collection[int], factors: list[
         index: memo[id(p)]
         for group in optimizer.param_groups
         for p in group["params"]
-        if (index := watch.book.index(p)) is not None and index in grads and id(p) in memo
+        if (index := watch.table.index(p)) is not None and index in grads and id(p) in memo
     }
     return _Copy(fresh, held)
 

@@ -177,7 +177,7 @@ class RepeatedSteps:
             lr, beta = float(group.options.get("lr", math.nan)), float(group.options.get("momentum", 0.0))
             for m in group.members:
                 steps = self._steps[m.index]
-                now = spaced_by_index(watch.book.tensors[m.index].detach())
+                now = spaced_by_index(watch.table.tensors[m.index].detach())
                 if len(steps) < MOST and now.dtype is m.entries.dtype and len(now) == len(m.entries):
                     momentum = 1.0 - beta ** (len(steps) + 1)
                     after, moved = now.clone(), m.grad != 0

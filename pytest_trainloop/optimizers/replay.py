@@ -107,7 +107,7 @@ def _captured(optimizer: Any) -> bool:
 
 
 def _member(optimizer: Any, p: torch.Tensor, watch: Watch, pick: Pick) -> Member | None:
-    grad, index = p.grad, watch.book.index(p)
+    grad, index = p.grad, watch.table.index(p)
     if grad is None or index is None or not readable(p) or not readable(grad) or not p.numel():
         return None
     if not (p.is_floating_point() or p.is_complex()) or grad.layout is not torch.strided:

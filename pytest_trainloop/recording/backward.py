@@ -17,24 +17,24 @@ from pytest_trainloop.recording.source import NOWHERE, here
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from pytest_trainloop.recording.patches import Taps
+    from pytest_trainloop.recording.patches import Patches
     from pytest_trainloop.recording.protocol import Observed
 
 
 class Gradients:
     """Tensor hooks on every watched parameter, and patches of ``torch.autograd.backward`` and ``grad``."""
 
-    def __init__(self, watch: Observed, taps: Taps) -> None:
+    def __init__(self, watch: Observed, patches: Patches) -> None:
         self._watch = watch
         self._handles: dict[int, RemovableHandle] = {}
         self.originals: dict[Any, str] = {torch.autograd.backward: "backward", torch.autograd.grad: "grad"}
         for name in ("backward", "grad"):
-            taps.put(torch.autograd, name, functools.partial(self._tapped, name))
+            patches.put(torch.autograd, name, functools.partial(self._patched, name))
 
     def hook(self, indices: Iterable[int]) -> None:
         """Observe the gradients that arrive at these parameters; those that require none are left for a later call."""
         for index in indices:
-            tensor = self._watch.book.tensors[index]
+            tensor = self._watch.table.tensors[index]
             if index not in self._handles and not is_lazy(tensor) and tensor.requires_grad and tensor.is_leaf:
                 self._handles[index] = tensor.register_hook(self._arrival_hook(index))  # type: ignore[no-untyped-call]
 
@@ -46,7 +46,7 @@ class Gradients:
             handle.remove()
         self._handles.clear()
 
-    def _tapped(self, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _patched(self, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def watched(*args: Any, **kwargs: Any) -> Any:
             return self.during(kind, original, args, kwargs)
@@ -59,7 +59,7 @@ class Gradients:
         if watch.backward is not None:
             return function(*args, **kwargs)
         args, kwargs = tuple(map(_listed, args)), {name: _listed(value) for name, value in kwargs.items()}
-        with watch.quietly():
+        with watch.suspended():
             event = self._open(kind, args, kwargs)
         try:
             return function(*args, **kwargs)
@@ -70,8 +70,8 @@ class Gradients:
     def _open(self, kind: str, args: Any, kwargs: Any) -> Backward:
         watch = self._watch
         watch.optimizers.drop_aborted()
-        watch.motion.look()
-        place, site = here(3)
+        watch.weight_changes.look()
+        place, site = here()
         watch.backward_opened()
         event = Backward(at=watch.tick(), place=place, site=site, kind="grad" if kind == "grad" else "backward")
         event.item, event.autocast = watch.items(), autocast()
@@ -98,14 +98,14 @@ class Gradients:
         def arrived(gradient: torch.Tensor | None) -> None:
             if gradient is None:
                 return  # a custom function returned none
-            with watch.quietly(), torch.no_grad():
+            with watch.suspended(), torch.no_grad():
                 event = watch.backward or self._unseen_backward()
-                residual = watch.book.tensors[index].grad if event.kind == "backward" else None
+                residual = watch.table.tensors[index].grad if event.kind == "backward" else None
                 event.arrivals.setdefault(index, []).append(
                     Arrival(
                         at=watch.tick(),
-                        incoming=watch.reader.fact(gradient),
-                        residual=None if residual is None else watch.reader.fact(residual),
+                        incoming=watch.reader.sample(gradient),
+                        residual=None if residual is None else watch.reader.sample(residual),
                         # popped: a loss made by another method than forward() has no call of its own to compare with
                         steps_since_forward=watch.steps_on[index]
                         - watch.steps_at_forward.pop(index, watch.steps_on[index]),

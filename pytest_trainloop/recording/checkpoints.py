@@ -16,18 +16,18 @@ from pytest_trainloop.recording.torch_internals import apply_of, checkpoint_gene
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pytest_trainloop.recording.patches import Taps
+    from pytest_trainloop.recording.patches import Patches
     from pytest_trainloop.recording.protocol import Observed
 
 
 class Checkpoints:
     """Patches of the two functions that every checkpoint of torch calls, whoever imported ``checkpoint`` before."""
 
-    def __init__(self, watch: Observed, taps: Taps) -> None:
+    def __init__(self, watch: Observed, patches: Patches) -> None:
         self._watch = watch
-        taps.put(CheckpointFunction, "apply", self._reentrant)
+        patches.put(CheckpointFunction, "apply", self._reentrant)
         for owner, name in checkpoint_generators():
-            taps.put(owner, name, self._generator)
+            patches.put(owner, name, self._generator)
 
     def _reentrant(self, original: Callable[..., Any]) -> Any:
         def apply(cls: type, function: Any, preserves: bool, *args: Any) -> Any:
@@ -47,10 +47,10 @@ class Checkpoints:
 
     def _note(self, args: Sequence[Any], *, reentrant: bool, preserves: bool) -> None:
         watch = self._watch
-        if not watch.full or watch.quiet or watch.backward is not None:
+        if not watch.full or watch.is_suspended or watch.backward is not None:
             return
-        with watch.quietly():
-            place, site = here(3)
+        with watch.suspended():
+            place, site = here()
             watch.record.checkpoints.append(
                 CheckpointCall(
                     at=watch.tick(),

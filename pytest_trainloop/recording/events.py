@@ -23,12 +23,12 @@ class Place:
 
 
 @dataclass(slots=True)
-class Fact:
+class TensorSample:
     """A tensor at one moment."""
 
     peak: float = math.nan
     """The largest absolute entry: NaN if any is, and where only a sample was taken."""
-    sample: bytes = b""
+    raw: bytes = b""
     """The bytes of up to 128 entries, always at the same places unless the tensor is sparse."""
     sparse: bool = False
     nonfinite: Literal["", "inf", "nan"] = ""
@@ -43,9 +43,9 @@ class Fact:
         """Whether every entry is finite; False where only a sample was taken."""
         return math.isfinite(self.peak)
 
-    def same(self, other: Fact | None) -> bool:
+    def same(self, other: TensorSample | None) -> bool:
         """Bit-identical as far as the sampled entries tell."""
-        if other is None or self.sample != other.sample:
+        if other is None or self.raw != other.raw:
             return False
         return self.peak == other.peak or math.isnan(self.peak) or math.isnan(other.peak)
 
@@ -135,8 +135,8 @@ class Arrival:
     """A gradient that arrived at a parameter."""
 
     at: int
-    incoming: Fact
-    residual: Fact | None
+    incoming: TensorSample
+    residual: TensorSample | None
     """What ``.grad`` held before; None where it was None, and for ``torch.autograd.grad``."""
     steps_since_forward: int
     """Optimizer steps that read the parameter's gradient since the parameter was last used."""
@@ -175,9 +175,9 @@ class GradWrite(Event):
     """The function that wrote."""
     limit: float | None = None
     """The clip's bound, where it was seen."""
-    before: dict[int, Fact] = field(default_factory=dict)
+    before: dict[int, TensorSample] = field(default_factory=dict)
     """The gradients before a clip."""
-    after: dict[int, Fact] = field(default_factory=dict)
+    after: dict[int, TensorSample] = field(default_factory=dict)
     """The gradients after a clip."""
 
     @property
@@ -187,7 +187,7 @@ class GradWrite(Event):
 
     @property
     def changed(self) -> bool:
-        return any(not fact.same(self.after.get(i)) for i, fact in self.before.items())
+        return any(not sample.same(self.after.get(i)) for i, sample in self.before.items())
 
 
 @dataclass(slots=True)
@@ -195,7 +195,7 @@ class Read:
     """The gradients that a step read, per parameter that it holds (None: no gradient)."""
 
     at: int
-    grads: dict[int, Fact | None]
+    grads: dict[int, TensorSample | None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -208,7 +208,7 @@ class Step(Event):
     lrs: tuple[float, ...] = ()
     """The learning rate of each group."""
     reads: list[Read] = field(default_factory=list)
-    left: dict[int, Fact | None] = field(default_factory=dict)
+    left: dict[int, TensorSample | None] = field(default_factory=dict)
     """The gradients after the step."""
     updates: dict[int, float] = field(default_factory=dict)
     """The largest entry of each parameter's update, over that of the parameter."""

@@ -40,7 +40,7 @@ class Modules:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         watch = self._watch
-        with watch.quietly():
+        with watch.suspended():
             if not watch.thread.modules:
                 self._root_called(module)
             watch.thread.modules.append(module)
@@ -51,7 +51,7 @@ class Modules:
         if thread.modules:
             thread.modules.pop()
         if not thread.modules and thread.forward is not None and torch.is_grad_enabled():
-            with self._watch.quietly():
+            with self._watch.suspended():
                 self._follow(thread.forward, output)
 
     def _follow(self, forward: Forward, output: Any) -> None:
@@ -70,15 +70,15 @@ class Modules:
     def _root_called(self, module: nn.Module) -> None:
         watch = self._watch
         watch.optimizers.drop_aborted()
-        if not watch.book.knows(module) or watch.book_may_be_stale(module):
+        if not watch.table.knows(module) or watch.table_may_be_stale(module):
             watch.enter_module(module)
-        place, site = here(2)
+        place, site = here()
         modes = self._modes(module)
         watch.thread.forward = Forward(
             at=watch.tick(),
             place=place,
             site=site,
-            module=watch.book.path_of(module),
+            module=watch.table.path_of(module),
             grad_enabled=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             training=module.training,
@@ -87,7 +87,7 @@ class Modules:
             in_eval=modes["eval"],
             in_training=modes["training"],
             apart=modes["apart"],
-            below=frozenset(i for p in module.parameters() if (i := watch.book.index(p)) is not None),
+            below=frozenset(i for p in module.parameters() if (i := watch.table.index(p)) is not None),
         )
         watch.add(watch.thread.forward)
 
@@ -97,7 +97,7 @@ class Modules:
         inside = dict(root.named_modules())
         for name, module in inside.items():
             if acts_by_mode(module):
-                path = self._watch.book.path_of(module)
+                path = self._watch.table.path_of(module)
                 found["training" if module.training else "eval"].append(path)
                 if name and inside[name.rpartition(".")[0]].training is not module.training:
                     found["apart"].append(path)
@@ -108,7 +108,7 @@ class Modules:
         frame = frame_in(_CHECKPOINT)
         while frame is not None and layer(frame.f_code.co_filename) == 0:
             frame = frame.f_back
-        return here(3)[0] if frame is None else place_of(frame.f_code.co_filename, frame.f_lineno)
+        return here()[0] if frame is None else place_of(frame.f_code.co_filename, frame.f_lineno)
 
     def _note_use(self, module: nn.Module, args: Any) -> None:
         watch = self._watch
@@ -116,10 +116,10 @@ class Modules:
         empty = any(isinstance(a, torch.Tensor) and a.numel() == 0 for a in args)
         checkpointed = not grad and frame_in(_CHECKPOINT) is not None
         for parameter in module.parameters(recurse=False):
-            index = watch.book.index(parameter)
+            index = watch.table.index(parameter)
             if index is None:
                 continue
-            entry = watch.book.entries[index]
+            entry = watch.table.entries[index]
             entry.asked = entry.asked or parameter.requires_grad
             if empty:
                 entry.calls_empty += 1

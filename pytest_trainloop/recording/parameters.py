@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 RUNNING = ("running_mean", "running_var")
 
 
-class Book:
+class ParameterTable:
     """The watched parameters, found by ``id``. Their tensors are held until the run ends, so that no id recurs."""
 
     def __init__(self, reader: Reader) -> None:
@@ -74,7 +74,7 @@ class Book:
         for index in made:
             tensor, entry = self.tensors[index], self.entries[index]
             entry.shape, entry.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-            entry.start = self._reader.fact(tensor)
+            entry.start = self._reader.sample(tensor)
         self._lazy = [i for i in self._lazy if i not in made]  # another thread may have settled some
         return made
 
@@ -82,7 +82,7 @@ class Book:
         """Take the present values as the initial ones: a run has displaced the weights before ``fit``."""
         for index, entry in enumerate(self.entries):
             if index not in self._lazy:
-                entry.start = self._reader.fact(self.tensors[index])
+                entry.start = self._reader.sample(self.tensors[index])
 
     def _adopt(self, entry: Parameter, name: str, role: Role, owner: str) -> None:
         """Name a tensor that was seen in an optimizer first as the module names in which it is found later."""
@@ -124,14 +124,14 @@ class Book:
         for name in RUNNING:
             buffer = getattr(module, name, None)
             if isinstance(buffer, torch.Tensor) and readable(buffer):
-                known = Statistics(f"{path}.{name}" if path else name, path, self._reader.sample_only(buffer))
+                known = Statistics(f"{path}.{name}" if path else name, path, self._reader.sample_entries(buffer))
                 self._statistics.append((known, module, name))
 
     def statistics(self) -> list[Statistics]:
         """Running statistics as they were when their module was entered, and as they are now."""
         for known, module, name in self._statistics:
             buffer = getattr(module, name, None)
-            known.end = self._reader.sample_only(buffer) if isinstance(buffer, torch.Tensor) else known.start
+            known.end = self._reader.sample_entries(buffer) if isinstance(buffer, torch.Tensor) else known.start
         return [known for known, _, _ in self._statistics]
 
     def _add_hidden(self, path: str, hidden: nn.Module | torch.Tensor, registered: set[int]) -> None:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 _ABSENT = object()
 
 
-class Taps:
+class Patches:
     """Attributes replaced by wrappers of the originals; ``remove`` restores them in reverse order."""
 
     def __init__(self) -> None:
@@ -34,11 +34,11 @@ class Taps:
 
 
 @contextlib.contextmanager
-def tapped(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Any]) -> Iterator[None]:
+def patched(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Any]) -> Iterator[None]:
     """Replace one attribute for the length of a block."""
-    taps = Taps()
-    taps.put(owner, name, wrap)
+    patches = Patches()
+    patches.put(owner, name, wrap)
     try:
         yield
     finally:
-        taps.remove()
+        patches.remove()

@@ -10,13 +10,13 @@ from pytest_trainloop.recording.events import (
     Backward,
     CheckpointCall,
     Event,
-    Fact,
     Forward,
     Move,
     Place,
     Raised,
     ScalerCall,
     Step,
+    TensorSample,
 )
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Parameter:
     """Whether it lies in what ``TrainLoop.model`` declares."""
     layer: bool = False
     """Whether its module is a layer of torch's own."""
-    start: Fact = field(default_factory=Fact)
+    start: TensorSample = field(default_factory=TensorSample)
     """The tensor as the run began."""
     gone: bool = False
     """Whether no module held it any more when the run ended."""
@@ -75,8 +75,8 @@ class Statistics:
 
     name: str
     owner: str
-    start: Fact = field(default_factory=Fact)
-    end: Fact = field(default_factory=Fact)
+    start: TensorSample = field(default_factory=TensorSample)
+    end: TensorSample = field(default_factory=TensorSample)
 
     @property
     def drifted(self) -> bool:
@@ -147,7 +147,7 @@ class Record:
     moves: list[Move] = field(default_factory=list)
     """Changes of weights, in order."""
     checkpoints: list[CheckpointCall] = field(default_factory=list)
-    end: dict[int, Fact] = field(default_factory=dict)
+    end: dict[int, TensorSample] = field(default_factory=dict)
     """Each parameter as the run ended."""
     statistics: list[Statistics] = field(default_factory=list)
     frozen: tuple[str, ...] | None = None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from pytest_trainloop.recording.events import Fact
+from pytest_trainloop.recording.events import TensorSample
 from pytest_trainloop.recording.sample_store import Store
 from pytest_trainloop.recording.torch_internals import is_functorch
 
@@ -35,32 +35,32 @@ class Reader:
 
     def __init__(self) -> None:
         self._entries, self._numbers = Store(), Store()
-        self._facts: list[tuple[Fact, Kept, Kept | None]] = []
+        self._samples: list[tuple[TensorSample, Kept, Kept | None]] = []
         self._scalars: list[tuple[Callable[[float], None], Kept]] = []
         self._lock = threading.RLock()  # a stop that strikes as a block is left leaves it held
 
-    def fact(self, tensor: torch.Tensor) -> Fact:
+    def sample(self, tensor: torch.Tensor) -> TensorSample:
         """The tensor's peak and sample as they are now."""
-        fact = Fact(sparse=tensor.layout is torch.sparse_coo)
+        sample = TensorSample(sparse=tensor.layout is torch.sparse_coo)
         if not readable(tensor):
-            return fact
+            return sample
         values = _dense(tensor.detach())
         if values.numel() == 0:
-            fact.peak = 0.0
-            return fact
+            sample.peak = 0.0
+            return sample
         entries = spaced(values)
         with self._lock:
-            self._facts.append((fact, self._entries.keep(entries), self._extremes(values, entries)))
-        return fact
+            self._samples.append((sample, self._entries.keep(entries), self._extremes(values, entries)))
+        return sample
 
-    def sample_only(self, tensor: torch.Tensor) -> Fact:
-        """A fact without its peak: enough to see a change, at a third of the cost."""
-        fact = Fact()
+    def sample_entries(self, tensor: torch.Tensor) -> TensorSample:
+        """A sample without its peak: enough to see a change, at a third of the cost."""
+        sample = TensorSample()
         values = _dense(tensor.detach())
         if values.numel():
             with self._lock:
-                self._facts.append((fact, self._entries.keep(spaced(values)), None))
-        return fact
+                self._samples.append((sample, self._entries.keep(spaced(values)), None))
+        return sample
 
     def scalar(self, tensor: torch.Tensor, use: Callable[[float], None]) -> None:
         """Call ``use`` with the value of a one-element tensor when it is read; never inside a functorch transform."""
@@ -86,14 +86,14 @@ class Reader:
         """Read everything that is pending."""
         with self._lock:
             entries, numbers = self._entries.take_samples(), self._numbers.take_floats()
-            facts, self._facts = self._facts, []
+            samples, self._samples = self._samples, []
             scalars, self._scalars = self._scalars, []
         seen: dict[bytes, bytes] = {}  # what arrived, what was consumed and what was left are often the same
-        for fact, sampled, extremes in facts:
-            chunk, fact.nonfinite = entries(sampled)
-            fact.sample = seen.setdefault(chunk, chunk)
+        for sample, sampled, extremes in samples:
+            chunk, sample.nonfinite = entries(sampled)
+            sample.raw = seen.setdefault(chunk, chunk)
             if extremes is not None:
-                fact.peak = max(map(abs, numbers(extremes)))
+                sample.peak = max(map(abs, numbers(extremes)))
         for use, kept in scalars:
             use(numbers(kept)[0])
 

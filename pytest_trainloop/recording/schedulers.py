@@ -17,21 +17,21 @@ from pytest_trainloop.recording.source import here
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_trainloop.recording.patches import Taps
+    from pytest_trainloop.recording.patches import Patches
     from pytest_trainloop.recording.protocol import Observed
 
 
 class Schedules:
     """Patches of ``step`` of every scheduler class known when the run begins."""
 
-    def __init__(self, watch: Observed, taps: Taps) -> None:
+    def __init__(self, watch: Observed, patches: Patches) -> None:
         self._watch = watch
         self._depth = 0
         for cls in _with_subclasses(LRScheduler):
             if "step" in vars(cls):
-                taps.put(cls, "step", self._tapped)
+                patches.put(cls, "step", self._patched)
 
-    def _tapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _patched(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
             if self._depth == 0 and not _under_construction():
@@ -46,9 +46,9 @@ class Schedules:
 
     def _note(self, scheduler: Any, args: Any, kwargs: Any) -> None:
         watch = self._watch
-        with watch.quietly():
+        with watch.suspended():
             optimizer = getattr(scheduler, "optimizer", None)
-            place, site = here(3)
+            place, site = here()
             watch.add(
                 SchedulerStep(
                     at=watch.tick(),
@@ -79,7 +79,7 @@ _PLAIN_SCALE = GradScaler.scale
 class Scalers:
     """Patches of the gradient scaler's calls: the order of scale, unscale, step and update, and skipped steps."""
 
-    def __init__(self, watch: Observed, taps: Taps) -> None:
+    def __init__(self, watch: Observed, patches: Patches) -> None:
         self._watch = watch
         self._kept: dict[int, Any] = {}
         self._open: list[tuple[int, str]] = []
@@ -91,15 +91,15 @@ class Scalers:
                 ("update", self._update),
             ):
                 if name in vars(cls):
-                    taps.put(cls, name, functools.partial(_around, watched))
+                    patches.put(cls, name, functools.partial(_around, watched))
 
     @contextlib.contextmanager
     def _call(self, scaler: Any, what: Any, optimizer: Any = None) -> Iterator[ScalerCall]:
         """The event of a call, open for as long as the call; a subclass that passes it on makes none of its own."""
         watch = self._watch
         self._kept[id(scaler)] = scaler
-        with watch.quietly():
-            place, site = here(5)
+        with watch.suspended():
+            place, site = here()
             call = ScalerCall(
                 at=watch.tick(),
                 place=place,
@@ -125,7 +125,7 @@ class Scalers:
         given = outputs if isinstance(outputs, (list, tuple)) else [outputs]
         first = next((t for t in given if isinstance(t, torch.Tensor)), None)
         if first is not None and call.enabled:
-            with self._watch.quietly(), torch.no_grad():
+            with self._watch.suspended(), torch.no_grad():
                 one = torch.ones((), device=first.device)  # the loss itself may be zero or infinite
                 self._watch.reader.scalar(_PLAIN_SCALE(scaler, one), functools.partial(setattr, call, "factor"))
         return out

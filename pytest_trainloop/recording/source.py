@@ -35,12 +35,12 @@ def layer(filename: str) -> int:
     return 2
 
 
-def here(depth: int = 1) -> tuple[Place, Site]:
-    """The user's nearest line and the call site, seen from the caller's caller.
+def here() -> tuple[Place, Site]:
+    """The user's nearest line and the call site.
 
     The place is the nearest line of the user's own; where there is none, the nearest of any library but torch.
     """
-    frame: FrameType | None = sys._getframe(depth)
+    frame: FrameType | None = sys._getframe(1)
     site: list[tuple[str, int]] = []
     place: tuple[str, int] | None = None
     while frame is not None and (place is None or len(site) < _SITE_DEPTH):

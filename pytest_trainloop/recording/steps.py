@@ -13,7 +13,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from pytest_trainloop.recording.events import Fact, Read, Step
+from pytest_trainloop.recording.events import Read, Step, TensorSample
 from pytest_trainloop.recording.record import Optimizer as Held
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import has_step_pre_hooks, is_initialised
@@ -72,7 +72,7 @@ class Optimizers:
             for i, tensor in enumerate(group.get("params", ())):
                 if isinstance(tensor, torch.Tensor):
                     name = f"{type(optimizer).__name__}.param_groups[{g}][{i}]"
-                    held.append(watch.book.add(tensor, name, "foreign"))
+                    held.append(watch.table.add(tensor, name, "foreign"))
                     group_of.append(g)
         entry = watch.record.optimizers[self._index[id(optimizer)]]
         entry.parameters, entry.groups = tuple(held), tuple(group_of)
@@ -85,14 +85,14 @@ class Optimizers:
 
     def _pre(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         watch = self._watch
-        if watch.quiet:  # a copy that we step
+        if watch.is_suspended:  # a copy that we step
             return None
-        with watch.quietly():
+        with watch.suspended():
             self._before_step()
             self.drop_aborted()
             if watch.thread.open:
                 watch.thread.open[-1].nested = True
-            place, site = here(2)
+            place, site = here()
             step = Step(at=watch.tick(), place=place, site=site, optimizer=self.index(optimizer), full=watch.full)
             # inside backward the function mode sees nothing
             step.in_backward = step.asked = step.computed = watch.backward is not None
@@ -101,14 +101,14 @@ class Optimizers:
             if not late:
                 watch.add(step)
             held = list(dict.fromkeys(self.refresh(optimizer))) if watch.full else []
-            step.frozen = tuple(i for i in held if not watch.book.tensors[i].requires_grad)
-            watch.motion.look()
+            step.frozen = tuple(i for i in held if not watch.table.tensors[i].requires_grad)
+            watch.weight_changes.look()
             watch.thread.open.append(step)
             watch.thread.frames.append(sys._getframe(1))
             wrapped = self._with_closure_read(step, held, args, kwargs)
 
             def begin(*_call: Any) -> None:
-                with watch.quietly():
+                with watch.suspended():
                     if late:
                         step.at = watch.tick()
                         watch.add(step)
@@ -149,7 +149,7 @@ class Optimizers:
                 return closure(*a, **k)
             finally:
                 watch.thread.stepping = outer
-                with watch.quietly():
+                with watch.suspended():
                     step.reads.append(self._read(held))
 
         if len(args) > 1:
@@ -158,20 +158,20 @@ class Optimizers:
 
     def _read(self, held: list[int]) -> Read:
         watch = self._watch
-        grads: dict[int, Fact | None] = {}
+        grads: dict[int, TensorSample | None] = {}
         for index in held:
-            grad = watch.book.tensors[index].grad
-            grads[index] = None if grad is None else watch.reader.fact(grad)
+            grad = watch.table.tensors[index].grad
+            grads[index] = None if grad is None else watch.reader.sample(grad)
         return Read(at=watch.tick(), grads=grads)
 
     def _post(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         watch, thread = self._watch, self._watch.thread
-        if watch.quiet or not thread.open:
+        if watch.is_suspended or not thread.open:
             return
         self._drop_late()
         thread.stepping = max(0, thread.stepping - 1)
-        with watch.quietly():
-            watch.motion.look()
+        with watch.suspended():
+            watch.weight_changes.look()
             step = thread.open.pop()
             thread.frames.pop()
             if not step.nested and step.reads:

@@ -17,8 +17,8 @@ class Thread(threading.local):
     """What the current thread is inside of; lists have the innermost last."""
 
     def __init__(self) -> None:
-        self.quiet = 0
-        """The number of ``quietly()`` blocks that it is in."""
+        self.suspended = 0
+        """The number of ``suspended()`` blocks that it is in."""
         self.stepping = 0
         """The number of optimizer steps that it is in, closures left out."""
         self.open: list[Step] = []

@@ -106,7 +106,7 @@ class Functions(FunctionMode):
         out = func(*args, **kwargs)
         owner = getattr(func, "__self__", None)
         if owner is _GRAD:
-            index = self._watch.book.index(args[0])
+            index = self._watch.table.index(args[0])
             if index is not None and isinstance(out, torch.Tensor):
                 self._gradients[id(out)] = (weakref.ref(out), index)
             elif out is None and sys._getframe(3).f_code.co_name == "zero_grad":
@@ -122,7 +122,7 @@ class Functions(FunctionMode):
         """An optimizer that zeroes is known from then on, also if it never steps."""
         zeroed_by = zeroing.f_locals.get("self")
         if isinstance(zeroed_by, torch.optim.Optimizer):
-            with self._watch.quietly():
+            with self._watch.suspended():
                 self._watch.optimizers.index(zeroed_by)
 
     def _parameter_of(self, tensor: Any) -> int | None:
@@ -131,7 +131,7 @@ class Functions(FunctionMode):
         return known[1] if known is not None and known[0]() is tensor else None
 
     def _set(self, name: str, args: tuple[Any, ...]) -> None:
-        index = self._watch.book.index(args[0])
+        index = self._watch.table.index(args[0])
         if index is None:
             return
         value = args[1] if name == "__set__" and len(args) > 1 else None
@@ -162,33 +162,33 @@ class Functions(FunctionMode):
     ) -> Any:
         watch = self._watch
         limit = frame.f_locals.get("max_norm", frame.f_locals.get("clip_value"))
-        with watch.quietly():
-            before = {i: watch.reader.fact(t) for i, t in written.items()}
+        with watch.suspended():
+            before = {i: watch.reader.sample(t) for i, t in written.items()}
         out = func(*args, **kwargs)
         event = self._note("clipped", list(written), frame.f_code.co_name)
-        with watch.quietly():
+        with watch.suspended():
             event.limit = float(limit) if isinstance(limit, (int, float)) else event.limit
             event.before.update(before)
-            event.after.update({i: watch.reader.fact(t) for i, t in written.items()})
+            event.after.update({i: watch.reader.sample(t) for i, t in written.items()})
         return out
 
     def _note(self, how: Any, indices: list[int], by: str) -> GradWrite:
         """Add the write, or join it to the one before it if it is of the same kind and place."""
         watch = self._watch
-        with watch.quietly():
+        with watch.suspended():
             frame = sys._getframe(4)
             writer, self._writer = self._writer, (frame, frame.f_lineno)
             last = watch.record.events[-1] if watch.record.events else None
             place: Place | None = None
             if isinstance(last, GradWrite) and last.how == how and self._written.isdisjoint(indices):
                 if writer != self._writer:  # a loop over parameters writes them all from one line
-                    place, site = here(3)
+                    place, site = here()
                 if place is None or last.site[:1] == site[:1]:
                     last.parameters.extend(indices)
                     self._written.update(indices)
                     return last
             if place is None:
-                place, site = here(3)
+                place, site = here()
             event = GradWrite(at=watch.tick(), place=place, site=site, how=how, parameters=list(indices), by=by)
             self._written = set(indices)
             watch.add(event)
@@ -197,10 +197,10 @@ class Functions(FunctionMode):
     def _loss(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watch = self._watch
         out = func(*args, **kwargs)
-        with watch.quietly():
+        with watch.suspended():
             given = args[0] if args else kwargs.get("input")
             target = args[1] if len(args) > 1 else kwargs.get("target")
-            place, site = here(2)
+            place, site = here()
             call = LossCall(
                 at=watch.tick(),
                 place=place,

@@ -16,19 +16,19 @@ from pytest_trainloop.recording.torch_internals import DROPOUT_MODULES, NORM_MOD
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_trainloop.recording.patches import Taps
+    from pytest_trainloop.recording.patches import Patches
     from pytest_trainloop.recording.protocol import Observed
 
 
 class Modes:
     """A patch of ``nn.Module.train``, which ``eval()`` and an overridden ``train()`` call as well."""
 
-    def __init__(self, watch: Observed, taps: Taps) -> None:
+    def __init__(self, watch: Observed, patches: Patches) -> None:
         self._watch = watch
         self._inside = threading.local()
-        taps.put(nn.Module, "train", self._tapped)
+        patches.put(nn.Module, "train", self._patched)
 
-    def _tapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _patched(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def train(module: nn.Module, mode: bool = True) -> Any:
             if getattr(self._inside, "depth", 0):
@@ -46,9 +46,9 @@ class Modes:
         watch = self._watch
         if not watch.full:
             return
-        with watch.quietly():
-            place, site = here(3)
-            path = watch.book.modules.get(id(module))
+        with watch.suspended():
+            place, site = here()
+            path = watch.table.modules.get(id(module))
             if path is not None:
                 watch.add(ModeCall(at=watch.tick(), place=place, site=site, below=path, on=bool(mode)))
 

@@ -14,8 +14,8 @@ from torch import nn
 from pytest_trainloop.recording.backward import Gradients
 from pytest_trainloop.recording.checkpoints import Checkpoints
 from pytest_trainloop.recording.forward import Modules
-from pytest_trainloop.recording.parameters import Book
-from pytest_trainloop.recording.patches import Taps
+from pytest_trainloop.recording.parameters import ParameterTable
+from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.record import Record
 from pytest_trainloop.recording.samples import Reader, readable
 from pytest_trainloop.recording.schedulers import Scalers, Schedules
@@ -24,7 +24,7 @@ from pytest_trainloop.recording.threads import Thread
 from pytest_trainloop.recording.torch_functions import Functions
 from pytest_trainloop.recording.torch_internals import no_torch_function
 from pytest_trainloop.recording.train_mode import Modes
-from pytest_trainloop.recording.weight_changes import Motion
+from pytest_trainloop.recording.weight_changes import WeightChanges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,7 +61,7 @@ class Watch:
         self._counts: dict[int, int] = {}
         self.record = Record()
         self.reader = Reader()
-        self.book = Book(self.reader)
+        self.table = ParameterTable(self.reader)
         self.backward: Backward | None = None
         self.full = True
         self.items: Callable[[], int] = lambda: 0
@@ -71,19 +71,19 @@ class Watch:
         self.steps_at_forward: dict[int, int] = {}
 
     def __enter__(self) -> Watch:
-        self._taps = Taps()
+        self._patches = Patches()
         self._exit = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
-            undo.callback(self._taps.remove)
-            self.gradients = Gradients(self, self._taps)
+            undo.callback(self._patches.remove)
+            self.gradients = Gradients(self, self._patches)
             undo.callback(self.gradients.remove)
-            self.motion = Motion(self)
+            self.weight_changes = WeightChanges(self)
             self.optimizers = Optimizers(self, self._on_step)
             undo.callback(self.optimizers.remove)
-            self._schedules = Schedules(self, self._taps)
-            self._scalers = Scalers(self, self._taps)
-            self._modes = Modes(self, self._taps)
-            self._checkpoints = Checkpoints(self, self._taps)
+            self._schedules = Schedules(self, self._patches)
+            self._scalers = Scalers(self, self._patches)
+            self._modes = Modes(self, self._patches)
+            self._checkpoints = Checkpoints(self, self._patches)
             self._enter_declared()
             self._modules = Modules(self)
             undo.callback(self._modules.remove)
@@ -98,7 +98,7 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            with self.quietly():
+            with self.suspended():
                 self._note_end()
         finally:
             self._exit.close()
@@ -106,42 +106,43 @@ class Watch:
 
     def _enter_declared(self) -> None:
         modules, optimizers = self._declared
-        self.book.declaring = True
+        self.table.declaring = True
         for prefix, module in modules.items():
             self.enter_module(module, prefix)
-        self.book.declaring = not modules
+        self.table.declaring = not modules
         for optimizer in optimizers:
             self.optimizers.index(optimizer, declared=True)
 
     def _note_end(self) -> None:
-        self.motion.look()
-        self.book.note_gone()
-        for index, tensor in enumerate(self.book.tensors):
+        self.weight_changes.look()
+        self.table.note_gone()
+        for index, tensor in enumerate(self.table.tensors):
             if readable(tensor):
-                self.record.end[index] = self.reader.sample_only(tensor)
-        self.record.statistics = self.book.statistics()
+                self.record.end[index] = self.reader.sample_entries(tensor)
+        self.record.statistics = self.table.statistics()
 
     def _finish(self) -> None:
-        self.record.parameters = self.book.entries
+        self.record.parameters = self.table.entries
         self.reader.resolve()
-        self.record.moves = self.motion.resolve()
+        self.record.moves = self.weight_changes.resolve()
         if self.full:
             self.record.full_until = self.tick()
 
     @contextlib.contextmanager
-    def quietly(self) -> Iterator[None]:
+    def suspended(self) -> Iterator[None]:
         """Suspend the recording: torch calls in here are those of this package."""
         thread = self.thread
-        thread.quiet += 1
+        thread.suspended += 1
         try:
             with no_torch_function():
                 yield
         finally:
-            thread.quiet -= 1
+            thread.suspended -= 1
 
     @property
-    def quiet(self) -> int:
-        return self.thread.quiet
+    def is_suspended(self) -> bool:
+        """Whether this thread is in code of this package, whose torch calls are not recorded."""
+        return self.thread.suspended > 0
 
     @property
     def stepping(self) -> int:
@@ -156,18 +157,18 @@ class Watch:
     def enter_module(self, module: nn.Module, prefix: str = "") -> None:
         """Watch a module's parameters."""
         self._counts[id(module)] = sum(1 for _ in module.parameters())
-        self.book.add_module(module, prefix)
-        self.hook_gradients(range(len(self.book.tensors)))
+        self.table.add_module(module, prefix)
+        self.hook_gradients(range(len(self.table.tensors)))
 
-    def book_may_be_stale(self, module: nn.Module) -> bool:
+    def table_may_be_stale(self, module: nn.Module) -> bool:
         """Whether a known module has other parameters than when it was entered, or some that require grad only now."""
         if not self.full:
             return False
         count = 0
         for parameter in module.parameters():
             count += 1
-            index = self.book.index(parameter)
-            if index is None or self.book.entries[index].role == "foreign":
+            index = self.table.index(parameter)
+            if index is None or self.table.entries[index].role == "foreign":
                 if isinstance(parameter, nn.Parameter):
                     return True
             elif parameter.requires_grad and not self.gradients.hooked(index):
@@ -177,7 +178,7 @@ class Watch:
     def module_path(self) -> str:
         """The innermost module being called, in the user's names."""
         modules = self.thread.modules
-        return self.book.path_of(modules[-1]) if modules else ""
+        return self.table.path_of(modules[-1]) if modules else ""
 
     def inside_parameters(self) -> bool:
         """Whether a module that holds parameters is being called."""
@@ -216,7 +217,7 @@ class Watch:
 
     def _lighten(self) -> None:
         """Record roots, learning rates and counts only from here on."""
-        self.motion.look()
+        self.weight_changes.look()
         self.full = False
         self.record.full_until = self.tick()
         self.gradients.remove()

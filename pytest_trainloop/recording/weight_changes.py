@@ -32,7 +32,7 @@ class _Look:
     parts: list[_Part]
 
 
-class Motion:
+class WeightChanges:
     """``look`` is called before each backward pass and around each step; the code in between made the changes between
     two looks."""
 
@@ -45,9 +45,9 @@ class Motion:
         watch = self._watch
         if not watch.full:
             return
-        watch.hook_gradients(watch.book.settle())
+        watch.hook_gradients(watch.table.settle())
         found: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = defaultdict(dict)
-        for index, tensor in enumerate(watch.book.tensors):
+        for index, tensor in enumerate(watch.table.tensors):
             if readable(tensor):
                 found[tensor.device, tensor.dtype][index] = spaced(_dense(tensor.detach()))
         parts = [_Part(torch.cat(list(p.values())), list(p), [e.numel() for e in p.values()]) for p in found.values()]

@@ -47,8 +47,8 @@ def clipped_to(record: Record) -> Clip | None:
         if isinstance(event, GradWrite) and event.how == "clipped" and event.before and event.after:
             clips.append(event)
         elif isinstance(event, Step) and clips:
-            before = max(fact.peak for fact in clips[0].before.values())
-            shares += [max(fact.peak for fact in clips[-1].after.values()) / before] if before > 0 else []
+            before = max(sample.peak for sample in clips[0].before.values())
+            shares += [max(sample.peak for sample in clips[-1].after.values()) / before] if before > 0 else []
             last, clips = clips[-1], []
     if last is None or not shares:
         return None

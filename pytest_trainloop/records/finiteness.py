@@ -50,7 +50,7 @@ def became_nonfinite(record: Record) -> list[Parameter]:
     return [
         p
         for p in record.parameters
-        if p.start.sample
+        if p.start.raw
         and not p.start.nonfinite
         and p.index in record.end
         and record.end[p.index].nonfinite
@@ -87,7 +87,7 @@ def cleaned_gradients(record: Record) -> GradWrite | None:
     for step in record.of(Step) if suspects else ():
         for index, grad in (step.reads[-1].grads if step.reads and step.full and not step.nested else {}).items():
             before = [a for a in suspects.get(index, ()) if a.at < step.at]
-            clean = grad is not None and bool(grad.sample) and grad.finite
+            clean = grad is not None and bool(grad.raw) and grad.finite
             if not clean or not before or before[-1].incoming.finite:
                 continue  # or a finite one arrived after it
             writes = [w for w in record.of(GradWrite) if before[-1].at < w.at < step.at and index in w.parameters]

@@ -13,7 +13,7 @@ from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.recording.events import Arrival, Backward, Fact, GradWrite, Read, Step
+from pytest_trainloop.recording.events import Arrival, Backward, GradWrite, Read, Step, TensorSample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -74,7 +74,7 @@ class _InGrad:
 
     pending: list[BackwardOutcome] = field(default_factory=list)
     consumed_by: Step | None = None
-    left: Fact | None = None
+    left: TensorSample | None = None
     stale: Step | None = None
     fresh: bool = False
     arrived: bool = False

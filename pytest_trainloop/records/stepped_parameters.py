@@ -30,7 +30,7 @@ def steps_with_gradient(record: Record) -> dict[int, int]:
         optimizer = record.optimizers[step.optimizer]
         group_of = dict(zip(optimizer.parameters, optimizer.groups, strict=True))
         for index, grad in step.reads[-1].grads.items():
-            if grad is None or grad.sparse or not noise < grad.peak < math.inf or not any(grad.sample):
+            if grad is None or grad.sparse or not noise < grad.peak < math.inf or not any(grad.raw):
                 continue
             group = group_of.get(index, 0)
             if group < len(step.lrs) and step.lrs[group] > 0:

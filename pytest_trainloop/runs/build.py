@@ -91,13 +91,13 @@ def _require_loop(loop: TrainLoop) -> None:
 
 
 def _hidden_parameters(loop: TrainLoop) -> bool:
-    from pytest_trainloop.recording.parameters import Book
+    from pytest_trainloop.recording.parameters import ParameterTable
     from pytest_trainloop.recording.samples import Reader
 
-    book = Book(Reader())
+    table = ParameterTable(Reader())
     for prefix, module in loop.modules.items():
-        book.add_module(module, prefix)
-    return bool(book.entries)
+        table.add_module(module, prefix)
+    return bool(table.entries)
 
 
 def _first_names(names: list[str]) -> str:

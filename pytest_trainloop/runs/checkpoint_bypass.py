@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from pytest_trainloop.recording.checkpoints import bound, needs_grad
-from pytest_trainloop.recording.patches import Taps
+from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.torch_internals import apply_of, checkpoint_generators
 
 if TYPE_CHECKING:
@@ -70,14 +70,14 @@ def not_reentrant(asked: Asked) -> Piece | None:
 @contextlib.contextmanager
 def switched(how: Callable[[Asked], Piece | None]) -> Iterator[None]:
     """Run every checkpoint in this block as ``how`` says; None leaves one as it is."""
-    taps = Taps()
-    taps.put(CheckpointFunction, "apply", functools.partial(_reentrant, how))
+    patches = Patches()
+    patches.put(CheckpointFunction, "apply", functools.partial(_reentrant, how))
     for owner, name in checkpoint_generators():
-        taps.put(owner, name, functools.partial(_generator, how))
+        patches.put(owner, name, functools.partial(_generator, how))
     try:
         yield
     finally:
-        taps.remove()
+        patches.remove()
 
 
 def _reentrant(how: Callable[[Asked], Piece | None], original: Callable[..., Any]) -> Any:

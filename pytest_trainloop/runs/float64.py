@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from pytest_trainloop import nested
 from pytest_trainloop.recording.function_mode import tensors_in
-from pytest_trainloop.recording.patches import Taps
+from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.torch_internals import DispatchMode, aliased_arguments, tree_map
 
 if TYPE_CHECKING:
@@ -89,15 +89,15 @@ def _mixed(args: Iterable[Any]) -> bool:
 @contextlib.contextmanager
 def double_precision() -> Iterator[_Promote]:
     """Build and run in float64 inside; the caller preserves the default dtype."""
-    taps = Taps()
-    taps.put(GradScaler, "__init__", _switched_off)
+    patches = Patches()
+    patches.put(GradScaler, "__init__", _switched_off)
     torch.set_default_dtype(torch.float64)
     try:
         with _Promote() as mode:
-            taps.put(torch.Tensor, "__deepcopy__", functools.partial(_copied_as_it_is, mode))
+            patches.put(torch.Tensor, "__deepcopy__", functools.partial(_copied_as_it_is, mode))
             yield mode
     finally:
-        taps.remove()
+        patches.remove()
         torch.set_default_dtype(torch.float32)
 
 

@@ -38,7 +38,7 @@ def on_arrival(
     """Hooks that call ``arrived`` with every weight that trains and the gradient that arrives at it."""
     return [
         tensor.register_hook(functools.partial(arrived, watch, tensor))  # type: ignore[no-untyped-call]
-        for tensor in watch.book.tensors
+        for tensor in watch.table.tensors
         if tensor.is_leaf and tensor.requires_grad and not torch.nn.parameter.is_lazy(tensor)
     ]
 
@@ -54,7 +54,7 @@ def stepped_by(optimizer: Any) -> Iterator[tuple[int, float, torch.Tensor]]:
 def call_from_outside(watch: Watch, module: nn.Module) -> Forward | None:
     """The call that is under way, where this module is the one that was called from outside any module."""
     forward = watch.thread.forward
-    return forward if forward is not None and watch.book.path_of(module) == forward.module else None
+    return forward if forward is not None and watch.table.path_of(module) == forward.module else None
 
 
 @contextlib.contextmanager
@@ -76,13 +76,13 @@ def around_steps(watch: Watch, take: Callable[[Any], T | None], use: Callable[[A
         return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": watched})
 
     def look(optimizer: Any) -> None:
-        with watch.quietly(), torch.no_grad():
+        with watch.suspended(), torch.no_grad():
             taken[id(optimizer)] = take(optimizer)
 
     def leave(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         snap = taken.pop(id(optimizer), None)
         if snap is not None:
-            with watch.quietly(), torch.no_grad():
+            with watch.suspended(), torch.no_grad():
                 use(optimizer, snap)
 
     with hooked(register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Still(FunctionMode):
+class NoRandomness(FunctionMode):
     """Switches off randomness and batch statistics, call by call; no module of the user's is changed.
 
     The functions that ``keeps`` names draw as they are.

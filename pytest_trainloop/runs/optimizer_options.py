@@ -23,12 +23,12 @@ LARGE_EPS = 1e-3
 """The largest eps in common use apart from 1.0, with which Inception was trained."""
 
 
-def times(factor: float) -> Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]]:
+def lr_times(factor: float) -> Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]]:
     """Every learning rate times this factor, inside the steps only: the loop reads and writes its own."""
     return lambda _watch: (_with_lrs(lambda _key, lr: lr * factor),)
 
 
-def held_at_their_peak() -> Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]]:
+def lr_held_at_peak() -> Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]]:
     """Every learning rate as high as it has been so far, inside the steps only."""
     peaks: dict[Any, float] = {}
 

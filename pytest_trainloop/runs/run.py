@@ -116,7 +116,7 @@ def run(make: Make, plan: RunPlan) -> Record:
         watch.items = lambda: batches.taken
         fit = plan.fit(loop)
         with watch, contextlib.ExitStack() as around:
-            with watch.quietly():
+            with watch.suspended():
                 plan.prepare(watch)
             for context in plan.contexts(watch):
                 around.enter_context(context)

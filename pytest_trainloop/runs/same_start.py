@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.runs.no_randomness import Still
+from pytest_trainloop.runs.no_randomness import NoRandomness
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -77,19 +77,21 @@ class SameValues:
 
 
 def _weights(watch: Watch) -> Iterator[tuple[str, torch.Tensor]]:
-    for entry, tensor in zip(watch.book.entries, watch.book.tensors, strict=True):
+    for entry, tensor in zip(watch.table.entries, watch.table.tensors, strict=True):
         if not torch.nn.parameter.is_lazy(tensor) and not tensor.is_meta:
             yield entry.name, tensor
 
 
 def _state(watch: Watch) -> Iterator[tuple[str, torch.Tensor]]:
     yield from _weights(watch)
-    for path, module in watch.book.named_modules():
+    for path, module in watch.table.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if not torch.nn.parameter.is_lazy(buffer) and not buffer.is_meta:
                 yield f"{path}.{name}" if path else name, buffer
 
 
-def varied(plan: RunPlan, start: SameStart, items: Callable[[TrainLoop], Sequence[Any]]) -> RunPlan:
+def from_same_start(plan: RunPlan, start: SameStart, items: Callable[[TrainLoop], Sequence[Any]]) -> RunPlan:
     """The plan of one of the runs: one pass over the items, in float64, without randomness, from the same start."""
-    return replace(plan, prepare=start, contexts=lambda watch: (Still(),), items=items, double=True, read_ahead=None)
+    return replace(
+        plan, prepare=start, contexts=lambda watch: (NoRandomness(),), items=items, double=True, read_ahead=None
+    )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.amp import GradScaler
 
-from pytest_trainloop.recording.patches import tapped
+from pytest_trainloop.recording.patches import patched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,5 +28,5 @@ def scalers_built_with(**given: Any) -> Iterator[None]:
 
         return init
 
-    with tapped(GradScaler, "__init__", wrap):
+    with patched(GradScaler, "__init__", wrap):
         yield

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from pytest_trainloop.recording.patches import Taps
+from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.runs.process_state import seed_all
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _matrices(loop: TrainLoop) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def _seeds_ignored() -> Iterator[None]:
-    taps = Taps()
+    patches = Patches()
 
     def ignoring(original: Callable[..., Any]) -> Callable[..., Any]:
         def seed(value: Any) -> Any:
@@ -71,8 +71,8 @@ def _seeds_ignored() -> Iterator[None]:
 
         return seed
 
-    taps.put(torch, "manual_seed", ignoring)
+    patches.put(torch, "manual_seed", ignoring)
     try:
         yield
     finally:
-        taps.remove()
+        patches.remove()

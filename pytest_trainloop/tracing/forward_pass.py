@@ -23,7 +23,7 @@ from pytest_trainloop.recording.torch_internals import tree_map
 from pytest_trainloop.recording.torch_names import EMBEDDINGS, LOSSES
 from pytest_trainloop.runs.checkpoint_bypass import switched, without
 from pytest_trainloop.runs.hooks import hooked
-from pytest_trainloop.runs.no_randomness import Still
+from pytest_trainloop.runs.no_randomness import NoRandomness
 from pytest_trainloop.tracing.arguments import takes_data
 from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import Lineage, Node, name_of, watched
@@ -118,12 +118,12 @@ class ForwardPass(WatchingMode):
         return replace(base, prepare=moved_a_little, contexts=self.contexts, enough=_over, **changed)
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-        return (self.watching(watch), self, Still(self.draws), switched(without))
+        return (self.watching(watch), self, NoRandomness(self.draws), switched(without))
 
     @contextlib.contextmanager
     def watching(self, watch: Watch) -> Iterator[None]:
         handles = []
-        for _, module in list(watch.book.named_modules()):
+        for _, module in list(watch.table.named_modules()):
             with contextlib.suppress(RuntimeError):  # scripted modules take none
                 handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
                 handles.append(module.register_forward_hook(self._leave, always_call=True))
@@ -138,12 +138,12 @@ class ForwardPass(WatchingMode):
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         watch = self._watch
-        if watch is None or watch.quiet:
+        if watch is None or watch.is_suspended:
             return None
         if self._depth:
             self._depth += 1
             if takes_data(module, args) and torch.is_grad_enabled():
-                with watch.quietly():
+                with watch.suspended():
                     return tuple(self._opened(a) for a in args), kwargs
             return None
         if not torch.is_grad_enabled() or watch.backward is not None or watch.record.steps or watch.stepping:
@@ -152,18 +152,18 @@ class ForwardPass(WatchingMode):
         self._switch_modes(module)
         if not self.open_inputs:
             return None
-        with watch.quietly():
+        with watch.suspended():
             return tree_map(self._opened, args), tree_map(self._opened, kwargs)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         watch = self._watch
-        if watch is None or watch.quiet or not self._depth:
+        if watch is None or watch.is_suspended or not self._depth:
             return
         self._depth -= 1
         if not self._depth:
             self._close()
             if output is not None:
-                with watch.quietly(), torch.enable_grad():
+                with watch.suspended(), torch.enable_grad():
                     self.at_end(self, output)
 
     def _switch_modes(self, root: nn.Module) -> None:
@@ -172,7 +172,11 @@ class ForwardPass(WatchingMode):
                 module.training = False
                 self._undo.append(lambda module=module: setattr(module, "training", True))  # type: ignore[misc]
             first = getattr(module, "batch_first", None)
-            if isinstance(first, bool) and self._watch is not None and self._watch.book.path_of(module) in self.flipped:
+            if (
+                isinstance(first, bool)
+                and self._watch is not None
+                and self._watch.table.path_of(module) in self.flipped
+            ):
                 module.batch_first = not first  # type: ignore[assignment]
                 self._undo.append(lambda module=module, first=first: setattr(module, "batch_first", first))  # type: ignore[misc]
 
@@ -192,21 +196,21 @@ class ForwardPass(WatchingMode):
     def active(self) -> bool:
         """Until the first step has ended: a closure that it calls computes the loss too."""
         watch = self.watch
-        return not (watch.quiet or watch.record.steps or watch.backward is not None)
+        return not (watch.is_suspended or watch.record.steps or watch.backward is not None)
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watch, name = self.watch, name_of(func)
         if not watched(name):
             return func(*args, **kwargs)
-        with watch.quietly():
+        with watch.suspended():
             if name in LOSSES:
                 self.at_loss(self, name, args, kwargs)
             parents = self.lineage.before(name, args, kwargs)
-            op = Op(self._count, name, func, args, kwargs, here(2)[0], watch.module_path())
+            op = Op(self._count, name, func, args, kwargs, here()[0], watch.module_path())
         out = func(*args, **kwargs)
         if self._depth:
             out = self._kept(watch, op, out)
-        with watch.quietly():
+        with watch.suspended():
             self.lineage.note(watch, func, name, args, kwargs, parents, out)
         return out
 
@@ -214,10 +218,10 @@ class ForwardPass(WatchingMode):
         self._count += 1
         op.out = out
         if op.number in self.replacements:
-            with watch.quietly():
+            with watch.suspended():
                 out = op.out = self.replacements[op.number](op)
         elif op.name in EMBEDDINGS and isinstance(out, torch.Tensor) and torch.is_grad_enabled():
-            with watch.quietly():
+            with watch.suspended():
                 out = op.out = self._looked_up(op, out)
         if len(self.ops) < MOST_OPS:
             self.ops.append(op)

@@ -44,10 +44,10 @@ class WatchingMode(FunctionMode):
             self._watch = None
 
     def active(self) -> bool:
-        """Whether calls are looked at now: not while this package computes (``quiet``), nor inside an optimizer's step,
-        nor inside a backward pass, where a checkpoint makes calls of the forward pass again."""
+        """Whether calls are looked at now: not while recording is suspended, nor inside an optimizer's step, nor inside
+        a backward pass, where a checkpoint makes calls of the forward pass again."""
         watch = self.watch
-        return not (watch.quiet or watch.stepping or watch.backward is not None)
+        return not (watch.is_suspended or watch.stepping or watch.backward is not None)
 
     def __torch_function__(
         self,

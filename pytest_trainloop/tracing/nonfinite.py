@@ -185,9 +185,9 @@ class NonFiniteOrigins(WatchingMode):
     @contextlib.contextmanager
     def watching(self, watch: Watch) -> Iterator[None]:
         def leave(module: nn.Module, _args: Any, output: Any) -> None:
-            with watch.quietly(), torch.no_grad():
+            with watch.suspended(), torch.no_grad():
                 low, high = _range(floats(nested.tensors(output)))
-                self._trail.append(f"{watch.book.path_of(module)} [{low:.3g}, {high:.3g}]")
+                self._trail.append(f"{watch.table.path_of(module)} [{low:.3g}, {high:.3g}]")
 
         with super().watching(watch), hooked(register_module_forward_hook(leave)):
             yield
@@ -206,8 +206,8 @@ class NonFiniteOrigins(WatchingMode):
         bad = [p for p in floats(held) if not _finite(p)]
         watch = self._watch
         if bad and watch is not None:
-            book = watch.book
-            names = [book.entries[i].name for p in bad if (i := book.index(p)) is not None]
+            table = watch.table
+            names = [table.entries[i].name for p in bad if (i := table.index(p)) is not None]
             state = _described(optimizer.state.get(bad[0], {}))
             self.bad_step = BadStep(type(optimizer).__name__, tuple(names), watch.record.steps, largest, state)
 
@@ -217,14 +217,14 @@ class NonFiniteOrigins(WatchingMode):
             self._backward(watch, args, kwargs)
         if name in _LOOKS:
             return func(*args, **kwargs)
-        with watch.quietly(), torch.no_grad():
+        with watch.suspended(), torch.no_grad():
             self._forget(watch)
             inputs = floats(tensors_in(args, kwargs))
             bad = [t for t in inputs if not _finite(t)]
             lost = {id(t) for t in bad if _lost(t)}
             bounds = _range(inputs)
         out = func(*args, **kwargs)
-        with watch.quietly():
+        with watch.suspended():
             results = floats(tensors_in(args[0] if in_place(name) else out))
             literal = any(isinstance(v, float) and math.isinf(v) for v in (*args, *kwargs.values()))
             self._look(watch, _Operation(name, inputs, bad, lost, results, bounds, literal))
@@ -271,7 +271,7 @@ class NonFiniteOrigins(WatchingMode):
     def _at(self, watch: Watch, operation: _Operation, value: str, direction: Direction) -> NonFiniteOrigin:
         return NonFiniteOrigin(
             op=operation.name,
-            place=here(4)[0],
+            place=here()[0],
             module=watch.module_path(),
             value=value,
             direction=direction,
@@ -293,7 +293,7 @@ class NonFiniteOrigins(WatchingMode):
         if bad is None or not result.requires_grad:
             return
         origin = self._known.get(id(bad), (bad, None))[1]
-        masked = MaskedLoss(operation.name, here(4)[0], origin, watch.record.steps)
+        masked = MaskedLoss(operation.name, here()[0], origin, watch.record.steps)
         result.register_hook(lambda _gradient: self.masked.append(masked))  # type: ignore[no-untyped-call]
 
     def _hook(self, operation: _Operation, made: list[torch.Tensor], origin: NonFiniteOrigin) -> None:
@@ -315,7 +315,7 @@ class NonFiniteOrigins(WatchingMode):
         watch = self._watch
         if watch is None or gradient is None or self.gradient is not None or self.root is not None:
             return
-        with watch.quietly(), torch.no_grad():
+        with watch.suspended(), torch.no_grad():
             finite = not gradient.is_floating_point() or _finite(gradient)
         if which in self._producers:
             self._producers[which].finite[which] = finite
@@ -330,7 +330,7 @@ class NonFiniteOrigins(WatchingMode):
             elif root.requires_grad and (root.grad_fn is None or (root.numel() == 1 and float(root.detach()) == 0.0)):
                 dropped = [origin for t, origin in self._known.values() if self._may_be_loss(t) and t.requires_grad]
                 if dropped:
-                    self.masked.append(MaskedLoss("a new tensor", here(3)[0], dropped[-1], watch.record.steps))
+                    self.masked.append(MaskedLoss("a new tensor", here()[0], dropped[-1], watch.record.steps))
 
 
 def _described(state: Any) -> str:

@@ -151,9 +151,9 @@ class Lineage:
             node.replay = _replay(func, args, kwargs, number)
             node.picks = name in INDEXING and not _plain_index(name, args)
         elif name in LOSSES:
-            node.place = here(4)[0]
+            node.place = here()[0]
         elif name in _PLACED:
-            node.place, node.module, node.dim = here(4)[0], watch.module_path(), _dim(args, kwargs, result)
+            node.place, node.module, node.dim = here()[0], watch.module_path(), _dim(args, kwargs, result)
             if name == "dropout":
                 node.numbers = (_dropped(args, kwargs),)
         elif name in CLAMPS:

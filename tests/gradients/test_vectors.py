@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pytest_trainloop.gradients.vectors import combination, consumed, vectors
-from pytest_trainloop.recording.events import Fact, GradWrite
+from pytest_trainloop.recording.events import GradWrite, TensorSample
 from tests.helpers.record_builder import RecordBuilder
 
 
@@ -16,7 +16,7 @@ def drawn(seed, size=50):
 
 def packed(*values):
     sample = torch.tensor(values, dtype=torch.float32)
-    return Fact(float(sample.abs().max()), sample.numpy().tobytes())
+    return TensorSample(float(sample.abs().max()), sample.numpy().tobytes())
 
 
 @pytest.mark.parametrize("weights", [(0.5, 0.5), (1.0, 1.0), (0.0, 0.5), (0.25, 0.25, 0.25, 0.25), (-1.0, 3.0)])

@@ -8,7 +8,6 @@ from pytest_trainloop.recording.events import (
     Arrival,
     Backward,
     Event,
-    Fact,
     GradWrite,
     Move,
     Place,
@@ -18,6 +17,7 @@ from pytest_trainloop.recording.events import (
     ScalerCall,
     SchedulerStep,
     Step,
+    TensorSample,
 )
 from pytest_trainloop.recording.record import Optimizer, Parameter, Record
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class RecordBuilder:
     """``RecordBuilder([0, 1], [2])`` has three parameters in two optimizers.
 
-    What stands in each ``.grad`` is kept as the list of the gradients added up there, so that two facts are the same
+    What stands in each ``.grad`` is kept as the list of the gradients added up there, so that two samples are the same
     only where torch would hold the same bits.
     """
 
@@ -60,7 +60,7 @@ class RecordBuilder:
             incoming = [] if zero else [f"b{event.at}"]
             before = self.grads.get(index)
             event.arrivals.setdefault(index, []).append(
-                Arrival(self._tick(), fact(incoming), None if before is None else fact(before), late)
+                Arrival(self._tick(), sample(incoming), None if before is None else sample(before), late)
             )
             if kind == "backward":
                 self.grads[index] = (before or []) + incoming
@@ -76,9 +76,9 @@ class RecordBuilder:
         held = self.optimizers[optimizer]
         for call in closure or [lambda: None]:
             call()
-            event.reads.append(Read(self._tick(), self._facts(held.parameters)))
+            event.reads.append(Read(self._tick(), self._samples(held.parameters)))
         event.computed = how.get("computed", any(g is not None for g in event.reads[-1].grads.values()))
-        event.left = self._facts(held.parameters)
+        event.left = self._samples(held.parameters)
         event.until = self._tick()
         if not event.nested:
             held.steps += 1
@@ -106,13 +106,13 @@ class RecordBuilder:
 
     def clip(self, *on: int, line: int = 28, limit: float | None = 1.0, bites: bool = True) -> GradWrite:
         chosen = list(on or self.grads)
-        before = self._facts(chosen)
+        before = self._samples(chosen)
         event = self.add(GradWrite, line, "clip_grad_norm_()", how="clipped", parameters=chosen, by="clip_grad_norm_")
         if bites:
             self.grads.update({i: [*self.grads[i], f"clipped{event.at}"] for i in chosen if i in self.grads})
         event.limit = limit
         event.before = {i: f for i, f in before.items() if f is not None}
-        event.after = {i: f for i, f in self._facts(chosen).items() if f is not None}
+        event.after = {i: f for i, f in self._samples(chosen).items() if f is not None}
         return event
 
     def scaler(self, what: Any, *, line: int = 22, enabled: bool = True, optimizer: int | None = 0) -> ScalerCall:
@@ -144,8 +144,8 @@ class RecordBuilder:
             moves=self.moves,
         )
 
-    def _facts(self, indices: Sequence[int]) -> dict[int, Fact | None]:
-        return {i: fact(self.grads[i]) if i in self.grads else None for i in indices}
+    def _samples(self, indices: Sequence[int]) -> dict[int, TensorSample | None]:
+        return {i: sample(self.grads[i]) if i in self.grads else None for i in indices}
 
     def add(self, event_type: Any, line: int, code: str, **fields: Any) -> Any:
         event = event_type(at=self._tick(), place=Place("train.py", line, code), site=(("train.py", line),), **fields)
@@ -157,6 +157,6 @@ class RecordBuilder:
         return self._clock
 
 
-def fact(parts: Sequence[str]) -> Fact:
+def sample(parts: Sequence[str]) -> TensorSample:
     """A gradient that is the sum of these; of none of them it is zero."""
-    return Fact(float(len(parts)), " ".join(parts).encode())
+    return TensorSample(float(len(parts)), " ".join(parts).encode())

@@ -2,12 +2,12 @@
 
 import pytest
 
-from pytest_trainloop.recording.events import Arrival, Backward, Fact, Place, Read, Root, Step
+from pytest_trainloop.recording.events import Arrival, Backward, Place, Read, Root, Step, TensorSample
 from pytest_trainloop.recording.record import Optimizer, Parameter, Record
 
-ONE = Fact(0.5, b"one")
-TWO = Fact(0.7, b"two")
-ZERO = Fact(0.0, b"")
+ONE = TensorSample(0.5, b"one")
+TWO = TensorSample(0.7, b"two")
+ZERO = TensorSample(0.0, b"")
 HERE = Place("train.py", 7, "loss.backward()")
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from pytest_trainloop.recording.events import Backward, Event, Fact
+    from pytest_trainloop.recording.events import Backward, Event, TensorSample
     from pytest_trainloop.recording.record import Record
 
 
@@ -26,10 +26,10 @@ def batches(count: int, rows: int = 5) -> list[tuple[torch.Tensor, torch.Tensor]
     return list(zip(inputs, targets, strict=True))
 
 
-def values(fact: Fact | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The sampled entries of a fact, flat in memory order: all of them where the tensor has few."""
-    assert fact is not None
-    return torch.frombuffer(bytearray(fact.sample), dtype=dtype)
+def values(sample: TensorSample | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The sampled entries of a sample, flat in memory order: all of them where the tensor has few."""
+    assert sample is not None
+    return torch.frombuffer(bytearray(sample.raw), dtype=dtype)
 
 
 def code(events: list[Event]) -> list[str]:

@@ -34,7 +34,7 @@ def test_copied_entries_move_as_they_do_among_all(kind, options):
 
     def use(_optimizer, snap):
         copies = stepped(snap, wide=False)
-        seen.append([torch.equal(copies[i], p.detach().reshape(-1)[:50]) for i, p in enumerate(watch.book.tensors)])
+        seen.append([torch.equal(copies[i], p.detach().reshape(-1)[:50]) for i, p in enumerate(watch.table.tensors)])
 
     watch = Watch({"": model}, [optimizer])
     with watch, around_steps(watch, lambda o: snapshot(o, watch, first_entries(50), lambda p: True), use):

@@ -280,7 +280,7 @@ def test_fast_weights_of_an_inner_loop_are_no_parameters():
     assert [len(b.arrivals) for b in outer] == [4, 4, 4]
 
 
-def test_batched_gradients_have_no_readable_facts():
+def test_batched_gradients_have_no_readable_samples():
     w = nn.Linear(2, 2, bias=False)
     with Watch({"": w}) as watch:
         out = w(torch.ones(2))

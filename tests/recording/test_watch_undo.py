@@ -1,4 +1,4 @@
-"""Two densities, and a process that is left as it was found: hooks, taps, modes, filters."""
+"""Two densities, and a process that is left as it was found: hooks, patches, modes, filters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REGISTRIES = {
     modules: ["_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks"],
     optimizers: ["_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"],
 }
-TAPPED = [
+PATCHED = [
     *((torch.autograd, name) for name in ("backward", "grad")),
     *((cls, "step") for cls in (lr_scheduler.LRScheduler, lr_scheduler.SequentialLR, lr_scheduler.ReduceLROnPlateau)),
     *((torch.amp.GradScaler, name) for name in ("scale", "unscale_", "step", "update")),
@@ -33,8 +33,8 @@ TAPPED = [
 def of_the_process():
     registries = {(m.__name__, r): dict(getattr(m, r)) for m, found in REGISTRIES.items() for r in found}
     always = dict(modules._global_forward_hooks_always_called)
-    tapped = [vars(owner).get(name) for owner, name in TAPPED]
-    return registries, always, tapped, _get_current_function_mode_stack(), list(warnings.filters)
+    patched = [vars(owner).get(name) for owner, name in PATCHED]
+    return registries, always, patched, _get_current_function_mode_stack(), list(warnings.filters)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def hooks_of(model):
     return [bool(p._backward_hooks) for p in model.parameters()]
 
 
-def test_hooks_and_taps_come_out(loop, nothing_left):
+def test_hooks_and_patches_come_out(loop, nothing_left):
     model, optimizer, train = loop
     with Watch({"": model}, [optimizer]):
         assert torch.autograd.backward.__wrapped__

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from pytest_trainloop.recording.events import Fact, Move
+from pytest_trainloop.recording.events import Move, TensorSample
 from pytest_trainloop.records.finiteness import (
     became_nonfinite,
     cleaned_gradients,
@@ -17,11 +17,11 @@ from pytest_trainloop.records.finiteness import (
 from tests.helpers.record_builder import RecordBuilder
 from tests.helpers.records import ONE, TWO, parameter, record
 
-NAN = Fact(math.nan, b"nan", nonfinite="nan")
-INF = Fact(math.inf, b"inf", nonfinite="inf")
+NAN = TensorSample(math.nan, b"nan", nonfinite="nan")
+INF = TensorSample(math.inf, b"inf", nonfinite="inf")
 
 
-def weights(start: Fact, end: Fact, **fields):
+def weights(start: TensorSample, end: TensorSample, **fields):
     made = record([parameter(0, "weight", **fields)], held=[0], gradients={0: ONE})
     made.parameters[0].start, made.end[0] = start, end
     return made
@@ -71,7 +71,7 @@ def test_gradients_that_user_code_cleans():
 def test_gradients_that_grow_until_nothing_is_finite():
     build = RecordBuilder([0])
     for peak in (1.0, 20.0, 400.0, math.inf):
-        build.backward().arrivals[0][0].incoming = Fact(peak, b"")
+        build.backward().arrivals[0][0].incoming = TensorSample(peak, b"")
         build.step()
     found = explosion(build.record())
     assert found is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_trainloop.records.gradient_ledger import consuming_steps, gradient_ledger
-from tests.helpers.record_builder import RecordBuilder, fact
+from tests.helpers.record_builder import RecordBuilder, sample
 
 
 def ledger_of(build: RecordBuilder):
@@ -217,8 +217,8 @@ def test_a_parameter_without_gradients_takes_no_part():
     assert ledger.empty == []
 
 
-def test_facts_are_the_same_only_bit_for_bit():
-    assert fact(["b1"]).same(fact(["b1"]))
-    assert not fact(["b1"]).same(fact(["b2"]))
-    assert not fact(["b1"]).same(None)
-    assert fact([]).zero
+def test_samples_are_the_same_only_bit_for_bit():
+    assert sample(["b1"]).same(sample(["b1"]))
+    assert not sample(["b1"]).same(sample(["b2"]))
+    assert not sample(["b1"]).same(None)
+    assert sample([]).zero

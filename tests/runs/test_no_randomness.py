@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pytest_trainloop.runs.no_randomness import Still
+from pytest_trainloop.runs.no_randomness import NoRandomness
 
 
 def attention():
@@ -33,7 +33,7 @@ def gradients_of(module, call):
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("made", [attention, recurrent])
 def test_a_checkpoint_draws_nothing_either(made, reentrant):
-    with Still():
+    with NoRandomness():
         plain = gradients_of(made(), lambda f, x: f(x))
         again = gradients_of(made(), lambda f, x: checkpoint(f, x, use_reentrant=reentrant))
     torch.testing.assert_close(plain, again)

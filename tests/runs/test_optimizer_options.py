@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pytest_trainloop import TrainLoop
-from pytest_trainloop.runs.optimizer_options import held_at_their_peak, times
+from pytest_trainloop.runs.optimizer_options import lr_held_at_peak, lr_times
 from pytest_trainloop.runs.run import RunPlan, run
 
 seen: list[float] = []
@@ -44,11 +44,11 @@ def run_with(contexts, lr=1.0):
 
 @pytest.mark.parametrize("lr", [1.0, torch.tensor(1.0)], ids=["number", "tensor"])
 def test_rates_are_others_inside_steps_only(lr):
-    assert run_with(times(10.0), lr) == [1.0, 0.5, 0.25]
+    assert run_with(lr_times(10.0), lr) == [1.0, 0.5, 0.25]
     assert seen == [10.0, 5.0, 2.5]
 
 
 @pytest.mark.parametrize("lr", [1.0, torch.tensor(1.0)], ids=["number", "tensor"])
 def test_rates_are_held_at_their_peak(lr):
-    assert run_with(held_at_their_peak(), lr) == [1.0, 0.5, 0.25]
+    assert run_with(lr_held_at_peak(), lr) == [1.0, 0.5, 0.25]
     assert seen == [1.0, 1.0, 1.0]

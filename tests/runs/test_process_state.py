@@ -45,7 +45,7 @@ def process() -> dict[str, Any]:
         "files": (Path.cwd(), sorted(Path.cwd().iterdir())),
         "python hooks": (sys.gettrace(), sys.getprofile(), os._exit, signal.getsignal(signal.SIGALRM)),
         "doors": (torch.autograd.backward, torch.autograd.grad, vars(torch.autograd.Function)["apply"]),
-        "taps": [(cls.__name__, dict(vars(cls))) for cls in (torch.amp.GradScaler, torch.optim.lr_scheduler.StepLR)],
+        "patches": [(cls.__name__, dict(vars(cls))) for cls in (torch.amp.GradScaler, torch.optim.lr_scheduler.StepLR)],
     }
 
 
@@ -138,7 +138,7 @@ def mse(model, batch):
 
 
 def make(work=None, *, detach=False, raises=False):
-    """A loop with everything that is tapped: dropout, a scheduler, a scaler, batch norm."""
+    """A loop with everything that is patched: dropout, a scheduler, a scaler, batch norm."""
     if work is not None:
         work()
     first, head = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout()), nn.Linear(8, 1)

@@ -9,9 +9,9 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.runs.no_randomness import Still
+from pytest_trainloop.runs.no_randomness import NoRandomness
 from pytest_trainloop.runs.run import RunPlan, run
-from pytest_trainloop.runs.same_start import SameStart, varied
+from pytest_trainloop.runs.same_start import SameStart, from_same_start
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ from pytest_trainloop.runs.same_start import SameStart, varied
 def test_what_draws_or_joins_rows_is_still(module):
     module = module.train()
     x = torch.randn(6, 4)
-    with Still():
+    with NoRandomness():
         whole = module(x.clone())
         parts = torch.cat([module(x[:2].clone()), module(x[2:].clone())])
     assert torch.allclose(whole, parts, rtol=0, atol=1e-6)
@@ -39,7 +39,7 @@ def test_attention_and_recurrent_nets_are_still():
     attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
     recurrent = nn.LSTM(8, 4, num_layers=2, dropout=0.5, batch_first=True)
     x = torch.randn(3, 5, 8)
-    with Still():
+    with NoRandomness():
         for call in (
             lambda: attention(x, x, x)[0],
             lambda: recurrent(x)[0],
@@ -51,7 +51,7 @@ def test_attention_and_recurrent_nets_are_still():
 def test_a_norm_without_running_statistics_stays_as_it_is():
     norm = nn.BatchNorm1d(4, track_running_stats=False)
     x = torch.randn(6, 4)
-    with Still():
+    with NoRandomness():
         assert torch.equal(norm(x), nn.BatchNorm1d(4, track_running_stats=False)(x))
 
 
@@ -76,7 +76,7 @@ def make(width=4, extra=False, scale=1.0):
 
 
 def started(start, built):
-    return run(built, varied(RunPlan(), start, lambda loop: [loop.batch]))
+    return run(built, from_same_start(RunPlan(), start, lambda loop: [loop.batch]))
 
 
 def test_every_run_begins_with_the_weights_of_the_first():
@@ -84,7 +84,7 @@ def test_every_run_begins_with_the_weights_of_the_first():
     first, second = started(start, make()), started(start, make(scale=2.0))
     assert first.double
     assert first.end.keys() == second.end.keys()
-    assert all(fact.same(second.end[index]) for index, fact in first.end.items())
+    assert all(sample.same(second.end[index]) for index, sample in first.end.items())
 
 
 @pytest.mark.parametrize(

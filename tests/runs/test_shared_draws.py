@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pytest_trainloop.runs.no_randomness import Still
+from pytest_trainloop.runs.no_randomness import NoRandomness
 
 PROBABILITIES = torch.tensor([0.1, 0.2, 0.3, 0.4])
 OWN = torch.Generator()
@@ -42,7 +42,7 @@ DRAWS = {
 @pytest.mark.parametrize("name", DRAWS)
 def test_every_row_is_the_same_however_many_there_are(name):
     draw = DRAWS[name]
-    with Still():
+    with NoRandomness():
         many, few = draw(20), draw(3)
     assert many.shape[1:] == few.shape[1:]
     assert torch.equal(many[:1].expand_as(many), many)
@@ -51,7 +51,7 @@ def test_every_row_is_the_same_however_many_there_are(name):
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_shapes_and_dtypes_stay(name):
-    with Still():
+    with NoRandomness():
         still = DRAWS[name](7)
     drawn = DRAWS[name](7)
     assert (still.shape, still.dtype) == (drawn.shape, drawn.dtype)
@@ -69,14 +69,14 @@ def test_shapes_and_dtypes_stay(name):
     ],
 )
 def test_values_stay_within_their_bounds_and_fill_them(draw, low, high):
-    with Still():
+    with NoRandomness():
         values = draw().double()
     assert low <= values.min() < low + 0.05
     assert high - 0.05 < values.max() <= high
 
 
 def test_values_follow_their_distribution():
-    with Still():
+    with NoRandomness():
         normal = torch.empty(1, 4000).normal_(2.0, 0.5)
         coins = torch.bernoulli(torch.full((1, 4000), 0.3))
         waits = torch.empty(1, 4000).exponential_(2.0)
@@ -89,26 +89,26 @@ def test_values_follow_their_distribution():
 
 
 def test_samples_without_replacement_differ_from_each_other():
-    with Still():
+    with NoRandomness():
         drawn = torch.multinomial(PROBABILITIES.expand(5, 4), 4)
     assert drawn.sort(dim=1).values.tolist() == [[0, 1, 2, 3]] * 5
 
 
 def test_an_entry_that_cannot_be_drawn_is_not():
-    with Still():
+    with NoRandomness():
         drawn = torch.multinomial(torch.tensor([0.0, 1.0, 0.0]).expand(5, 3), 1)
     assert drawn.tolist() == [[1]] * 5
 
 
 def test_a_shuffle_leaves_rows_where_they_are():
-    with Still():
+    with NoRandomness():
         assert torch.randperm(6).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_gradients_go_through_reparameterised_draws():
     mean = torch.zeros(3, 4, requires_grad=True)
     logits = torch.zeros(3, 4, requires_grad=True)
-    with Still():
+    with NoRandomness():
         torch.distributions.Normal(mean, 1.0).rsample().sum().backward()
         (F.gumbel_softmax(logits, hard=True)[:, 0] * 2).sum().backward()
     assert mean.grad.tolist() == [[1.0] * 4] * 3
@@ -117,6 +117,6 @@ def test_gradients_go_through_reparameterised_draws():
 
 def test_what_draws_nothing_is_left_alone():
     x = torch.randn(3, 4)
-    with Still():
+    with NoRandomness():
         assert torch.equal(torch.nn.functional.linear(x, x), x @ x.T)
         assert torch.rand(0, 4).shape == (0, 4)

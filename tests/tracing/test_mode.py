@@ -26,7 +26,7 @@ class Names(WatchingMode):
 
 class NamesInBackward(Names):
     def active(self):
-        return not self.watch.quiet
+        return not self.watch.is_suspended
 
 
 class Doubling(FunctionMode):
@@ -75,7 +75,7 @@ def test_calls_inside_a_backward_pass_are_seen_where_a_mode_wants_them():
 
 def test_what_is_our_own_is_not_seen():
     mode = Names()
-    with run(mode) as (_, _, watch), watch.quietly():
+    with run(mode) as (_, _, watch), watch.suspended():
         torch.ones(1)
     assert mode.seen == []
 

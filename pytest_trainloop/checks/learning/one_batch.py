@@ -303,7 +303,7 @@ class Steps:
         if self._over or record.steps < self._steps + PHASES or self._losses is None:
             return self._over
         self._steps = record.steps
-        with self._watch.quietly():
+        with self._watch.suspended():
             self._watch.reader.resolve()
         losses = self._losses.read()
         if losses:

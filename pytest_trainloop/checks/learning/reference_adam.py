@@ -85,13 +85,13 @@ class ReferenceSteps:
             self._depth += 1
             if self._depth == 1:
                 self._answered = None
-                with torch.no_grad(), watch.quietly():
+                with torch.no_grad(), watch.suspended():
                     self._before = {id(p): p.detach().clone() for _, _, p in stepped_by(optimizer)}
 
         def leave(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
             self._depth -= 1
             if self._depth == 0:
-                with torch.no_grad(), watch.quietly():
+                with torch.no_grad(), watch.suspended():
                     self._in_its_place(optimizer)
 
         around = register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)
@@ -107,7 +107,7 @@ class ReferenceSteps:
                 self._answered = event
             if event is not self._answered:
                 return
-        with torch.no_grad(), watch.quietly():
+        with torch.no_grad(), watch.suspended():
             known = self._gradients.get(id(tensor))
             dense = gradient.detach().to_dense() if gradient.layout is not torch.strided else gradient.detach().clone()
             self._gradients[id(tensor)] = dense if known is None else known + dense

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from pytest_trainloop.checks.learning.outcome import LEARNED
 from pytest_trainloop.runs.optimizer_options import (
     LARGE_EPS,
-    held_at_their_peak,
-    times,
+    lr_held_at_peak,
+    lr_times,
     with_usual_eps,
     without_weight_decay,
 )
@@ -58,7 +58,7 @@ def lower(batch: OneBatch, found: Learning, seconds: float) -> Remedy | None:
 
 def held(batch: OneBatch, found: Learning) -> Curve | None:
     """The run with rates held at their peak, if it learns."""
-    curve = batch.changed("rates held", held_at_their_peak())
+    curve = batch.changed("rates held", lr_held_at_peak())
     return curve if _learns(curve, found) else None
 
 
@@ -99,7 +99,7 @@ def _first(batch: OneBatch, found: Learning, factors: Sequence[float], seconds: 
 
 
 def _times(batch: OneBatch, factor: float) -> Curve:
-    return batch.changed(_name(factor), times(factor))
+    return batch.changed(_name(factor), lr_times(factor))
 
 
 def _name(factor: float) -> str:

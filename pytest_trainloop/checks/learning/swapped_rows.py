@@ -62,7 +62,7 @@ class OtherRows:
         def enter(module: nn.Module, args: Any) -> Any:
             if not takes_data(module, args):
                 return None
-            with watch.quietly(), torch.no_grad():
+            with watch.suspended(), torch.no_grad():
                 return tuple(self._other(a) if isinstance(a, torch.Tensor) else a for a in args)
 
         with hooked(register_module_forward_pre_hook(enter)):

@@ -76,14 +76,14 @@ class Ratios:
         def enter(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
             self._depth += 1
             if self._depth == 1 and self._is_measured(optimizer):
-                with torch.no_grad(), watch.quietly():
+                with torch.no_grad(), watch.suspended():
                     self._before = {id(p): p.detach().clone() for _, _, p in stepped_by(optimizer)}
                     self._look_whether_undone()
 
         def leave(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
             self._depth = max(0, self._depth - 1)
             if self._depth == 0:
-                with torch.no_grad(), watch.quietly():
+                with torch.no_grad(), watch.suspended():
                     self._measure(watch, optimizer)
 
         around = register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)
@@ -97,7 +97,7 @@ class Ratios:
         soon = not self._steps or any(step in MEASURED for step in self._steps.values())
         if gradient is None or self._depth or not soon or gradient.layout is not torch.strided:
             return
-        with torch.no_grad(), watch.quietly():
+        with torch.no_grad(), watch.suspended():
             known = self._gradients.get(id(tensor))
             self._gradients[id(tensor)] = gradient.detach().clone() if known is None else known + gradient
 

@@ -23,14 +23,14 @@ from pytest_trainloop.gradients.compare import (
     Agreement,
     agreement,
     cuts_by_itself,
-    first_apart,
     first_backward,
+    first_step_difference,
+    learning_rates,
     library_around,
     micro_batches,
     moving_steps,
     optimizers,
     passes,
-    rates,
     step_count,
     step_place,
     updates_apart,
@@ -167,7 +167,7 @@ class Accumulation:
             backwards=passes(many, optimizer)[1] // max(1, passes(one, optimizer)[1]),
             windows=tuple(_agreements(one, many, optimizer)),
             updates=updates_apart(one, many) if comparable else float("inf"),
-            lr_differs=rates(one, optimizer, WINDOWS) != rates(many, optimizer, WINDOWS),
+            lr_differs=learning_rates(one, optimizer, WINDOWS) != learning_rates(many, optimizer, WINDOWS),
             bound=bound(one, many),
             parameters=len(consumed(one, optimizer, 0) or ()),
             precision=precision(one, many),
@@ -245,12 +245,12 @@ class Accumulation:
         """Whether a window of k copies of the whole batch gives the one batch's gradient: the loop then divides by a
         number of rows from its settings, which parts of a batch do not have."""
         copies = self._run("copies", split.accumulate, split.rows)
-        return first_apart(self._one(split.rows), copies, split.optimizer) <= split.bound
+        return first_step_difference(self._one(split.rows), copies, split.optimizer) <= split.bound
 
     def difference_when_reversed(self, split: Split) -> float:
         """The difference that reversing the rows of the one batch makes: rounding, where rows do not interact."""
         backwards = self._run("reversed", 1, split.rows)
-        return first_apart(self._one(split.rows), backwards, split.optimizer)
+        return first_step_difference(self._one(split.rows), backwards, split.optimizer)
 
     def _depends_on(self, numbers: Mapping[Path, float], split: Split) -> bool:
         """Whether the gradient changes with these numbers of the batch."""
@@ -263,7 +263,7 @@ class Accumulation:
             lambda: [totals.doubled(batch, count, numbers) for batch in self.cut.whole(count)],
             may_raise=True,
         )
-        return double.raised is not None or first_apart(one, double, split.optimizer) > bound(one, double)
+        return double.raised is not None or first_step_difference(one, double, split.optimizer) > bound(one, double)
 
     def _steps_with_each(self, one: Record, many: Record, optimizer: int, k: int, count: int) -> bool:
         """Whether an optimizer is meant to step with every micro-batch, next to another that waits for the window's
@@ -272,7 +272,7 @@ class Accumulation:
         if not others or step_count(many, optimizer) < k * step_count(one, optimizer):
             return False
         first = self._parts(k, count)[0]
-        return first_apart(first, many, optimizer) <= bound(first, many)
+        return first_step_difference(first, many, optimizer) <= bound(first, many)
 
     def _weighted(self, record: Record, split: Split) -> Combination:
         """The first gradient consumed in a run, as a weighted sum of the micro-batches' own."""
@@ -304,7 +304,7 @@ class Accumulation:
             for items, k in pairs:
                 first = self._run(items, k, split.rows)
                 again = self._run(items, k, split.rows, fit_seed=fit_seed, again=True)
-                if first_apart(first, again, split.optimizer) > bound(first, again):
+                if first_step_difference(first, again, split.optimizer) > bound(first, again):
                     raise refused
 
     def _one(self, count: int) -> Record:

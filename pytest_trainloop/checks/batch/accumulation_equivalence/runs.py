@@ -10,7 +10,7 @@ import torch
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.tolerances import ROUNDING
 from pytest_trainloop.runs.run import RunPlan, canonical
-from pytest_trainloop.runs.same_start import SameStart, varied
+from pytest_trainloop.runs.same_start import SameStart, from_same_start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +52,7 @@ class Runs:
         """The run over these items with the knob at ``accumulate``, known by its key. Raises ``CannotDecide`` where
         ``fit`` raises on them, unless it may."""
         if key not in self._records:
-            plan = varied(self._plan_of({"accumulate": accumulate}), self._start, lambda _loop: items())
+            plan = from_same_start(self._plan_of({"accumulate": accumulate}), self._start, lambda _loop: items())
             record = self._run_plan(replace(plan, fit_seed=fit_seed, double=self._float64))
             if record.raised is not None and self._float64 and not self._records:
                 self._float64, self._start = False, SameStart()

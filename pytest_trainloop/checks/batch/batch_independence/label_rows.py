@@ -89,7 +89,7 @@ class LabelRows:
         except RuntimeError:
             self.pairs.clear()  # a re-entrant checkpoint refuses it
         if self.pairs:
-            self.loss, self.where = name, str(here(4)[0])
+            self.loss, self.where = name, str(here()[0])
 
     def _follow(
         self,

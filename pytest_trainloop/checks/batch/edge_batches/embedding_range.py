@@ -39,14 +39,14 @@ class LookUps(WatchingMode):
 
     def active(self) -> bool:
         """In all of the first step: a look-up in its closure, or in a checkpoint, is the same."""
-        return not (self.watch.quiet or self.watch.record.steps)
+        return not (self.watch.is_suspended or self.watch.record.steps)
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watch = self.watch
         if name == "embedding":
             ids, weight = (*args, kwargs.get("input"), kwargs.get("weight"))[:2]
-            with watch.quietly():
-                self.found.append(LookUp(ids.detach().clone(), len(weight), watch.module_path(), here(2)[0]))
+            with watch.suspended():
+                self.found.append(LookUp(ids.detach().clone(), len(weight), watch.module_path(), here()[0]))
         return func(*args, **kwargs)
 
 

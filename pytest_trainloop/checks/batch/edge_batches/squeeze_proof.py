@@ -15,7 +15,7 @@ from pytest_trainloop.checks.batch.edge_batches.squeezes import Squeezes
 from pytest_trainloop.gradients.compare import Agreement, agreement, optimizers
 from pytest_trainloop.gradients.tolerances import ROUNDING
 from pytest_trainloop.gradients.vectors import combination, consumed, vectors
-from pytest_trainloop.runs.no_randomness import Still
+from pytest_trainloop.runs.no_randomness import NoRandomness
 from pytest_trainloop.runs.same_start import SameStart
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class _Float64Runs:
         outcome = self._edges.outcome(
             "rows",
             self._edges.taken([self._edges.counting[row] for row in rows]),
-            lambda watch: (Still(), *squeezes.contexts(watch)),
+            lambda watch: (NoRandomness(), *squeezes.contexts(watch)),
             prepare=self._start,
             double=True,
         )

@@ -50,7 +50,7 @@ class Squeezes(WatchingMode):
 
     def active(self) -> bool:
         """Inside steps and backward passes too: each call is counted, and does what it did in the other run."""
-        return not self.watch.quiet
+        return not self.watch.is_suspended
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name not in ("squeeze", "squeeze_"):
@@ -64,8 +64,8 @@ class Squeezes(WatchingMode):
         self._passed[at] += 1
         dims = _dims(args, kwargs)
         call = f"{name}({', '.join(map(str, dims))})" if dims else f"{name}()"
-        with self.watch.quietly():
-            place = here(2)[0]
+        with self.watch.suspended():
+            place = here()[0]
         self.calls[key] = SqueezeCall(tuple(tensor.shape), _removed(tuple(tensor.shape), dims), call, place)
         other = self._instead.get(key)
         if other is None or len(other.shape) != tensor.dim():

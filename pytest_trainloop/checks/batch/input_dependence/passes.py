@@ -168,7 +168,7 @@ def _watching(watch: Watch, run: _Run, addresses: list[int]) -> Iterator[None]:
         call = call_from_outside(watch, module)
         if call is None or not torch.is_grad_enabled() or watch.record.steps or watch.backward is not None:
             return
-        with watch.quietly():
+        with watch.suspended():
             run.place = run.place or str(call.place)
             run.passed |= {t.data_ptr() for t in nested.tensors((args, kwargs)) if t.data_ptr() in addresses}
             run.outputs += [t.detach().clone() for t in nested.tensors(output)]

@@ -13,7 +13,7 @@ from pytest_trainloop.checks.batch.padding_invariance import attention, pooling,
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import CONVOLUTIONS, LOSSES, NORMALISATIONS, RECURRENT
-from pytest_trainloop.runs.no_randomness import Still
+from pytest_trainloop.runs.no_randomness import NoRandomness
 from pytest_trainloop.runs.shared_draws import draws
 from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import name_of
@@ -62,7 +62,7 @@ class PaddingFlow:
     """Whether the number of real positions is the target of a loss."""
 
 
-class BlockedPaths(WatchingMode, Still):
+class BlockedPaths(WatchingMode, NoRandomness):
     """Blocks these paths, call by call; no module of the user's is changed."""
 
     def __init__(self, span: Span, paths: frozenset[str]) -> None:
@@ -82,17 +82,17 @@ class BlockedPaths(WatchingMode, Still):
 
     def active(self) -> bool:
         """Inside backward passes too: a checkpoint has to run again what it ran."""
-        return not (self.watch.quiet or self.watch.stepping)
+        return not (self.watch.is_suspended or self.watch.stepping)
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        still = functools.partial(Still.call, self, name, func)
+        still = functools.partial(NoRandomness.call, self, name, func)
         if name == "backward":
             return still(args, kwargs)
         watch, name = self.watch, name_of(func)
         out = self._without(watch, name, still, args, kwargs)
         if out is None:
             out = still(args, kwargs)
-            with watch.quietly():
+            with watch.suspended():
                 self._look(watch, name, args, kwargs, out)
                 self._follow(args, kwargs, out)
         return out
@@ -101,13 +101,13 @@ class BlockedPaths(WatchingMode, Still):
         self, watch: Watch, name: str, call: pooling.Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """What the call returns with the paths blocked; None where it is on none of them."""
-        with watch.quietly():
+        with watch.suspended():
             other = attention.masked(name, args, kwargs, self._span)
         if other is not None:
             return self._attended(watch, name, call, (args, kwargs), other)
         for path, block in (("pooling", pooling.pooled), ("positions", positions.counted_from_first)):
             if path in self._paths:
-                with watch.quietly():
+                with watch.suspended():
                     out = block(name, call, args, kwargs, self._span)
                 if out is not None:
                     self._note(watch, path, name, call, (args, kwargs), out)
@@ -117,23 +117,23 @@ class BlockedPaths(WatchingMode, Still):
     def _attended(
         self, watch: Watch, name: str, call: pooling.Call, given: attention.Given, other: attention.Given
     ) -> Any:
-        with watch.quietly():
+        with watch.suspended():
             if self.flow.inverted is None and attention.inverted(name, *given, self._span):
-                self.flow.inverted = PathCall("attention", name, here(3)[0])
+                self.flow.inverted = PathCall("attention", name, here()[0])
         if "attention" not in self._paths:
             return call(*given)
-        with watch.quietly():
+        with watch.suspended():
             out = call(*other)
         self._note(watch, "attention", name, call, given, out)
         return out
 
     def _note(self, watch: Watch, path: str, name: str, call: pooling.Call, given: attention.Given, out: Any) -> None:
-        with watch.quietly(), torch.no_grad():
+        with watch.suspended(), torch.no_grad():
             before = list(tensors_in(call(*given)))
             after = list(tensors_in(out))
             same = all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(before, after, strict=True))
             if not same:
-                self.flow.blocked.append(PathCall(path, name, here(3)[0], self._is_zero(given)))
+                self.flow.blocked.append(PathCall(path, name, here()[0], self._is_zero(given)))
             if path == "pooling" and name not in RECURRENT and name not in pooling.READS:
                 self._pooled |= {id(t): t for t in tensors_in(out)}
 
@@ -181,22 +181,22 @@ class BlockedPaths(WatchingMode, Still):
             return
         kernel = args[1].shape[2:] if name in CONVOLUTIONS and len(args) > 1 else ()
         if name not in ("batch_norm", "layer_norm") and (name in _NORMS or any(k > 1 for k in kernel)):
-            self.flow.mixing.append(PathCall("mixing", name, here(3)[0]))
+            self.flow.mixing.append(PathCall("mixing", name, here()[0]))
 
     def _recurrent(self, watch: Watch, name: str, args: tuple[Any, ...], out: Any) -> None:
         axis = 1 if args[-1] else 0
         real = self._span.of(args[0].shape[axis]) if args[0].dim() == 3 else None
         if real is None:
             return
-        self.flow.mixing.append(PathCall("mixing", name, here(3)[0]))
+        self.flow.mixing.append(PathCall("mixing", name, here()[0]))
         states, *last = tensors_in(out)
 
         def beyond(gradient: torch.Tensor) -> None:
-            with watch.quietly():
+            with watch.suspended():
                 self.flow.behind |= bool(gradient.narrow(axis, real[1], gradient.shape[axis] - real[1]).any())
 
         def at_the_end(gradient: torch.Tensor) -> None:
-            with watch.quietly():
+            with watch.suspended():
                 self.flow.behind |= real[1] < args[0].shape[axis] and bool(gradient.any())
 
         for tensor, hook in ((states, beyond), *((t, at_the_end) for t in last)):

@@ -19,12 +19,12 @@ from pytest_trainloop.batches.values import plain
 from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import PATHS, BlockedPaths, PaddingFlow, PathCall
 from pytest_trainloop.checks.batch.padding_invariance.slices import BatchSlice, cut, slices
 from pytest_trainloop.errors import CannotDecide, Unreliable, UsageError
-from pytest_trainloop.gradients.compare import Agreement, agreement, first_apart, optimizers
+from pytest_trainloop.gradients.compare import Agreement, agreement, first_step_difference, optimizers
 from pytest_trainloop.gradients.tolerances import RESEEDED, ROUNDING
 from pytest_trainloop.gradients.vectors import Gradient, consumed, vectors
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.process_state import preserved
-from pytest_trainloop.runs.same_start import SameStart, varied
+from pytest_trainloop.runs.same_start import SameStart, from_same_start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -247,7 +247,7 @@ class PaddingRuns:
             ),
         ):
             first, again = self._made(found.full, NONE)[0], self._run(found.full, NONE, fit_seed)[0]
-            if any(first_apart(first, again, o) > BOUNDS[self._precision] for o in optimizers(first)):
+            if any(first_step_difference(first, again, o) > BOUNDS[self._precision] for o in optimizers(first)):
                 raise refused
 
     def without_outputs(self, found: Comparison) -> Comparison | None:
@@ -302,7 +302,7 @@ class PaddingRuns:
         self, chosen: BatchSlice, blocked: frozenset[str], fit_seed: int | None = None
     ) -> tuple[Record, PaddingFlow]:
         mode = BlockedPaths(chosen.span, blocked)
-        plan = varied(
+        plan = from_same_start(
             self._plan,
             self._start,
             lambda _loop: [cut(self._batch, self._padded, chosen, count=self._count)] * self._window,

@@ -66,14 +66,14 @@ class InitialLosses(WatchingMode):
 
     def active(self) -> bool:
         """Until the first step has ended: the closure that it calls, or a checkpoint, may hold the loss."""
-        return not (self.watch.quiet or self.watch.record.steps or len(self.seen) >= MOST)
+        return not (self.watch.is_suspended or self.watch.record.steps or len(self.seen) >= MOST)
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if name not in LOSSES or getattr(F, name, None) is not func:
             return out
         if isinstance(out, torch.Tensor) and out.requires_grad:
-            with self.watch.quietly(), torch.no_grad():
+            with self.watch.suspended(), torch.no_grad():
                 self.seen.append(_initial_loss(name, func, args, kwargs, out))
         return out
 
@@ -113,8 +113,8 @@ def scaled(factor: float, which: Which = "all") -> Callable[[Watch], None]:
     """
 
     def prepare(watch: Watch) -> None:
-        tables = {id(m.weight) for _, m in watch.book.named_modules() if isinstance(m, nn.Embedding)}
-        known = zip(watch.book.entries, watch.book.tensors, strict=True)
+        tables = {id(m.weight) for _, m in watch.table.named_modules() if isinstance(m, nn.Embedding)}
+        known = zip(watch.table.entries, watch.table.tensors, strict=True)
         with torch.no_grad():
             for entry, tensor in known if factor != 1.0 else ():
                 chosen = (
@@ -132,7 +132,7 @@ def scaled(factor: float, which: Which = "all") -> Callable[[Watch], None]:
 def _initial_loss(name: str, func: Callable[..., Any], args: Any, kwargs: Any, out: torch.Tensor) -> InitialLoss:
     answer, target = (args[i] if len(args) > i else kwargs.get(n) for i, n in enumerate(("input", "target")))
     rest = {k: v for k, v in kwargs.items() if k not in ("input", "target")}
-    found = InitialLoss(name, str(here(3)[0]), float(out.detach().double().mean()))
+    found = InitialLoss(name, str(here()[0]), float(out.detach().double().mean()))
     guess = _GUESSES.get(name)
     if guess is None or not isinstance(answer, torch.Tensor) or not isinstance(target, torch.Tensor):
         return found

@@ -148,7 +148,7 @@ class LossCallRecorder(WatchingMode):
         if watch.record.steps != self._steps:
             self._steps = watch.record.steps
             self._forget()
-        with watch.quietly():
+        with watch.suspended():
             if name == "backward":
                 self._backpropagated(args, kwargs)
             parents = self._lineage.before(name, args, kwargs)
@@ -157,10 +157,10 @@ class LossCallRecorder(WatchingMode):
             out = func(*args, **kwargs)
         except Exception as error:
             if call is not None:
-                with watch.quietly():
+                with watch.suspended():
                     self._judge(call, functools.partial(refused_calls.raised, error=error))
             raise
-        with watch.quietly():
+        with watch.suspended():
             self._lineage.note(watch, func, name, args, kwargs, parents, out)
             if name == "embedding" and isinstance(out, torch.Tensor):
                 self._embedded(args, kwargs, out)
@@ -202,7 +202,7 @@ class LossCallRecorder(WatchingMode):
             return None
         if not given:
             return None
-        place, site = here(3)
+        place, site = here()
         made = Call(
             name=name, given=given, place=place, site=site, out=torch.empty(0),
             module=watch.module_path(), tokens=self._tokens, rows=self._rows,
@@ -226,7 +226,7 @@ class LossCallRecorder(WatchingMode):
         def at_input(gradient: torch.Tensor | None) -> None:
             if waiting and call.weights is not None and self._watch is not None:
                 waiting.clear()
-                with watch.quietly(), torch.no_grad():
+                with watch.suspended(), torch.no_grad():
                     call.arrived, call.root = gradient, self._root
                     self._judge(call)
 

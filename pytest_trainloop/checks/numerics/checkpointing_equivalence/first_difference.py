@@ -99,10 +99,10 @@ class _Logging(FunctionMode):
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if name not in ATTRIBUTES:
-            with self._watch.quietly(), torch.no_grad():
+            with self._watch.suspended(), torch.no_grad():
                 results = tuple(spaced(t.detach()).clone() for t in tensors_in(out) if _plain(t))
                 if results:
-                    self._log.append(_Call(name, self._watch.module_path(), here(2)[0], results))
+                    self._log.append(_Call(name, self._watch.module_path(), here()[0], results))
         return out
 
 

@@ -40,12 +40,12 @@ def fixed_weights(watch: Watch) -> Iterator[None]:
     magnify its rounding."""
     start = [
         (tensor, tensor.detach().clone())
-        for tensor in watch.book.tensors
+        for tensor in watch.table.tensors
         if not torch.nn.parameter.is_lazy(tensor) and not tensor.is_meta
     ]
 
     def restore(*_: Any) -> None:
-        with watch.quietly(), torch.no_grad():
+        with watch.suspended(), torch.no_grad():
             for tensor, first in start:
                 if tensor.shape == first.shape and tensor.dtype == first.dtype and not torch.equal(tensor, first):
                     tensor.copy_(first)
@@ -61,24 +61,24 @@ def values_kept(watch: Watch, grads: Grads, buffers: dict[str, torch.Tensor]) ->
     def note(index: int, tensor: torch.Tensor) -> None:
         if watch.backward is None or tensor.grad is None or tensor.grad.layout is not torch.strided:
             return
-        with watch.quietly(), torch.no_grad():
+        with watch.suspended(), torch.no_grad():
             grads.setdefault(watch.backward.at, {})[index] = spaced(tensor.grad.detach()).clone()
 
     handles = [
         tensor.register_post_accumulate_grad_hook(functools.partial(note, index))  # type: ignore[no-untyped-call]
-        for index, tensor in enumerate(watch.book.tensors)
+        for index, tensor in enumerate(watch.table.tensors)
         if tensor.is_leaf and tensor.requires_grad and readable(tensor)
     ]
     try:
         with hooked(*handles):
             yield
     finally:
-        with watch.quietly(), torch.no_grad():
+        with watch.suspended(), torch.no_grad():
             buffers.update(_buffers(watch))
 
 
 def _buffers(watch: Watch) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, module in watch.book.named_modules():
+    for path, module in watch.table.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if readable(buffer) and buffer.layout is torch.strided:
                 yield f"{path}.{name}" if path else name, buffer.detach().clone()

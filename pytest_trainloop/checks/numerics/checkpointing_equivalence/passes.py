@@ -99,7 +99,7 @@ def gradients(run: Run, backward: Backward, judged: set[str]) -> Gradient:
             continue
         if index in accumulated:
             found[name] = _wide(accumulated[index])
-        elif last.sample and not last.sparse:
+        elif last.raw and not last.sparse:
             found[name] = values(last, record.parameters[index].dtype)
     return found
 

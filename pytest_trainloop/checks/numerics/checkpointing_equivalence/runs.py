@@ -21,7 +21,7 @@ from pytest_trainloop.errors import CannotDecide, Unreliable, UsageError, UserCo
 from pytest_trainloop.gradients.tolerances import RESEEDED, ROUNDING
 from pytest_trainloop.recording.watch import FULL_ROUNDS
 from pytest_trainloop.runs.checkpoint_bypass import not_reentrant, switched, without, without_cut_off
-from pytest_trainloop.runs.no_randomness import Still
+from pytest_trainloop.runs.no_randomness import NoRandomness
 from pytest_trainloop.runs.same_start import SameStart
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ def _switching(how: Any) -> Contexts:
 
 
 def _no_randomness(*, plain: bool) -> Contexts:
-    return lambda watch: (*((switched(without),) if plain else ()), Still())
+    return lambda watch: (*((switched(without),) if plain else ()), NoRandomness())
 
 
 def _passes_needed(seen: Record) -> int:

@@ -183,8 +183,8 @@ def _read(record: Record, optimizer: int, nth: int) -> Gradient | None:
     unscaled = [c.at for c in record.scaler_calls() if c.what == "unscale" and c.optimizer == optimizer]
     if not clips or not any(clips[0] < at < read.at for at in unscaled):
         return consumed(record, optimizer, nth)
-    facts = [(record.parameters[i], fact) for i, fact in read.grads.items() if fact is not None]
-    return {p.name: values(fact, p.dtype) for p, fact in facts if not fact.sparse and fact.sample}
+    samples = [(record.parameters[i], sample) for i, sample in read.grads.items() if sample is not None]
+    return {p.name: values(sample, p.dtype) for p, sample in samples if not sample.sparse and sample.raw}
 
 
 def _bit_equal(records: Sequence[Record], optimizers: Sequence[int]) -> bool:

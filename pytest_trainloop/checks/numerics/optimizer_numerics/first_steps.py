@@ -101,7 +101,7 @@ class FirstSteps:
             start = self.found.setdefault(watch.optimizers.index(optimizer), OptimizerStart(snap))
             for group in optimizer.param_groups:
                 for p in group["params"]:
-                    index = watch.book.index(p)
+                    index = watch.table.index(p)
                     if index is None or p.grad is None:
                         continue
                     state = optimizer.state.get(p, {})

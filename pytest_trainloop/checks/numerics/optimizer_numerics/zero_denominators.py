@@ -64,7 +64,7 @@ class ZeroDenominators:
         def use(optimizer: Any, finite: Finite) -> None:
             kind = kind_of(optimizer)
             for p, group in finite:
-                index = watch.book.index(p)
+                index = watch.table.index(p)
                 found = _divided(kind.__name__ if kind else "", p, group, optimizer.state.get(p, {}))
                 if found is not None and index is not None and index not in self._found:
                     self._found[index] = replace(found, step=steps[id(optimizer)])

@@ -58,7 +58,7 @@ class OverwrittenMasters:
             found: Entries = {}
             for group in optimizer.param_groups:
                 for p in group["params"]:
-                    index = watch.book.index(p)
+                    index = watch.table.index(p)
                     if p.dtype is torch.float32 and p.grad is not None and readable(p) and index is not None:
                         found[index] = spaced_by_index(p.detach()).clone()
                         self._narrow(watch, index, p, kinds)
@@ -69,7 +69,7 @@ class OverwrittenMasters:
                 master = self._masters[index]
                 if len(master.before) < MOST:
                     master.before.append(entries)
-                    master.after.append(spaced_by_index(watch.book.tensors[index].detach()).clone())
+                    master.after.append(spaced_by_index(watch.table.tensors[index].detach()).clone())
 
         with around_steps(watch, take, use):
             yield
@@ -77,7 +77,7 @@ class OverwrittenMasters:
     def _narrow(self, watch: Watch, index: int, p: torch.Tensor, kinds: set[torch.dtype]) -> None:
         """Drop the low-precision tensors that do not hold the master's values before this step."""
         master = self._masters.setdefault(index, _Master())
-        held = dict(enumerate(watch.book.tensors))
+        held = dict(enumerate(watch.table.tensors))
         among = held if master.copies is None else {i: held[i] for i in master.copies}
         master.copies = {
             i for i, t in among.items() if t.dtype in kinds and t.shape == p.shape and bool((t.detach() == p).all())

@@ -86,7 +86,7 @@ def resting_copies(record: Record, dtypes: Collection[str]) -> list[Parameter]:
         and p.shape in trained
         and not p.gone
         and p.index in record.end
-        and float(_unchanged(record, p).double().mean() if len(p.start.sample) else 0.0) >= HALF
+        and float(_unchanged(record, p).double().mean() if len(p.start.raw) else 0.0) >= HALF
     ]
 
 
@@ -136,10 +136,10 @@ class WeightAverages:
 
         def displaced(watch: Watch) -> None:
             with torch.no_grad():
-                for entry, tensor in zip(watch.book.entries, watch.book.tensors, strict=True):
+                for entry, tensor in zip(watch.table.entries, watch.table.tensors, strict=True):
                     if entry.name in found.names:
                         tensor.div_(1.0 + found.needed / 8)
-            watch.book.begin_anew()
+            watch.table.begin_anew()
 
         record = self._rerun(
             prepare=displaced,
@@ -181,8 +181,8 @@ def _entries(watch: Watch, wide: _Float64Run, names: set[str]) -> Iterator[None]
     def enter(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if not watch.full:
             return
-        with watch.quietly(), torch.no_grad():
-            for entry, tensor in zip(watch.book.entries, watch.book.tensors, strict=True):
+        with watch.suspended(), torch.no_grad():
+            for entry, tensor in zip(watch.table.entries, watch.table.tensors, strict=True):
                 if entry.name in names and readable(tensor) and tensor.dtype is torch.float64:
                     wide.entries[entry.name].append(spaced_by_index(tensor).clone())
 
@@ -200,7 +200,7 @@ class _FirstWrite(FunctionMode):
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._wide.place and name.endswith("_") and not name.endswith("__") and args:
             target = args[0][0] if isinstance(args[0], (list, tuple)) and args[0] else args[0]
-            index = self._watch.book.index(target) if isinstance(target, torch.Tensor) else None
-            if index is not None and self._watch.book.entries[index].name in self._names:
-                self._wide.place = str(here(2)[0])
+            index = self._watch.table.index(target) if isinstance(target, torch.Tensor) else None
+            if index is not None and self._watch.table.entries[index].name in self._names:
+                self._wide.place = str(here()[0])
         return func(*args, **kwargs)

@@ -64,8 +64,8 @@ def _add(found: Gradient, record: Record, backward: Backward, factor: float) -> 
     for index, arrivals in backward.arrivals.items():
         p = record.parameters[index]
         for arrival in arrivals:
-            if arrival.incoming.sample and not arrival.incoming.sparse:
-                weight = _weight(p.shape, len(arrival.incoming.sample), p.dtype) / factor
+            if arrival.incoming.raw and not arrival.incoming.sparse:
+                weight = _weight(p.shape, len(arrival.incoming.raw), p.dtype) / factor
                 entries = values(arrival.incoming, p.dtype) * weight
                 found[p.name] = found[p.name] + entries if p.name in found else entries
 

@@ -9,7 +9,7 @@ import torch
 
 from pytest_trainloop.checks.numerics.precision_parity.replay import LOW
 from pytest_trainloop.recording.function_mode import FunctionMode
-from pytest_trainloop.recording.patches import tapped
+from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import apply_of, tree_map
 from pytest_trainloop.recording.torch_names import ATTRIBUTES
@@ -33,7 +33,7 @@ class InFloat32(WatchingMode):
 
     @contextlib.contextmanager
     def watching(self, watch: Watch) -> Iterator[None]:
-        with super().watching(watch), tapped(torch.autograd.Function, "apply", self._tapped):
+        with super().watching(watch), patched(torch.autograd.Function, "apply", self._patched):
             yield
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -47,9 +47,9 @@ class InFloat32(WatchingMode):
         operation = self._operation
         if operation.custom:
             return False
-        return self.watch.module_path() == operation.module if operation.module else here(2)[0] == operation.place
+        return self.watch.module_path() == operation.module if operation.module else here()[0] == operation.place
 
-    def _tapped(self, original: Callable[..., Any]) -> Any:
+    def _patched(self, original: Callable[..., Any]) -> Any:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._operation.custom or cls.__name__ != self._operation.name:
                 return apply_of(cls, original)(*args, **kwargs)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.recording.function_mode import tensors_in
-from pytest_trainloop.recording.patches import tapped
+from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.source import NOWHERE, here, place_of
 from pytest_trainloop.recording.torch_internals import apply_of, function_class, no_dispatch_modes
 from pytest_trainloop.recording.torch_names import ATTRIBUTES, AUTOGRAD_CALLS, FINITENESS_TESTS, SIZES
@@ -141,9 +141,9 @@ class _Logging(WatchingMode):
 
     def custom_functions(self) -> contextlib.AbstractContextManager[None]:
         """``autograd.Function.apply`` is not a torch function: it goes through no function mode."""
-        return tapped(torch.autograd.Function, "apply", self._tapped)
+        return patched(torch.autograd.Function, "apply", self._patched)
 
-    def _tapped(self, original: Callable[..., Any]) -> Any:
+    def _patched(self, original: Callable[..., Any]) -> Any:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             def run() -> Any:
                 return apply_of(cls, original)(*args, **kwargs)
@@ -156,7 +156,7 @@ class _Logging(WatchingMode):
 
     @contextlib.contextmanager
     def _unobserved(self) -> Iterator[None]:
-        with self.watch.quietly(), torch.no_grad(), no_dispatch_modes():
+        with self.watch.suspended(), torch.no_grad(), no_dispatch_modes():
             yield
 
     def _logged(self, name: str, custom: bool, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
@@ -169,7 +169,7 @@ class _Logging(WatchingMode):
         with self._unobserved():
             made = floats(tensors_in(args[0] if in_place(name) and args else out))
             if made and (any(t.requires_grad for t in made) or not self.watch.record.autograd_passes()):
-                number, place, module = len(self._operations), here(2)[0], self.watch.module_path()
+                number, place, module = len(self._operations), here()[0], self.watch.module_path()
                 sample = Sample.of(made[0])
                 self._keep(Operation(number, name, place, module, custom, inputs, made_by, sample), made)
         return out

@@ -52,13 +52,13 @@ class CallLog(WatchingMode):
 
     def active(self) -> bool:
         """Inside backward passes too: what a checkpoint runs again there may differ."""
-        return not (self.watch.quiet or self.watch.stepping or len(self.calls) >= MOST)
+        return not (self.watch.is_suspended or self.watch.stepping or len(self.calls) >= MOST)
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = () if name in ATTRIBUTES else _fingerprint((args, kwargs))
         out = func(*args, **kwargs)
         if name not in ATTRIBUTES and not name.startswith(RECORD_FUNCTION):
-            self.calls.append(_LoggedCall(name, here(2)[0], self.watch.module_path(), given, _fingerprint(out)))
+            self.calls.append(_LoggedCall(name, here()[0], self.watch.module_path(), given, _fingerprint(out)))
         return out
 
     def first_difference(self, other: CallLog) -> FirstCall | None:

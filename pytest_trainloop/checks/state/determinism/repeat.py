@@ -26,7 +26,7 @@ from pytest_trainloop.runs.process_state import preserved
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_trainloop.recording.events import Fact
+    from pytest_trainloop.recording.events import TensorSample
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.run import RunPlan
@@ -125,10 +125,10 @@ def _steps(record: Record, a: Step, b: Step) -> tuple[str, str] | None:
         return f"the learning rate ({a.lrs[0]:.9g}, then {b.lrs[0]:.9g})", "lr"
     for read, other in zip(a.reads, b.reads, strict=False):
         for index in read.grads.keys() & other.grads.keys():
-            if not _same_fact(read.grads[index], other.grads[index]):
+            if not _same_sample(read.grads[index], other.grads[index]):
                 return f"the gradient of {record.name(index)} that the step used", record.name(index)
     for index in a.left.keys() & b.left.keys():
-        if not _same_fact(a.left[index], b.left[index]):
+        if not _same_sample(a.left[index], b.left[index]):
             return f"the gradient of {record.name(index)} after the step", record.name(index)
     return None
 
@@ -137,7 +137,7 @@ def _same(a: float, b: float) -> bool:
     return a == b or (a != a and b != b)
 
 
-def _same_fact(a: Fact | None, b: Fact | None) -> bool:
+def _same_sample(a: TensorSample | None, b: TensorSample | None) -> bool:
     return a is b if a is None or b is None else a.same(b)
 
 
@@ -197,8 +197,8 @@ def _reap(pid: int) -> None:
 def _digest(record: Record) -> bytes:
     digest = hashlib.sha256()
     for parameter in record.parameters:
-        digest.update(parameter.start.sample)
-        digest.update(record.end[parameter.index].sample if parameter.index in record.end else b"")
+        digest.update(parameter.start.raw)
+        digest.update(record.end[parameter.index].raw if parameter.index in record.end else b"")
     for backward in record.of(Backward):
         digest.update(repr([root.value for root in backward.roots]).encode())
     return digest.digest()

@@ -61,7 +61,7 @@ def measure(parameters: Sequence[Parameter], native: Record, double: Record) -> 
     found: list[Unmoved] = []
     for p in parameters:
         other = wide.get(p.name)
-        if other is None or other.index not in double.end or not other.start.sample:
+        if other is None or other.index not in double.end or not other.start.raw:
             continue
         steps = max(1, sum(other.index in s.updates for s in double.of(Step)) or double.rounds)
         change = values(double.end[other.index], "float64") - values(other.start, "float64")
@@ -78,7 +78,7 @@ def lost_shares(parameters: Sequence[Parameter], native: Record, double: Record)
     shares: dict[str, float] = {}
     for p in parameters:
         other = wide.get(p.name)
-        if other is None or other.index not in double.end or p.index not in native.end or not other.start.sample:
+        if other is None or other.index not in double.end or p.index not in native.end or not other.start.raw:
             continue
         start, end = values(p.start, p.dtype), values(native.end[p.index], p.dtype)
         largest = max(float(values(f, "float64").abs().max()) for f in (other.start, double.end[other.index]))

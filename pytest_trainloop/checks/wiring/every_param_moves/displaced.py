@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.gradients.dependence import mover
 from pytest_trainloop.recording.watch import FULL_ROUNDS
-from pytest_trainloop.runs.optimizer_options import times
+from pytest_trainloop.runs.optimizer_options import lr_times
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ def displaced(names: Sequence[str]) -> Callable[[Watch], None]:
 
     def prepare(watch: Watch) -> None:
         move(watch)
-        watch.book.begin_anew()
+        watch.table.begin_anew()
 
     return prepare
 
@@ -46,4 +46,4 @@ def displaced_run(evidence: Evidence, names: Sequence[str]) -> Record:
 def displaced_run_at_high_lr(evidence: Evidence, names: Sequence[str]) -> Record:
     """A run of five times as many steps in which they start elsewhere, at a far higher learning rate."""
     enough, count = (lambda r: r.rounds >= 5 * FULL_ROUNDS), 5 * evidence.plan().count
-    return evidence.rerun(prepare=displaced(names), contexts=times(RAISED), enough=enough, count=count)
+    return evidence.rerun(prepare=displaced(names), contexts=lr_times(RAISED), enough=enough, count=count)

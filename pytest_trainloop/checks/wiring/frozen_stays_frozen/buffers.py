@@ -40,22 +40,22 @@ class FrozenModules:
         before: dict[int, dict[str, torch.Tensor]] = {}
 
         def enter(module: nn.Module, args: Any) -> None:
-            with watch.quietly():
-                if not within(watch.book.path_of(module), self._paths):
+            with watch.suspended():
+                if not within(watch.table.path_of(module), self._paths):
                     return
                 before[id(module)] = {name: b.detach().clone() for name, b in _buffers(module)}
                 if torch.is_grad_enabled() and any(t.requires_grad for t in nested.tensors(args)):
-                    self.fed.add(watch.book.path_of(module))
+                    self.fed.add(watch.table.path_of(module))
 
         def leave(module: nn.Module, _args: Any, _output: Any) -> None:
             old = before.pop(id(module), None)
             if not old:
                 return
-            with watch.quietly():
-                path = watch.book.path_of(module)
+            with watch.suspended():
+                path = watch.table.path_of(module)
                 for name, buffer in _buffers(module):
                     if name in old and not torch.equal(old[name], buffer):
-                        self.written.setdefault(f"{path}.{name}" if path else name, str(here(2)[0]))
+                        self.written.setdefault(f"{path}.{name}" if path else name, str(here()[0]))
 
         with hooked(register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)):
             yield

@@ -57,7 +57,7 @@ def _of_a_copy(record: Record, statistics: Statistics) -> bool:
     part = statistics.owner.split(".")[0]
     mine = [p for p in record.parameters if p.name.split(".")[0] == part and len(p.shape) > 1]
     others = [p for p in record.parameters if p.trainable and p.name.split(".")[0] != part and len(p.shape) > 1]
-    return any(p.start.sample and p.start.same(q.start) for p in mine for q in others if p.shape == q.shape)
+    return any(p.start.raw and p.start.same(q.start) for p in mine for q in others if p.shape == q.shape)
 
 
 def _within_training(record: Record, statistics: Statistics) -> bool:

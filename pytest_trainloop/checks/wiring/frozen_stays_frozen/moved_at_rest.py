@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from pytest_trainloop.recording.events import Fact, GradWrite, Step
+from pytest_trainloop.recording.events import GradWrite, Step, TensorSample
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -146,7 +146,7 @@ def _earlier(record: Record, step: Step) -> list[Step]:
     return [s for s in record.of(Step) if s.optimizer == step.optimizer and s.at < step.at and s.reads]
 
 
-def _read(index: int, step: Step) -> Fact | None:
+def _read(index: int, step: Step) -> TensorSample | None:
     return step.reads[-1].grads.get(index)
 
 
@@ -165,7 +165,7 @@ def _arrived(record: Record, index: int, step: Step) -> bool:
     which does not freeze."""
     before = max((s.reads[-1].at for s in _earlier(record, step)), default=0)
     arrived = [a.incoming for a in record.arrivals(index) if before < a.at < step.reads[-1].at]
-    return any(not fact.zero for fact in arrived) and all(fact.finite for fact in arrived)
+    return any(not sample.zero for sample in arrived) and all(sample.finite for sample in arrived)
 
 
 def _refilled(index: int, steps: Sequence[Step]) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from pytest_trainloop.recording.function_mode import tensors_in
-from pytest_trainloop.recording.patches import tapped
+from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import apply_of
 from pytest_trainloop.recording.torch_names import (
@@ -85,7 +85,7 @@ class Tracer(WatchingMode):
     @contextlib.contextmanager
     def watching(self, watch: Watch) -> Iterator[None]:
         try:
-            with super().watching(watch), tapped(torch.autograd.Function, "apply", self._tapped_apply):
+            with super().watching(watch), patched(torch.autograd.Function, "apply", self._patched_apply):
                 yield
         finally:
             for candidate, passed in self._closed:
@@ -99,7 +99,7 @@ class Tracer(WatchingMode):
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = _name(func)
         if name == SET_GRAD_ENABLED:
-            self._region = here(2) if args and args[0] is False else None
+            self._region = here() if args and args[0] is False else None
             return func(*args, **kwargs)
         given = list(tensors_in(args, kwargs))
         if self._chosen and name == "__set__" and given and given[0].grad_fn is not None and _sets_requires_grad(func):
@@ -121,7 +121,7 @@ class Tracer(WatchingMode):
     def _with_history(
         self, name: str, func: Callable[..., Any], args: Any, kwargs: Any, given: list[torch.Tensor]
     ) -> Any:
-        place, site = here(3)
+        place, site = here()
         kind: Kind | None
         if chosen := self._chosen.get((name, site)):
             return self._changed(chosen, func, args, kwargs, given)
@@ -156,7 +156,7 @@ class Tracer(WatchingMode):
 
     def _touch(self, given: list[torch.Tensor]) -> None:
         for tensor in given:
-            index = self.watch.book.index(tensor)
+            index = self.watch.table.index(tensor)
             if index is not None:
                 self.touched.add(index)
 
@@ -172,7 +172,7 @@ class Tracer(WatchingMode):
             return func(*args, **kwargs)
         return _straight_through(given[0], func(*args, **kwargs))
 
-    def _tapped_apply(self, original: Callable[..., Any]) -> Any:
+    def _patched_apply(self, original: Callable[..., Any]) -> Any:
         """Watch the project's own autograd functions: a gradient at the output must go on to each input."""
 
         @functools.wraps(original)
@@ -191,7 +191,7 @@ class Tracer(WatchingMode):
         return classmethod(apply)
 
     def _watch_passage(self, cls: type, inputs: list[torch.Tensor], output: torch.Tensor) -> None:
-        place, site = here(3)
+        place, site = here()
         passed = [False] * (1 + len(inputs))
         self._closed.append((Candidate("custom", cls.__name__, place, site, self.watch.module_path()), passed))
         output.register_hook(functools.partial(_mark, passed, 0))  # type: ignore[no-untyped-call]

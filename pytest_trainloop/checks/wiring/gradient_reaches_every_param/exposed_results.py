@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from pytest_trainloop import nested
 from pytest_trainloop.gradients.dependence import until_stepped
-from pytest_trainloop.recording.patches import Taps
+from pytest_trainloop.recording.patches import Patches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -41,36 +41,36 @@ class _Exposure:
 
     @property
     def names(self) -> set[str]:
-        return {self._watch.book.entries[i].name for i in self._given_out if i is not None}
+        return {self._watch.table.entries[i].name for i in self._given_out if i is not None}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         handle = register_module_forward_hook(self._leave)
-        taps = Taps()
+        patches = Patches()
         for name in ("grad", "backward"):
-            taps.put(torch.autograd, name, self._tapped)
+            patches.put(torch.autograd, name, self._patched)
         try:
             yield
         finally:
-            taps.remove()
+            patches.remove()
             handle.remove()
 
-    def _tapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _patched(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def differentiate(*args: Any, **kwargs: Any) -> Any:
             roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
-            with self._watch.quietly():
+            with self._watch.suspended():
                 self._given_out |= self._wanted & self._leaves(roots)
             return original(*args, **kwargs)
 
         return differentiate
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        holds = {self._watch.book.index(p) for p in module.parameters()} & self._wanted
-        direct = {self._watch.book.index(p) for p in module.parameters(recurse=False)}
+        holds = {self._watch.table.index(p) for p in module.parameters()} & self._wanted
+        direct = {self._watch.table.index(p) for p in module.parameters(recurse=False)}
         if not holds or holds <= direct or self._watch.backward is not None:
             return
-        with self._watch.quietly():
+        with self._watch.suspended():
             optional = holds & self._optional(output)
         self._given_out |= optional
 
@@ -87,7 +87,7 @@ class _Exposure:
             node = todo.pop()
             variable = getattr(node, "variable", None)
             if isinstance(variable, torch.Tensor):
-                leaves.add(self._watch.book.index(variable))
+                leaves.add(self._watch.table.index(variable))
             for after, _ in node.next_functions:
                 if after is not None and after not in seen:
                     seen.add(after)
@@ -109,7 +109,7 @@ class ExposedResults:
         made: list[_Exposure] = []
 
         def contexts(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
-            wanted = {e.index for e in watch.book.entries if e.name in set(names)}
+            wanted = {e.index for e in watch.table.entries if e.name in set(names)}
             made.append(_Exposure(watch, wanted))
             yield made[0].watching()
 

@@ -70,7 +70,7 @@ class LineProbe(WatchingMode):
     @contextlib.contextmanager
     def watching(self, watch: Watch) -> Iterator[None]:
         def enter(module: nn.Module, _args: Any) -> None:
-            with watch.quietly():
+            with watch.suspended():
                 if self._depth:
                     self._depth += 1
                 elif (call := call_from_outside(watch, module)) is not None and call.site == self._site:
@@ -84,7 +84,7 @@ class LineProbe(WatchingMode):
             self._depth = max(0, self._depth - 1)
             if self._depth:
                 return None
-            with watch.quietly():
+            with watch.suspended():
                 if self._open:
                     self._open = False
                     for part in self._switched:

@@ -183,9 +183,9 @@ class Kinds:
         self.own_train: set[str] = set()
 
     def __call__(self, watch: Watch) -> None:
-        for path, module in watch.book.named_modules():
+        for path, module in watch.table.named_modules():
             if isinstance(module, NORM_MODULES):
-                self.norms.add(watch.book.path_of(module))
+                self.norms.add(watch.table.path_of(module))
             if type(module).train is not nn.Module.train and not type(module).__module__.startswith("torch."):
                 self.own_train.add(path)
 
@@ -195,7 +195,7 @@ def _in_training_mode(modules: set[str]) -> Callable[[Watch], Iterable[contextli
 
     def contexts(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
         def enter(module: nn.Module, _args: Any) -> None:
-            if torch.is_grad_enabled() and not module.training and watch.book.path_of(module) in modules:
+            if torch.is_grad_enabled() and not module.training and watch.table.path_of(module) in modules:
                 module.training = True
 
         yield hooked(register_module_forward_pre_hook(enter))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from pytest_trainloop.checks.numerics.finite.check import finite
-from pytest_trainloop.recording.events import Fact, Place
+from pytest_trainloop.recording.events import Place, TensorSample
 from pytest_trainloop.tracing.nonfinite import BadStep, MaskedLoss, NonFiniteOrigin, NonFiniteOrigins
 from tests.helpers.records import ONE, FakeEvidence, parameter, record
 
@@ -35,7 +35,7 @@ def test_no_further_run_where_all_is_finite():
 
 
 def test_a_parameter_that_is_not_finite_before_training_needs_no_further_run():
-    (finding,) = found(initial=Fact(math.nan, b"one", nonfinite="nan"))
+    (finding,) = found(initial=TensorSample(math.nan, b"one", nonfinite="nan"))
     assert (finding.cause, finding.culprits) == ("nonfinite_parameter", ("w",))
 
 

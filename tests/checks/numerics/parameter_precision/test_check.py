@@ -11,10 +11,10 @@ from pytest_trainloop.checks.numerics.parameter_precision.weight_averages import
 from pytest_trainloop.gradients.dependence import Dependence, Dependences
 from pytest_trainloop.optimizers.float32_twin import Float32Twins
 from pytest_trainloop.optimizers.lost_updates import LostUpdates, RepeatedSteps
-from pytest_trainloop.recording.events import Fact, Move
+from pytest_trainloop.recording.events import Move, TensorSample
 from tests.helpers.records import FakeEvidence, parameter, record
 
-GRAD = Fact(0.5, b"one")
+GRAD = TensorSample(0.5, b"one")
 
 
 def losses(name, share, *, by_size=None, entries=100, steps=12):
@@ -135,7 +135,7 @@ def average(*names):
 
 def with_copy(**fields):
     counted = Counted(losses("a", 0.0), averages=[average("ema")])
-    copied = parameter(1, "ema", dtype="bfloat16", start=Fact(0.5, b"\x80\x3f" * 4), **fields)
+    copied = parameter(1, "ema", dtype="bfloat16", start=TensorSample(0.5, b"\x80\x3f" * 4), **fields)
     record = counted.record
     record.parameters.append(copied)
     record.end[1] = copied.start

@@ -12,7 +12,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.checks.state.determinism.repeat import first_difference, repetition
-from pytest_trainloop.recording.events import Backward, Fact, Step
+from pytest_trainloop.recording.events import Backward, Step, TensorSample
 from pytest_trainloop.runs.evidence import Evidence
 from tests.helpers.record_builder import RecordBuilder
 
@@ -44,7 +44,7 @@ def other_loss(build):
 
 
 def other_gradient(build):
-    nth(build, Backward).arrivals[1][0].incoming = Fact(9.0, b"other")
+    nth(build, Backward).arrivals[1][0].incoming = TensorSample(9.0, b"other")
 
 
 def other_order(build):
@@ -53,7 +53,7 @@ def other_order(build):
 
 
 def other_start(build):
-    build.parameters[1].start = Fact(1.0, b"other")
+    build.parameters[1].start = TensorSample(1.0, b"other")
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ from pytest_trainloop.checks.wiring.every_param_moves.bit_equal import (
     low_precision_by_torch,
     measure,
 )
-from pytest_trainloop.recording.events import Fact
+from pytest_trainloop.recording.events import TensorSample
 from tests.helpers.record_builder import RecordBuilder
 
 
 def packed(values, dtype):
     tensor = torch.tensor(values, dtype=dtype)
-    return Fact(float(tensor.abs().max()), bytes(tensor.view(torch.uint8).tolist()))
+    return TensorSample(float(tensor.abs().max()), bytes(tensor.view(torch.uint8).tolist()))
 
 
 def run(start, end, dtype=torch.bfloat16, *, steps=4, gradient=0.5, lr=1e-3, update=0.0, peak=None):

@@ -6,7 +6,7 @@ import pytest
 
 from pytest_trainloop.checks.wiring.frozen_stays_frozen.drift import drifting, lies_below
 from pytest_trainloop.checks.wiring.frozen_stays_frozen.moved_at_rest import Moved, moved_at_rest, without_decay
-from pytest_trainloop.recording.events import Fact, Forward, Place
+from pytest_trainloop.recording.events import Forward, Place, TensorSample
 from pytest_trainloop.recording.record import Record, Statistics
 from tests.helpers.record_builder import RecordBuilder
 from tests.helpers.records import parameter
@@ -136,7 +136,9 @@ def normed(*, rests=True, grad_enabled=True, within="", drifts=True, layer=True)
         record.parameters.append(parameter(2, "body.conv.weight", requires_grad=False))
     record.events.insert(0, forward)
     record.statistics = [
-        Statistics("body.norm.running_mean", "body.norm", Fact(0.0, b"0"), Fact(1.0, b"1" if drifts else b"0"))
+        Statistics(
+            "body.norm.running_mean", "body.norm", TensorSample(0.0, b"0"), TensorSample(1.0, b"1" if drifts else b"0")
+        )
     ]
     if not drifts:
         record.statistics[0].end = record.statistics[0].start

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_trainloop.checks.wiring.step_order.check import step_order
-from pytest_trainloop.recording.events import Fact
+from pytest_trainloop.recording.events import TensorSample
 from tests.helpers.record_builder import RecordBuilder
 from tests.helpers.records import FakeEvidence
 
@@ -65,7 +65,7 @@ def test_gradients_that_were_not_finite_are_thrown_away_rightly():
     build = cleared_inside()
     for backward in build.record().backwards():
         for arrived in backward.arrivals.values():
-            arrived[0].incoming = Fact(float("nan"), b"nan")
+            arrived[0].incoming = TensorSample(float("nan"), b"nan")
     assert found(build) == []
 
 
