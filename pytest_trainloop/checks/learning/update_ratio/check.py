@@ -74,6 +74,7 @@ CAUSES = {
     ),
     "eps_too_large": Cause(
         proof="no step moves the weights by more than 2e-6 of their size, and with a usual eps alone they learn",
+        repair="eps=1e-8, or a learning rate that makes up for it: where eps dominates, steps go as lr / eps",
         explains=("overfit_one_batch",),
     ),
     "lr_too_high": Cause(

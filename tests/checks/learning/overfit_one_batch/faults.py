@@ -92,7 +92,7 @@ pair(
     "lr_decays_too_early",
     culprits=("lr",),
     where="optimizer.step()",
-    mentions=("held at their peak",),
+    mentions=("held at its peak",),
     faulty=language_model(per_batch=True),
     fixed=language_model(per_batch=False),
 )
