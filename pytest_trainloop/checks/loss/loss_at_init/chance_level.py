@@ -62,11 +62,11 @@ class InitialLosses(WatchingMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[InitialLoss] = []
+        self.recorded: list[InitialLoss] = []
 
     def active(self) -> bool:
         """Until the first step has ended: the closure that it calls, or a checkpoint, may hold the loss."""
-        return not (self.watch.is_suspended or self.watch.record.steps or len(self.seen) >= MOST)
+        return not (self.watch.is_suspended or self.watch.record.steps or len(self.recorded) >= MOST)
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
@@ -74,7 +74,7 @@ class InitialLosses(WatchingMode):
             return out
         if isinstance(out, torch.Tensor) and out.requires_grad:
             with self.watch.suspended(), torch.no_grad():
-                self.seen.append(_initial_loss(name, func, args, kwargs, out))
+                self.recorded.append(_initial_loss(name, func, args, kwargs, out))
         return out
 
 
@@ -95,7 +95,7 @@ class InitialRuns:
             found, seed = InitialLosses(), self._evidence.plan().seed + other_seed
             enough, prepare = (lambda r: r.rounds >= 1), scaled(scale, of)
             self._evidence.rerun(contexts=found.contexts, enough=enough, seed=seed, prepare=prepare)
-            self._made[key] = found.seen
+            self._made[key] = found.recorded
         return self._made[key]
 
     def losses_of_unit_inputs(self) -> tuple[list[InitialLoss], float]:
@@ -103,7 +103,7 @@ class InitialRuns:
         found, unit = InitialLosses(), UnitInputs()
         contexts = lambda watch: (*unit.contexts(watch), *found.contexts(watch))  # noqa: E731
         self._evidence.rerun(contexts=contexts, enough=lambda r: r.rounds >= 1)
-        return found.seen, unit.largest
+        return found.recorded, unit.largest
 
 
 def scaled(factor: float, which: Which = "all") -> Callable[[Watch], None]:

@@ -46,7 +46,7 @@ class Call:
     """What each tensor argument was computed by."""
     tokens: Tokens | None = None
     rows: int = 0
-    """Rows of the batch at hand."""
+    """Rows of the current batch."""
     number: int = 0
     """How many calls from the same line were judged before."""
     weights: torch.Tensor | None = None

@@ -199,7 +199,7 @@ CAUSES = {
         explains=(*LEARNING, "finite"),
     ),
     "blank_in_targets": Cause(
-        proof="the blank stands among the labels of a CTC loss",
+        proof="the labels of a CTC loss contain the blank",
         repair="number the labels without the blank, or give another blank=",
         explains=LEARNING,
     ),

@@ -64,7 +64,7 @@ class CallSite:
 class LossCallRecorder(WatchingMode):
     """Records the calls of loss functions in a run that is made in its ``contexts``; ``take_batch`` gets every batch.
 
-    ``sites`` holds what was recorded, ``unread`` says which calls could not be judged, ``seen`` names the loss
+    ``sites`` holds what was recorded, ``unread`` says which calls could not be judged, ``called`` names the loss
     functions that were called.
     """
 
@@ -80,15 +80,15 @@ class LossCallRecorder(WatchingMode):
         self._backwards = 0
         self._record: Record | None = None
         self.unread: list[str] = []
-        self.seen: dict[str, None] = {}
+        self.called: dict[str, None] = {}
 
     @classmethod
     def of(cls, evidence: Evidence) -> LossCallRecorder:
         """The watched run made again, with every call of a loss function recorded."""
-        seen = evidence.run()
+        first = evidence.run()
         found = cls(evidence.declared("padding"))
         record = evidence.rerun(contexts=found.contexts, before_item=found.take_batch)
-        if record.raised is not None and seen.raised is None:
+        if record.raised is not None and first.raised is None:
             found.unread.append(f"fit raised {record.raised.summary} only while they were recorded")
         return found
 
@@ -213,7 +213,7 @@ class LossCallRecorder(WatchingMode):
     def _judge_after_backward(self, watch: Watch, call: Call) -> None:
         """Judge the call once the gradients at its result and at its input are known."""
         if call.name in LOSSES:
-            self.seen[call.name] = None
+            self.called[call.name] = None
         if not call.out.requires_grad or call.name not in JUDGES:
             return
         call.layer = loss_terms.layer_of(call)

@@ -181,7 +181,7 @@ def _range(call: Call) -> str:
 
 
 def _lower_bound(call: Call, count: int) -> str:
-    """The loss, and the least that it can be for probabilities of so many classes in place of scores."""
+    """The loss, and the least that it can be with probabilities of ``count`` classes in place of scores."""
     least = math.log(1 + (count - 1) * math.exp(-1))
     value = f"loss {float(call.out.detach().double().mean()):.4g}; " if call.name == "cross_entropy" else ""
     return f"{value}over {count} classes it cannot fall below {least:.4g}, however confident the model is"

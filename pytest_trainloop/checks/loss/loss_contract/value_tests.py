@@ -1,4 +1,4 @@
-"""What the entries of a tensor say by themselves: distributions, their logarithms, and how they are off."""
+"""Tests of values: whether a tensor holds distributions or their logarithms, to rounding."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def slack(tensor: torch.Tensor, terms: int) -> float:
-    """What rounding may make of a sum of so many probabilities that is 1: each is off by some units of its own dtype
-    in the last place, relative to itself, and a softmax in float32 by as much for each term summed."""
+    """The rounding error of a sum of probabilities that is 1: each has an error of some units in the last place of its
+    dtype, relative to itself, and a softmax in float32 has as much for each of its ``terms``."""
     return 8 * torch.finfo(tensor.dtype).eps + terms * torch.finfo(torch.float32).eps
 
 
 FIRST = 64
-"""Rows that are looked at before all are: most often the first say no."""
+"""Rows that are tested before all are: where the answer is no, most often they show it."""
 
 
 def sums_to_one(tensor: torch.Tensor, axis: int) -> bool:
@@ -27,7 +27,7 @@ def sums_to_one(tensor: torch.Tensor, axis: int) -> bool:
 
 
 def logs_of_one(tensor: torch.Tensor, axis: int) -> bool:
-    """Whether they are logarithms of such."""
+    """Whether the entries along an axis are logarithms of such probabilities, everywhere."""
     return _everywhere(tensor, axis, _logarithms)
 
 
@@ -53,8 +53,8 @@ def _logarithms(rows: torch.Tensor, allowed: float) -> bool:
 
 
 def _of_logs(allowed: float, rows: torch.Tensor) -> float:
-    """Logarithms rounded by eps, relative to their size, move the logarithm of the sum of p by eps times the sum of
-    p |log p|, which is at most log C."""
+    """The rounding error of a log-sum-exp: logarithms with a relative error of eps change it by eps times the sum of
+    p |log p|, which is at most eps log C."""
     return allowed * (1 + math.log(rows.shape[1]))
 
 

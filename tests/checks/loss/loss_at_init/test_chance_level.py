@@ -30,7 +30,7 @@ def seen(loss_of, *, outputs=4, scale=1.0):
     found = InitialLosses()
     plan = RunPlan(contexts=found.contexts, count=3, prepare=scaled(scale), enough=lambda r: r.rounds >= 2)
     run(make, plan)
-    return found.seen
+    return found.recorded
 
 
 LABELS = torch.tensor([0, 1, 2, 3, 0, 1, 2, -100])

@@ -108,4 +108,4 @@ def test_a_loss_of_torch_used_right_breaks_nothing(name, dtype):
     recorder = Evidence(make).shared(LossCallRecorder.of)
     assert [finding.cause for finding in recorder.findings()] == []
     assert recorder.unread == []
-    assert recorder.seen
+    assert recorder.called
