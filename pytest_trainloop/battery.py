@@ -103,10 +103,7 @@ class Subject:
 
     def _judged(self, check: Check, options: dict[str, Any], reporter: str) -> Result:
         if self._broken is not None:
-            error, first = self._broken
-            return Result(
-                check=check.name, outcome="skipped", reason=f"{error.stage} raised {error.summary} (see {first})"
-            )
+            return self._error(check, self._broken[0], "")
         try:
             evidence = self._get_evidence()
             absent = sorted(need for need in check.needs if need not in evidence.offers)
@@ -181,21 +178,19 @@ class Subject:
         return any(isinstance(v, tuple) and any(f.level == "fault" for f in v) for v in verdicts)
 
     def _error(self, check: Check, error: UserError, reporter: str) -> Result:
+        """An error in the first test that meets it; a skip that names this test in the others."""
+        reason = f"{error.stage} raised {error.summary}"
         if self._broken is not None and self._broken[1] != reporter:
-            return Result(
-                check=check.name,
-                outcome="skipped",
-                reason=f"{error.stage} raised {error.summary} (see {self._broken[1]})",
-            )
+            return Result(check=check.name, outcome="skipped", reason=f"{reason} (see {self._broken[1]})")
         self._broken = (error, reporter)
-        return Result(check=check.name, outcome="error", reason=f"{error.stage} raised {error.summary}", error=error)
+        return Result(check=check.name, outcome="error", reason=reason, error=error)
 
     def _get_evidence(self) -> Any:
         if self._evidence is None:
-            self._evidence = self._of_loss() if self._judges == "loss" else self._of_loop()
+            self._evidence = self._evidence_of_loss() if self._judges == "loss" else self._evidence_of_loop()
         return self._evidence
 
-    def _of_loop(self) -> Evidence:
+    def _evidence_of_loop(self) -> Evidence:
         from pytest_trainloop.runs.evidence import Evidence
 
         settings = self._settings
@@ -205,7 +200,7 @@ class Subject:
         evidence.progress = lambda *at: self.progress(*at)
         return evidence
 
-    def _of_loss(self) -> LossEvidence:
+    def _evidence_of_loss(self) -> LossEvidence:
         from pytest_trainloop.losses.evidence import LossEvidence
 
         return LossEvidence(self._make, seed=self._settings.seed, hypothesis_seed=self._settings.hypothesis_seed)

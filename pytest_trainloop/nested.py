@@ -91,7 +91,7 @@ def _keeps_data(value: Any) -> bool:
 
 
 def mapped(nest: Any, change: Callable[[Path, Any], Any], is_leaf: Callable[[Any], bool]) -> Any:
-    """A nest with other leaves: ``change`` is given the path and the value of each and returns what stands there then.
+    """A nest with other leaves: ``change`` maps the path and the value of each to the new one.
 
     What holds no leaf that changes is shared with the given nest; containers of those that do are new, of the same
     type. Sets stay as they are.

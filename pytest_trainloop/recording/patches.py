@@ -17,6 +17,12 @@ class Patches:
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any]] = []
 
+    def __enter__(self) -> Patches:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.remove()
+
     def put(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Replace ``owner.name`` by ``wrap(original)``."""
         original = getattr(owner, name)
@@ -36,9 +42,6 @@ class Patches:
 @contextlib.contextmanager
 def patched(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Any]) -> Iterator[None]:
     """Replace one attribute for the length of a block."""
-    patches = Patches()
-    patches.put(owner, name, wrap)
-    try:
+    with Patches() as patches:
+        patches.put(owner, name, wrap)
         yield
-    finally:
-        patches.remove()

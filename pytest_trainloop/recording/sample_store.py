@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
@@ -22,8 +22,13 @@ NonFinite = Literal["", "inf", "nan"]
 
 _KINDS: tuple[NonFinite, ...] = ("", "inf", "nan")
 
-Kept = tuple[int, int, int]
-"""Where entries are kept: block, first, behind the last."""
+
+class Kept(NamedTuple):
+    """Where entries are kept."""
+
+    block: int
+    first: int
+    end: int
 
 
 class Store:
@@ -49,7 +54,7 @@ class Store:
                 number = self._begin(like, max(count, BLOCK))
             first = self._used[number]
             self._used[number] = behind = first + count
-        return self._blocks[number][first:behind], (number, first, behind)
+        return self._blocks[number][first:behind], Kept(number, first, behind)
 
     def _begin(self, like: torch.Tensor, count: int) -> int:
         with torch.inference_mode(False):  # a block may not be written outside that mode if it is made in it

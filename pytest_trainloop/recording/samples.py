@@ -88,7 +88,7 @@ class Reader:
             entries, numbers = self._entries.take_samples(), self._numbers.take_floats()
             samples, self._samples = self._samples, []
             scalars, self._scalars = self._scalars, []
-        seen: dict[bytes, bytes] = {}  # what arrived, what was consumed and what was left are often the same
+        seen: dict[bytes, bytes] = {}  # the bytes before, in and after a step are often the same
         for sample, sampled, extremes in samples:
             chunk, sample.nonfinite = entries(sampled)
             sample.raw = seen.setdefault(chunk, chunk)

@@ -70,14 +70,11 @@ def not_reentrant(asked: Asked) -> Piece | None:
 @contextlib.contextmanager
 def switched(how: Callable[[Asked], Piece | None]) -> Iterator[None]:
     """Run every checkpoint in this block as ``how`` says; None leaves one as it is."""
-    patches = Patches()
-    patches.put(CheckpointFunction, "apply", functools.partial(_reentrant, how))
-    for owner, name in checkpoint_generators():
-        patches.put(owner, name, functools.partial(_generator, how))
-    try:
+    with Patches() as patches:
+        patches.put(CheckpointFunction, "apply", functools.partial(_reentrant, how))
+        for owner, name in checkpoint_generators():
+            patches.put(owner, name, functools.partial(_generator, how))
         yield
-    finally:
-        patches.remove()
 
 
 def _reentrant(how: Callable[[Asked], Piece | None], original: Callable[..., Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -43,12 +43,22 @@ def on_arrival(
     ]
 
 
-def stepped_by(optimizer: Any) -> Iterator[tuple[int, float, torch.Tensor]]:
-    """The group, the sign of the step along the gradient (-1 if it maximizes), and each weight of an optimizer."""
+class Stepped(NamedTuple):
+    """A weight that an optimizer steps."""
+
+    group: int
+    sign: float
+    """-1 where the optimizer maximizes, else 1."""
+    weight: torch.Tensor
+
+
+def stepped_by(optimizer: Any) -> Iterator[Stepped]:
+    """The weights of an optimizer that require gradients."""
     for number, group in enumerate(optimizer.param_groups):
+        sign = -1.0 if group.get("maximize") is True else 1.0
         for p in group["params"]:
             if isinstance(p, torch.Tensor) and not torch.nn.parameter.is_lazy(p) and p.requires_grad:
-                yield number, -1.0 if group.get("maximize") is True else 1.0, p
+                yield Stepped(number, sign, p)
 
 
 def call_from_outside(watch: Watch, module: nn.Module) -> Forward | None:

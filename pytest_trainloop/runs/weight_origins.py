@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from pytest_trainloop.recording.patches import Patches
+from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.runs.process_state import seed_all
 
 if TYPE_CHECKING:
@@ -62,8 +62,6 @@ def _matrices(loop: TrainLoop) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def _seeds_ignored() -> Iterator[None]:
-    patches = Patches()
-
     def ignoring(original: Callable[..., Any]) -> Callable[..., Any]:
         def seed(value: Any) -> Any:
             ours = sys._getframe(1).f_code is seed_all.__code__
@@ -71,8 +69,5 @@ def _seeds_ignored() -> Iterator[None]:
 
         return seed
 
-    patches.put(torch, "manual_seed", ignoring)
-    try:
+    with patched(torch, "manual_seed", ignoring):
         yield
-    finally:
-        patches.remove()

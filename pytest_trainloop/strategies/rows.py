@@ -130,12 +130,12 @@ def _listed_rows(batch: Any) -> list[list[Any]]:
             return []
         elif isinstance(value, (Mapping, tuple)) or dataclasses.is_dataclass(value):
             todo.extend(nested.children(value))
-    alike = len({len(value) for value in found}) == 1
-    return found if alike and any(_uneven(value) for value in found) else []
+    same_length = len({len(value) for value in found}) == 1
+    return found if same_length and any(_uneven(value) for value in found) else []
 
 
 def _uneven(values: list[Any]) -> bool:
-    """Whether the entries are alike but for the sizes of their tensors, along the first axis."""
+    """Whether the entries differ only in the sizes of their tensors along the first axis."""
     entries = [dict(nested.paths(value)) for value in values]
     kinds = {tuple((path, t.dtype, t.dim()) for path, t in entry.items()) for entry in entries}
     if len(kinds) != 1:
