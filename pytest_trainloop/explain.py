@@ -164,4 +164,6 @@ def _link(name: str, checks: Collection[str]) -> str:
 
 
 def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
+    """Text as a sentence; a name of code that it begins with (``model.eval()``) keeps its case."""
+    capital = re.sub(r"^[a-z](?=[a-z'-]*([ ,;:]|$))", lambda m: m[0].upper(), text)
+    return capital + ("" if text.endswith(".") else ".")

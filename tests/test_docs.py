@@ -57,7 +57,7 @@ def script(name):
 def test_what_is_generated_from_the_check_files_is_not_stale():
     docs = script("docs")
     old = [relative(path) for path in docs.stale(docs.generated(fast=True))]
-    assert not old, "run python scripts/docs.py"
+    assert not old, "run python scripts/docs.py --fast"
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "scripts").glob("*.py")))
@@ -170,3 +170,10 @@ def test_a_page_has_all_sections_and_causes_of_its_check(check):
     assert re.findall(r"^### `(.+)`$", text, re.M) == list(check.causes)
     assert ">>>" not in text
     assert "``" not in text.replace("```", "")
+
+
+@pytest.mark.parametrize("check", registry.registered().values(), ids=lambda check: check.name)
+def test_a_repair_that_begins_with_code_keeps_its_case(check):
+    text = explain.markdown_page(check).replace("\\", "")
+    first = [cause.repair.split()[0] for cause in check.causes.values() if cause.repair]
+    assert [word for word in first if set("(=_") & set(word) and f"*Repair*: {word}" not in text] == []
