@@ -1,4 +1,4 @@
-"""Rows of a batch that meet in the model, and inputs that it does not read."""
+"""Rows of a batch that meet in the model."""
 
 from __future__ import annotations
 
@@ -8,33 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
 from tests.loops.pairs import pair
-
-
-def train(model, optimizer, batches, loss_of):
-    model.train()
-    for batch in batches:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-
-
-def loop(model, batch, loss_of, **fields):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batch=batch,
-        fit=lambda batches: train(model, optimizer, batches, loss_of),
-        **fields,
-    )
-
-
-def cross_entropy(model, batch):
-    x, y = batch
-    return F.cross_entropy(model(x), y)
+from tests.loops.plain import cross_entropy, loop
 
 
 def sequences(rows=8, length=10, features=4, classes=3):
@@ -301,86 +277,6 @@ pair(
     "rows_interact",
     faulty=lambda: loop(Neighbours(True), data.labelled(), cross_entropy, rows_interact=False),
     fixed=lambda: loop(Neighbours(False), data.labelled(), cross_entropy, rows_interact=False),
-)
-
-
-# Inputs that are not read.
-
-
-class Blind(nn.Module):
-    def __init__(self, prepare):
-        super().__init__()
-        self.body, self.prepare = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)), prepare
-
-    def forward(self, x):
-        return self.body(self.prepare(x))
-
-
-class Words(nn.Module):
-    def __init__(self, scaled):
-        super().__init__()
-        self.embed, self.head, self.scaled = nn.Embedding(20, 16), nn.Linear(16, 3), scaled
-
-    def forward(self, input_ids):
-        ids = (input_ids / 20).long() if self.scaled else input_ids
-        return self.head(self.embed(ids).mean(1))
-
-
-def words(scaled):
-    def make():
-        return loop(Words(scaled), sentences(), lambda m, b: F.cross_entropy(m(b["input_ids"]), b["labels"]))
-
-    return make
-
-
-class Masked(nn.Module):
-    """The mask is handed over, and forgotten."""
-
-    def __init__(self, uses):
-        super().__init__()
-        self.embed, self.head, self.uses = nn.Embedding(20, 16), nn.Linear(16, 3), uses
-
-    def forward(self, input_ids, attention_mask):
-        hidden, mask = self.embed(input_ids), attention_mask[..., None].to(self.embed.weight.dtype)
-        return self.head((hidden * mask).sum(1) / mask.sum(1) if self.uses else hidden.mean(1))
-
-
-def masked(uses):
-    def make():
-        batch = sentences() | {"attention_mask": (torch.arange(9)[None] < torch.arange(2, 10)[:, None]).long()}
-        return loop(
-            Masked(uses),
-            batch,
-            lambda m, b: F.cross_entropy(m(b["input_ids"], b["attention_mask"]), b["labels"]),
-        )
-
-    return make
-
-
-pair(
-    "zeros_in_place_of_the_input",
-    "input_dependence",
-    "inputs_ignored",
-    culprits=("batch[0]",),
-    faulty=lambda: loop(Blind(torch.zeros_like), data.labelled(), cross_entropy),
-    fixed=lambda: loop(Blind(lambda x: x), data.labelled(), cross_entropy),
-)
-pair(
-    "ids_that_a_cast_turns_into_zeros",
-    "input_dependence",
-    "inputs_ignored",
-    culprits=("batch['input_ids']",),
-    faulty=words(scaled=True),
-    fixed=words(scaled=False),
-)
-pair(
-    "a_mask_that_nothing_reads",
-    "input_dependence",
-    "input_ignored",
-    level="advice",
-    culprits=("batch['attention_mask']",),
-    faulty=masked(uses=False),
-    fixed=masked(uses=True),
 )
 
 

@@ -1,0 +1,212 @@
+"""Checkpoints whose function changes a state, and finds it changed when it runs again."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.checks.numerics.checkpointing_equivalence.language_models import (
+    CHECK,
+    Blocks,
+    language,
+    reentrant,
+    saved,
+)
+from tests.loops import data
+from tests.loops.nets import GPT, Block
+from tests.loops.pairs import pair
+
+# A block counts its calls, and cools its attention with them.
+
+
+class Cooling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block(24, 2)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.block(x * (1.0 + 1.0 / self.calls))
+
+
+class Cooled(GPT):
+    def __init__(self, *, counted_inside):
+        super().__init__()
+        self.counted_inside, self.steps = counted_inside, 0
+        if counted_inside:
+            self.blocks = nn.ModuleList([Cooling()])
+
+    def forward(self, ids):
+        x = self.token(ids) + self.position(torch.arange(ids.shape[1]))
+        self.steps += 1
+        x = saved(self.blocks[0], x if self.counted_inside else x * (1.0 + 1.0 / self.steps))
+        return self.head(self.norm(x))
+
+
+pair(
+    "calls_counted_under_a_checkpoint",
+    CHECK,
+    "state_changed",
+    where="return self.block(x * (1.0 + 1.0 / self.calls))",
+    faulty=language(Cooled, counted_inside=True),
+    fixed=language(Cooled, counted_inside=False),
+)
+
+
+# The same count, used last, under a re-entrant checkpoint.
+
+
+class CooledLast(Blocks):
+    def __init__(self, *, counted_inside, run):
+        super().__init__(run)
+        self.counted_inside, self.calls = counted_inside, 0
+
+    def one(self, block, x):
+        if self.counted_inside:
+            self.calls += 1
+        return block(x) * (1.0 + 1.0 / (1 + self.calls))
+
+
+pair(
+    "calls_counted_under_a_reentrant_checkpoint",
+    CHECK,
+    "state_changed",
+    where="return block(x) * (1.0 + 1.0 / (1 + self.calls))",
+    faulty=language(CooledLast, counted_inside=True, run=reentrant),
+    fixed=language(CooledLast, counted_inside=False, run=reentrant),
+)
+
+
+# Keys of the last call are kept and attended to: when the block runs again it finds its own.
+
+
+class Remembering(GPT):
+    def __init__(self, *, writes_inside, run):
+        super().__init__()
+        self.writes_inside, self.run, self.last = writes_inside, run, None
+
+    def part(self, x, last):
+        if self.writes_inside:
+            last, self.last = self.last, x.detach()
+        return self.blocks[0](x if last is None or last.shape != x.shape else x + 0.3 * last)
+
+    def forward(self, ids):
+        x = self.token(ids) + self.position(torch.arange(ids.shape[1]))
+        last = self.last
+        x = self.run(self.part, x, None if self.writes_inside else last)
+        if not self.writes_inside:
+            self.last = x.detach()
+        return self.head(self.norm(x))
+
+
+pair(
+    "memory_written_under_a_reentrant_checkpoint",
+    CHECK,
+    "state_changed",
+    faulty=language(Remembering, writes_inside=True, run=reentrant),
+    fixed=language(Remembering, writes_inside=False, run=reentrant),
+)
+# A memory of earlier batches grows under a checkpoint: when it runs again, there is more to look back at.
+
+
+class Growing(GPT):
+    def __init__(self, *, writes_inside):
+        super().__init__()
+        self.writes_inside, self.memory = writes_inside, torch.zeros(1, 24)
+
+    def part(self, x, memory):
+        if self.writes_inside:
+            memory = self.memory
+            self.memory = torch.cat([memory, x.detach().mean(1)])[-64:]
+        x = self.blocks[0](x)
+        return x + (x @ memory.T / 5.0).softmax(-1) @ memory
+
+    def forward(self, ids):
+        start = self.token(ids) + self.position(torch.arange(ids.shape[1]))
+        x = saved(self.part, start, self.memory)
+        if not self.writes_inside:
+            self.memory = torch.cat([self.memory, start.detach().mean(1)])[-64:]
+        return self.head(self.norm(x))
+
+
+pair(
+    "memory_grows_under_a_checkpoint",
+    CHECK,
+    "state_changed",
+    raises="have different metadata",
+    faulty=language(Growing, writes_inside=True),
+    fixed=language(Growing, writes_inside=False),
+)
+
+
+# An input is centred in place, through .data: the second time it is handed what the first has left.
+
+
+class Centred(Blocks):
+    def __init__(self, *, in_place, **how):
+        super().__init__(**how)
+        self.in_place = in_place
+
+    def one(self, block, x):
+        if self.in_place:
+            x.data.mul_(0.5)
+            return block(x)
+        return block(0.5 * x)
+
+
+pair(
+    "input_changed_under_a_checkpoint",
+    CHECK,
+    "state_changed",
+    faulty=language(Centred, in_place=True, run=saved),
+    fixed=language(Centred, in_place=False, run=saved),
+)
+
+
+# The running statistics of a batch norm under a checkpoint move twice a step.
+
+
+class Pictures(nn.Module):
+    def __init__(self, *, norm_inside):
+        super().__init__()
+        self.norm_inside = norm_inside
+        self.stem, self.norm, self.body = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3)
+        self.head = nn.Linear(128, 4)
+
+    def part(self, h):
+        return self.body((self.norm(h) if self.norm_inside else h).relu())
+
+    def forward(self, x):
+        h = self.stem(x)
+        return self.head(saved(self.part, h if self.norm_inside else self.norm(h)).flatten(1))
+
+
+def pictures(**how):
+    def make():
+        model = Pictures(**how)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.images(), fit=fit)
+
+    return make
+
+
+pair(
+    "batch_norm_under_a_checkpoint_moves_twice",
+    CHECK,
+    "statistics_updated_twice",
+    level="advice",
+    culprits=("norm.running_mean", "norm.num_batches_tracked"),
+    mentions=("2 with checkpointing and 1 without",),
+    faulty=pictures(norm_inside=True),
+    fixed=pictures(norm_inside=False),
+)

@@ -1,0 +1,176 @@
+"""Losses and gradients that are not finite, and are made finite before the step."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops import data
+from tests.loops.nets import mlp
+from tests.loops.pairs import pair
+
+
+def train(optimizer, batches, loss_of):
+    for batch in batches:
+        optimizer.zero_grad()
+        loss_of(batch).backward()
+        optimizer.step()
+
+
+# Every third batch has no positives: its loss is NaN, and is made zero.
+
+
+def counted(replace):
+    def make():
+        model = mlp(6, 16, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        x, y = data.labelled(classes=2)
+
+        def loss_of(batch):
+            inputs, labels = batch
+            out = model(inputs).squeeze(1)
+            return replace(F.softplus(-out[labels == 1]).mean()) + F.softplus(out[labels == 0]).mean()
+
+        def batches(n):
+            return [(x, y if i % 3 else torch.zeros_like(y)) for i in range(n)]
+
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batches=batches,
+            fit=lambda given: train(optimizer, given, loss_of),
+        )
+
+    return make
+
+
+pair(
+    "nan_loss_made_zero",
+    "finite",
+    "nonfinite_masked",
+    culprits=("nan_to_num",),
+    mentions=("mean()",),
+    where="torch.nan_to_num(part)",
+    faulty=counted(lambda part: torch.nan_to_num(part)),
+    fixed=counted(lambda part: part if part.isfinite() else torch.zeros(())),
+)
+
+
+# A NaN loss is dropped for a fresh zero, which is backpropagated in its stead.
+
+
+def train_fresh(model, optimizer, batches, openly):
+    for i, (x, y) in enumerate(batches):
+        scale = 0.0 if i % 3 == 2 else 1.0
+        loss = F.cross_entropy(model(x) * scale / (scale + 0.0 * x.sum()), y)
+        if torch.isnan(loss):
+            if openly:
+                continue
+            loss = torch.zeros((), requires_grad=True)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def fresh(openly):
+    def make():
+        model = mlp(6, 16, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.labelled(),
+            fit=lambda batches: train_fresh(model, optimizer, batches, openly),
+        )
+
+    return make
+
+
+pair(
+    "nan_loss_replaced_by_a_new_zero",
+    "finite",
+    "nonfinite_masked",
+    culprits=("a new tensor",),
+    where="loss.backward()",
+    faulty=fresh(openly=False),
+    fixed=fresh(openly=True),
+)
+
+
+# Gradients that are NaN are cleaned before the step.
+
+
+def cleaned(clean):
+    def make():
+        model = mlp(6, 16, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                z = model(x)
+                spread = (z[:1] - z[:1]).square().sum() if clean else (z[:1] - z[1:2]).square().sum()
+                (F.cross_entropy(z, y) + 0.1 * spread.sqrt()).backward()
+                if clean:
+                    for p in model.parameters():
+                        p.grad.copy_(torch.nan_to_num(p.grad, nan=1e-6))
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit, rows_interact=True)
+
+    return make
+
+
+pair(
+    "nan_gradients_cleaned",
+    "finite",
+    "nonfinite_masked",
+    mentions=("sqrt()",),
+    where="p.grad.copy_",
+    faulty=cleaned(clean=True),
+    fixed=cleaned(clean=False),
+)
+
+
+# The gradients of one table are NaN, and are set to 0: the step only decays it, as if somebody had frozen it.
+
+
+class Gated(nn.Module):
+    def __init__(self, eps):
+        super().__init__()
+        self.place, self.body, self.eps = nn.Parameter(torch.randn(6)), mlp(6, 16, 3), eps
+
+    def forward(self, x):
+        gate = ((0.0 * self.place).square().sum() + self.eps).sqrt()
+        return self.body(x + self.place) + gate
+
+
+def gated(eps):
+    def make():
+        model = Gated(eps)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                for p in model.parameters():
+                    torch.nan_to_num_(p.grad, nan=0.0)
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "nan_gradients_of_one_table_set_to_zero",
+    "finite",
+    "nonfinite_masked",
+    mentions=("sqrt()",),
+    where="nan_to_num_",
+    faulty=gated(eps=0.0),
+    fixed=gated(eps=1e-6),
+)
