@@ -207,7 +207,9 @@ class Subject:
 
 
 def checked(check: Check, finding: Finding) -> Finding:
-    """The finding with the repair and the explained checks of its cause, where it has none of its own.
+    """The finding with what is known of its cause: the repair, the line to change, the explained checks.
+
+    What the finding says itself counts.
 
     Raises ``ValueError`` for a cause that the check does not declare, and for an explained check that does not exist.
     """
@@ -220,7 +222,14 @@ def checked(check: Check, finding: Finding) -> Finding:
     unknown = sorted(set(explains) - set(registered()))
     if unknown:
         raise ValueError(f"{check.name}:{finding.cause} explains {unknown[0]!r}, which is no check")
-    return replace(finding, check=check.name, repair=finding.repair or cause.repair, explains=explains)
+    return replace(
+        finding,
+        check=check.name,
+        change=finding.change or (finding.where if cause.change_where_seen else ""),
+        repair=finding.repair or cause.repair,
+        do_not=finding.do_not or cause.do_not,
+        explains=explains,
+    )
 
 
 def _broken(check: Check, error: Exception) -> CannotDecide | UserError:

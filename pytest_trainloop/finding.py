@@ -26,17 +26,25 @@ class Finding:
     culprits: tuple[str, ...] = ()
     """The user's own names of parameters, modules or calls."""
     where: str = ""
-    """``file:line   source``."""
-    repair: str = ""
-    """What to change, and where."""
+    """``file:line   source`` of where the fault was seen."""
     smallest: str = ""
     """The smallest example that shows the fault."""
+    change: str = ""
+    """``file:line   source`` of where the repair goes; empty where that is not known."""
+    repair: str = ""
+    """What to write there: first one line, of code where that is known, then alternatives."""
+    tried: str = ""
+    """What the repair did to this loop, where it was made there: "with this change the check passes"."""
+    do_not: str = ""
+    """A common repair that only silences the check, and why."""
     explains: tuple[str, ...] = ()
     """Checks whose failure follows from this one."""
 
     def to_json(self) -> dict[str, Any]:
         """The finding as plain data, fields in the order of the JSON report."""
-        order = "check cause level summary measured shown_by culprits where repair smallest explains".split()
+        order = (
+            "check cause level summary measured shown_by culprits where smallest change repair tried do_not explains"
+        ).split()
         data = asdict(self)
         return {name: list(value) if isinstance(value := data[name], tuple) else value for name in order}
 

@@ -37,7 +37,11 @@ class Cause:
     proof: str
     """The observation that separates this cause from its neighbours."""
     repair: str = ""
-    """What to change, and where. A finding that knows more of the loop gives its own."""
+    """What to write, one line first, then alternatives. A finding that knows more of the loop gives its own."""
+    change_where_seen: bool = False
+    """Whether the line at which the fault is seen is the one to change."""
+    do_not: str = ""
+    """A common repair that only silences the check, and why."""
     explains: tuple[str, ...] = ()
     """Checks whose failure follows from this one."""
 

@@ -80,7 +80,7 @@ def _root_causes(failed: Sequence[Result]) -> Iterator[Line]:
             yield _cause(fault, result.check)
             explained = [check for check in below if _first_step(check, above, result.check) == i]
             if explained:
-                yield Line(f"    explains {', '.join(explained)}")
+                yield Line(f"    also fails for it: {', '.join(explained)}")
 
 
 def _above(result: Result, failed: Sequence[Result]) -> tuple[str, int] | None:

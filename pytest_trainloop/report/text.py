@@ -18,29 +18,32 @@ def failure_text(result: Result, causes: Mapping[str, str]) -> str:
     """One block for each fault, or the user's own traceback under one sentence; ``causes`` are the check's texts."""
     if result.outcome == "error":
         return _error_text(result)
-    blocks = [_block(fault, causes) for fault in result.faults]
+    blocks = [finding_text(fault, causes) for fault in result.faults]
     if result.reason or not blocks:
         blocks.insert(0, result.reason or f"{result.check} failed")
     return "\n\n".join(blocks) + "\n" + _field("more", f"pytest --trainloop-explain {result.check}")
 
 
-def _block(finding: Finding, causes: Mapping[str, str]) -> str:
+def finding_text(finding: Finding, causes: Mapping[str, str]) -> str:
+    """One fault or piece of advice: what was found, what shows it, and what to write where."""
     proof = causes.get(finding.cause, "")
     fields = {
         "measured": finding.measured,
         "cause": f"{finding.cause}: {proof}" if proof else finding.cause,
         "shown by": finding.shown_by,
-        "culprits": _culprits(finding),
-        "where": finding.where,
+        "names": _names(finding),
+        "seen at": finding.where if finding.where != finding.change else "",
         "smallest": finding.smallest,
+        "change": finding.change,
         "repair": finding.repair,
-        "explains": ", ".join(finding.explains),
+        "tried": (finding.tried or "no") if finding.repair else "",
+        "do not": finding.do_not,
     }
     return "\n".join([finding.summary, *(_field(label, text) for label, text in fields.items() if text)])
 
 
-def _culprits(finding: Finding) -> str:
-    """The culprits, where there are more than a summary has room for."""
+def _names(finding: Finding) -> str:
+    """The user's names, where there are more than a summary has room for."""
     return some(finding.culprits, most=12) if len(finding.culprits) > 2 else ""
 
 

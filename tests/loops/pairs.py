@@ -24,7 +24,9 @@ class Pair:
     culprits: tuple[str, ...] = ()
     """Must all be among the finding's culprits."""
     where: str | None = None
-    """Part of the source line that the finding gives."""
+    """Part of the source line at which the finding saw it."""
+    change: str | None = None
+    """Part of the source line that the finding says to change."""
     level: Literal["fault", "advice"] = "fault"
     raises: str | None = None
     """Part of torch's own message where the faulty loop raises."""

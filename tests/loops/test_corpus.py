@@ -33,6 +33,7 @@ def assert_named(pair, report):
     assert_survives_json(report)
     assert set(pair.culprits) <= {c for f in findings for c in f.culprits}
     assert pair.where is None or any(pair.where in f.where for f in findings)
+    assert pair.change is None or any(pair.change in f.change for f in findings)
     text = " ".join((findings[0].summary, findings[0].measured, findings[0].shown_by, findings[0].repair))
     assert [words for words in pair.mentions if words not in text] == []
     explained = {check for f in findings for check in f.explains}

@@ -41,7 +41,7 @@ test_a.py::test_more[2]  NOTHING WAS CHECKED, 0.0 s, 0 optimizer steps
 test_a.py::test_right  3 run, 0 failed, 0.8 s, 12 optimizer steps
 test_a.py::test_root  3 run, 2 failed, 0.5 s, 8 optimizer steps
   step_order: old gradients again [stale]
-    explains overfit
+    also fails for it: overfit
   advice  accumulation: too large
 test_a.py::test_wrong  2 run, 1 failed, 0.2 s, 4 optimizer steps
   error  overfit: running fit raised ValueError: bad

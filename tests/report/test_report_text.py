@@ -34,9 +34,23 @@ def test_one_block_for_each_fault_and_none_for_advice():
         "",
         "gone",
         "cause      lost",
-        "explains   overfit, finite",
         "more       pytest --trainloop-explain step_order",
     ]
+
+
+def test_the_line_to_change_is_told_from_the_line_where_it_was_seen():
+    seen, built = "train.py:9   optimizer.step()", "train.py:2   optimizer = SGD(model.head.parameters())"
+    text = failure_text(failed(Finding(cause="stale", summary="old", where=seen, change=built)), CAUSES)
+    assert text.splitlines()[2:4] == [f"seen at    {seen}", f"change     {built}"]
+    same = failure_text(failed(Finding(cause="stale", summary="old", where=seen, change=seen)), CAUSES)
+    assert same.splitlines()[2:3] == [f"change     {seen}"] and "seen at" not in same
+
+
+def test_the_repair_says_whether_it_was_tried():
+    tried = Finding(cause="stale", summary="old", repair="a = b", tried="with this change the check passes")
+    assert "repair     a = b\ntried      with this" in failure_text(failed(tried), CAUSES)
+    untried = Finding(cause="stale", summary="old", repair="a = b", do_not="clamp: it hides the zero")
+    assert "tried      no\ndo not     clamp: it hides" in failure_text(failed(untried), CAUSES)
 
 
 def test_further_lines_are_aligned():
