@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
-Level = Literal["fault", "advice"]
+Level = Literal["fault", "advice", "note"]
+"""A fault fails the test; advice fails it under ``--trainloop-strict``; a note never does."""
+
 Outcome = Literal["passed", "failed", "skipped", "xfailed", "unreliable", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One fault (or one piece of advice) that a check found, with its cause."""
+    """One fault (or one piece of advice, or a note) that a check found, with its cause."""
 
     cause: str
     """The stable slug of the fault, declared by the check."""
@@ -90,6 +92,10 @@ class Result:
     @property
     def advice(self) -> tuple[Finding, ...]:
         return tuple(f for f in self.findings if f.level == "advice")
+
+    @property
+    def notes(self) -> tuple[Finding, ...]:
+        return tuple(f for f in self.findings if f.level == "note")
 
     def to_json(self) -> dict[str, Any]:
         return {

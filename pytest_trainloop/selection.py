@@ -88,6 +88,8 @@ class Plan:
         return self._expected_causes(result, rules)
 
     def _graded(self, check: str, finding: Finding) -> Finding:
+        if finding.level == "note":
+            return finding
         for rule in self.suppress:
             if rule.covers(check) and rule.names(finding):
                 return replace(finding, level="advice", summary=f"{finding.summary} (suppressed: {rule.reason})")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -329,6 +331,13 @@ def test_advice_fails_only_where_that_is_asked_for(only_these):
     assert check_loop(Loops()).results[0].advice
     with pytest.raises(CheckFailed, match="it is a little odd"):
         check_loop(Loops(), strict=True)
+
+
+def test_a_note_never_fails(only_these):
+    only_these(a_check("one", says(replace(ADVICE, level="note"))))
+    report = check_loop(Loops(), strict=True)
+    assert report.results[0].notes
+    assert not report.results[0].advice
 
 
 def test_a_name_that_nothing_has_is_refused():

@@ -1,4 +1,4 @@
-"""The closing section: each loop's root causes with what they explain, the advice, what was skipped and why.
+"""The closing section: each loop's root causes with what they explain, the advice, notes, what was skipped and why.
 
 No torch, no pytest: lines with a style in, for whoever prints them.
 """
@@ -63,6 +63,9 @@ def _loop(loop: str, results: Sequence[Result]) -> Iterator[Line]:
     for result in results:
         for advice in result.advice:
             yield Line(f"  advice  {result.check}: {advice.summary}", "warn")
+    for result in results:
+        for note in result.notes:
+            yield Line(f"  note  {result.check}: {note.summary}")
     for outcome in _UNDECIDED:
         yield from _undecided(outcome, [r for r in results if r.outcome == outcome])
 

@@ -53,6 +53,7 @@ def test_every_kind_of_line():
         "loop",
         [
             result("a", Finding(cause="c", summary="hint", level="advice"), seconds=1.26, steps=3),
+            result("i", Finding(cause="c", summary="a remark", level="note")),
             result("b", outcome="error", error=error),
             result("c", outcome="error", reason="no loop"),
             result("d", outcome="xfailed", reason="ticket"),
@@ -63,12 +64,13 @@ def test_every_kind_of_line():
         ],
     )
     assert str(report).splitlines() == [
-        "loop  5 run, 3 failed, 1.3 s, 5 optimizer steps",
+        "loop  6 run, 3 failed, 1.3 s, 5 optimizer steps",
         "  h: xfail(strict): it passed",
         "  error  b: running fit raised ValueError: bad",
         "  error  c: no loop",
         "  xfailed  d: ticket",
         "  advice  a: hint",
+        "  note  i: a remark",
         "  skipped  no fit: e, f",
         "  unreliable  drifts: g",
     ]

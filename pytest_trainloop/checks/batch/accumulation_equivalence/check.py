@@ -39,7 +39,7 @@ Fixed
 Known limits
     Losses in which examples interact (contrastive ones) are skipped: the gradients need not be equal. So are loops that
     draw with python's or numpy's generators. An uneven last window is advice. Without the knob only the declared
-    ``loss`` is looked at.
+    ``loss`` is looked at, for a note.
 
 References
     https://huggingface.co/blog/gradient_accumulation (mean of means over tokens)
@@ -284,13 +284,13 @@ def _declared_loss(evidence: Evidence) -> Iterator[Finding]:
 
     if "loss" not in evidence.offers:
         raise CannotDecide(
-            "the function has no knob accumulate: give it accumulate=1 and pass it on to the loop (loss= for advice)"
+            "the function has no knob accumulate: give it accumulate=1 and pass it on to the loop (loss= for a note)"
         )
     weights = evidence.shared(Accumulation.of_loss).weights_of_halves()
     if not all_equal(weights):
         yield Finding(
             cause="mean_of_means",
-            level="advice",
+            level="note",
             summary=f"accumulated as a mean of micro-batch means, this loss would weigh {len(weights)} parts wrongly",
             measured=f"in one batch they weigh {listed(weights)}, divided by {len(weights)} they would weigh the same",
             shown_by="the whole batch's gradient written as a weighted sum of its parts' gradients, float64",

@@ -142,6 +142,23 @@ def test_a_mean_of_means_is_a_fault_only_by_valid_targets():
     assert found(apart(), (UNEVEN, HALVES)) == [("mean_of_means", "advice")]
 
 
+class Halves:
+    """Weights of two halves of a batch in a declared loss."""
+
+    def __init__(self, *weights):
+        self._weights = weights
+
+    def weights_of_halves(self):
+        return self._weights
+
+
+@pytest.mark.parametrize(("weights", "expected"), [(HALVES, []), (UNEVEN, [("mean_of_means", "note")])])
+def test_without_a_knob_a_mean_of_means_is_a_note(weights, expected):
+    evidence = FakeEvidence(None, shared={Accumulation.of_loss: Halves(*weights)})
+    evidence.knobs, evidence.offers = {}, {"loss"}
+    assert [(f.cause, f.level) for f in accumulation_equivalence(evidence)] == expected
+
+
 def test_weights_of_no_known_pattern_are_advice():
     assert found(apart(), (HALVES, (0.2, 0.9))) == [("update_differs", "advice")]
 
