@@ -6,7 +6,7 @@ import contextlib
 import pkgutil
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.battery import Settings, Subject, checked
+from pytest_trainloop.battery import Settings, Subject, checked, skipped
 from pytest_trainloop.errors import CannotDecide, CheckFailed, UsageError
 from pytest_trainloop.finding import Result
 
@@ -211,7 +211,7 @@ def _once(check: Check, evidence: Any) -> Result:
     try:
         findings = tuple(checked(check, finding) for finding in check.decide(evidence))
     except CannotDecide as reason:
-        return Result(check=check.name, outcome="skipped", reason=str(reason))
+        return skipped(check, reason)
     failed = any(f.level == "fault" for f in findings)
     return Result(check=check.name, outcome="failed" if failed else "passed", findings=findings)
 

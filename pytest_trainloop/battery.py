@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_trainloop.errors import (
     BrokenCheck,
     CannotDecide,
+    DoesNotApply,
     Unreliable,
     UsageError,
     UserCodeError,
@@ -110,9 +111,10 @@ class Subject:
         except UserCodeError as broken:
             return self._error(check, broken.error, reporter)
         if absent:
-            subject = "LossContract" if check.subject == "loss" else "TrainLoop"
             field = _FIELDS_FOR.get(absent[0], absent[0])
-            return Result(check=check.name, outcome="skipped", reason=f"{subject}.{field} is not given")
+            if check.subject == "loss":
+                return skipped(check, DoesNotApply(f"LossContract.{field} is not given"))
+            return skipped(check, CannotDecide(f"TrainLoop.{field} is not given", needs=f"{absent[0]}="))
         return self._decided(check, evidence, options, reporter)
 
     def _decided(self, check: Check, evidence: Any, options: dict[str, Any], reporter: str) -> Result:
@@ -130,7 +132,7 @@ class Subject:
         if raised := self._raised_in_fit(check, evidence):
             return self._error(check, raised, reporter)
         if isinstance(verdict, CannotDecide):
-            return Result(check=check.name, outcome="skipped", reason=str(verdict))
+            return skipped(check, verdict)
         return Result(check=check.name, outcome="passed", findings=findings)
 
     def _verdict(self, check: Check, evidence: Any, options: dict[str, Any]) -> Verdict:
@@ -204,6 +206,12 @@ class Subject:
         from pytest_trainloop.losses.evidence import LossEvidence
 
         return LossEvidence(self._make, seed=self._settings.seed, hypothesis_seed=self._settings.hypothesis_seed)
+
+
+def skipped(check: Check, why: CannotDecide) -> Result:
+    """The result of a check that could not decide."""
+    applies = not isinstance(why, DoesNotApply)
+    return Result(check=check.name, outcome="skipped", reason=str(why), applies=applies, needs=why.needs)
 
 
 def checked(check: Check, finding: Finding) -> Finding:

@@ -5,6 +5,7 @@
     ``UserCodeError``     the user's own code raised; carries it as text
     ``CheckFailed``       a check found a fault (also an AssertionError, for tests that call checks)
 ``CannotDecide``          a check's way to skip, with a reason a user can act on
+    ``DoesNotApply``      the loop does not pose the check's question
 ``Unreliable``            two identical runs differ where the check needs them equal
 ``BrokenCheck``           the warning that a check of this package raised; the check is skipped
 """
@@ -44,7 +45,18 @@ class CheckFailed(TrainLoopError, AssertionError):
 
 
 class CannotDecide(Exception):
-    """Raised inside a check that cannot decide: the check is skipped with this reason."""
+    """Raised inside a check that cannot decide: the check is skipped with this reason.
+
+    ``needs`` names what the user can give to have it decided, as one would type it: ``"padding="``, ``"accumulate=1"``.
+    """
+
+    def __init__(self, reason: str, *, needs: str = "") -> None:
+        super().__init__(reason)
+        self.needs = needs
+
+
+class DoesNotApply(CannotDecide):
+    """Raised inside a check whose question this loop does not pose: there is nothing that the user left out."""
 
 
 class Unreliable(Exception):

@@ -84,6 +84,10 @@ class Result:
     steps: int = 0
     """The loop's own optimizer steps that the check caused."""
     error: UserError | None = None
+    applies: bool = True
+    """False for a skip of a check whose question the loop does not pose."""
+    needs: str = ""
+    """What the user can give to have a skipped check decided: ``padding=``."""
 
     @property
     def faults(self) -> tuple[Finding, ...]:
@@ -104,6 +108,8 @@ class Result:
             "seconds": round(self.seconds, 4),
             "steps": self.steps,
             "reason": self.reason,
+            "applies": self.applies,
+            "needs": self.needs,
             "error": asdict(self.error) if self.error else None,
             "findings": [f.to_json() for f in self.findings],
         }
@@ -119,6 +125,8 @@ class Result:
             seconds=data["seconds"],
             steps=data.get("steps", 0),
             error=UserError(**error) if error else None,
+            applies=data.get("applies", True),
+            needs=data.get("needs", ""),
         )
 
     def with_outcome(self, outcome: Outcome, reason: str = "") -> Result:

@@ -45,7 +45,8 @@ class MicroBatches:
         if rows < 2:
             raise CannotDecide(
                 f"the batch ({nested.describe(batches[0])}) has {rows} rows along axis {axis}: micro-batches take at "
-                "least 2; give a larger one, or batch_dim= or split_batch="
+                "least 2; give a larger one, or batch_dim= or split_batch=",
+                needs="a larger batch",
             )
         valid = valid_targets(batches[0], rows, axis, loop.padding, seen)
         shared = {} if loop.split_batch else counts.shared_by_rows(batches[0], rows)
@@ -88,6 +89,7 @@ class MicroBatches:
             taken = nested.take(batch, rows, self.axis)
         except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:
             raise CannotDecide(
-                f"rows cannot be taken from {nested.describe(batch)} ({type(error).__name__}): give split_batch="
+                f"rows cannot be taken from {nested.describe(batch)} ({type(error).__name__}): give split_batch=",
+                needs="split_batch=",
             ) from error
         return counts.recounted(taken, len(rows), rows, self.totals) if self.recount else taken

@@ -131,12 +131,17 @@ class Observed:
 
 
 class Outcomes:
-    """Skip a test none of whose checks could decide, with their reasons: it proved nothing."""
+    """Begin the short summary with the finding; skip a test none of whose checks could decide, with their reasons."""
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         results = item.stash.get(_RESULTS, [])
+        crash = getattr(report.longrepr, "reprcrash", None)
+        if call.excinfo is not None and isinstance(call.excinfo.value, CheckFailed) and crash is not None:
+            crash.message = str(call.excinfo.value)  # the short summary begins with the finding, not with our class
         undecided = results and all(result.outcome in ("skipped", "unreliable") for result in results)
         if report.when == "call" and report.passed and undecided:
             reasons = "; ".join(dict.fromkeys(f"{r.check}: {skip_reason(r)}" for r in results))

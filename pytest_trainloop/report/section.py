@@ -1,4 +1,4 @@
-"""The closing section: each loop's root causes with what they explain, the advice, notes, what was skipped and why.
+"""The closing section: the loops with a failure first, each by its root causes; what is left open; the totals.
 
 No torch, no pytest: lines with a style in, for whoever prints them.
 """
@@ -33,8 +33,19 @@ class Line:
 
 
 def section(entries: Sequence[Entry]) -> list[Line]:
-    """The lines for all loops, in the order of their first entries; a loop's entries are expected in causal order."""
-    return [line for loop, own in by_loop(entries) for line in _loop(loop, [entry.result for entry in own])]
+    """The lines for all loops: those with a failure first, what is left open once for all loops, the totals last.
+
+    A loop's entries are expected in causal order. A check whose question a loop does not pose is counted only.
+    """
+    loops = [(loop, [entry.result for entry in own]) for loop, own in by_loop(entries)]
+    loops.sort(key=lambda each: not any(_is_bad(r) for r in each[1]))
+    lines = [line for loop, results in loops for line in _loop(loop, results)]
+    lines.extend(_open_questions(loops))
+    if len(loops) > 1:
+        results = [entry.result for entry in entries]
+        style: Style = "bad" if any(map(_is_bad, results)) else "good" if any(map(_ran, results)) else "loud"
+        lines.append(Line(f"{len(loops)} in all: {_counts(results)}", style))
+    return lines
 
 
 def checked_nothing(entries: Sequence[Entry]) -> str:
@@ -48,13 +59,17 @@ def checked_nothing(entries: Sequence[Entry]) -> str:
     return f"all checks were skipped: {'; '.join(f'{count} x {reason}' for reason, count in reasons)}"
 
 
+def _ran(result: Result) -> bool:
+    return result.outcome not in _UNDECIDED
+
+
+def _is_bad(result: Result) -> bool:
+    return result.outcome in ("failed", "error")
+
+
 def _loop(loop: str, results: Sequence[Result]) -> Iterator[Line]:
-    ran = [r for r in results if r.outcome not in _UNDECIDED]
-    failed = [r for r in ran if r.outcome in ("failed", "error")]
-    counts = f"{len(ran)} run, {len(failed)} failed" if ran else "NOTHING WAS CHECKED"
-    cost = f"{sum(r.seconds for r in results):.1f} s, {sum(r.steps for r in results)} optimizer steps"
-    style: Style = "bad" if failed else "good" if ran else "loud"
-    yield Line(f"{loop}  {counts}, {cost}", style)
+    style: Style = "bad" if any(map(_is_bad, results)) else "good" if any(map(_ran, results)) else "loud"
+    yield Line(f"{loop}  {_counts(results)}", style)
     yield from _root_causes([r for r in results if r.outcome == "failed"])
     yield from _errors([r for r in results if r.outcome == "error"])
     for result in results:
@@ -66,8 +81,45 @@ def _loop(loop: str, results: Sequence[Result]) -> Iterator[Line]:
     for result in results:
         for note in result.notes:
             yield Line(f"  note  {result.check}: {note.summary}")
-    for outcome in _UNDECIDED:
-        yield from _undecided(outcome, [r for r in results if r.outcome == outcome])
+
+
+def _counts(results: Sequence[Result]) -> str:
+    """How many checks came to which end, and what they cost."""
+    of = Counter(r.outcome for r in results)
+    skipped = [r for r in results if r.outcome == "skipped"]
+    needs = [r.needs for r in skipped if r.needs]
+    elsewhere = sum(not r.applies for r in skipped)
+    counted = {
+        "failed": of["failed"],
+        "errors" if of["error"] > 1 else "error": of["error"],
+        "passed": of["passed"],
+        "xfailed": of["xfailed"],
+        "advice": sum(len(r.advice) for r in results),
+        "unreliable": of["unreliable"],
+        "skipped": len(skipped) - len(needs) - elsewhere,
+        "do not apply" if elsewhere > 1 else "does not apply": elsewhere,
+        f"need{'s' * (len(needs) == 1)} more ({', '.join(dict.fromkeys(needs))})": len(needs),
+    }
+    told = ", ".join(f"{count} {what}" for what, count in counted.items() if count)
+    nothing = "" if any(map(_ran, results)) else "NOTHING WAS CHECKED, "
+    cost = f"{sum(r.seconds for r in results):.1f} s, {sum(r.steps for r in results)} optimizer steps"
+    return f"{nothing}{told}; {cost}"
+
+
+def _open_questions(loops: Sequence[tuple[str, Sequence[Result]]]) -> Iterator[Line]:
+    """What was not decided, once for all loops: first what a declaration or another batch would settle."""
+    groups: dict[tuple[str, str], list[tuple[str, Result]]] = {}
+    for loop, results in loops:
+        for r in results:
+            if not _ran(r) and r.applies:
+                key = (f"needs {r.needs}", r.check) if r.needs else (r.outcome, r.reason)
+                groups.setdefault(key, []).append((loop, r))
+    for (label, _), found in sorted(groups.items(), key=lambda group: group[0][0] in _UNDECIDED):
+        checks = ", ".join(dict.fromkeys(r.check for _, r in found))
+        reason = Counter(r.reason for _, r in found).most_common(1)[0][0]
+        where = list(dict.fromkeys(loop for loop, _ in found))
+        shown = where[0] if len(where) == 1 else f"{len(where)} of {len(loops)}"
+        yield Line(f"  {label}  {checks}: {reason}{f' ({shown})' if len(loops) > 1 else ''}")
 
 
 def _root_causes(failed: Sequence[Result]) -> Iterator[Line]:
@@ -130,9 +182,3 @@ def _errors(results: Sequence[Result]) -> Iterator[Line]:
     for result in results:
         text = f"{result.error.stage} raised {result.error.summary}" if result.error else result.reason
         yield Line(f"  error  {result.check}: {text}", "bad")
-
-
-def _undecided(outcome: str, results: Sequence[Result]) -> Iterator[Line]:
-    for reason in dict.fromkeys(r.reason for r in results):
-        checks = [r.check for r in results if r.reason == reason]
-        yield Line(f"  {outcome}  {reason}: {', '.join(checks)}")

@@ -144,7 +144,8 @@ class Evidence:
         unknown = [name for name in knobs if name not in self.knobs]
         if unknown:
             raise CannotDecide(
-                f"the function has no knob {unknown[0]!r}: give it a keyword default, or map one with knobs={{...}}"
+                f"the function has no knob {unknown[0]!r}: give it a keyword default, or map one with knobs={{...}}",
+                needs=f"{unknown[0]}=",
             )
         user = {self.knobs[name]: value for name, value in knobs.items()}
         accumulate = int(knobs.get("accumulate", 1))

@@ -77,7 +77,7 @@ def test_a_usage_error_is_reported_once_for_a_loop(pytester, run):
     result.stdout.fnmatch_lines(
         [
             "  error  step_order: no TrainLoop",
-            "  skipped  no TrainLoop (see test_a.py::test_gpt[[]step_order]): accumulation, overfit",
+            "  skipped  accumulation, overfit: no TrainLoop (see test_a.py::test_gpt[[]step_order])",
         ]
     )
 
@@ -90,7 +90,7 @@ def test_a_skip_stands_at_the_users_line(pytester, run, outcome, reason):
     result = run("--trainloop", "-rs")
     result.assert_outcomes(skipped=1)
     result.stdout.fnmatch_lines(
-        [f"  {outcome}  TrainLoop.fit is None: accumulation", f"SKIPPED [[]1] test_a.py:6: {reason}"]
+        [f"  {outcome}  accumulation: TrainLoop.fit is None", f"SKIPPED [[]1] test_a.py:6: {reason}"]
     )
     result.stdout.no_fnmatch_line("*outcome.py*")
 
@@ -114,7 +114,7 @@ def test_pytests_own_skip_marker_holds(pytester, run):
     result = run("--trainloop")
     result.assert_outcomes(skipped=1)
     result.stdout.fnmatch_lines(
-        ["  skipped  not today: accumulation", "trainloop: NOTHING WAS CHECKED: all checks were skipped: 1 x not today"]
+        ["  skipped  accumulation: not today", "trainloop: NOTHING WAS CHECKED: all checks were skipped: 1 x not today"]
     )
 
 
@@ -145,7 +145,7 @@ def test_a_fixture_that_skips_and_one_that_fails(pytester, run):
     )
     result = run("--trainloop")
     result.assert_outcomes(skipped=1, errors=1)
-    result.stdout.fnmatch_lines(["  skipped  no data here: overfit", "  error  overfit: setup failed: *OSError"])
+    result.stdout.fnmatch_lines(["  error  overfit: setup failed: *OSError", "  skipped  overfit: no data here*"])
 
 
 def test_a_fault_of_our_own_keeps_its_traceback(pytester, run):

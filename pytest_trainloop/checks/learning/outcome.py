@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.learning.loss_curve import level, repeats, rising, still_falls
 from pytest_trainloop.checks.learning.one_batch import LITTLE, REFERENCE_RATES, REFERENCE_STEPS, STILL_STEPS, TOO_SMALL
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.errors import CannotDecide, DoesNotApply
 from pytest_trainloop.recording.events import GradWrite
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def single_loss(record: Record) -> None:
     held = record.held
     reached = {frozenset(o for i in b.arrivals for o in held.get(i, ())) for b in record.backwards()}
     if len(reached - {frozenset()}) > 1 and sum(o.steps > 0 for o in record.optimizers) > 1:
-        raise CannotDecide("several losses are backpropagated for several optimizers; there is no single loss")
+        raise DoesNotApply("several losses are backpropagated for several optimizers; there is no single loss")
 
 
 def require_a_curve(curve: Curve) -> None:
@@ -136,11 +136,13 @@ def require_a_curve(curve: Curve) -> None:
     if curve.ended or curve.steps < STILL_STEPS:
         raise CannotDecide(
             f"fit ends by itself, and {curve.steps} steps are too few to tell; let it go on as long as there are "
-            "batches, or raise its number of steps for this test"
+            "batches, or raise its number of steps for this test",
+            needs="more steps",
         )
     if rising(curve.rates):
         raise CannotDecide(
-            f"the rate still rises after {curve.steps} steps ({curve.rates[-1]:.1e}); shorten the warm-up for this test"
+            f"the rate still rises after {curve.steps} steps ({curve.rates[-1]:.1e}); shorten the warm-up for this test",
+            needs="a shorter warm-up",
         )
 
 

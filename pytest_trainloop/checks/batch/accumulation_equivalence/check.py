@@ -284,7 +284,8 @@ def _declared_loss(evidence: Evidence) -> Iterator[Finding]:
 
     if "loss" not in evidence.offers:
         raise CannotDecide(
-            "the function has no knob accumulate: give it accumulate=1 and pass it on to the loop (loss= for a note)"
+            "the function has no knob accumulate: give it accumulate=1 and pass it on to the loop (loss= for a note)",
+            needs="accumulate=1",
         )
     weights = evidence.shared(Accumulation.of_loss).weights_of_halves()
     if not all_equal(weights):

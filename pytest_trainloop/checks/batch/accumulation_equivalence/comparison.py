@@ -137,7 +137,8 @@ class Accumulation:
                     places = ", ".join(".".join(map(str, path)) for path in unknown)
                     raise CannotDecide(
                         f"the batch holds {places} besides its rows: the gradient depends on it, and what it should be "
-                        "for a part of the rows is not known; give split_batch="
+                        "for a part of the rows is not known; give split_batch=",
+                        needs="split_batch=",
                     )
             splits.append(split)
         return made, splits
@@ -281,7 +282,8 @@ class Accumulation:
         if found is None:
             raise CannotDecide(
                 f"the gradients of {split.accumulate} micro-batches are linearly dependent, or one of them is zero; "
-                "give a batch with rows that differ"
+                "give a batch with rows that differ",
+                needs="a batch with rows that differ",
             )
         return found
 

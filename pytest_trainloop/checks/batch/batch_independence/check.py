@@ -49,7 +49,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.batch.explained import LEARNING
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.errors import CannotDecide, DoesNotApply
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.recording.torch_names import ATTENTION, EXTREMES, PRODUCTS, SCATTERS
 from pytest_trainloop.registry import Cause, check
@@ -118,7 +118,7 @@ def batch_independence(evidence: Evidence) -> Iterator[Finding]:
 
     declared = evidence.declared("rows_interact")
     if declared:
-        raise CannotDecide("rows_interact=True declares that rows interact on purpose")
+        raise DoesNotApply("rows_interact=True declares that rows interact on purpose")
     labels = evidence.shared(LabelRows.of)
     if labels.mismatched:
         yield _mismatched(labels)
@@ -138,14 +138,16 @@ def batch_independence(evidence: Evidence) -> Iterator[Finding]:
     elif not found.rows_known:
         raise CannotDecide(
             f"entries of the batch's first axis interact in the model{through}, and whether these are rows or "
-            "positions is not known: give batch_dim=0 if they are rows, batch_dim=1 if the second axis holds them"
+            "positions is not known: give batch_dim=0 if they are rows, batch_dim=1 if the second axis holds them",
+            needs="batch_dim=",
         )
     elif found.ops and found.ops[0].name not in _MEANT:
         yield _finding(found, "rows_interact", "the gradient of single rows", level="advice")
     else:
         raise CannotDecide(
             f"rows interact in the model{through}: declare rows_interact=True if that is meant, "
-            "rows_interact=False if not"
+            "rows_interact=False if not",
+            needs="rows_interact=",
         )
 
 

@@ -41,7 +41,8 @@ def few_rows(loop: TrainLoop, sizes: Sequence[int], counts: Sequence[int] = COUN
     if count < 2:
         raise CannotDecide(
             f"the batch ({nested.describe(batch)}) has {count} rows along axis {axis}: at least 2 are needed to see "
-            "whether they interact; give a larger one, or batch_dim="
+            "whether they interact; give a larger one, or batch_dim=",
+            needs="a larger batch",
         )
     taken = set(sizes) | set(_lengths(batch, axis))
     rows = next((n for n in counts if n <= count and n not in taken), count)

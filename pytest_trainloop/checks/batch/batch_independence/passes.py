@@ -112,5 +112,6 @@ def _require_seen(judged: RowGradients) -> None:
     if not judged.outputs:
         what = "all have two axes of rows" if judged.pairwise else f"none has one axis of {judged.rows} rows"
         raise CannotDecide(
-            f"of the outputs of the model {what}: rows cannot be identified; give batch_dim= if they stand elsewhere"
+            f"of the outputs of the model {what}: rows cannot be identified; give batch_dim= if they stand elsewhere",
+            needs="batch_dim=",
         )

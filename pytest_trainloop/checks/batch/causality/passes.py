@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pytest_trainloop.checks.batch.causality.operations_ahead import KINDS, Kind, OperationAhead, replacements
 from pytest_trainloop.checks.batch.causality.outputs_ahead import OutputsAhead
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.errors import CannotDecide, DoesNotApply
 from pytest_trainloop.tracing.forward_pass import ForwardPass
 
 if TYPE_CHECKING:
@@ -117,4 +117,4 @@ class CausalPasses:
 def _refuse(found: OutputsAhead) -> None:
     if found.refused:
         raise CannotDecide(f"no gradient can be taken of the model's outputs alone: {found.refused}")
-    raise CannotDecide("no loss of this loop compares outputs with inputs at later positions")
+    raise DoesNotApply("no loss of this loop compares outputs with inputs at later positions")

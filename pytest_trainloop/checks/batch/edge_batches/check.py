@@ -117,7 +117,8 @@ def edge_batches(evidence: Evidence) -> Iterator[Finding]:
     if not one.ok and not one.raised_by_loop:
         raise CannotDecide(
             f"on a batch of one row {_failure(one)}, and nothing says whether one comes: give the project's DataLoader "
-            "as batches= to have its last batch judged"
+            "as batches= to have its last batch judged",
+            needs="batches=",
         )
 
 

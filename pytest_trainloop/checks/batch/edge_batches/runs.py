@@ -103,7 +103,9 @@ class Edges:
         if not seen.steps:
             raise CannotDecide("the loop makes no optimizer step on its own batches")
         if loop.split_batch is not None or not isinstance(loop.batch_dim, (int, type(None))):
-            raise CannotDecide("split_batch= splits the batch: give batch_dim= to have single rows taken from it")
+            raise CannotDecide(
+                "split_batch= splits the batch: give batch_dim= to have single rows taken from it", needs="batch_dim="
+            )
         plan = evidence.plan()
         with preserved():
             given, cut = loop.batches, _cut(loop, seen)

@@ -301,7 +301,8 @@ def _padding_counts(made: PaddingRuns, found: Comparison, through: PathCall | No
     if found.full.padded < 2:
         raise CannotDecide(
             "the gradient changes with the one padded position of a row, which may be the end of a text: give a batch "
-            "with rows that are shorter by two or more"
+            "with rows that are shorter by two or more",
+            needs="a batch with shorter rows",
         )
     first = through or next(iter((*made.flow(found).mixing, *made.path_calls(found))), None)
     return _finding(

@@ -18,7 +18,7 @@ from pytest_trainloop.batches.padding import PaddingMask, Proof, padding_ids, re
 from pytest_trainloop.batches.values import plain
 from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import PATHS, BlockedPaths, PaddingFlow, PathCall
 from pytest_trainloop.checks.batch.padding_invariance.slices import BatchSlice, cut, slices
-from pytest_trainloop.errors import CannotDecide, Unreliable, UsageError
+from pytest_trainloop.errors import CannotDecide, DoesNotApply, Unreliable, UsageError
 from pytest_trainloop.gradients.compare import Agreement, agreement, first_step_difference, optimizers
 from pytest_trainloop.gradients.tolerances import RESEEDED, ROUNDING
 from pytest_trainloop.gradients.vectors import Gradient, consumed, vectors
@@ -27,7 +27,7 @@ from pytest_trainloop.runs.process_state import preserved
 from pytest_trainloop.runs.same_start import SameStart, from_same_start
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.recording.record import Record
@@ -68,6 +68,24 @@ class Comparison:
         bound = BOUNDS[self.precision]
         parallel = self.agreement.cosine > 1 - bound
         return next((s for s in shares if parallel and abs(self.agreement.ratio / s - 1) <= bound), 0.0)
+
+
+def _nothing_padded(loop: TrainLoop, batches: Sequence[Any]) -> CannotDecide:
+    """Why there is no padding to vary. Batches of floats alone have rows of one size: images, tables."""
+    if loop.padding is not None and loop.padding.pad_id is not None:
+        return CannotDecide(
+            f"no row of the batch ends or begins with the declared pad_id {loop.padding.pad_id} where nothing else "
+            "stands: give a batch with rows of unequal lengths",
+            needs="a batch with rows of unequal lengths",
+        )
+    if loop.padding is None and not any(
+        t.dim() > 1 and not t.is_floating_point() for batch in batches for t in nested.tensors(batch)
+    ):
+        return DoesNotApply("no padding is known in the batch, and it holds no ids, masks or labels by position")
+    return CannotDecide(
+        "no padding is known in the batch: give one with rows of unequal lengths and pass padding=Padding(pad_id=...)",
+        needs="padding=",
+    )
 
 
 class PaddingRuns:
@@ -113,13 +131,7 @@ class PaddingRuns:
         known = [(batch, [p for p in _padding(loop, batch) if slices(p)]) for batch in given]
         found = [(batch, padded) for batch, padded in known if padded]
         if not found:
-            raise CannotDecide(
-                "no padding is known in the batch: give one with rows of unequal lengths and pass "
-                "padding=Padding(pad_id=...)"
-                if loop.padding is None or loop.padding.pad_id is None
-                else f"no row of the batch ends or begins with the declared pad_id {loop.padding.pad_id} where nothing "
-                "else stands: give a batch with rows of unequal lengths"
-            )
+            raise _nothing_padded(loop, given)
         record = evidence.run()
         if not record.rounds:
             raise CannotDecide("the loop makes no optimizer step, so that no gradient is consumed")

@@ -53,7 +53,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.errors import DoesNotApply
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, check
 from pytest_trainloop.wording import be, some, verb
@@ -111,7 +111,7 @@ def checkpointing_equivalence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.numerics.checkpointing_equivalence.runs import Checkpointing, checkpoint_knob
 
     if checkpoint_knob(evidence) is None and not any(call.grad_enabled for call in evidence.run().checkpoints):
-        raise CannotDecide(
+        raise DoesNotApply(
             "no activation checkpointing was seen, and there is no knob checkpoint= that is True or False"
         )
     runs = evidence.shared(Checkpointing)

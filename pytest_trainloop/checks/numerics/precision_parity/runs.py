@@ -29,7 +29,7 @@ from pytest_trainloop.checks.numerics.precision_parity.first_gradient import (
     first_item,
 )
 from pytest_trainloop.checks.numerics.precision_parity.replay import LOW, Choices, RecordChoices, ReplayChoices
-from pytest_trainloop.errors import CannotDecide, Unreliable, UsageError, UserCodeError
+from pytest_trainloop.errors import CannotDecide, DoesNotApply, Unreliable, UsageError, UserCodeError
 from pytest_trainloop.runs.run import READ_AHEAD_BUDGETS
 from pytest_trainloop.runs.same_start import SameValues
 from pytest_trainloop.runs.scalers import scalers_built_with
@@ -232,7 +232,7 @@ def low_precision_runs(evidence: Evidence) -> Iterator[LowPrecisionRuns | Cannot
         device = next((p.device for p in record.parameters), "cpu").partition(":")[0]
         name = f"under autocast({device!r}, torch.bfloat16)"
         imposed = LowPrecisionRuns(name, under_autocast(plan, device), plan, rerun, imposed=True)
-        none = CannotDecide(f"nothing of this loop is computed in low precision, {name} neither")
+        none = DoesNotApply(f"nothing of this loop is computed in low precision, {name} neither")
         yield imposed if imposed.low else none
 
 

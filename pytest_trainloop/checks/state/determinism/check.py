@@ -48,7 +48,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.errors import CannotDecide, DoesNotApply
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, check
 
@@ -82,7 +82,7 @@ def determinism(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.state.determinism.repeat import repetition
 
     if "nondeterministic" in evidence.offers and evidence.declared("nondeterministic"):
-        raise CannotDecide("nondeterministic=True says that runs differ on purpose")
+        raise DoesNotApply("nondeterministic=True says that runs differ on purpose")
     again = evidence.shared(repetition)
     difference = again.difference
     if difference is None:

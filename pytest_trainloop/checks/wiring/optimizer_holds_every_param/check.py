@@ -102,7 +102,9 @@ CAUSES = {
 def optimizer_holds_every_param(evidence: Evidence) -> Iterator[Finding]:
     record = evidence.run()
     if not record.optimizers:
-        raise CannotDecide("no torch optimizer was given or seen; pass TrainLoop.optimizer if there is one")
+        raise CannotDecide(
+            "no torch optimizer was given or seen; pass TrainLoop.optimizer if there is one", needs="optimizer="
+        )
     twice = list(_held_twice(record))
     yield from twice
     if not twice and not record.autograd_passes() and record.raised is None:
