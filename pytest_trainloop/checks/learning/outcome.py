@@ -141,7 +141,7 @@ def require_a_curve(curve: Curve) -> None:
         )
     if rising(curve.rates):
         raise CannotDecide(
-            f"the rate still rises after {curve.steps} steps ({curve.rates[-1]:.1e}); shorten the warm-up for this test",
+            f"the rate still rises after {curve.steps} steps ({curve.rates[-1]:.1e}); shorten the warm-up for the test",
             needs="a shorter warm-up",
         )
 

@@ -124,7 +124,7 @@ def scaled(made: Accumulation, split: Split, wrong: Sequence[Split], factor: flo
     if factor < 1 and made.divides_by_a_constant(split):
         raise CannotDecide(
             f"the loss is divided by a constant: {split.accumulate} whole batches a window give the gradient of one, "
-            "and parts of it, with fewer rows, give less; give split_batch= where micro-batches of a fixed size are due",
+            "and parts of it, with fewer rows, give less; give split_batch= where micro-batches of fixed size are due",
             needs="split_batch=",
         )
     power = 1 if factor > 1 else -1
