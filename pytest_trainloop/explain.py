@@ -63,7 +63,7 @@ def _described(cause: registry.Cause) -> str:
     if cause.repair:
         lines.append(f"Repair: {cause.repair}")
     if cause.explains:
-        lines.append(f"Explains: {', '.join(cause.explains)}")
+        lines.append(f"May fail with it: {', '.join(cause.explains)}")
     return "".join(textwrap.indent(textwrap.fill(line, _WIDTH - 4), "    ") + "\n" for line in lines)
 
 
@@ -108,7 +108,7 @@ def markdown_page(check: registry.Check) -> str:
         if cause.repair:
             lines.append(f"*Repair*: {_sentence(_inline(cause.repair, ()))}\n")
         if cause.explains:
-            lines.append(f"*Explains*: {', '.join(f'[`{name}`]({name}.md)' for name in cause.explains)}\n")
+            lines.append(f"*May fail with it*: {', '.join(f'[`{name}`]({name}.md)' for name in cause.explains)}\n")
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -14,6 +14,17 @@ def some(names: Sequence[str], most: int = 2) -> str:
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
+def share(part: float) -> str:
+    """A relative difference: 0.59 is "59 %"."""
+    percent = 100 * part
+    return f"{percent:.3g} %" if percent >= 0.1 else f"{percent:.1e} %"
+
+
+def direction(cosine: float) -> str:
+    """How far two vectors agree in direction, with what the number means."""
+    return f"direction agreement {cosine:.4g} (1 = same)"
+
+
 def them(names: Sequence[str]) -> str:
     return "them" if len(names) > 1 else "it"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.finding import Finding, Result
@@ -11,6 +12,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_trainloop.report import Report
+
+
+STOPPING_WORDS = re.compile(
+    r"in the end\b|given values in|before it:|passed through at|left out at that line|differs? by \d|declared frozen"
+    r"|cosine (of|-?\d|\{|$)|\bconsum|\bresidual|\bspacing|mend that|\bthe culprit",
+    re.IGNORECASE,
+)
+"""Words at which readers who could not see the code stopped: each has a plain counterpart (docs/contributing)."""
 
 
 def described(report: Report) -> str:
@@ -38,7 +47,14 @@ def assert_complete(findings: Sequence[Finding]) -> None:
         assert finding.repair
         assert finding.culprits
         assert "\n" not in finding.summary
+        assert_readable(finding)
         assert Finding.from_json(json.loads(json.dumps(finding.to_json()))) == finding
+
+
+def assert_readable(finding: Finding) -> None:
+    """No word at which a reader stops."""
+    text = "\n".join((finding.summary, finding.measured, finding.shown_by, finding.repair, finding.do_not))
+    assert not (found := STOPPING_WORDS.search(text)), f"{found[0]!r} in: {text}"
 
 
 def assert_survives_json(report: Report) -> None:

@@ -66,6 +66,7 @@ from pytest_trainloop.checks.batch.explained import LEARNING
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, check
+from pytest_trainloop.wording import direction
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -218,7 +219,7 @@ def _finding(split: Split, found: Diagnosis, weighing: Weighing | None = None) -
         level=found.level,
         summary=found.summary,
         measured=(
-            f"|g_{split.accumulate}| / |g_1| = {window.ratio:.3f}, cosine {window.cosine:.3f}, "
+            f"|g_{split.accumulate}| / |g_1| = {window.ratio:.3f}, {direction(window.cosine)}, "
             f"all {split.parameters} parameters, {split.precision}"
         ),
         shown_by="; ".join(part for part in (found.shown, listed_weights(weighing) if weighing else "") if part),
@@ -250,7 +251,7 @@ def _unexplained(split: Split, weighing: Weighing) -> Finding:
         cause="update_differs",
         level="advice",
         summary=f"{k} micro-batches give another gradient than the same examples in one batch, {others}",
-        measured=f"|g_{k}| / |g_1| = {split.windows[0].ratio:.3f}, cosine {split.windows[0].cosine:.3f}; "
+        measured=f"|g_{k}| / |g_1| = {split.windows[0].ratio:.3f}, {direction(split.windows[0].cosine)}; "
         + (listed_weights(weighing) if within else f"{outside:.1e} of it lies outside the span of their gradients"),
         shown_by="not determined; ruled out: a wrong factor, cleared micro-batches, a mean of means, random numbers",
         culprits=("loss.backward()",),

@@ -132,7 +132,7 @@ CAUSES = {
     ),
     "sees_the_future": Cause(
         proof="outputs depend on the inputs that they predict, through no operation that is known",
-        repair="follow the culprit's inputs: some operation joins all positions",
+        repair="follow the inputs of the operation at this line: some operation before it joins all positions",
         explains=EXPLAINS,
     ),
 }

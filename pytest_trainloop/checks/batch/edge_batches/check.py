@@ -59,7 +59,7 @@ from typing import TYPE_CHECKING
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, check
-from pytest_trainloop.wording import be, some
+from pytest_trainloop.wording import be, direction, some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -167,7 +167,7 @@ def _row_axis_squeezed(edges: Edges, row: SqueezedRow) -> Finding:
     first = row.squeezes[0]
     names = tuple(dict.fromkeys(s.call for s in row.squeezes))
     at = f" at {row.raised_at}" if row.raised_at else ""
-    change = "not finite" if row.ratio != row.ratio else f"{row.ratio:.4g} times as long, cosine {row.cosine:.3f}"
+    change = "not finite" if row.ratio != row.ratio else f"{row.ratio:.4g} times as long, {direction(row.cosine)}"
     must_work = edges.ending.leaves_one or not (edges.ending.leaves_none or row.raised)
     return Finding(
         cause="row_axis_squeezed",

@@ -76,6 +76,7 @@ from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.recording.torch_names import EXTREMES, MAX_POOLS_1D, MEAN_POOLS_1D, RECURRENT
 from pytest_trainloop.registry import Cause, check
+from pytest_trainloop.wording import direction, share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -342,11 +343,12 @@ def _finding(
         level=level,
         summary=(
             f"{summary}: the gradient of the same rows, {found.full.span.total} positions long and "
-            f"{found.trimmed.span.total}, differs by {found.agreement.difference:.2g}"
+            f"{found.trimmed.span.total}, differs by {share(found.agreement.difference)}"
         ),
         measured=(
-            f"|g| with padding / without = {found.agreement.ratio:.4g}, cosine {found.agreement.cosine:.4g}, loss "
-            f"{found.losses[0]:.5g} and {found.losses[1]:.5g}, all {found.parameters} parameters, {found.precision}"
+            f"|g| with padding / without = {found.agreement.ratio:.4g}, {direction(found.agreement.cosine)}, "
+            f"loss {found.losses[0]:.5g} and {found.losses[1]:.5g}, all {found.parameters} parameters, "
+            f"{found.precision}"
         ),
         shown_by=f"{shown}; these positions are padding: {made.reason}",
         culprits=(culprit,),

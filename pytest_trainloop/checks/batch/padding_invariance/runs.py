@@ -134,7 +134,7 @@ class PaddingRuns:
             raise _nothing_padded(loop, given)
         record = evidence.run()
         if not record.rounds:
-            raise CannotDecide("the loop makes no optimizer step, so that no gradient is consumed")
+            raise CannotDecide("the loop makes no optimizer step, so that no gradient is used")
         window = max(1, round(record.items / record.rounds))
         batch, declared = nested.copy(found[0][0]), loop.padding is not None
         return [

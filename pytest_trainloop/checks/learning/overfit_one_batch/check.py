@@ -165,7 +165,8 @@ def _follows(batch: OneBatch, behind: Finding) -> Finding:
         shown_by=f"{behind.check} finds {behind.cause} in the same loop",
         culprits=behind.culprits,
         where=behind.where,
-        repair=f"mend that first: {behind.repair}" if behind.repair else "mend that first",
+        change=behind.change,
+        repair=behind.repair,
     )
 
 
@@ -283,8 +284,8 @@ def _astray(found: Learning) -> Finding:
         summary="the optimizer does not lower the loss of one fixed batch: its steps lead up the gradient",
         measured=_reached(found),
         shown_by=(
-            "plain Adam learns with the same model and data; the cosine between the loop's steps and the way down the "
-            f"gradient is {found.descent:.2f} in the mean"
+            "plain Adam learns with the same model and data; the direction agreement between the loop's steps and the "
+            f"way down the gradient is {found.descent:.2f} in the mean (1 = same, -1 = opposite)"
         ),
         culprits=("optimizer",),
         repair="look at the sign of the update, at what it is applied to, and at what writes the weights afterwards",

@@ -85,7 +85,7 @@ CAUSES = {
         explains=LEARNING,
     ),
     "temperature_inverted": Cause(
-        proof="cosines times a number below one half, or distillation with scores times one above 1",
+        proof="dot products of unit vectors times less than one half, or distillation with scores times more than 1",
         repair="divide by the temperature",
         explains=LEARNING,
     ),

@@ -299,12 +299,12 @@ def _temperature(call: Call, found: Found) -> Iterator[Judgement]:
         return
     yield call.judged(
         "temperature_inverted",
-        f"cosines are multiplied by {found.scale:g} before {call.name}: the temperature is a factor in place of a "
-        "divisor",
+        f"dot products of unit vectors are multiplied by {found.scale:g} before {call.name}: the temperature is a "
+        "factor in place of a divisor",
         level="advice" if found.learned else "fault",
         measured=f"all scores lie within {2 * abs(found.scale):.3g} of each other",
         shown_by="both factors of the product have rows of length 1; the constants between it and the loss multiply to "
         f"{found.scale:g}",
         culprit="temperature",
-        repair=f"divide by the temperature: cosines / {found.scale:g}",
+        repair=f"scores / {found.scale:g}: divide by the temperature",
     )

@@ -56,7 +56,7 @@ from typing import TYPE_CHECKING
 from pytest_trainloop.errors import DoesNotApply
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, check
-from pytest_trainloop.wording import be, some, verb
+from pytest_trainloop.wording import be, direction, share, some, verb
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -136,8 +136,8 @@ def _measured(verdict: Verdict) -> str:
     on, off = found.loss
     loss = f"loss {on:.9g} with checkpointing and {off:.9g} without" if found.forward else f"loss {off:.9g} both ways"
     return (
-        f"{loss}; the gradients differ by {found.gradients.difference:.2g} of their size, cosine "
-        f"{found.gradients.cosine:.4f}, in {len(found.names)} parameters, {verdict.precision}"
+        f"{loss}; the gradients differ by {share(found.gradients.difference)} of their size, "
+        f"{direction(found.gradients.cosine)}, in {len(found.names)} parameters, {verdict.precision}"
     )
 
 

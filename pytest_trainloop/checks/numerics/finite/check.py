@@ -180,7 +180,7 @@ def _input(origin: NonFiniteOrigin, lost: Sequence[Parameter], bad: int) -> Find
         cause="nonfinite_input",
         summary=f"an input of {origin} is not finite, and no operation of torch made it",
         measured=(
-            f"{len(lost)} parameters are not finite in the end"
+            f"{len(lost)} parameters hold NaN or inf when the run ends"
             if lost
             else f"{bad} losses that were backpropagated are not finite"
         ),
@@ -208,7 +208,7 @@ def _operation(record: Record, origin: NonFiniteOrigin, lost: Sequence[Parameter
     made = "non-finite gradients" if backward else origin.value
     given = "infinite" if origin.nonfinite_input and not backward else "finite"
     if lost:
-        outcome = f"{len(lost)} of {len(record.parameters)} parameters are not finite in the end"
+        outcome = f"{len(lost)} of {len(record.parameters)} parameters hold NaN or inf when the run ends"
     elif bad:
         outcome = f"{bad} of {len(record.backwards())} losses that were backpropagated are not finite"
     else:
@@ -223,7 +223,7 @@ def _operation(record: Record, origin: NonFiniteOrigin, lost: Sequence[Parameter
         cause=f"made_in_{origin.direction}",
         summary=f"{origin} makes {made} of {given} values, {when}",
         measured=f"its inputs lie in [{origin.low:.3g}, {origin.high:.3g}]; {outcome}",
-        shown_by=shown + (f"; before it: {', '.join(origin.trail)}" if origin.trail else ""),
+        shown_by=shown + (f"; ranges of values on the way there: {', '.join(origin.trail)}" if origin.trail else ""),
         culprits=tuple(name for name in (origin.op, origin.module) if name),
         where=str(origin.place),
         repair=next((text for ops, text in _REPAIRS_BY_OPERATION.items() if origin.op in ops), _REPAIR_OF_OTHERS),
@@ -236,7 +236,7 @@ def _exploding(record: Record, grown: Explosion, lost: Sequence[Parameter], orig
         cause="gradients_explode",
         summary=f"the gradients of {grown.name} grow from step {grown.since + 1} on, until nothing is finite",
         measured=f"largest entry by backward pass: {peaks}"
-        + (f"; {len(lost)} parameters are not finite in the end" if lost else ""),
+        + (f"; {len(lost)} parameters hold NaN or inf when the run ends" if lost else ""),
         shown_by=f"they had grown {grown.peaks[-1] / grown.peaks[0]:.2g} times before"
         + (f"; {origin} is the first operation whose result is not finite" if origin else ""),
         culprits=(grown.name,),

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 CAUSES = {
     "still_trainable": Cause(
-        proof="declared frozen, requires grad, gets gradients and is moved by an optimizer's step",
+        proof="named in frozen=, requires grad, gets gradients and is moved by an optimizer's step",
         repair="requires_grad_(False) before the optimizer is built, and pass it only what requires grad",
         explains=("update_ratio",),
     ),
@@ -124,7 +124,7 @@ def frozen_stays_frozen(evidence: Evidence) -> Iterator[Finding]:
     for name, place in written.items():
         yield Finding(
             cause="statistics_drift",
-            summary=f"{name} is declared frozen, and changes with every training forward pass",
+            summary=f"{name} is named in frozen=, and changes with every training forward pass",
             measured="the buffer differs after a call of its module from what it was before",
             shown_by="seen around the call itself: the module writes it, not a copy or an average",
             culprits=(name,),
@@ -146,7 +146,7 @@ def _moved(record: Record, cause: str, moved: Sequence[Moved]) -> Finding:
     names = tuple(m.name for m in moved)
     how = {
         "still_trainable": (
-            f"declared frozen and still trained: {they(names)} {verb(names, 'require')} grad and the optimizer steps "
+            f"named in frozen= and still trained: {they(names)} {verb(names, 'require')} grad and the optimizer steps "
             f"{them(names)}"
         ),
         "weight_decay": "frozen, and moved by weight decay",
@@ -154,7 +154,9 @@ def _moved(record: Record, cause: str, moved: Sequence[Moved]) -> Finding:
         "stale_gradient": "frozen, and stepped with an old gradient that was left in .grad",
     }[cause]
     most = max(moved, key=lambda m: m.update)
-    along = f"the update runs along the weights (cosine {most.cosine:.4f})" if most.cosine is not None else ""
+    shown = _SHOWN[most.cause]
+    if most.cosine is not None:
+        shown = f"the step shrinks the weights: its direction agreement with them is {most.cosine:.4f} (-1 = opposite)"
     return Finding(
         cause=cause,
         summary=f"{some(names)} {be(names)} {how}",
@@ -162,7 +164,7 @@ def _moved(record: Record, cause: str, moved: Sequence[Moved]) -> Finding:
             f"{most.steps} of {record.rounds} steps moved {most.name}, "
             + (f"by up to {most.update:.1e} of its largest entry" if most.update < 1e6 else "which began at zero")
         ),
-        shown_by=along or _SHOWN[most.cause],
+        shown_by=shown,
         culprits=names,
         where=most.place,
     )

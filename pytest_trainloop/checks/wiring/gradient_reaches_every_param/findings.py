@@ -119,13 +119,12 @@ def of_cut(record: Record, names: tuple[str, ...], change: float, cut: Cut | Non
         shown = f"a gradient arrives at the output of {candidate.op}, and its backward() returns none for an input"
     elif cut.gradient is not None:
         shown = (
-            f"with {'gradients switched on' if off else f'the {op} left out'} at that line, a gradient (largest "
-            f"entry {cut.gradient:.2g}) reaches {names[0]}"
+            f"in a run {'with gradients switched on' if off else f'without the {op}'} here, a gradient (largest entry "
+            f"{cut.gradient:.2g}) reaches {names[0]}"
         )
     else:
         shown = (
-            f"likely: moving the result of {op} at that line changes the loss by {cut.change:.1e}, and no gradient "
-            "passes there"
+            f"likely: moving the result of {op} here changes the loss by {cut.change:.1e}, and no gradient passes there"
         )
     how = f"the forward pass{module} runs with gradients switched off" if off else f"the graph is cut by {op}{module}"
     return Finding(
@@ -212,8 +211,8 @@ def of_zeroed(names: tuple[str, ...], cut: Cut, level: Level) -> Finding:
         + ("returns the same for every input" if constant else "has a slope of zero there"),
         measured="every gradient that arrived is zero in every entry",
         shown_by=(
-            f"with {op} passed through at that line, a gradient (largest entry {cut.gradient or 0.0:.2g}) reaches "
-            f"{names[0]}"
+            f"in a run in which {op} gives back its input here, a gradient (largest entry {cut.gradient or 0.0:.2g}) "
+            f"reaches {names[0]}"
         ),
         culprits=names,
         where=str(cut.candidate.place),

@@ -135,7 +135,7 @@ def _trained(judged: Judged) -> Finding:
         cause=found.cause,
         level=level,
         summary=f"{what} trained in evaluation mode {since}" + (": an evaluation left it so" if left else ""),
-        measured=f"{len(found.modules)} modules that act by mode; in training mode the loss differs by {change:.1e}",
+        measured=f"{len(found.modules)} modules that act by mode; in training mode the loss changes by {change:.1e}",
         shown_by=shown,
         culprits=found.modules[:12],
         where=found.call or found.forward,

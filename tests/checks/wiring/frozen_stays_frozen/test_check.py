@@ -42,7 +42,7 @@ def test_what_the_finding_shows():
     (finding,) = frozen_stays_frozen(FakeEvidence(story_of(along=-1.0).record()))
     assert finding.summary == "p1 is frozen, and moved by weight decay"
     assert finding.measured == "3 of 4 steps moved p1, by up to 1.0e-03 of its largest entry"
-    assert "cosine -1.0000" in finding.shown_by
+    assert "agreement with them is -1.0000" in finding.shown_by
 
 
 def test_an_optimizer_that_keeps_momentum_may_decay_as_well():
