@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 
 STOPPING_WORDS = re.compile(
-    r"in the end\b|given values in|before it:|passed through at|left out at that line|differs? by \d|declared frozen"
-    r"|cosine (of|-?\d|\{|$)|\bconsum|\bresidual|\bspacing|mend that|\bthe culprit",
+    r"in the end\b|given values in|before it:|passed through at|left out at that line|declared frozen"
+    r"|differs? by [\d.e+-]+(?![\d.e+-]| ?%)"
+    r"|cosine (of|-?\d|\{|$)|\bconsum(e|ed|es)\b|\bresiduals?\b(?![.\[])|\bspacings?\b|mend that|\bthe culprit",
     re.IGNORECASE,
 )
 """Words at which readers who could not see the code stopped: each has a plain counterpart (docs/contributing)."""

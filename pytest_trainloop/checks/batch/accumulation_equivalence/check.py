@@ -66,7 +66,7 @@ from pytest_trainloop.checks.batch.explained import LEARNING
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, check
-from pytest_trainloop.wording import direction
+from pytest_trainloop.wording import direction, share
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -235,7 +235,7 @@ def _lr_differs(split: Split) -> Finding:
         cause="update_differs",
         level="advice",
         summary=f"accumulating over {split.accumulate} micro-batches gives the same gradient and another update",
-        measured=f"after the last step weights differ by {split.updates:.1e} of how far they moved, {split.precision}",
+        measured=f"after the last step weights differ by {share(split.updates)} of how far they moved, {split.precision}",
         shown_by="the learning rates at the same optimizer steps differ",
         culprits=("scheduler.step()",),
         where=split.step_place,
