@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import sys
+import warnings
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -102,7 +102,7 @@ def _first_batch(package: ModuleType, module: Any) -> Any:
 
 
 def _fit(package: ModuleType, module: Any, trainer: Any, batches: Sequence[Any]) -> None:
-    with _quiet_log(package):
+    with _quiet_warnings(package):
         if trainer is None:
             trainer = _quiet_trainer(package, module)
         with _silenced(package, trainer):
@@ -147,12 +147,10 @@ def _silenced(package: ModuleType, trainer: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet_log(package: ModuleType) -> Iterator[None]:
-    """Hold back what Lightning says about accelerators and about having reached the end."""
-    log = logging.getLogger(package.__name__)
-    level = log.level
-    log.setLevel(logging.WARNING)
-    try:
+def _quiet_warnings(package: ModuleType) -> Iterator[None]:
+    """Hold back what Lightning suggests for a whole training, such as more workers or a validation loader."""
+    suggestion = import_module(f"{package.__name__}.utilities.warnings").PossibleUserWarning
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=suggestion)
+        warnings.filterwarnings("ignore", "(?s).*LeafSpec", FutureWarning)  # of its own use of torch, in every batch
         yield
-    finally:
-        log.setLevel(level)

@@ -14,6 +14,7 @@ import torch
 
 from pytest_trainloop.recording.torch_internals import default_device
 from pytest_trainloop.runs.accelerate_state import gradient_state_kept
+from pytest_trainloop.runs.framework_logs import frameworks_quiet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,11 +28,11 @@ _FP32 = (
 @contextlib.contextmanager
 def preserved() -> Iterator[None]:
     """Restore, also after an exception: python, numpy, torch and CUDA random states, default dtype and device, grad
-    mode, thread count, determinism, matmul and cuDNN flags, anomaly mode, autocast, working directory, warning filters.
+    mode, thread count, determinism, matmul and cuDNN flags, anomaly mode, autocast, working directory, warning filters. Frameworks log warnings only.
     """
     before = _states()
     try:
-        with warnings.catch_warnings(), gradient_state_kept():
+        with warnings.catch_warnings(), gradient_state_kept(), frameworks_quiet():
             yield
     finally:
         _restore(before)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from pytest_trainloop import check_loop
 from pytest_trainloop.adapters import from_lightning
 from pytest_trainloop.errors import UsageError
 
@@ -319,6 +320,23 @@ def test_the_trainer_stays_as_it_was_and_nothing_is_written(interrupted, tmp_pat
 
 def interrupt(*args):
     raise Interrupt
+
+
+class WithoutValidationData(Classifier):
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+def test_lightning_tells_nothing_in_our_runs(capfd, recwarn):
+    def make():
+        built = L.Trainer(
+            accelerator="cpu", logger=False, enable_checkpointing=False
+        )  # tells of accelerators, and tips
+        return from_lightning(WithoutValidationData(), built, batch=labelled())
+
+    check_loop(make, only=["step_order"])
+    assert "".join(capfd.readouterr()) == ""
+    assert not [w for w in recwarn if "lightning" in str(w.category)], [str(w.message) for w in recwarn]
 
 
 def test_the_first_batch_is_the_modules_own():
