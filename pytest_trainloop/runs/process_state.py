@@ -28,7 +28,8 @@ _FP32 = (
 @contextlib.contextmanager
 def preserved() -> Iterator[None]:
     """Restore, also after an exception: python, numpy, torch and CUDA random states, default dtype and device, grad
-    mode, thread count, determinism, matmul and cuDNN flags, anomaly mode, autocast, working directory, warning filters. Frameworks log warnings only.
+    mode, thread count, determinism, matmul and cuDNN flags, anomaly mode, autocast, working directory, warning filters.
+    Meanwhile frameworks log no more than warnings.
     """
     before = _states()
     try:
