@@ -24,7 +24,9 @@ How it decides
     with the last input that an output depends on; for a model that sees later inputs no shift is expected.
     Where it may be meant, it is advice: log-probabilities given to cross_entropy, kl_div by the mean of elements or
     with its gradient through the target, a head far wider than the labels, rare positives without a weight, a loss that
-    is computed and left out, or subtracted from another.
+    is subtracted from another, or computed and left out: it may be a metric, or begin after a warm-up. Left out, it is
+    a fault where no other loss trains its layer, or where the source of the function shows that nothing can read it:
+    the value is thrown away, no line reads its name, or the next assignment replaces it.
 
 Faulty
     >>> for x, y in batches:
@@ -254,7 +256,7 @@ CAUSES = {
     ),
     "part_left_out": Cause(
         proof="no gradient ever reached a loss with a history, while others were backpropagated",
-        repair="add it to the loss; where it is only logged, compute it under no_grad()",
+        repair="add it to the loss; where it is only logged, compute it under no_grad(), which settles it",
         explains=LEARNING,
     ),
     "head_too_wide": Cause(

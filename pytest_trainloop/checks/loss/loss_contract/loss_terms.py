@@ -123,17 +123,21 @@ def detached(name: str, where: str) -> Finding:
     )
 
 
-def left_out(name: str, where: str, untrained: str | None) -> Finding:
-    """``untrained`` is the layer that no other loss trains."""
+def left_out(name: str, where: str, untrained: str | None, lost: str) -> Finding:
+    """``untrained`` is the layer that no other loss trains; ``lost`` says how its value is lost, where that is sure."""
+    shown = "no gradient reached its value, and others did"
+    if untrained:
+        shown += "; an optimizer holds the layer, and no gradient ever reached it"
+    if lost:
+        shown += f"; {lost}"
     return Finding(
         cause="part_left_out",
-        level="advice" if untrained is None else "fault",
+        level="fault" if untrained or lost else "advice",
         summary=f"{name} is computed with a history and goes into nothing that is backpropagated"
-        + (f": no other loss trains {untrained}" if untrained else ""),
+        + (f": no other loss trains {untrained}" if untrained else f": {lost}" if lost else ""),
         measured="in no step of the run",
-        shown_by="no gradient reached its value, and others did"
-        + ("; an optimizer holds the layer, and no gradient ever reached it" if untrained else ""),
+        shown_by=shown,
         culprits=(untrained or name,),
         where=where,
-        repair="add it to the loss" if untrained else "",
+        repair="add it to the loss" if untrained else "add it to the loss, or delete the line" if lost else "",
     )

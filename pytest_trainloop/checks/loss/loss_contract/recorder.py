@@ -20,6 +20,7 @@ from pytest_trainloop.batches.padding import Ids
 from pytest_trainloop.checks.loss.loss_contract import broadcasting, loss_terms, refused_calls
 from pytest_trainloop.checks.loss.loss_contract.call import Call
 from pytest_trainloop.checks.loss.loss_contract.contracts import JUDGES
+from pytest_trainloop.checks.loss.loss_contract.dead_values import never_read
 from pytest_trainloop.checks.loss.loss_contract.tokens import Tokens
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.source import here
@@ -129,12 +130,12 @@ class LossCallRecorder(WatchingMode):
         detached = [where for where, times in self._detached.items() if times == self._backwards]
         for where in detached:
             yield _counted(loss_terms.detached(*where), self._backwards, self._backwards)
-        losses = [site for site in self.sites.values() if site.name in LOSSES]
-        used = any(site.judged for site in losses)
-        for site in losses:
+        losses = [(at, site) for (name, at, _), site in self.sites.items() if name in LOSSES]
+        used = any(site.judged for _, site in losses)
+        for at, site in losses:
             if used and site.with_history > 2 and not site.judged and (site.name, site.where) not in detached:
                 never = self._record is not None and loss_terms.never_trained(self._record, site.layer)
-                finding = loss_terms.left_out(site.name, site.where, site.layer if never else None)
+                finding = loss_terms.left_out(site.name, site.where, site.layer if never else None, never_read(at))
                 yield _counted(finding, site.with_history, site.with_history)
 
     def active(self) -> bool:

@@ -133,6 +133,77 @@ pair(
 )
 
 
+# Terms of the loss that are computed and then lost.
+
+
+def fit_losing_a_term(model, batches, optimizer):
+    for features, _labels in batches:
+        output = model(features)
+        squares = F.mse_loss(output, features)
+        sizes = F.l1_loss(output, features)  # noqa: F841
+        optimizer.zero_grad()
+        squares.backward()
+        optimizer.step()
+
+
+def fit_replacing_a_term(model, batches, optimizer):
+    for features, _labels in batches:
+        output = model(features)
+        loss = F.mse_loss(output, features)
+        loss = 0.5 * F.l1_loss(output, features)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def fit_throwing_a_term_away(model, batches, optimizer):
+    for features, _labels in batches:
+        output = model(features)
+        loss = F.mse_loss(output, features)
+        F.l1_loss(output, features)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def fit_with_both_terms(model, batches, optimizer):
+    for features, _labels in batches:
+        output = model(features)
+        loss = F.mse_loss(output, features)
+        loss = loss + 0.5 * F.l1_loss(output, features)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def two_terms(fit):
+    def make():
+        model = AutoEncoder()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+        return TrainLoop(
+            model=model, optimizer=optimizer, batch=data.labelled(), fit=lambda b: fit(model, b, optimizer)
+        )
+
+    return make
+
+
+for title, fit, culprit, line, words in (
+    ("no_name_reads_a_part_of_the_loss", fit_losing_a_term, "l1_loss", "sizes = F.l1_loss", "reads sizes"),
+    ("a_part_of_the_loss_is_replaced_by_the_next", fit_replacing_a_term, "mse_loss", "loss = F.mse", "replaces loss"),
+    ("a_part_of_the_loss_is_thrown_away", fit_throwing_a_term_away, "l1_loss", "F.l1_loss", "thrown away"),
+):
+    pair(
+        title,
+        "loss_contract",
+        "part_left_out",
+        culprits=(culprit,),
+        where=line,
+        mentions=(words,),
+        faulty=two_terms(fit),
+        fixed=two_terms(fit_with_both_terms),
+    )
+
+
 # A head of one output, and cross_entropy.
 
 

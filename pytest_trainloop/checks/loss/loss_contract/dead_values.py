@@ -1,0 +1,132 @@
+"""Whether the value that a line computes is ever read by the function around it, from the function's source.
+
+Three forms are sure: a statement that throws the value away, a name that nothing in the function reads, and a name that
+the next assignment of its block replaces before anything reads it. What a caller gets, what goes into a call, an
+attribute or a container may be read elsewhere: nothing is said.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.recording.torch_names import LOSSES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.recording.events import Site
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def never_read(site: Site) -> str:
+    """How the value that was made at this call site is lost, in words; empty where it may be read.
+
+    A line that returns the value passes the question on to its caller.
+    """
+    for filename, line in site:
+        found = _statement(filename, line)
+        if found is None:
+            return ""
+        function, block, statement = found
+        if not isinstance(statement, ast.Return):
+            return _lost(function, block, statement)
+        if not _is_the_call(statement.value):
+            return ""
+    return ""
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(filename: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(filename)))
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _statement(filename: str, line: int) -> tuple[_Function, list[ast.stmt], ast.stmt] | None:
+    """The innermost function around a line, the simple statement on that line, and the block that it stands in."""
+    module = _parsed(filename)
+    functions = [n for n in ast.walk(module) if isinstance(n, _Function) and _covers(n, line)] if module else []
+    if not functions:
+        return None
+    function = max(functions, key=lambda f: f.lineno)
+    for node in ast.walk(function):
+        for block in _blocks(node):
+            for statement in block:
+                if _covers(statement, line) and not list(_blocks(statement)):
+                    return function, block, statement
+    return None
+
+
+def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
+    for name in ("body", "orelse", "finalbody"):
+        block = getattr(node, name, None)
+        if isinstance(block, list) and block and isinstance(block[0], ast.stmt):
+            yield block
+
+
+def _covers(node: ast.stmt, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
+def _lost(function: _Function, block: list[ast.stmt], statement: ast.stmt) -> str:
+    if isinstance(statement, ast.Expr):
+        return "its value is thrown away" if _is_the_call(statement.value) else ""
+    if not (isinstance(statement, ast.Assign) and len(statement.targets) == 1 and _is_the_call(statement.value)):
+        return ""
+    target = statement.targets[0]
+    if not isinstance(target, ast.Name) or target.id.startswith("_") or _escapes(function, target.id):
+        return ""
+    if not _reads(function, target.id):
+        return f"nothing in {function.name}() reads {target.id}"
+    for later in block[block.index(statement) + 1 :]:
+        if _reads(later, target.id):
+            return ""
+        if isinstance(later, ast.Assign) and any(isinstance(t, ast.Name) and t.id == target.id for t in later.targets):
+            return f"line {later.lineno} replaces {target.id} before anything reads it"
+        if list(_blocks(later)):
+            return ""  # a branch or a loop may leave the block
+    return ""
+
+
+def _reads(node: ast.AST, name: str) -> bool:
+    return any(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load) for n in ast.walk(node))
+
+
+def _escapes(function: _Function, name: str) -> bool:
+    """Whether the name is not the function's own, or may be read by its text."""
+    for node in ast.walk(function):
+        if isinstance(node, (ast.Global, ast.Nonlocal)) and name in node.names:
+            return True
+        if isinstance(node, ast.Name) and node.id in ("locals", "vars", "eval", "exec"):
+            return True
+    return False
+
+
+def _is_the_call(value: ast.expr | None) -> bool:
+    """Whether an expression is a call, or arithmetic and methods of one: not a call that is given another's result."""
+    while True:
+        if isinstance(value, ast.BinOp):
+            return _is_the_call(value.left) or _is_the_call(value.right)
+        if isinstance(value, ast.UnaryOp):
+            value = value.operand
+        elif isinstance(value, ast.Call):
+            if isinstance(value.func, ast.Attribute) and isinstance(value.func.value, ast.Call):
+                value = value.func.value
+                continue
+            given = [*value.args, *(k.value for k in value.keywords)]
+            return not any(_may_be_a_loss(n) for g in given for n in ast.walk(g))
+        else:
+            return False
+
+
+def _may_be_a_loss(node: ast.AST) -> bool:
+    """Whether a call among the arguments may be the loss, whose result then goes into the outer call."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    return name in LOSSES or "loss" in name or "criterion" in name

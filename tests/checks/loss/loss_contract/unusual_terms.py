@@ -1,0 +1,138 @@
+"""Losses that are computed with a history and not backpropagated, on purpose: logged, kept, off, or for later."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops.nets import mlp
+from tests.loops.odd import odd
+from tests.loops.random_data import points
+
+
+class Joint(nn.Module):
+    """A classifier that also reconstructs its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.kind, self.decoder = mlp(8, 24, 12), nn.Linear(12, 4), nn.Linear(12, 8)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.encoder(x))
+        return self.kind(hidden), self.decoder(hidden)
+
+
+def classifier(fit_of):
+    model = Joint()
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    return TrainLoop(model=model, optimizer=optimizer, batch=points(), fit=lambda b: fit_of(model, optimizer, b))
+
+
+def stepped(optimizer, loss):
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+@odd(notes="a second measure of the same output is logged, with a history since nobody switched gradients off")
+def absolute_error_logged_beside_the_squared() -> TrainLoop:
+    log = []
+
+    def fit(model, optimizer, batches):
+        for x, y in batches:
+            kind, image = model(x)
+            mae = F.l1_loss(image, x)
+            log.append(mae.item())
+            stepped(optimizer, F.cross_entropy(kind, y) + F.mse_loss(image, x))
+
+    return classifier(fit)
+
+
+@odd(notes="all measures are gathered in a dict, of which the loop backpropagates two")
+def losses_in_a_dict_of_which_one_is_a_metric() -> TrainLoop:
+    def fit(model, optimizer, batches):
+        for x, y in batches:
+            kind, image = model(x)
+            losses = {"kind": F.cross_entropy(kind, y), "image": F.mse_loss(image, x)}
+            losses["margin"] = F.multi_margin_loss(kind, y)
+            stepped(optimizer, losses["kind"] + losses["image"])
+
+    return classifier(fit)
+
+
+@odd(notes="a term is switched off by its weight in this configuration: `if weight` leaves it out")
+def term_switched_off_by_its_weight() -> TrainLoop:
+    def fit(model, optimizer, batches, smooth_weight=0.0):
+        for x, y in batches:
+            kind, image = model(x)
+            smooth = F.smooth_l1_loss(image, x)
+            loss = F.cross_entropy(kind, y) + F.mse_loss(image, x)
+            if smooth_weight > 0:
+                loss = loss + smooth_weight * smooth
+            stepped(optimizer, loss)
+
+    return classifier(fit)
+
+
+@odd(notes="a term is computed from the first step on, and added after a warm-up that is longer than any short run")
+def term_added_after_the_warm_up() -> TrainLoop:
+    def fit(model, optimizer, batches, warm_up=10_000):
+        for step, (x, y) in enumerate(batches):
+            kind, image = model(x)
+            sharp = F.l1_loss(image, x)
+            loss = F.cross_entropy(kind, y) + F.mse_loss(image, x)
+            stepped(optimizer, loss + sharp if step > warm_up else loss)
+
+    return classifier(fit)
+
+
+class WithOwnLoss(Joint):
+    """Like a library's model, it returns a loss of its own beside the scores."""
+
+    def forward(self, x, labels=None):
+        kind, image = super().forward(x)
+        return SimpleNamespace(loss=F.cross_entropy(kind, labels), logits=kind, image=image)
+
+
+@odd(notes="the model returns a loss of its own, and the loop takes the scores to weigh classes and smooth labels")
+def own_loss_in_place_of_the_one_that_the_model_returns() -> TrainLoop:
+    model = WithOwnLoss()
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+
+    def fit(batches):
+        for x, y in batches:
+            out = model(x, labels=y)
+            loss = F.cross_entropy(out.logits, y, label_smoothing=0.05) + F.mse_loss(out.image, x)
+            stepped(optimizer, loss)
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=points(), fit=fit)
+
+
+@odd(notes="the loss on held-out rows is computed with gradients on, and only compared with the best so far")
+def validation_loss_with_a_history() -> TrainLoop:
+    def fit(model, optimizer, batches):
+        best = float("inf")
+        for x, y in batches:
+            held_out = F.cross_entropy(model(x[:2])[0], y[:2])
+            best = min(best, float(held_out))
+            kind, image = model(x[2:])
+            stepped(optimizer, F.cross_entropy(kind, y[2:]) + F.mse_loss(image, x[2:]))
+
+    return classifier(fit)
+
+
+@odd(notes="a term is kept on the trainer for a plot at the end of the epoch")
+def term_kept_on_the_trainer() -> TrainLoop:
+    trainer = SimpleNamespace(last_margin=None)
+
+    def fit(model, optimizer, batches):
+        for x, y in batches:
+            kind, image = model(x)
+            trainer.last_margin = F.multi_margin_loss(kind, y)
+            stepped(optimizer, F.cross_entropy(kind, y) + F.mse_loss(image, x))
+
+    return classifier(fit)
