@@ -15,7 +15,12 @@ How it decides
     of the batch makes no difference to the losses either. (A model that is called without the batch, as a picture that
     is optimised or equations at fixed points, has no such tensor; one without weight matrices is a baseline; a loop to
     which nothing in the batch makes a difference makes its own data.)
-    One tensor that a model is called with and nothing depends on is advice.
+    One tensor that a model is called with and nothing depends on is a fault where a second observation says that it was
+    to be used: a layer that trains and never runs takes just such inputs; it is a mask (by its name, with two values,
+    one of them zero) and other values behind it change the loss; or the project declares it, as in
+    ``@pytest.mark.trainloop(input_dependence={"uses": ["batch['mask']"]})``. Else it is advice: models are called with
+    whole batches that hold ids of rows, edges' features or times of day, and share signatures of which they need a
+    part.
 
 Faulty
     >>> def forward(self, x):
@@ -29,7 +34,8 @@ Fixed
 
 Known limits
     A tensor that the loop copies before it passes it to the model cannot be followed; of more than eight tensors the
-    first are tried. Tensors whose rows are all equal show nothing.
+    first are tried. Tensors whose rows are all equal show nothing. What lies behind a mask is changed only where one
+    other tensor of the mask's shape goes into the model.
 
 References
     https://karpathy.github.io/2019/04/25/recipe/ (input-independent baseline)
@@ -44,8 +50,9 @@ from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, check
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from pytest_trainloop.checks.batch.input_dependence.passes import BatchTensor, UnusedInputs
     from pytest_trainloop.runs.evidence import Evidence
 
 CAUSES = {
@@ -56,21 +63,23 @@ CAUSES = {
     ),
     "input_ignored": Cause(
         proof="with any rows in one tensor outputs and losses are the same, bit for bit",
-        repair="use it, or leave it out of the call",
+        repair="use it; or leave it out of the call",
     ),
 }
 
 
 @check(needs={"run"}, causes=CAUSES, rank=60)
-def input_dependence(evidence: Evidence) -> Iterator[Finding]:
+def input_dependence(evidence: Evidence, *, uses: Sequence[str] = ()) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.input_dependence.passes import InputRuns
 
-    found = evidence.shared(InputRuns).unused()
+    runs = evidence.shared(InputRuns)
+    found = runs.unused()
+    _require_known(uses, runs.names)
     if found is None:
         return
-    names = tuple(tensor.name for tensor in found.tensors)
-    listed = " and ".join(", ".join(names).rsplit(", ", 1))
     if found.no_input_used:
+        names = tuple(tensor.name for tensor in found.tensors)
+        listed = " and ".join(", ".join(names).rsplit(", ", 1))
         yield Finding(
             cause="inputs_ignored",
             summary="no output of the model depends on the batch",
@@ -80,12 +89,48 @@ def input_dependence(evidence: Evidence) -> Iterator[Finding]:
             where=found.place,
         )
         return
-    yield Finding(
+    for tensor in found.tensors:
+        yield _ignored(evidence, found, tensor, uses)
+
+
+def _require_known(uses: Sequence[str], names: Sequence[str]) -> None:
+    from pytest_trainloop.errors import UsageError
+
+    if isinstance(uses, str):
+        raise UsageError(f"input_dependence got uses={uses!r}; a list of names is needed: uses=[{uses!r}]")
+    for name in uses:
+        if name not in names:
+            raise UsageError(
+                f"input_dependence got uses={name!r}, which is no tensor of the batch whose rows differ; those are "
+                f"{', '.join(names) or 'none'}"
+            )
+
+
+def _ignored(evidence: Evidence, found: UnusedInputs, tensor: BatchTensor, uses: Sequence[str]) -> Finding:
+    from pytest_trainloop.checks.batch.input_dependence.idle_layers import idle_layer
+
+    name = tensor.name
+    summary, shown = f"the model is called with {name}, and nothing depends on it", ""
+    culprits: tuple[str, ...] = (name,)
+    repair = f"use {name}; or leave it out of the call"
+    layer = idle_layer(evidence.run(), tensor)
+    if layer:
+        shown = f"{layer}, which trains and takes such inputs, never runs"
+        culprits, repair = (name, layer), f"call {layer} with {name} and use the result; or name it in frozen="
+    elif found.hidden is not None and tensor.masks:
+        shown = f"with other values where it is 0 in {found.hidden.name}, the loss is another one"
+        repair = f"leave out of attention, sums and means what {name} masks; or leave it out of the call"
+    elif name in uses:
+        shown = "uses= declares that the model needs it"
+    else:
+        repair += f"; if it must be used, declare that: input_dependence={{'uses': [{name!r}]}} in the marker"
+    return Finding(
         cause="input_ignored",
-        level="advice",
-        summary=f"the model is called with {listed}, and nothing depends on {'it' if len(names) == 1 else 'them'}",
+        level="fault" if shown else "advice",
+        summary=f"{summary}: {shown}" if shown else summary,
         measured="with the first or the last row in place of all others outputs and losses are the same, bit for bit",
-        shown_by="the same weights, seeds and other tensors",
-        culprits=names,
+        shown_by="; ".join(filter(None, (shown, "the same weights, seeds and other tensors"))),
+        culprits=culprits,
         where=found.place,
+        repair=repair,
     )

@@ -7,6 +7,7 @@ the other tensors. Results are equal bit for bit, or they depend on that tensor.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from pytest_trainloop.runs.hooks import call_from_outside, hooked
 from pytest_trainloop.tracing.forward_pass import LONGEST
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
@@ -47,6 +48,13 @@ class BatchTensor:
     number: int
     passed: bool
     """Whether a model is called with it."""
+    shape: tuple[int, ...] = ()
+    integer: bool = False
+    largest: float = 0.0
+    """Its largest entry."""
+    masks: int = 0
+    """Entries that it hides, where it is a mask: two values, one of them zero, and "mask" in its name or in that of
+    the model's argument."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,8 @@ class UnusedInputs:
     no_input_used: bool
     """Whether no output of any model depends on anything in the batch."""
     place: str
+    hidden: BatchTensor | None = None
+    """Of one mask that is not used: what it is to hide, and on whose hidden entries the loss depends."""
 
 
 @dataclass(slots=True)
@@ -70,6 +80,8 @@ class _Run:
     """Addresses of the batch's tensors that a model was called with."""
     place: str = ""
     """The line of the first call."""
+    arguments: dict[int, str] = field(default_factory=dict)
+    """The names of the model's arguments by address."""
 
     def equals(self, other: _Run) -> bool:
         return self.roots == other.roots and self.same_outputs(other)
@@ -84,11 +96,14 @@ class InputRuns:
 
     def __init__(self, evidence: Evidence) -> None:
         self._seen, self._plan, self._rerun = evidence.run(), evidence.plan(), evidence.rerun
+        self.names: tuple[str, ...] = ()
+        """Tensors of the batch whose rows differ."""
 
     def unused(self) -> UnusedInputs | None:
         """What a model is called with and does not use, if there is any. Raises ``CannotDecide`` where this cannot be
         seen."""
         unchanged, tensors = self._unchanged()
+        self.names = tuple(t.name for t in tensors)
         if not unchanged.outputs:
             raise CannotDecide("no model of the loop is called with a gradient before its first step")
         if not all(bool(t.isfinite().all()) for t in unchanged.outputs):
@@ -105,7 +120,35 @@ class InputRuns:
             for tensor in tensors[:MOST]
             if (tensor.passed or blind) and all(unchanged.equals(run) for run in self._with_equal_rows(tensor))
         )
-        return UnusedInputs(unused, blind, unchanged.place) if unused else None
+        if not unused:
+            return None
+        hidden = None if blind else self._read_behind(unused, [t for t in tensors if t.passed], unchanged)
+        return UnusedInputs(unused, blind, unchanged.place, hidden)
+
+    def _read_behind(
+        self, unused: Sequence[BatchTensor], passed: Sequence[BatchTensor], unchanged: _Run
+    ) -> BatchTensor | None:
+        """What the one mask among the unused tensors is to hide, if other values there change the loss.
+
+        They are taken from entries that are not hidden. Asked only where one other tensor that a model is called with
+        has the mask's shape: of two, one may be the labels.
+        """
+        for mask in unused:
+            others = [t for t in passed if t.shape[: len(mask.shape)] == mask.shape and t not in unused]
+            if not mask.masks or len(others) != 1:
+                continue
+            hidden = others[0]
+
+            def fill(batch: Any, mask: BatchTensor = mask, hidden: BatchTensor = hidden) -> None:
+                all_tensors = list(nested.tensors(batch))
+                shown, values = all_tensors[mask.number] != 0, all_tensors[hidden.number]
+                seen = values[shown]
+                with torch.no_grad():
+                    values[~shown] = seen[torch.arange(int((~shown).sum())) * 7 % len(seen)]
+
+            if self._run(fill, []).roots != unchanged.roots:
+                return hidden
+        return None
 
     def _unchanged(self) -> tuple[_Run, list[BatchTensor]]:
         """The run on the batch as it is, and the tensors of the batch whose rows differ."""
@@ -115,13 +158,13 @@ class InputRuns:
         def list_tensors(batch: Any) -> None:
             names = dict(named(batch))
             found[:] = [
-                BatchTensor(names.get(id(t), f"tensor {n}"), n, passed=False)
+                _batch_tensor(names.get(id(t), f"tensor {n}"), n, t)
                 for n, t in enumerate(nested.tensors(batch))
                 if _rows_differ(t)
             ]
 
         run = self._run(list_tensors, addresses)
-        return run, [replace(t, passed=addresses[t.number] in run.passed) for t in found if addresses]
+        return run, [_as_passed(t, addresses[t.number], run) for t in found if addresses]
 
     def _with_equal_rows(self, *tensors: BatchTensor) -> Iterator[_Run]:
         """The runs in which all rows of these tensors are the first one, and the last one."""
@@ -172,9 +215,39 @@ def _watching(watch: Watch, run: _Run, addresses: list[int]) -> Iterator[None]:
             run.place = run.place or str(call.place)
             run.passed |= {t.data_ptr() for t in nested.tensors((args, kwargs)) if t.data_ptr() in addresses}
             run.outputs += [t.detach().clone() for t in nested.tensors(output)]
+            run.arguments |= _arguments(module, args, kwargs)
 
     with hooked(register_module_forward_hook(leave, with_kwargs=True)):
         yield
+
+
+def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, str]:
+    """The name of each tensor that is an argument of its own, by address."""
+    try:
+        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return {}
+    return {value.data_ptr(): name for name, value in given.items() if isinstance(value, torch.Tensor)}
+
+
+def _as_passed(tensor: BatchTensor, address: int, run: _Run) -> BatchTensor:
+    """The tensor with what the run shows of it: whether a model is called with it, and whether as a mask."""
+    is_mask = "mask" in f"{tensor.name} {run.arguments.get(address, '')}".lower()
+    return replace(tensor, passed=address in run.passed, masks=tensor.masks if is_mask else 0)
+
+
+def _batch_tensor(name: str, number: int, tensor: torch.Tensor) -> BatchTensor:
+    values = tensor.detach()
+    of_two = not values.is_complex() and bool(((values == 0) | (values == values.max())).all())
+    return BatchTensor(
+        name,
+        number,
+        passed=False,
+        shape=tuple(tensor.shape),
+        integer=not (tensor.is_floating_point() or tensor.is_complex()),
+        largest=float(values.max()) if values.numel() and not values.is_complex() else 0.0,
+        masks=int((values == 0).sum()) if of_two and values.dim() > 1 and bool(values.any()) else 0,
+    )
 
 
 def _rows_differ(tensor: torch.Tensor) -> bool:

@@ -85,12 +85,76 @@ pair(
     faulty=words(scaled=True),
     fixed=words(scaled=False),
 )
+
+
+class Conditioned(nn.Module):
+    """A classifier of measurements that is told the kind of sensor."""
+
+    def __init__(self, uses):
+        super().__init__()
+        self.body, self.kind = nn.Linear(6, 16), nn.Embedding(5, 16)
+        self.head, self.uses = nn.Linear(16, 3), uses
+
+    def forward(self, x, kind):
+        hidden = self.body(x)
+        if self.uses:
+            hidden = hidden + self.kind(kind)
+        return self.head(torch.tanh(hidden))
+
+
+def conditioned(uses):
+    def make():
+        x, y = data.labelled()
+        batch = {"x": x, "kind": torch.arange(len(x)) % 5, "y": y}
+        return loop(Conditioned(uses), batch, lambda m, b: F.cross_entropy(m(b["x"], b["kind"]), b["y"]))
+
+    return make
+
+
+class TwoViews(nn.Module):
+    """Scores of a picture's features and of its caption's; ``join`` makes one of both."""
+
+    def __init__(self, join):
+        super().__init__()
+        self.picture, self.caption, self.head = nn.Linear(6, 12), nn.Linear(10, 12), nn.Linear(12, 3)
+        self.join = join
+
+    def forward(self, picture, caption):
+        return self.head(torch.relu(self.join(self, picture, caption)))
+
+
+def two_views(join):
+    def make():
+        picture, caption = data.views()
+        batch = {"picture": picture, "caption": caption, "kind": torch.arange(len(picture)) % 3}
+        return loop(TwoViews(join), batch, lambda m, b: F.cross_entropy(m(b["picture"], b["caption"]), b["kind"]))
+
+    return make
+
+
+pair(
+    "a_condition_that_is_handed_over_and_not_embedded",
+    "input_dependence",
+    "input_ignored",
+    culprits=("batch['kind']", "kind"),
+    mentions=("kind, which trains and takes such inputs, never runs",),
+    faulty=conditioned(uses=False),
+    fixed=conditioned(uses=True),
+)
+pair(
+    "one_of_two_views_is_left_out_of_the_sum",
+    "input_dependence",
+    "input_ignored",
+    culprits=("batch['caption']", "caption"),
+    faulty=two_views(lambda m, picture, caption: m.picture(picture)),
+    fixed=two_views(lambda m, picture, caption: m.picture(picture) + m.caption(caption)),
+)
 pair(
     "a_mask_that_nothing_reads",
     "input_dependence",
     "input_ignored",
-    level="advice",
     culprits=("batch['attention_mask']",),
+    mentions=("where it is 0 in batch['input_ids']",),
     faulty=masked(uses=False),
     fixed=masked(uses=True),
 )

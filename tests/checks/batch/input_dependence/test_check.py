@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from pytest_trainloop.checks.batch.input_dependence.check import input_dependence
 from pytest_trainloop.checks.batch.input_dependence.passes import BatchTensor, InputRuns, UnusedInputs
-from tests.helpers.records import FakeEvidence
+from pytest_trainloop.errors import UsageError
+from tests.helpers.records import ONE, FakeEvidence, parameter, record
 
-X, MASK = BatchTensor("batch['x']", 0, passed=True), BatchTensor("batch['mask']", 1, passed=True)
+X = BatchTensor("batch['x']", 0, passed=True, shape=(4, 6))
+MASK = BatchTensor("batch['mask']", 1, passed=True, shape=(4, 6), integer=True, largest=1.0, masks=5)
+KIND = BatchTensor("batch['kind']", 2, passed=True, shape=(4,), integer=True, largest=4.0)
 
 
 class Runs:
+    names = (X.name, MASK.name, KIND.name)
+
     def __init__(self, found):
         self.found = found
 
@@ -17,8 +26,18 @@ class Runs:
         return self.found
 
 
-def findings(found):
-    return list(input_dependence(FakeEvidence(None, shared={InputRuns: Runs(found)})))
+def findings(found, *idle, **options):
+    parameters = [parameter(0, "body.weight"), *idle]
+    made = record(parameters, held=range(len(parameters)), gradients={0: ONE})
+    return list(input_dependence(FakeEvidence(made, shared={InputRuns: Runs(found)}), **options))
+
+
+def unused(*tensors, **fields):
+    return UnusedInputs(tensors, no_input_used=False, place="train.py:3", **fields)
+
+
+def layer(index, name, shape):
+    return parameter(index, name, shape=shape, owner=name.rpartition(".")[0], layer=True, calls_with_grad=0)
 
 
 def test_inputs_that_are_used_pass():
@@ -31,7 +50,52 @@ def test_no_input_used_is_a_fault():
     assert found.culprits == ("batch['x']", "batch['mask']")
 
 
-def test_one_unused_input_is_advice():
-    (found,) = findings(UnusedInputs((MASK,), no_input_used=False, place="train.py:3"))
+def test_one_unused_input_is_advice_that_says_what_to_declare():
+    (found,) = findings(unused(MASK))
     assert (found.cause, found.level) == ("input_ignored", "advice")
     assert found.summary == "the model is called with batch['mask'], and nothing depends on it"
+    assert """input_dependence={'uses': ["batch['mask']"]}""" in found.repair
+
+
+def test_a_declared_use_makes_it_a_fault():
+    assert [f.level for f in findings(unused(X, KIND), uses=[KIND.name])] == ["advice", "fault"]
+
+
+@pytest.mark.parametrize("uses", [["batch['maks']"], "batch['mask']"])
+def test_a_declared_use_of_nothing_that_is_there_is_refused(uses):
+    with pytest.raises(UsageError, match="input_dependence got uses="):
+        findings(None, uses=uses)
+
+
+def test_a_mask_behind_which_the_loss_is_read_is_a_fault():
+    (found,) = findings(unused(MASK, hidden=X))
+    assert found.level == "fault"
+    assert "where it is 0 in batch['x'], the loss is another one" in found.summary
+    (found,) = findings(unused(replace(MASK, masks=0), hidden=X))
+    assert found.level == "advice"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "shape", "level"),
+    [
+        (KIND, (5, 8), "fault"),
+        (KIND, (4, 8), "advice"),  # a table of four rows has none for the id 4
+        (X, (8, 6), "fault"),
+        (X, (6, 8), "advice"),
+        (MASK, (5, 8), "advice"),
+    ],
+)
+def test_a_layer_that_takes_it_and_never_runs_makes_it_a_fault(tensor, shape, level):
+    (found,) = findings(unused(tensor), layer(1, "extra.weight", shape))
+    assert found.level == level
+    assert ("extra" in found.culprits) == (level == "fault")
+
+
+def test_of_two_layers_that_would_take_it_neither_is_named():
+    (found,) = findings(unused(X), layer(1, "one.weight", (8, 6)), layer(2, "two.weight", (8, 6)))
+    assert found.level == "advice"
+
+
+def test_ids_are_not_for_a_layer_with_a_bias():
+    (found,) = findings(unused(KIND), layer(1, "one.weight", (8, 6)), layer(2, "one.bias", (8,)))
+    assert found.level == "advice"

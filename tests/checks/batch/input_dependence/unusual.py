@@ -1,0 +1,180 @@
+"""Tensors that a model is called with and does not need."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops import data
+from tests.loops.nets import mlp
+from tests.loops.odd import odd
+from tests.loops.plain import loop
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class GraphConv(nn.Module):
+    """Two rounds of messages over ``data.edge_index``; features of edges and places of nodes are for other models."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 12), nn.Linear(12, 3)
+
+    def forward(self, graph):
+        source, target = graph.edge_index
+        h = torch.relu(self.first(graph.x))
+        h = h.index_add(0, target, h[source])
+        return self.second(h)
+
+
+@odd(notes="a graph network is called with the whole graph, whose edges have features that it does not read")
+def graph_with_features_of_edges_that_are_not_read() -> TrainLoop:
+    x, y = data.labelled()
+    edges = torch.stack([torch.arange(16), (torch.arange(16) + 3) % 16])
+    graph = SimpleNamespace(x=x, edge_index=edges, edge_attr=drawn(16, 4), pos=drawn(16, 2, seed=1), y=y)
+    return loop(GraphConv(), graph, lambda m, g: F.cross_entropy(m(g), g.y))
+
+
+class Denoiser(nn.Module):
+    """The signature of a conditional model; without a label it is the unconditional one."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = mlp(7, 32, 6)
+
+    def forward(self, x, t, y=None):
+        return self.body(torch.cat([x, t[:, None]], 1))
+
+
+@odd(notes="an unconditional model shares the signature of conditional ones and is called with labels")
+def unconditional_denoiser_called_with_labels() -> TrainLoop:
+    x, y = data.labelled()
+    batch = (x, torch.linspace(0, 1, len(x)), drawn(len(x), 6, seed=2), y)
+
+    def loss_of(model, item):
+        x, t, noise, y = item
+        return F.mse_loss(model((1 - t)[:, None] * x + t[:, None] * noise, t, y), noise)
+
+    return loop(Denoiser(), batch, loss_of)
+
+
+class TakesWhatItKnows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = mlp(6, 24, 3)
+
+    def forward(self, features, **others):
+        return self.body(features)
+
+
+@odd(notes="the collate function adds row numbers and times of day; the model is called with **batch")
+def metadata_in_a_batch_that_is_passed_whole() -> TrainLoop:
+    x, y = data.labelled()
+    batch = {"features": x, "row": torch.arange(len(x)) * 37, "hour": torch.arange(len(x)) % 24, "labels": y}
+    return loop(TakesWhatItKnows(), batch, lambda m, b: F.cross_entropy(m(**b), b["labels"]))
+
+
+class LengthsForTheShape(nn.Module):
+    """The longest length is the number of frames: of rows cut to one window it changes nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 12), nn.Linear(12, 3)
+
+    def forward(self, ids, lengths):
+        window = min(int(lengths.min()), ids.shape[1])
+        return self.head(self.embed(ids[:, :window]).mean(1))
+
+
+@odd(notes="lengths are beyond the window that every row was cut to, and only clamp it")
+def lengths_beyond_the_window() -> TrainLoop:
+    ids, _ = data.tokens()
+    batch = (ids, torch.tensor([12, 17, 23, 40]), ids[:, 0] % 3)
+    return loop(LengthsForTheShape(), batch, lambda m, b: F.cross_entropy(m(b[0], b[1]), b[2]))
+
+
+class Dropped(nn.Module):
+    """Classifier-free guidance: during the first phase every label is dropped for the null one."""
+
+    def __init__(self, drop):
+        super().__init__()
+        self.body, self.label, self.head, self.drop = nn.Linear(6, 16), nn.Embedding(4, 16), nn.Linear(16, 6), drop
+
+    def forward(self, x, y):
+        y = torch.where(torch.rand(len(y)) < self.drop, 3, y)
+        return self.head(torch.tanh(self.body(x) + self.label(y)))
+
+
+@odd(notes="labels are dropped for all rows while a guided model learns without them")
+def labels_dropped_in_the_first_phase() -> TrainLoop:
+    x, y = data.labelled()
+    return loop(Dropped(1.0), (x, y), lambda m, b: F.mse_loss(m(b[0], b[1]), b[0]))
+
+
+class CausalWithMask(nn.Module):
+    """Right-padded texts in a causal model: no real position looks at padding, so that a mask changes nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.rnn, self.head = nn.Embedding(16, 24), nn.GRU(24, 24, batch_first=True), nn.Linear(24, 16)
+
+    def forward(self, ids, attention_mask):
+        return self.head(self.rnn(self.embed(ids))[0])
+
+
+@odd(notes="a causal model of right-padded texts needs no mask: labels at padded positions are ignored")
+def causal_model_that_needs_no_mask() -> TrainLoop:
+    ids, targets = data.tokens(vocab=15)
+    mask = torch.arange(12)[None] < torch.tensor([12, 9, 7, 11])[:, None]
+    batch = {"ids": (ids + 1) * mask, "attention_mask": mask, "labels": torch.where(mask, targets + 1, -100)}
+
+    def loss_of(model, b):
+        return F.cross_entropy(model(b["ids"], b["attention_mask"]).transpose(1, 2), b["labels"], ignore_index=-100)
+
+    return loop(CausalWithMask(), batch, loss_of)
+
+
+class Policy(nn.Module):
+    """The environment's info goes through ``forward`` to be logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.seen = mlp(4, 24, 3), []
+
+    def forward(self, states, info):
+        self.seen.append(float(info["reward_so_far"].mean()))
+        return self.body(states)
+
+
+@odd(notes="a policy logs what the environment says beside its states")
+def policy_that_logs_the_info_of_its_environment() -> TrainLoop:
+    states, actions, returns = data.episode()
+    batch = {"states": states, "actions": actions, "returns": returns, "info": {"reward_so_far": returns.cumsum(0)}}
+
+    def loss_of(model, b):
+        chosen = model(b["states"], {"reward_so_far": b["info"]["reward_so_far"]})
+        return (F.cross_entropy(chosen, b["actions"], reduction="none") * (1 + b["returns"] ** 2)).mean()
+
+    return loop(Policy(), batch, loss_of)
+
+
+class SegmentsNotUsed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 12), nn.Linear(12, 3)
+
+    def forward(self, ids, token_type_ids):
+        return self.head(self.embed(ids).mean(1))
+
+
+@odd(notes="the tokenizer gives numbers of segments, for which this encoder has no table")
+def segments_that_the_encoder_has_no_table_for() -> TrainLoop:
+    ids, _ = data.tokens()
+    segments = (torch.arange(12)[None] >= torch.tensor([3, 5, 8, 6])[:, None]).long()
+    return loop(SegmentsNotUsed(), (ids, segments, ids[:, 0] % 3), lambda m, b: F.cross_entropy(m(b[0], b[1]), b[2]))
