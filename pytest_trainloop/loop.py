@@ -123,6 +123,7 @@ class TrainLoop:
     rows_interact: bool | None = None
     nondeterministic: bool | None = None
     _modules: dict[str, nn.Module] = field(init=False, repr=False)
+    _seed: int = field(init=False, repr=False, default=0)
 
     def __post_init__(self) -> None:
         self._modules = _named_modules(self.model)
@@ -143,6 +144,14 @@ class TrainLoop:
     def modules(self) -> dict[str, nn.Module]:
         """The declared modules by the prefix that their parameters' names carry ("" for a single model)."""
         return self._modules
+
+    @property
+    def seed(self) -> int:
+        """The seed that the loop was built under, which its data are drawn by."""
+        return self._seed
+
+    def built_under(self, seed: int) -> None:
+        self._seed = seed
 
     @property
     def optimizers(self) -> list[Any]:

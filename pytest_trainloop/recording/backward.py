@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from pytest_trainloop.recording.autocast import autocast
 from pytest_trainloop.recording.events import Arrival, Backward, Root
+from pytest_trainloop.recording.function_mode import is_aside
 from pytest_trainloop.recording.source import NOWHERE, here
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Gradients:
     def during(self, kind: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call ``backward`` or ``grad`` of autograd, and record the pass."""
         watch = self._watch
-        if watch.backward is not None:
+        if watch.backward is not None or is_aside():
             return function(*args, **kwargs)
         args, kwargs = tuple(map(_listed, args)), {name: _listed(value) for name, value in kwargs.items()}
         with watch.suspended():

@@ -40,6 +40,8 @@ class Modules:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         watch = self._watch
+        if watch.is_suspended:
+            return
         with watch.suspended():
             if not watch.thread.modules:
                 self._root_called(module)
@@ -48,6 +50,8 @@ class Modules:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         thread = self._watch.thread
+        if self._watch.is_suspended:
+            return
         if thread.modules:
             thread.modules.pop()
         if not thread.modules and thread.forward is not None and torch.is_grad_enabled():

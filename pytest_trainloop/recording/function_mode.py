@@ -6,7 +6,9 @@ It lies below ``tracing`` because ``recording`` and ``runs`` have such modes too
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +18,34 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 
+class _Here(threading.local):
+    """What the current thread is inside of."""
+
+    def __init__(self) -> None:
+        self.aside = 0
+
+
+_HERE = _Here()
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """Let this thread's calls of torch pass by all modes of this package: they belong to no run. The project's own
+    modes stay on (a default device is one)."""
+    _HERE.aside += 1
+    try:
+        yield
+    finally:
+        _HERE.aside -= 1
+
+
+def is_aside() -> bool:
+    """Whether this thread's calls of torch pass by all modes of this package."""
+    return _HERE.aside > 0
+
+
 class FunctionMode(TorchFunctionMode):
-    """Gets every call of a torch function that its thread makes while it is on.
+    """Gets every call of a torch function that its thread makes while it is on, but for those made ``aside``.
 
     The mode is off while ``call`` runs: what it calls of torch goes to the modes below it.
     """
@@ -29,6 +57,8 @@ class FunctionMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if is_aside():
+            return func(*args, **(kwargs or {}))
         return self.call(getattr(func, "__name__", ""), func, args, kwargs or {})
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

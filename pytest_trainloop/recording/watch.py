@@ -14,6 +14,7 @@ from torch import nn
 from pytest_trainloop.recording.backward import Gradients
 from pytest_trainloop.recording.checkpoints import Checkpoints
 from pytest_trainloop.recording.forward import Modules
+from pytest_trainloop.recording.function_mode import aside
 from pytest_trainloop.recording.parameters import ParameterTable
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.record import Record
@@ -139,9 +140,21 @@ class Watch:
         finally:
             thread.suspended -= 1
 
+    @contextlib.contextmanager
+    def data_is_drawn(self) -> Iterator[None]:
+        """Suspend the recording, and all modes of this package: calls in here are the project's, and make its data."""
+        thread = self.thread
+        thread.suspended += 1
+        try:
+            with aside():
+                yield
+        finally:
+            thread.suspended -= 1
+
     @property
     def is_suspended(self) -> bool:
-        """Whether this thread is in code of this package, whose torch calls are not recorded."""
+        """Whether this thread makes torch calls that are not recorded: in code of this package, or where data is
+        drawn."""
         return self.thread.suspended > 0
 
     @property

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pytest_trainloop import nested
 from pytest_trainloop.errors import UsageError, UserCodeError
 from pytest_trainloop.runs.float64 import widen_batch
+from pytest_trainloop.runs.process_state import SeededApart
 from pytest_trainloop.runs.user_traceback import user_error
 
 if TYPE_CHECKING:
@@ -28,8 +32,9 @@ class Batches(Sequence[Any]):
     ``spent`` says whether the run has been long enough, ``stepped`` whether it has made an optimizer step. ``stop``
     raises, and ends a loop that iterates for ever. A pass in which no step happens ends after ``read_ahead`` items:
     such a loop collects its batches first. A pass over ``items`` is never cut short, and is the only one. ``before``
-    is called with the number of each batch and the batch. Unknown attributes are those of the project's own loader, so
-    that ``batches.dataset`` and ``batches.batch_size`` work.
+    is called with the number of each batch and the batch. What the project draws only when it is asked for is drawn
+    inside ``drawing()`` and under random states of its own: late batches are those of a list drawn before. Unknown
+    attributes are those of the project's own loader, so that ``batches.dataset`` and ``batches.batch_size`` work.
     """
 
     def __init__(
@@ -44,16 +49,20 @@ class Batches(Sequence[Any]):
         items: Sequence[Any] | None = None,
         stream: Iterator[Any] | None = None,
         before: Callable[[int, Any], None] = lambda number, item: None,
+        drawing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         double: bool = False,
     ) -> None:
         self._double = double
         self._loop = loop
+        self._drawing = drawing
+        self._random = SeededApart(loop.seed)
         self._count = count
         self._spent = spent
         self._stepped = stepped
         self._stop = stop
         self._read_ahead = read_ahead
-        self._source = stream if stream is not None else _source(loop, count) if items is None else iter(items)
+        self._late = stream is None and items is None and not isinstance(loop.batches, (list, tuple, type(None)))
+        self._source = stream if stream is not None else iter(items) if items is not None else self._own(count)
         self._before = before
         self._once = items is not None
         self._through = False
@@ -116,10 +125,20 @@ class Batches(Sequence[Any]):
         copy = nested.copy(self._nth(position), field)
         return widen_batch(copy) if self._double else copy
 
+    def _own(self, count: int) -> Iterator[Any]:
+        with self._random.in_use():
+            return _source(self._loop, count)
+
+    def _next(self) -> Any:
+        if not self._late:
+            return next(self._source)
+        with self._drawing(), self._random.in_use():
+            return next(self._source)
+
     def _nth(self, position: int) -> Any:
         while len(self._cache) <= position:
             try:
-                item = next(self._source)
+                item = self._next()
                 if self._loop.batches is not None:
                     nested.require_batch(item, f"batches[{len(self._cache)}]")
                 self._cache.append(item)
@@ -128,7 +147,7 @@ class Batches(Sequence[Any]):
                     raise UsageError("TrainLoop.batches gave no batch; at least one is needed") from None
                 if self._loop.batch is None and not _re_iterable(self._loop.batches):
                     raise IndexError(position) from None
-                self._source = itertools.cycle(list(self._cache))
+                self._source, self._late = itertools.cycle(list(self._cache)), False
         return self._cache[position]
 
 
@@ -153,15 +172,32 @@ def _source(loop: TrainLoop, count: int) -> Iterator[Any]:
 def first_batches(loop: TrainLoop, count: int) -> list[Any]:
     """The loop's own first batches; where it has too few, they begin again.
 
-    Raises ``UserCodeError`` where the project's own source of batches raises.
+    They are those that a run under the seed of the loop is given. Raises ``UserCodeError`` where the project's own
+    source of batches raises.
     """
-    source = _source(loop, count)
-    try:
-        given = list(itertools.islice(source, count))
-    except Exception as error:
-        raise UserCodeError(user_error(error, "TrainLoop.batches")) from error
+    with SeededApart(loop.seed).in_use(), generators_kept(loop):
+        source = _source(loop, count)
+        try:
+            given = list(itertools.islice(source, count))
+        except Exception as error:
+            raise UserCodeError(user_error(error, "TrainLoop.batches")) from error
     return [given[i % len(given)] for i in range(count)] if given else []
 
 
 def _re_iterable(batches: Any) -> bool:
     return not isinstance(batches, Iterator)
+
+
+@contextlib.contextmanager
+def generators_kept(loop: TrainLoop) -> Iterator[None]:
+    """Put the generators that the loop's own loader draws from back at the end: where several loops share one, each
+    begins with the same draws."""
+    sampler = getattr(loop.batches, "batch_sampler", None)
+    drawing = (loop.batches, getattr(loop.batches, "sampler", None), sampler, getattr(sampler, "sampler", None))
+    found = [g for owner in drawing if isinstance(g := getattr(owner, "generator", None), torch.Generator)]
+    states = [generator.get_state() for generator in found]
+    try:
+        yield
+    finally:
+        for generator, state in zip(found, states, strict=True):
+            generator.set_state(state)

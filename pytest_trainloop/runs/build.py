@@ -30,6 +30,7 @@ def build(make: Make, knobs: Mapping[str, Any], seed: int) -> TrainLoop:
     if not isinstance(loop, TrainLoop):
         raise UsageError(f"{_name(make)} returned {_what(loop)}; it must return a TrainLoop")
     _require_loop(loop)
+    loop.built_under(seed)
     return loop
 
 

@@ -32,6 +32,16 @@ def hooked(*handles: RemovableHandle) -> Iterator[None]:
             handle.remove()
 
 
+def unless_suspended(watch: Watch, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook, for calls that belong to the loop: what makes its data calls modules too."""
+
+    @functools.wraps(hook)
+    def seen(*call: Any, **more: Any) -> Any:
+        return None if watch.is_suspended else hook(*call, **more)
+
+    return seen
+
+
 def on_arrival(
     watch: Watch, arrived: Callable[[Watch, torch.Tensor, torch.Tensor | None], None]
 ) -> list[RemovableHandle]:

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 class NoRandomness(FunctionMode):
     """Switches off randomness and batch statistics, call by call; no module of the user's is changed.
 
-    The functions that ``keeps`` names draw as they are.
+    A function draws as it is where ``keeps`` says so of its name.
     """
 
-    def __init__(self, keeps: frozenset[str] = frozenset()) -> None:
+    def __init__(self, keeps: Callable[[str], bool] = lambda name: False) -> None:
         super().__init__()
         self._keeps = keeps
 
@@ -48,7 +48,7 @@ class NoRandomness(FunctionMode):
         elif name == "batch_norm":
             args, kwargs = _running(args, kwargs)
         out = func(*args, **kwargs)
-        return out if name in self._keeps else shared(name, out, args, kwargs)
+        return out if self._keeps(name) else shared(name, out, args, kwargs)
 
 
 def _of_backward(

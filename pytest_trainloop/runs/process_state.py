@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,13 +49,62 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _states() -> dict[str, Any]:
+class SeededApart:
+    """Random states for the data, apart from those of the loop.
+
+    What is drawn ``in_use`` of them goes on where it was left, and is the same in every run under one seed, whatever
+    the loop draws in between. Only in the thread that made them: generators are the whole process's.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = (seed + APART) % 2**63
+        self._states: dict[str, Any] | None = None
+        self._thread = threading.get_ident()
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        if threading.get_ident() != self._thread:
+            yield
+            return
+        before = _random_states()
+        if self._states is None:
+            seed_all(self._seed)
+        else:
+            _restore_random(self._states)
+        try:
+            yield
+        finally:
+            self._states = _random_states()
+            _restore_random(before)
+
+
+APART = 104_729
+"""Added to a seed: what a loop draws (noise, a latent) must not be the numbers that its data were drawn from."""
+
+
+def _random_states() -> dict[str, Any]:
     numpy = sys.modules.get("numpy")
     return {
         "python": random.getstate(),
         "numpy": None if numpy is None else numpy.random.get_state(),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if _cuda_in_use() else None,
+    }
+
+
+def _restore_random(before: dict[str, Any]) -> None:
+    random.setstate(before["python"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and before["numpy"] is not None:
+        numpy.random.set_state(before["numpy"])
+    torch.set_rng_state(before["torch"])
+    if before["cuda"] is not None:
+        torch.cuda.set_rng_state_all(before["cuda"])
+
+
+def _states() -> dict[str, Any]:
+    return {
+        **_random_states(),
         "dtype": torch.get_default_dtype(),
         "device": default_device(),
         "grad": torch.is_grad_enabled(),
@@ -97,15 +147,9 @@ def _cuda_in_use() -> bool:
 
 
 def _restore(before: dict[str, Any]) -> None:
-    random.setstate(before["python"])
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and before["numpy"] is not None:
-        numpy.random.set_state(before["numpy"])
     if default_device() != before["device"]:
         torch.set_default_device(None if before["device"].type == "cpu" else before["device"])
-    torch.set_rng_state(before["torch"])
-    if before["cuda"] is not None:
-        torch.cuda.set_rng_state_all(before["cuda"])
+    _restore_random(before)
     torch.set_default_dtype(before["dtype"])
     torch.set_grad_enabled(before["grad"])
     if torch.get_num_threads() != before["threads"]:

@@ -13,7 +13,7 @@ from pytest_trainloop import nested
 from pytest_trainloop.errors import UsageError, UserCodeError
 from pytest_trainloop.recording.torch_internals import modes_kept
 from pytest_trainloop.recording.watch import FULL_ROUNDS, Watch
-from pytest_trainloop.runs.batch_stream import Batches
+from pytest_trainloop.runs.batch_stream import Batches, generators_kept
 from pytest_trainloop.runs.build import Make, build
 from pytest_trainloop.runs.float64 import double_precision, widen
 from pytest_trainloop.runs.guard import Guard
@@ -94,6 +94,7 @@ def run(make: Make, plan: RunPlan) -> Record:
         wide = precision.enter_context(double_precision()) if plan.double else None
         precision.enter_context(plan.around())
         loop = build(make, plan.knobs, plan.seed)
+        precision.enter_context(generators_kept(loop))
         if wide is not None:
             widen(loop)
             wide.lower.clear()  # building may use a lower precision (from numpy, from a file)
@@ -111,6 +112,7 @@ def run(make: Make, plan: RunPlan) -> Record:
             stepped=lambda: record.steps > 0,
             stop=guard.stop,
             read_ahead=plan.read_ahead,
+            drawing=watch.data_is_drawn,
             double=plan.double,
         )
         watch.items = lambda: batches.taken

@@ -102,7 +102,8 @@ class ForwardPass(WatchingMode):
     open_inputs: bool = True
     """Whether the model's arguments are made leaves, too: a model may refuse that (``x.numpy()``)."""
     draws: frozenset[str] = frozenset()
-    """Functions that draw random numbers as they would without this pass."""
+    """Functions that draw random numbers inside a model as they would without this pass. Outside of models all do: what
+    is drawn there may be the data."""
     data_inputs: list[DataInput] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     lineage: Lineage = field(default_factory=Lineage)
@@ -118,7 +119,10 @@ class ForwardPass(WatchingMode):
         return replace(base, prepare=moved_a_little, contexts=self.contexts, enough=_over, **changed)
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-        return (self.watching(watch), self, NoRandomness(self.draws), switched(without))
+        return (self.watching(watch), self, NoRandomness(self._draws), switched(without))
+
+    def _draws(self, name: str) -> bool:
+        return not self._depth or name in self.draws
 
     @contextlib.contextmanager
     def watching(self, watch: Watch) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.recording.function_mode import FunctionMode
+from pytest_trainloop.recording.function_mode import FunctionMode, is_aside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -57,6 +57,8 @@ class WatchingMode(FunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         name = getattr(func, "__name__", "")
+        if is_aside():
+            return func(*args, **(kwargs or {}))
         if self._watch is None or not self.active():
             return super().call(name, func, args, kwargs or {})
         return self.call(name, func, args, kwargs or {})

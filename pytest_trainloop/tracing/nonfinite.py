@@ -29,7 +29,7 @@ from pytest_trainloop.recording.torch_names import (
     LOSSES,
     UNBOUNDED_SLOPES,
 )
-from pytest_trainloop.runs.hooks import around_steps, hooked
+from pytest_trainloop.runs.hooks import around_steps, hooked, unless_suspended
 from pytest_trainloop.tracing.arguments import floats, in_place
 from pytest_trainloop.tracing.mode import WatchingMode
 
@@ -189,7 +189,7 @@ class NonFiniteOrigins(WatchingMode):
                 low, high = _range(floats(nested.tensors(output)))
                 self._trail.append(f"{watch.table.path_of(module)} [{low:.3g}, {high:.3g}]")
 
-        with super().watching(watch), hooked(register_module_forward_hook(leave)):
+        with super().watching(watch), hooked(register_module_forward_hook(unless_suspended(watch, leave))):
             yield
 
     def _before_step(self, optimizer: Any) -> tuple[list[torch.Tensor], float] | None:

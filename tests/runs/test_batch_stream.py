@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+import threading
 from collections import namedtuple
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pytest_trainloop import TrainLoop, nested
 from pytest_trainloop.errors import UsageError, UserCodeError
-from pytest_trainloop.runs.batch_stream import EMPTY_PASSES, PASSES_WITHOUT_STEP, Batches
+from pytest_trainloop.runs.batch_stream import EMPTY_PASSES, PASSES_WITHOUT_STEP, Batches, first_batches
 
 
 class Stopped(Exception):
@@ -357,3 +359,59 @@ def test_what_is_no_batch(batch):
 )
 def test_what_may_well_be_a_batch(batch):
     nested.require_batch(batch, "batch")
+
+
+def drawn_late(n):
+    return (torch.randn(2) for _ in range(n))
+
+
+def test_late_batches_are_those_of_a_list_whatever_the_loop_draws_in_between():
+    in_advance = [batch.tolist() for batch in given(3, batches=lambda n: list(drawn_late(n)))]
+    late = []
+    for batch in given(3, batches=drawn_late):
+        late.append(batch.tolist())
+        torch.rand(len(late))
+    assert late == in_advance
+    assert [b.tolist() for b in first_batches(TrainLoop(model=nn.Linear(2, 1), batches=drawn_late), 3)] == in_advance
+
+
+def test_drawing_a_batch_takes_nothing_from_the_generators_of_the_loop():
+    def noise(**fields):
+        torch.manual_seed(0)
+        random.seed(0)
+        return [(float(torch.rand(())), random.random()) for _ in given(3, **fields)]
+
+    def numbers(n):
+        return (torch.full((2,), random.random()) + torch.rand(2) for _ in range(n))
+
+    assert noise(batches=numbers) == noise(batch=torch.ones(2))
+
+
+def test_data_are_not_drawn_from_the_numbers_that_the_loop_draws():
+    torch.manual_seed(0)
+    noise = torch.randn(2)
+    (batch,) = given(1, batches=drawn_late)
+    assert not torch.equal(batch, noise)
+
+
+def test_another_thread_draws_from_the_generators_as_they_are():
+    batches, drawn = given(1, batches=drawn_late), []
+    torch.manual_seed(0)
+    thread = threading.Thread(target=lambda: drawn.extend(batches))
+    thread.start()
+    thread.join()
+    torch.manual_seed(0)
+    assert torch.equal(drawn[0], torch.randn(2))
+
+
+def test_two_loops_that_share_the_generator_of_a_loader_are_given_the_same_batches():
+    shuffling = torch.Generator()
+    data = TensorDataset(torch.arange(32.0))
+
+    def loop():
+        return TrainLoop(
+            model=nn.Linear(2, 1), batches=DataLoader(data, batch_size=4, shuffle=True, generator=shuffling)
+        )
+
+    first, second = (first_batches(loop(), 3) for _ in range(2))
+    assert [b[0].tolist() for b in first] == [b[0].tolist() for b in second]

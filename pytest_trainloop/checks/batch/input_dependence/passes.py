@@ -20,7 +20,7 @@ from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.dependence import moved_a_little
 from pytest_trainloop.recording.events import Backward
 from pytest_trainloop.runs.batch_stream import first_batches
-from pytest_trainloop.runs.hooks import call_from_outside, hooked
+from pytest_trainloop.runs.hooks import call_from_outside, hooked, unless_suspended
 from pytest_trainloop.tracing.forward_pass import LONGEST
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ def _watching(watch: Watch, run: _Run, addresses: list[int]) -> Iterator[None]:
             run.outputs += [t.detach().clone() for t in nested.tensors(output)]
             run.arguments |= _arguments(module, args, kwargs)
 
-    with hooked(register_module_forward_hook(leave, with_kwargs=True)):
+    with hooked(register_module_forward_hook(unless_suspended(watch, leave), with_kwargs=True)):
         yield
 
 

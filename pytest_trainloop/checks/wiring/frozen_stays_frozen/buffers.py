@@ -13,7 +13,7 @@ from pytest_trainloop.recording.parameters import RUNNING
 from pytest_trainloop.recording.record import within
 from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.recording.source import here
-from pytest_trainloop.runs.hooks import hooked
+from pytest_trainloop.runs.hooks import hooked, unless_suspended
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -57,7 +57,10 @@ class FrozenModules:
                     if name in old and not torch.equal(old[name], buffer):
                         self.written.setdefault(f"{path}.{name}" if path else name, str(here()[0]))
 
-        with hooked(register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)):
+        with hooked(
+            register_module_forward_pre_hook(unless_suspended(watch, enter)),
+            register_module_forward_hook(unless_suspended(watch, leave), always_call=True),
+        ):
             yield
 
 

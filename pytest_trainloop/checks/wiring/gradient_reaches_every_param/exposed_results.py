@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from pytest_trainloop import nested
 from pytest_trainloop.gradients.dependence import until_stepped
 from pytest_trainloop.recording.patches import Patches
+from pytest_trainloop.runs.hooks import unless_suspended
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +46,7 @@ class _Exposure:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        handle = register_module_forward_hook(self._leave)
+        handle = register_module_forward_hook(unless_suspended(self._watch, self._leave))
         patches = Patches()
         for name in ("grad", "backward"):
             patches.put(torch.autograd, name, self._patched)

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from pytest_trainloop import nested
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.torch_names import EQUALITIES, SAMPLES
-from pytest_trainloop.runs.hooks import call_from_outside, hooked
+from pytest_trainloop.runs.hooks import call_from_outside, hooked, unless_suspended
 from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
@@ -96,8 +96,8 @@ class LineProbe(WatchingMode):
                     self._note_elsewhere(list(nested.tensors((args, kwargs))))
                 return None
 
-        before = register_module_forward_pre_hook(enter)
-        after = register_module_forward_hook(leave, with_kwargs=True, always_call=True)
+        before = register_module_forward_pre_hook(unless_suspended(watch, enter))
+        after = register_module_forward_hook(unless_suspended(watch, leave), with_kwargs=True, always_call=True)
         with super().watching(watch), hooked(before, after):
             yield
 

@@ -19,7 +19,7 @@ from pytest_trainloop.gradients.dependence import difference
 from pytest_trainloop.recording.events import Backward, Forward, ModeCall
 from pytest_trainloop.recording.torch_internals import NORM_MODULES
 from pytest_trainloop.records.gradient_ledger import gradient_ledger
-from pytest_trainloop.runs.hooks import hooked
+from pytest_trainloop.runs.hooks import hooked, unless_suspended
 
 if TYPE_CHECKING:
     import contextlib
@@ -198,7 +198,7 @@ def _in_training_mode(modules: set[str]) -> Callable[[Watch], Iterable[contextli
             if torch.is_grad_enabled() and not module.training and watch.table.path_of(module) in modules:
                 module.training = True
 
-        yield hooked(register_module_forward_pre_hook(enter))
+        yield hooked(register_module_forward_pre_hook(unless_suspended(watch, enter)))
 
     return contexts
 
