@@ -209,7 +209,7 @@ def _once(check: Check, evidence: Any) -> Result:
             reason=f"watching once does not offer {absent[0]}: return a TrainLoop from a marked test",
         )
     try:
-        findings = tuple(checked(check, finding) for finding in check.decide(evidence))
+        findings = tuple(checked(check, finding, evidence) for finding in check.decide(evidence))
     except CannotDecide as reason:
         return skipped(check, reason)
     failed = any(f.level == "fault" for f in findings)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from pytest_trainloop.losses.evidence import LossEvidence
-    from pytest_trainloop.registry import Check, Judged
+    from pytest_trainloop.registry import Cause, Check, Judged
     from pytest_trainloop.runs.evidence import Evidence, Progress
 
 Verdict = tuple[Finding, ...] | CannotDecide | Unreliable | UserCodeError | UserError
@@ -140,7 +140,9 @@ class Subject:
         key = (check.name, repr(sorted(options.items())))
         if key not in self._verdicts:
             try:
-                self._verdicts[key] = tuple(checked(check, finding) for finding in check.decide(evidence, **options))
+                self._verdicts[key] = tuple(
+                    checked(check, finding, evidence) for finding in check.decide(evidence, **options)
+                )
             except (CannotDecide, Unreliable, UserCodeError) as reason:
                 self._verdicts[key] = reason
             except UsageError:
@@ -214,7 +216,7 @@ def skipped(check: Check, why: CannotDecide) -> Result:
     return Result(check=check.name, outcome="skipped", reason=str(why), applies=applies, needs=why.needs)
 
 
-def checked(check: Check, finding: Finding) -> Finding:
+def checked(check: Check, finding: Finding, evidence: Any) -> Finding:
     """The finding with what is known of its cause: the repair, the line to change, the explained checks.
 
     What the finding says itself counts.
@@ -233,11 +235,25 @@ def checked(check: Check, finding: Finding) -> Finding:
     return replace(
         finding,
         check=check.name,
-        change=finding.change or (finding.where if cause.change_where_seen else ""),
+        change=finding.change or _line_to_change(cause, finding, evidence),
         repair=finding.repair or cause.repair,
         do_not=finding.do_not or cause.do_not,
         explains=explains,
     )
+
+
+def _line_to_change(cause: Cause, finding: Finding, evidence: Any) -> str:
+    """The first line that the cause asks for and that is known."""
+    for part in cause.change:
+        if part == "seen":
+            line = finding.where
+        else:
+            from pytest_trainloop.tracing.made_at import line_of
+
+            line = line_of(part, finding.culprits, evidence)
+        if line:
+            return line
+    return ""
 
 
 def _broken(check: Check, error: Exception) -> CannotDecide | UserError:

@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 Judged = Literal["loop", "loss"]
 """What a check judges: a ``TrainLoop``, or a ``LossContract``."""
 
+Part = Literal[
+    "seen", "optimizer", "group", "step", "freeze", "scheduler", "scaler", "loader", "cast", "module", "backward"
+]
+"""What a line belongs to: where the fault is "seen"; what built the optimizer, gave it a group, froze a parameter,
+built the scheduler, the scaler or the data loader, cast the weights, made the module; the ``step`` of an optimizer class of
+the project's own; the first backward pass."""
+
 FAMILIES = ("wiring", "loss", "numerics", "batch", "learning", "state", "loss_function", "project")
 """The families in causal order: a fault in an earlier one may explain failures in a later one.
 
@@ -38,8 +45,8 @@ class Cause:
     """The observation that separates this cause from its neighbours."""
     repair: str = ""
     """What to write, one line first, then alternatives. A finding that knows more of the loop gives its own."""
-    change_where_seen: bool = False
-    """Whether the line at which the fault is seen is the one to change."""
+    change: tuple[Part, ...] = ()
+    """Which line is to change, the first of these that is known. A finding that knows it gives its own."""
     do_not: str = ""
     """A common repair that only silences the check, and why."""
     explains: tuple[str, ...] = ()

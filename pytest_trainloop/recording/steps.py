@@ -19,7 +19,7 @@ from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import has_step_pre_hooks, is_initialised
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
     from torch.utils.hooks import RemovableHandle
@@ -61,6 +61,10 @@ class Optimizers:
         self._watch.record.optimizers.append(held)
         self.refresh(inner)
         return index
+
+    def indexed(self) -> Iterator[tuple[int, Any]]:
+        """Every optimizer that was given or has stepped, by its index."""
+        yield from enumerate(self._kept)
 
     def refresh(self, optimizer: Any) -> list[int]:
         """Note the options of the optimizer's groups, and the parameters that they hold now, repetitions kept."""

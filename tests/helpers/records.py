@@ -4,6 +4,7 @@ import pytest
 
 from pytest_trainloop.recording.events import Arrival, Backward, Place, Read, Root, Step, TensorSample
 from pytest_trainloop.recording.record import Optimizer, Parameter, Record
+from pytest_trainloop.tracing.made_at import MadeAt
 
 ONE = TensorSample(0.5, b"one")
 TWO = TensorSample(0.7, b"two")
@@ -68,13 +69,14 @@ def record(parameters, *, held, gradients, batches=3, changed=()):
 
 class FakeEvidence:
     """Evidence made by hand: ``record`` is the watched run, ``accumulated`` the one with the knob ``accumulate``, and
-    ``shared`` maps each kind of experiment to what it found. Any other experiment fails the test."""
+    ``shared`` maps each kind of experiment to what it found; where things were made is not known. Any other experiment
+    fails the test."""
 
     offers = frozenset({"fit", "run"})
     repeatable = True
 
     def __init__(self, record, *, accumulated=None, shared=None):
-        self._record, self._accumulated, self._shared = record, accumulated, dict(shared or {})
+        self._record, self._accumulated, self._shared = record, accumulated, {MadeAt.of: MadeAt(), **(shared or {})}
         self.knobs = {} if accumulated is None else {"accumulate": "accumulate"}
 
     def run(self, **knobs):

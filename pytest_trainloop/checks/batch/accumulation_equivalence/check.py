@@ -88,41 +88,49 @@ CAUSES = {
         repair="loss = loss / accumulate before backward(); with unequal token counts divide the summed loss by the "
         "number of all tokens",
         explains=LEARNING,
+        change=("seen",),
     ),
     "divided_twice": Cause(
         proof="micro-batches weigh 1/k of what they do in one batch, or less with every later one",
         repair="divide once only: either the loss, or the gradients after the last micro-batch",
         explains=LEARNING,
+        change=("seen",),
     ),
     "only_last_counts": Cause(
         proof="the first micro-batches of a window weigh nothing",
         repair="call zero_grad() once for each step, right after it, not once for each micro-batch",
         explains=LEARNING,
+        change=("seen",),
     ),
     "mean_of_means": Cause(
         proof="all micro-batches weigh the same, where in one batch each weighs by its valid targets",
         repair="sum the loss over tokens (reduction='sum') and divide by the number of valid targets in the whole "
         "window",
         explains=LEARNING,
+        change=("seen",),
     ),
     "carried_over": Cause(
         proof="the second window holds gradients of the first one's micro-batches",
         repair="call zero_grad() right after every step, before the next micro-batch's backward()",
         explains=LEARNING,
+        change=("seen",),
     ),
     "stepped_inside_window": Cause(
         proof="a step comes before all micro-batches of the window have had their backward pass",
         repair="step after the last micro-batch of a window only: if (i + 1) % accumulate == 0; pass the knob on to "
         "the loop",
         explains=LEARNING,
+        change=("seen",),
     ),
     "last_window_lost": Cause(
         proof="the micro-batches after the last full window are never stepped",
         repair="step once more after the loop when a window is open, or drop the remainder on purpose",
+        change=("seen",),
     ),
     "update_differs": Cause(
         proof="the gradients of the first window agree, and the weights after it do not",
         repair="look for what weighs or scales each micro-batch alone: a clip inside the window, a weight, a schedule",
+        change=("seen",),
     ),
 }
 
@@ -235,7 +243,9 @@ def _lr_differs(split: Split) -> Finding:
         cause="update_differs",
         level="advice",
         summary=f"accumulating over {split.accumulate} micro-batches gives the same gradient and another update",
-        measured=f"after the last step weights differ by {share(split.updates)} of how far they moved, {split.precision}",
+        measured=(
+            f"after the last step weights differ by {share(split.updates)} of how far they moved, {split.precision}"
+        ),
         shown_by="the learning rates at the same optimizer steps differ",
         culprits=("scheduler.step()",),
         where=split.step_place,

@@ -69,32 +69,38 @@ CAUSES = {
         proof="with the softmax along another axis no output depends on another row",
         repair="take the softmax over the axis of classes or keys: softmax(x, dim=-1)",
         explains=EXPLAINS,
+        change=("seen",),
     ),
     "normalised_over_rows": Cause(
         proof="with the norm of each row alone, or its statistics as constants, none does",
         repair="normalise each row alone (dim=-1), or use a norm that keeps running statistics for evaluation",
         explains=EXPLAINS,
+        change=("seen",),
     ),
     "view_mixes_rows": Cause(
         proof="with a transpose in place of the view none does",
         repair="use transpose or permute to swap axes: view and reshape only split the same numbers otherwise",
         explains=EXPLAINS,
+        change=("seen",),
     ),
     "rows_as_positions": Cause(
         proof="with batch_first flipped none does",
         repair="batch_first=True, or give the layer (positions, rows, features)",
         explains=EXPLAINS,
+        change=("seen",),
     ),
     "rows_interact": Cause(
         proof="one row's output has a gradient with respect to another row: a fault where rows_interact=False is "
         "declared",
         repair="let each output depend on its own row, or declare rows_interact=True",
         explains=EXPLAINS,
+        change=("seen",),
     ),
     "labels_of_other_rows": Cause(
         proof="outputs that depend on one row are compared with targets of others, in no fixed order",
         repair="bring outputs and targets into one order: put sorted rows back, transpose both or neither",
         explains=EXPLAINS,
+        change=("seen",),
     ),
 }
 

@@ -84,56 +84,67 @@ CAUSES = {
         proof="an attention's product has weights for later keys; without it nothing leaks",
         repair="mask later keys with -inf before the softmax, or pass is_causal=True",
         explains=EXPLAINS,
+        change=("seen",),
     ),
     "mask_off_by_one": Cause(
         proof="the same, for the next key only",
         repair="let position t see keys up to t: tril(diagonal=0), or triu(diagonal=1) filled with -inf",
         explains=EXPLAINS,
+        change=("seen",),
     ),
     "mask_inverted": Cause(
         proof="the same, and none for earlier keys",
         repair="invert the mask: True keeps in scaled_dot_product_attention and blocks in nn.MultiheadAttention",
         explains=EXPLAINS,
+        change=("seen",),
     ),
     "masked_after_softmax": Cause(
         proof="later keys are in a softmax's sums and not in the product with the values",
         repair="fill the scores with -inf before the softmax: later keys must not be in its sums",
         explains=EXPLAINS,
+        change=("seen",),
     ),
     "softmax_over_queries": Cause(
         proof="the softmax over pairs of positions has later queries in its sums",
         repair="take the softmax over the keys: softmax(scores, dim=-1)",
         explains=EXPLAINS,
+        change=("seen",),
     ),
     "view_mixes_positions": Cause(
         proof="a view puts entries of different positions next to each other; with a transpose nothing leaks",
         repair="use transpose or permute to swap axes: view and reshape only split the same numbers otherwise",
         explains=EXPLAINS,
+        change=("seen",),
     ),
     "bidirectional_layer": Cause(
         proof="a recurrent layer's result at a position depends on its inputs at later ones",
         repair="bidirectional=False in a model that predicts what comes next",
         explains=EXPLAINS,
+        change=("seen",),
     ),
     "convolution_sees_ahead": Cause(
         proof="a convolution's result is the first that depends on later inputs",
         repair="pad on the left only, by dilation * (kernel_size - 1), and cut nothing off the left",
         explains=EXPLAINS,
+        change=("seen",),
     ),
     "statistics_over_time": Cause(
         proof="a mean, a norm or another statistic is taken over all positions",
         repair="normalise or pool each position alone, or over earlier positions only",
         explains=EXPLAINS,
+        change=("seen",),
     ),
     "mask_missing_in_eval": Cause(
         proof="no later input has a gradient in training mode, and some has in evaluation mode",
         repair="apply the mask in both modes: is_causal=True, not is_causal=self.training",
         explains=EXPLAINS,
+        change=("seen",),
     ),
     "sees_the_future": Cause(
         proof="outputs depend on the inputs that they predict, through no operation that is known",
         repair="follow the inputs of the operation at this line: some operation before it joins all positions",
         explains=EXPLAINS,
+        change=("seen",),
     ),
 }
 

@@ -76,22 +76,33 @@ CAUSES = {
         proof="with squeeze removing only what it removes from a full batch, one row goes through, and its gradient is "
         "what it is among other rows",
         repair="name the axis: squeeze(-1), squeeze(1); or flatten(1), which keeps rows",
+        change=("seen",),
     ),
     "leftover_batch": Cause(
         proof="the loader's own last batch ends the loop or makes its weights NaN, and full ones do not",
         repair="drop_last=True in the training loader; or have the loop skip or join batches that are too small",
+        change=(
+            "loader",
+            "seen",
+        ),
     ),
     "nan_when_all_ignored": Cause(
         proof="a row in which nothing counts makes every weight NaN, and a row in which something does makes none",
         repair="sum the losses and divide by the count, at least 1 (reduction='sum', clamp(min=1)); or skip such a "
         "batch before backward()",
+        change=("seen",),
     ),
     "nan_at_length_one": Cause(
         proof="a row of length one, cut to it, makes weights NaN, and a longer one cut so makes none",
         repair="leave rows of length one out of the data, or a batch in which nothing is left to predict",
+        change=("seen",),
     ),
     "index_out_of_table": Cause(
         proof="the loop raises IndexError on a row that ends in the declared padding",
+        change=(
+            "module",
+            "seen",
+        ),
     ),
 }
 

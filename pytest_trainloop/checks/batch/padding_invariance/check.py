@@ -92,31 +92,37 @@ CAUSES = {
         repair="give attention the mask: key_padding_mask (true at padding), attn_mask, or attention_mask of Hugging "
         "Face models",
         explains=LEARNING,
+        change=("seen",),
     ),
     "padding_pooled": Cause(
         proof="with pooling, and reading at the ends, over real positions only both gradients are equal",
         repair="pool by the mask: (x * mask).sum(1) / mask.sum(1); pack sequences, or read each row at its own last "
         "position",
         explains=LEARNING,
+        change=("seen",),
     ),
     "positions_shifted": Cause(
         proof="with positions counted from the first real one both gradients are equal",
         repair="position_ids = (mask.cumsum(1) - 1).clamp(min=0), or pad on the right",
         explains=LEARNING,
+        change=("seen",),
     ),
     "mean_over_padding": Cause(
         proof="the gradient is exactly the share of real positions times that without padding",
         repair="divide by the number of real positions: (loss * mask).sum() / mask.sum()",
         explains=LEARNING,
+        change=("seen",),
     ),
     "padded_targets": Cause(
         proof="without the gradient of outputs at padded positions it is, and with it is not",
         repair="take padded positions out before the mean: ignore_index, or (loss * mask).sum() / mask.sum()",
         explains=LEARNING,
+        change=("seen",),
     ),
     "padding_counts": Cause(
         proof="the gradient changes with padding, and no single path explains it",
         repair="mask padded positions before positions are mixed; skip the check where this is meant",
+        change=("seen",),
     ),
 }
 

@@ -85,15 +85,24 @@ CAUSES = {
         proof="the learning rates add up to a few steps at their peak, and held there they learn the batch",
         repair="give the schedule the number of steps that the loop makes, and step it as often as it counts",
         explains=("update_ratio",),
+        change=(
+            "scheduler",
+            "optimizer",
+        ),
     ),
     "gradients_clipped_away": Cause(
         proof="gradients are clipped to a hundredth or less; higher learning rates, which undo that, learn the batch",
         repair="clip at the size of ordinary gradients (1.0 for most models), or raise the learning rate",
         explains=("update_ratio",),
+        change=("seen",),
     ),
     "not_learning": Cause(
         proof="steps lead up the gradient, or other learning rates learn the batch, or an earlier check says why",
         repair="see update_ratio",
+        change=(
+            "step",
+            "optimizer",
+        ),
     ),
     "update_undone": Cause(
         proof="steps move the weights, and each finds them bit for bit where the first had found them",
@@ -104,10 +113,12 @@ CAUSES = {
         proof="without weight decay, and with nothing else changed, the batch is learned",
         repair="a smaller weight_decay (AdamW's default is 0.01; each step takes lr * weight_decay off the weights)",
         explains=("update_ratio",),
+        change=("optimizer",),
     ),
     "learns_slowly": Cause(
         proof="the loss stands on a plateau in steps in which plain Adam goes much further",
         repair="nothing, if that is meant; else another learning rate, or momentum",
+        change=("optimizer",),
     ),
 }
 

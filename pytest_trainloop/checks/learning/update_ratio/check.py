@@ -67,19 +67,23 @@ CAUSES = {
     "same_lr_for_pretrained_and_new": Cause(
         proof="weights that are the same under another seed train at the learning rate of randomly initialised ones",
         repair="two parameter groups: a learning rate about ten times as high for what is new",
+        change=("optimizer",),
     ),
     "lr_too_low": Cause(
         proof="no step moves the weights by more than 2e-6 of their size, and higher learning rates learn the batch",
         explains=("overfit_one_batch",),
+        change=("optimizer",),
     ),
     "eps_too_large": Cause(
         proof="no step moves the weights by more than 2e-6 of their size, and with a usual eps alone they learn",
         repair="eps=1e-8, or a learning rate that makes up for it: where eps dominates, steps go as lr / eps",
         explains=("overfit_one_batch",),
+        change=("optimizer",),
     ),
     "lr_too_high": Cause(
         proof="the loss of one batch rises or stands still under large steps, and only lower learning rates learn it",
         explains=("overfit_one_batch",),
+        change=("optimizer",),
     ),
 }
 

@@ -72,18 +72,21 @@ CAUSES = {
         repair="checkpoint(..., use_reentrant=False); or make the segment's inputs require grad "
         "(enable_input_require_grads)",
         explains=("gradient_reaches_every_param", "every_param_moves", *_EXPLAINS),
+        change=("seen",),
     ),
     "rng_not_preserved": Cause(
         proof="with the states of generators restored for the recomputation, the gradients are the same",
         repair="draw before the checkpoint and pass the result as an argument, or draw from torch's own generator, "
         "which checkpoint() preserves",
         explains=_EXPLAINS,
+        change=("seen",),
     ),
     "side_result_cut": Cause(
         proof="with non-reentrant checkpoints in place of re-entrant ones, the gradients are the same",
         repair="checkpoint(..., use_reentrant=False); or return from the function what the loss depends on (an "
         "auxiliary loss), instead of keeping it in a list or an attribute",
         explains=_EXPLAINS,
+        change=("seen",),
     ),
     "state_changed": Cause(
         proof="the loss is the same, the gradients are not, also with every generator restored: the recomputation "
@@ -91,17 +94,20 @@ CAUSES = {
         repair="change no state inside a checkpointed function (counters, caches, buffers, its inputs): read it "
         "before, pass it as an argument, write it after",
         explains=_EXPLAINS,
+        change=("seen",),
     ),
     "other_computation": Cause(
         proof="the loss of the first forward pass already differs, or gradients do without any random numbers",
         repair="run the same modules in the same order with the same arguments in both ways (masks, flags, the last "
         "layer), and decide nothing by torch.is_grad_enabled()",
         explains=_EXPLAINS,
+        change=("seen",),
     ),
     "statistics_updated_twice": Cause(
         proof="gradients agree, and buffers end with other values than without checkpointing",
         repair="keep norms with running statistics out of checkpointed functions, or give them a momentum of "
         "1 - sqrt(1 - momentum)",
+        change=("seen",),
     ),
 }
 

@@ -68,10 +68,12 @@ CAUSES = {
         proof="a weight is not finite before the first step, and nothing sets it before it is used",
         repair="initialise it: torch.empty and nn.Parameter(torch.Tensor(n)) hold what was in memory before",
         explains=_EXPLAINS,
+        change=("module",),
     ),
     "made_in_forward": Cause(
         proof="the first operation with finite inputs and a result that is not lies in the forward pass",
         explains=_EXPLAINS,
+        change=("seen",),
     ),
     "nonfinite_input": Cause(
         proof="an operation has an input that is not finite and that no earlier operation made: the batch holds it",
@@ -81,11 +83,13 @@ CAUSES = {
     "made_in_backward": Cause(
         proof="forward pass and loss are finite, and the slope of an operation is not",
         explains=_EXPLAINS,
+        change=("seen",),
     ),
     "gradients_explode": Cause(
         proof="gradients grow a hundredfold over the steps before a value is no longer finite",
         repair="lower the learning rate, warm it up, or clip: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
         explains=_EXPLAINS,
+        change=("optimizer",),
     ),
     "weights_lost": Cause(
         proof="a step leaves weights non-finite that were finite before it, and so were its gradients",
@@ -94,6 +98,10 @@ CAUSES = {
             "and at what is written to weights in place"
         ),
         explains=_EXPLAINS,
+        change=(
+            "step",
+            "optimizer",
+        ),
     ),
     "nonfinite_masked": Cause(
         proof="an operation makes a non-finite loss or gradient finite, and the step is made all the same",

@@ -90,51 +90,64 @@ CAUSES = {
         proof="the scaler steps again and again and is never updated",
         repair="call scaler.update() once at the end of each iteration that steps",
         explains=_AND_PARITY,
+        change=("seen",),
     ),
     "update_twice": Cause(
         proof="the scaler is updated again with no step since the last update, and torch refuses",
         repair="call scaler.update() once, right after the steps of an iteration that makes them",
         explains=_AND_PARITY,
+        change=("seen",),
     ),
     "update_between": Cause(
         proof="a scale that grows in the update between backward and step changes the gradient that the step reads",
         repair="call scaler.update() once, after the steps of all optimizers whose gradients were made at this scale",
         explains=_AND_PARITY,
+        change=("seen",),
     ),
     "unscaled_twice": Cause(
         proof="unscale_ is called on gradients that are unscaled already, and torch refuses",
         repair="unscale once, before scaler.step(optimizer)",
         explains=_AND_PARITY,
+        change=("seen",),
     ),
     "unscaled_inside_window": Cause(
         proof="the gradient that the step reads depends on the scale, and a backward pass came after unscale_",
         repair="unscale once, after the last backward pass and before clipping",
         explains=_AND_PARITY,
+        change=("seen",),
     ),
     "clip_before_unscale": Cause(
         proof="gradients are clipped while they still carry the loss scale",
         repair="call scaler.unscale_(optimizer) before clipping",
         explains=_AND_PARITY,
+        change=("seen",),
     ),
     "not_unscaled": Cause(
         proof="the gradient that a direct optimizer.step() reads grows with the loss scale",
         repair="scaler.step(optimizer) in place of optimizer.step(), or scaler.unscale_(optimizer) before it",
         explains=_AND_PARITY,
+        change=("seen",),
     ),
     "not_scaled": Cause(
         proof="the gradient that the step reads has a part that falls as the loss scale grows: it was never scaled",
         repair="scaler.scale(loss).backward() for every loss whose gradients scaler.step(optimizer) unscales",
         explains=_AND_PARITY,
+        change=("seen",),
     ),
     "scaler_recreated": Cause(
         proof="every step has its own scaler, so no scale ever adapts",
         repair="build one GradScaler before the loop, and keep it (its state too) for the whole training",
         explains=_AND_PARITY,
+        change=(
+            "scaler",
+            "seen",
+        ),
     ),
     "scale_collapsed": Cause(
         proof="the scale falls without end, and steps are skipped as often at the lowest scale of all",
         repair="fix the operation that is not finite; skip a bad batch before scaler.scale(loss)",
         explains=_EXPLAINS,  # precision_parity names the operation
+        change=("seen",),
     ),
 }
 

@@ -67,25 +67,36 @@ CAUSES = {
         proof="eps is 0 in the dtype of the state, and a step divides by a second moment that is 0",
         repair="keep weights and optimizer state in float32 and compute under autocast; or eps=1e-4, or fused=True",
         explains=_EXPLAINS,
+        change=(
+            "cast",
+            "optimizer",
+        ),
     ),
     "eps_missing": Cause(
         proof="eps is 0, and a step divides by a second moment that is 0",
         repair="give eps a value above 0 (Adam's default is 1e-8)",
         explains=_EXPLAINS,
+        change=("optimizer",),
     ),
     "step_count_saturates": Cause(
         proof="1 added to the step count gives the same count, in the dtype that it is kept in",
         repair="keep state['step'] in float32, as torch creates it: do not cast the whole state",
         explains=("update_ratio",),
+        change=("optimizer",),
     ),
     "betas_swapped": Cause(
         proof="copies stepped without gradients make ever larger steps",
         explains=("finite", "overfit_one_batch", "update_ratio"),
+        change=("optimizer",),
     ),
     "variants_differ": Cause(
         proof="the same steps on copies in float64 give another result",
         repair="keep weights and optimizer state in float32 and compute under autocast",
         explains=_EXPLAINS,
+        change=(
+            "cast",
+            "optimizer",
+        ),
     ),
 }
 

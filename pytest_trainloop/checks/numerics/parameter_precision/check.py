@@ -74,13 +74,26 @@ CAUSES = {
         proof="most entries keep their bits, and the same steps move them without rounding",
         repair=_REPAIR,
         explains=_EXPLAINS,
+        change=(
+            "cast",
+            "module",
+        ),
     ),
     "updates_lost_in_part": Cause(
-        proof="some entries keep their bits, and the same steps move them without rounding", repair=_REPAIR
+        proof="some entries keep their bits, and the same steps move them without rounding",
+        repair=_REPAIR,
+        change=(
+            "cast",
+            "module",
+        ),
     ),
     "average_lost": Cause(
         proof="the same run in float64 moves the average by less than half a ULP of its dtype each time",
         repair="keep the averaged copy in float32 (AveragedModel of a float32 model, or float32 masters of its own)",
+        change=(
+            "module",
+            "seen",
+        ),
     ),
 }
 

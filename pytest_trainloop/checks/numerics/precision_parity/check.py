@@ -99,36 +99,43 @@ CAUSES = {
         repair="scale before the product, keep this block in float32 (autocast(enabled=False), .float()), or use "
         "bfloat16",
         explains=_EXPLAINS,
+        change=("seen",),
     ),
     "underflow": Cause(
         proof="values that are not zero in float64 are zero in low precision",
         repair="compute this block in float32, with an eps that the dtype holds, or use bfloat16",
         explains=_EXPLAINS,
+        change=("seen",),
     ),
     "cancellation": Cause(
         proof="a difference of numbers that agree in most of their digits is wrong, and they are not",
         repair=_IN_FLOAT32,
         explains=_EXPLAINS,
+        change=("seen",),
     ),
     "accumulation": Cause(
         proof="a sum is wrong, and its terms are not",
         repair="add up in float32: keep the running sum a float32 tensor",
         explains=_EXPLAINS,
+        change=("seen",),
     ),
     "custom_backward": Cause(
         proof="the gradient comes into an autograd.Function of the project right, and leaves it wrong",
         repair="save and compute in float32 in the Function, or put torch.amp.custom_fwd(cast_inputs=torch.float32) "
         "and custom_bwd on it",
         explains=_EXPLAINS,
+        change=("seen",),
     ),
     "precision_lost": Cause(
         proof="the gradient is farther from float64 than rounding explains",
         repair=_IN_FLOAT32,
         explains=_EXPLAINS,
+        change=("seen",),
     ),
     "backward_under_autocast": Cause(
         proof="backward is called inside the autocast block",
         repair="end the autocast block after the loss: backward runs in the dtypes that forward chose",
+        change=("seen",),
     ),
 }
 

@@ -61,11 +61,19 @@ CAUSES = {
         proof="the same run in float64 moves the parameter by less than half a ULP of its dtype a step",
         repair=("keep the weights in float32 and compute under autocast, or give the optimizer float32 master weights"),
         explains=("parameter_precision", *LEARNING),
+        change=(
+            "cast",
+            "module",
+        ),
     ),
     "not_updated": Cause(
         proof="a higher learning rate from another start does not move it, and other parameters move, or none at all",
         repair="go through all of the optimizer's param_groups in step()",
         explains=("parameter_precision", *LEARNING),
+        change=(
+            "step",
+            "optimizer",
+        ),
     ),
 }
 

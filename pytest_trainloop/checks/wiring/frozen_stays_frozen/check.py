@@ -66,21 +66,31 @@ CAUSES = {
         proof="named in frozen=, requires grad, gets gradients and is moved by an optimizer's step",
         repair="requires_grad_(False) before the optimizer is built, and pass it only what requires grad",
         explains=("update_ratio",),
+        change=("group",),
     ),
     "weight_decay": Cause(
         proof="moves along its own values in a step that finds no new gradient",
         repair="take frozen parameters out of the optimizer, or leave their .grad at None: zero is not none",
         explains=("update_ratio",),
+        change=("group",),
     ),
     "momentum": Cause(
         proof="moves in a step that finds no new gradient, and not along its own values",
         repair="build the optimizer anew after freezing, or take frozen parameters out of its groups",
         explains=("update_ratio",),
+        change=(
+            "freeze",
+            "group",
+        ),
     ),
     "stale_gradient": Cause(
         proof="moves by a gradient that is bit for bit one that an earlier step used",
         repair="set .grad to None when you freeze: zero_grad(set_to_none=True)",
         explains=("update_ratio",),
+        change=(
+            "freeze",
+            "seen",
+        ),
     ),
     "statistics_drift": Cause(
         proof="the running statistics of a norm whose weights are all frozen change in the training forward pass",

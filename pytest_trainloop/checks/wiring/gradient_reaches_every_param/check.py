@@ -62,11 +62,13 @@ CAUSES = {
         ),
         repair="keep the tensor and its history on the loss path",
         explains=("loss_contract", *TRAINING),
+        change=("seen",),
     ),
     "no_grad_forward": Cause(
         proof="the operations on the path ran with gradients switched off",
         repair="run the training forward pass outside torch.no_grad() / inference_mode()",
         explains=("loss_contract", *TRAINING),
+        change=("seen",),
     ),
     "checkpoint_cut": Cause(
         proof="the module ran only inside a checkpointed segment none of whose inputs requires grad",
@@ -75,11 +77,13 @@ CAUSES = {
             "(enable_input_require_grads) before checkpointing is switched on"
         ),
         explains=("checkpointing_equivalence", *TRAINING),
+        change=("seen",),
     ),
     "gradient_vanished": Cause(
         proof="a gradient arrives that is exactly zero, and an operation with a slope of zero lies on the path",
         repair="keep it off the loss path, or pass the gradient straight through: x + (f(x) - x).detach()",
         explains=TRAINING,
+        change=("seen",),
     ),
     "dead_activation": Cause(
         proof=(
@@ -91,6 +95,10 @@ CAUSES = {
             "rate or use a leaky activation"
         ),
         explains=("input_dependence", *TRAINING),
+        change=(
+            "seen",
+            "module",
+        ),
     ),
     "parameter_unused": Cause(
         proof="the parameter is computed with in the training forward pass, and the result goes nowhere",
@@ -103,21 +111,31 @@ CAUSES = {
             "switch requires_grad on for them (a prefix like 'layer1' also matches 'layer10'), or name them in frozen="
         ),
         explains=TRAINING,
+        change=(
+            "freeze",
+            "module",
+        ),
     ),
     "nothing_trainable": Cause(
         proof="no parameter of the model requires grad",
         repair="leave requires_grad on for what should train; with adapters: freeze the base first, then attach them",
         explains=TRAINING,
+        change=("freeze",),
     ),
     "adapters_frozen": Cause(
         proof="adapters are in the model and none of them requires grad",
         repair="freeze the base before the adapters are attached, or switch requires_grad on again for the adapters",
         explains=TRAINING,
+        change=(
+            "freeze",
+            "module",
+        ),
     ),
     "base_left_trainable": Cause(
         proof="adapters and the weights they adapt are both trained",
         repair="requires_grad_(False) on the base before the optimizer is built, or pass only the adapters to it",
         explains=("frozen_stays_frozen",),
+        change=("group",),
     ),
 }
 

@@ -35,6 +35,7 @@ References
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -48,8 +49,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.finding import Level
-    from pytest_trainloop.recording.record import Parameter, Record
+    from pytest_trainloop.recording.record import Optimizer, Parameter, Record
     from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.tracing.made_at import MadeAt
 
 PASSES_OF_A_PART = 3
 """Backward passes that must reach a parameter of a module nobody declared: copies made for one step (an unrolled model,
@@ -98,14 +100,14 @@ CAUSES = {
 }
 
 
-@check(needs={"run"}, causes=CAUSES, rank=10)
+@check(needs={"run"}, causes=CAUSES, rank=10, instrument="pytest_trainloop.tracing.made_at:MadeAt")
 def optimizer_holds_every_param(evidence: Evidence) -> Iterator[Finding]:
     record = evidence.run()
     if not record.optimizers:
         raise CannotDecide(
             "no torch optimizer was given or seen; pass TrainLoop.optimizer if there is one", needs="optimizer="
         )
-    twice = list(_held_twice(record))
+    twice = list(_held_twice(evidence, record))
     yield from twice
     if not twice and not record.autograd_passes() and record.raised is None:
         raise CannotDecide(
@@ -129,11 +131,12 @@ def optimizer_holds_every_param(evidence: Evidence) -> Iterator[Finding]:
             shown_by="gradients arrive there, and model.parameters() does not have them",
             culprits=unregistered,
             where=_first_step(record),
+            change=_made(evidence).attribute(unregistered[0]),
         )
     if registered and left_over:
-        yield _replaced(record, registered, left_over)
+        yield _replaced(evidence, record, registered, left_over)
     elif registered and not _follows_later(evidence, record, registered):
-        yield _missing(record, registered, "advice" if _may_be_meant(record, registered) else "fault")
+        yield _missing(evidence, record, registered, "advice" if _may_be_meant(record, registered) else "fault")
 
 
 def _is_missing(record: Record, p: Parameter) -> bool:
@@ -163,7 +166,7 @@ def _left_over(record: Record) -> list[Parameter]:
     return [p for p in silent if p.role == "foreign" or p.gone or (p not in ran and any(not q.declared for q in ran))]
 
 
-def _held_twice(record: Record) -> Iterator[Finding]:
+def _held_twice(evidence: Evidence, record: Record) -> Iterator[Finding]:
     for optimizer in record.optimizers:
         names = record.names([i for i, n in Counter(optimizer.parameters).items() if n > 1])
         if names:
@@ -177,6 +180,7 @@ def _held_twice(record: Record) -> Iterator[Finding]:
                 shown_by="its groups hold the same tensor repeatedly",
                 culprits=names,
                 where=_first_step(record, optimizer.index),
+                change=_made(evidence).group(optimizer.index),
             )
 
 
@@ -184,8 +188,11 @@ def _trained(record: Record) -> list[Parameter]:
     return [p for p in record.parameters if p.index in record.held and record.reached(p.index)]
 
 
-def _replaced(record: Record, missing: Sequence[Parameter], left_over: Sequence[Parameter]) -> Finding:
+def _replaced(
+    evidence: Evidence, record: Record, missing: Sequence[Parameter], left_over: Sequence[Parameter]
+) -> Finding:
     names = tuple(p.name for p in missing)
+    made, holder = _made(evidence), _holder(record, left_over)
     measured = (
         f"the optimizer holds {len(left_over)} tensors that no gradient reaches; {len(names)} parameters that get "
         "gradients are in no optimizer"
@@ -200,6 +207,8 @@ def _replaced(record: Record, missing: Sequence[Parameter], left_over: Sequence[
             measured=measured,
             shown_by="gradients arrive at the running model's tensors only; the optimizer's own get none",
             culprits=names,
+            where=_first_step(record, holder),
+            change=made.optimizer(holder),
         )
     shapes = ", ".join(str(p.shape) for p in left_over[:3])
     return Finding(
@@ -208,10 +217,17 @@ def _replaced(record: Record, missing: Sequence[Parameter], left_over: Sequence[
             f"{some(names)} {be(names)} in no optimizer: {they(names)} replaced tensors that the optimizer still holds"
         ),
         measured=measured,
-        shown_by=f"the optimizer's tensors {shapes} are in no module any more",
+        shown_by=f"the optimizer's tensors {shapes} are in no module any more"
+        + (f"; {missing[0].owner} was made at {new}" if (new := made.module(missing[0].owner)) else ""),
         culprits=names,
-        where=_first_step(record),
+        where=_first_step(record, holder),
+        change=made.optimizer(holder),
     )
+
+
+def _holder(record: Record, held: Sequence[Parameter]) -> int:
+    """The optimizer that holds the first of these."""
+    return record.held[held[0].index][0]
 
 
 def _may_be_meant(record: Record, missing: Sequence[Parameter]) -> bool:
@@ -242,7 +258,7 @@ def _follows_later(evidence: Evidence, record: Record, missing: Sequence[Paramet
     return any(p.name in names and p.index in longer.changed() for p in longer.parameters)
 
 
-def _missing(record: Record, missing: Sequence[Parameter], level: Level) -> Finding:
+def _missing(evidence: Evidence, record: Record, missing: Sequence[Parameter], level: Level) -> Finding:
     names = tuple(p.name for p in missing)
     trainable = [p for p in record.parameters if p.requires_grad and p.role != "foreign"]
     copies = _steps_copies(record)
@@ -258,6 +274,7 @@ def _missing(record: Record, missing: Sequence[Parameter], level: Level) -> Find
         + ("; the optimizer steps tensors outside the model, and nothing writes them back" if copies else ""),
         culprits=names,
         where=_first_step(record),
+        change=_made(evidence).group(_nearest(record, missing[0])),
         repair=(
             "write the tensors that the optimizer steps back into the model after every step (p.copy_(master)), or "
             "pass it the model's own parameters"
@@ -265,6 +282,25 @@ def _missing(record: Record, missing: Sequence[Parameter], level: Level) -> Find
             else ""
         ),
     )
+
+
+def _nearest(record: Record, missing: Parameter) -> int:
+    """The optimizer that holds what is nearest to a parameter in the model: of several, one of the same part."""
+
+    own = missing.name.split(".")
+
+    def shared(optimizer: Optimizer) -> int:
+        names = (record.name(i).split(".") for i in optimizer.parameters)
+        same = (itertools.takewhile(lambda pair: pair[0] == pair[1], zip(name, own, strict=False)) for name in names)
+        return max((len(list(parts)) for parts in same), default=0)
+
+    return max(record.optimizers, key=shared).index
+
+
+def _made(evidence: Evidence) -> MadeAt:
+    from pytest_trainloop.tracing.made_at import MadeAt
+
+    return evidence.shared(MadeAt.of)
 
 
 def _first_step(record: Record, optimizer: int | None = None) -> str:

@@ -66,64 +66,83 @@ CAUSES = {
         ),
         repair="call optimizer.zero_grad() before backward()",
         explains=TRAINING,
+        change=(
+            "backward",
+            "seen",
+        ),
     ),
     "wrong_object_zeroed": Cause(
         proof="a zero_grad runs before each backward, but not on the parameters whose used gradients are still there",
         repair="zero the optimizer (or the module) that holds these parameters",
         explains=TRAINING,
+        change=("seen",),
     ),
     "zeroed_before_step": Cause(
         proof="gradients are zeroed between backward and step, so steps find nothing",
         repair="call zero_grad() before backward() or after step(), never between the two",
         explains=TRAINING,
+        change=("seen",),
     ),
     "zeroed_inside_window": Cause(
         proof="in every window the gradients of all micro-batches but the last are zeroed before the step",
         repair="call zero_grad() once for each step, right after it, not once for each micro-batch",
         explains=("accumulation_equivalence", *TRAINING),
+        change=("seen",),
     ),
     "step_missing": Cause(
         proof="backward passes bring gradients, and the optimizer that holds the parameters never steps",
         repair="call optimizer.step() after backward()",
         explains=TRAINING,
+        change=("seen",),
     ),
     "backward_missing": Cause(
         proof="the optimizer steps again and again, and no backward pass brings a gradient",
         repair="call loss.backward() (with the parentheses) before step()",
         explains=TRAINING,
+        change=("seen",),
     ),
     "step_before_backward": Cause(
         proof="the step runs between the forward pass and its backward",
         repair="order: zero_grad(), forward, backward(), step()",
         explains=TRAINING,
+        change=("seen",),
     ),
     "stepped_twice": Cause(
         proof="the same optimizer uses the same gradient more than once, with no backward between",
         repair="call step() once for each backward pass (or window)",
         explains=TRAINING,
+        change=("seen",),
     ),
     "gradient_kept": Cause(
         proof="steps use one gradient that user code assigned, while backward passes bring others",
         repair="assign the new gradient before every step (master.grad = p.grad.float())",
         explains=TRAINING,
+        change=("seen",),
     ),
     "two_optimizers": Cause(
         proof="two optimizers use the same gradient of the same parameter",
         repair="hold each parameter in one optimizer",
         explains=TRAINING,
+        change=(
+            "group",
+            "seen",
+        ),
     ),
     "clip_after_step": Cause(
         proof="gradients are clipped after the step has used them and before they are zeroed",
         repair="clip between backward() and step()",
         explains=("finite", *LEARNING),
+        change=("seen",),
     ),
     "scheduler_before_optimizer": Cause(
         proof="in the first iteration the scheduler steps before any optimizer does, and goes on from the same line",
         repair="call optimizer.step() first, then scheduler.step()",
+        change=("seen",),
     ),
     "window_left_over": Cause(
         proof="the run of a loop without the knob accumulate ends with gradients that no step used",
         repair="step once more after the loop when a window is open, or drop the remainder on purpose (drop_last=True)",
+        change=("seen",),
     ),
 }
 

@@ -70,16 +70,19 @@ CAUSES = {
         proof="training passes run in evaluation mode from the start, and in training mode the loss differs",
         repair="call model.train() before the training loop (from_pretrained returns models in evaluation mode)",
         explains=("overfit_one_batch",),
+        change=("seen",),
     ),
     "eval_left_on": Cause(
         proof="modules that trained in training mode run in evaluation mode after an evaluation",
         repair="call train() again when the evaluation is over, on the module that eval() was called on",
         explains=("overfit_one_batch",),
+        change=("seen",),
     ),
     "evaluated_in_train": Cause(
         proof="an evaluation runs in training mode with modules that act differently there",
         repair="model.eval() before the evaluation, model.train() after it",
         explains=("overfit_one_batch",),
+        change=("seen",),
     ),
 }
 

@@ -1,0 +1,185 @@
+"""Where the parts of a loop were made: the line that the repair of a wiring fault goes to."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import linecache
+import re
+import sys
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
+from pytest_trainloop.recording.construction import Construction
+from pytest_trainloop.recording.source import layer, place_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from pytest_trainloop.recording.events import Place
+    from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.registry import Part
+    from pytest_trainloop.runs.evidence import Evidence
+
+T = TypeVar("T")
+
+
+class MadeAt:
+    """Lines of the user's as text, by the names and numbers of the record; empty where a line is not known."""
+
+    def __init__(self) -> None:
+        self._noted = Construction()
+        self._optimizers: dict[int, Place] = {}
+        self._groups: dict[int, Place] = {}
+        self._steps: dict[int, Place] = {}
+        self._modules: dict[str, Place] = {}
+        self._attributes: dict[str, Place] = {}
+        self._frozen: dict[str, Place] = {}
+        self._casts: dict[str, Place] = {}
+        self._last: dict[type, Place] = {}
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> MadeAt:
+        """What a further run of the loop shows; of a run that cannot be repeated, what its instrument saw."""
+        found = cls()
+        if evidence.repeatable:
+            with contextlib.suppress(CannotDecide, UsageError, UserCodeError):
+                evidence.rerun(around=found._noted.watching, contexts=found._named)
+        return found
+
+    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        """What ``observe()`` opens: without the function mode, which would cost each torch call."""
+        return (*self._named(watch), self._noted.watching(freezes=False))
+
+    def optimizer(self, index: int = 0) -> str:
+        """The line that built an optimizer."""
+        return _text(self._optimizers.get(index))
+
+    def group(self, index: int = 0) -> str:
+        """The last line that gave an optimizer parameters: its constructor, or ``add_param_group``."""
+        return _text(self._groups.get(index)) or self.optimizer(index)
+
+    def step_of(self, index: int = 0) -> str:
+        """The ``def step`` of an optimizer class of the project's own."""
+        return _text(self._steps.get(index))
+
+    def scheduler(self) -> str:
+        """The line that built the last scheduler."""
+        return _text(self._last.get(LRScheduler))
+
+    def scaler(self) -> str:
+        """The line that built the last gradient scaler."""
+        return _text(self._last.get(GradScaler))
+
+    def loader(self) -> str:
+        """The line that built the last data loader."""
+        return _text(self._last.get(DataLoader))
+
+    def module(self, path: str) -> str:
+        """The line that made the module of this path, or the nearest module that holds it."""
+        while path and path not in self._modules:
+            path = path.rpartition(".")[0]
+        return _text(self._modules.get(path))
+
+    def attribute(self, name: str) -> str:
+        """The line that puts a parameter of this name into a list, a dict or an object among a module's attributes."""
+        return _text(self._attributes.get(name)) or self.module(name.rpartition(".")[0])
+
+    def froze(self, names: Sequence[str]) -> str:
+        """The line that switched ``requires_grad`` off for the first of these parameters."""
+        return _text(next((self._frozen[name] for name in names if name in self._frozen), None))
+
+    def cast(self, names: Sequence[str]) -> str:
+        """The line that cast the module of the first of these parameters to its dtype."""
+        return _text(next((self._casts[name] for name in names if name in self._casts), None))
+
+    def _named(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        return (self._naming(watch),)
+
+    @contextlib.contextmanager
+    def _naming(self, watch: Watch) -> Iterator[None]:
+        """Put the lines under the names of the record when the run ends."""
+        try:
+            yield
+        finally:
+            self._read(watch)
+
+    def _read(self, watch: Watch) -> None:
+        noted = self._noted
+        for index, optimizer in watch.optimizers.indexed():
+            _put(self._optimizers, index, noted.made.of(optimizer) or noted.trainer)
+            _put(self._groups, index, noted.groups.of(optimizer))
+            _put(self._steps, index, _own_step(optimizer))
+        modules = dict(watch.table.named_modules())
+        for path, module in modules.items():
+            _put(self._modules, path, noted.made.of(module))
+        for name in (entry.name for entry in watch.table.entries if entry.role == "unregistered"):
+            owner, _, attribute = name.partition("[")[0].rpartition(".")
+            _put(self._attributes, name, _assignment(modules.get(owner), attribute))
+        for entry, tensor in zip(watch.table.entries, watch.table.tensors, strict=True):
+            _put(self._frozen, entry.name, noted.frozen.of(tensor))
+            _put(self._casts, entry.name, noted.casts.of(tensor))
+        for kind in (LRScheduler, GradScaler, DataLoader):
+            _put(self._last, kind, noted.made.last(kind))
+        if noted.trainer is not None:
+            self._last.setdefault(LRScheduler, noted.trainer)
+
+
+def line_of(part: Part, names: Sequence[str], evidence: Evidence) -> str:
+    """The line that made a part of the loop: the one that belongs to the first parameter among these names."""
+    record, made = evidence.run(), evidence.shared(MadeAt.of)
+    known = {p.name: p for p in record.parameters}
+    own = [name for name in names if name in known]
+    index = next((o for name in own for o in record.held.get(known[name].index, ())), 0)
+    owner = next((known[name].owner for name in own), next((name for name in names if made.module(name)), ""))
+    lines: dict[Part, Callable[[], str]] = {
+        "optimizer": lambda: made.optimizer(index),
+        "group": lambda: made.group(index),
+        "step": lambda: made.step_of(index),
+        "freeze": lambda: made.froze(own),
+        "scheduler": made.scheduler,
+        "scaler": made.scaler,
+        "loader": made.loader,
+        "cast": lambda: made.cast(own),
+        "module": lambda: made.module(owner) if owner else "",
+        "backward": lambda: next((str(b.place) for b in record.backwards()), ""),
+    }
+    return lines[part]()
+
+
+def _put(places: dict[T, Place], key: T, place: Place | None) -> None:
+    if place is not None:
+        places[key] = place
+
+
+def _text(place: Place | None) -> str:
+    return "" if place is None else str(place)
+
+
+def _assignment(module: Any, attribute: str) -> Place | None:
+    """The first line of the module's class that assigns the attribute."""
+    for kind in type(module).__mro__:
+        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+        if file is None or layer(file) != 2:
+            continue
+        with contextlib.suppress(OSError, TypeError):
+            lines, first = inspect.getsourcelines(kind)
+            for number, line in enumerate(lines, first):
+                if re.match(rf"\s*self\.{re.escape(attribute)}\b[^=]*=[^=]", line):
+                    return place_of(file, number)
+    return None
+
+
+def _own_step(optimizer: Any) -> Place | None:
+    """The ``def step`` of an optimizer class of the project's own."""
+    code = getattr(inspect.unwrap(type(optimizer).step), "__code__", None)
+    if code is None or layer(code.co_filename) != 2:
+        return None
+    line = code.co_firstlineno  # of its first decorator
+    while linecache.getline(code.co_filename, line).lstrip().startswith("@"):
+        line += 1
+    return place_of(code.co_filename, line)
