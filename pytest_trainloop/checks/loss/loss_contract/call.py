@@ -13,7 +13,7 @@ from pytest_trainloop.finding import Finding, Level
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pytest_trainloop.checks.loss.loss_contract.tokens import Tokens
+    from pytest_trainloop.checks.loss.loss_contract.tokens import Embedded, Tokens
     from pytest_trainloop.recording.events import Place, Site
     from pytest_trainloop.tracing.provenance import Node
 
@@ -45,6 +45,8 @@ class Call:
     nodes: dict[str, Node] = field(default_factory=dict)
     """What each tensor argument was computed by."""
     tokens: Tokens | None = None
+    embedded: tuple[Embedded, ...] = ()
+    """What embeddings had looked up before it, since the last step."""
     rows: int = 0
     """Rows of the current batch."""
     number: int = 0

@@ -19,9 +19,14 @@ How it decides
     normalised pass where the gradient at them sums to 0 over the classes: the loss then has a log-sum-exp as another
     term. A loss is maximised by mistake where only its negative is backpropagated, no other loss is, and it trains
     randomly initialised weights (pretrained ones may unlearn).
-    Positions are padding where the batch proves it: by the declared pad id, by an embedding's padding_idx, by a mask
-    or lengths beyond which all values are equal. Labels are compared with the ids that the embedding looked up, and
-    with the last input that an output depends on; for a model that sees later inputs no shift is expected.
+    Positions are padding where the batch proves it: by the declared pad id, by an embedding's padding_idx, by a
+    mask or lengths beyond which all values are equal. The labels of all calls from one line are compared with the
+    ids that the embedding looked up, and with the last input that an output depends on (where embeddings are
+    frozen, in a further run in which a gradient reaches them); for a model that sees later inputs no shift is
+    expected. It is a fault where of 1e9 orders of the ids less than one would agree as well, and advice up to 1 in
+    1000: few labels, or few kinds of them, prove little. Labels two ahead are meant where one operation shifts by
+    two, or another loss of the same inputs has the next id; labels of the previous id where a blank comes first, as
+    in an echo.
     Where it may be meant, it is advice: log-probabilities given to cross_entropy, kl_div by the mean of elements or
     with its gradient through the target, a head far wider than the labels, rare positives without a weight, a loss that
     is subtracted from another, or computed and left out: it may be a metric, or begin after a warm-up. Left out, it is
@@ -50,6 +55,7 @@ References
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -328,7 +334,10 @@ def loss_contract(evidence: Evidence) -> Iterator[Finding]:
 
     recorder = evidence.shared(LossCallRecorder.of)
     reported: set[tuple[str, tuple[str, ...], str]] = set()
-    for finding in recorder.findings():
+    shifts = recorder.shifts
+    if shifts.unseen and evidence.repeatable:
+        shifts = evidence.shared(LossCallRecorder.with_open_embeddings).shifts
+    for finding in itertools.chain(recorder.findings(), shifts.findings()):
         key = finding.cause, finding.culprits, finding.where
         if key not in reported:
             reported.add(key)

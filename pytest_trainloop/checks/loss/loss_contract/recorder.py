@@ -21,10 +21,12 @@ from pytest_trainloop.checks.loss.loss_contract import broadcasting, loss_terms,
 from pytest_trainloop.checks.loss.loss_contract.call import Call
 from pytest_trainloop.checks.loss.loss_contract.contracts import JUDGES
 from pytest_trainloop.checks.loss.loss_contract.dead_values import never_read
-from pytest_trainloop.checks.loss.loss_contract.tokens import Tokens
+from pytest_trainloop.checks.loss.loss_contract.label_shifts import LabelShifts
+from pytest_trainloop.checks.loss.loss_contract.tokens import Embedded, Tokens
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import LOSSES
+from pytest_trainloop.runs.checkpoint_bypass import switched, without
 from pytest_trainloop.tracing.arguments import bound_arguments
 from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import Lineage, name_of, watched
@@ -69,8 +71,10 @@ class LossCallRecorder(WatchingMode):
     functions that were called.
     """
 
-    def __init__(self, padding: Padding | None = None) -> None:
+    def __init__(self, padding: Padding | None = None, *, open_embeddings: bool = False) -> None:
         super().__init__()
+        self._open_embeddings = open_embeddings
+        self.shifts = LabelShifts()
         self._lineage = Lineage()
         self._steps = -1
         self._tokens = Tokens(padding)
@@ -91,6 +95,13 @@ class LossCallRecorder(WatchingMode):
         record = evidence.rerun(contexts=found.contexts, before_item=found.take_batch)
         if record.raised is not None and first.raised is None:
             found.unread.append(f"fit raised {record.raised.summary} only while they were recorded")
+        return found
+
+    @classmethod
+    def with_open_embeddings(cls, evidence: Evidence) -> LossCallRecorder:
+        """The same run with a gradient at what embeddings give, frozen or not, and with plain calls for checkpoints."""
+        found = cls(open_embeddings=True)
+        evidence.rerun(contexts=lambda watch: (*found.contexts(watch), switched(without)), before_item=found.take_batch)
         return found
 
     def take_batch(self, _number: int, item: Any) -> None:
@@ -164,7 +175,9 @@ class LossCallRecorder(WatchingMode):
         with watch.suspended():
             self._lineage.note(watch, func, name, args, kwargs, parents, out)
             if name == "embedding" and isinstance(out, torch.Tensor):
-                self._embedded(args, kwargs, out)
+                if self._open_embeddings and torch.is_grad_enabled() and not out.requires_grad:
+                    out = out.detach().requires_grad_().clone()  # no leaf: the loop may write to it in place
+                self._embedded(watch, args, kwargs, out)
             elif call is not None and isinstance(out, torch.Tensor):
                 call.out = out
                 self._judge_after_backward(watch, call)
@@ -183,11 +196,12 @@ class LossCallRecorder(WatchingMode):
             where = node.op, str(node.place)
             self._detached[where] = self._detached.get(where, 0) + 1
 
-    def _embedded(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> None:
+    def _embedded(self, watch: Watch, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> None:
         given = bound_arguments(F.embedding, args, kwargs)
         ids, pad = given.get("input"), given.get("padding_idx")
-        if isinstance(ids, torch.Tensor) and ids.dim() == 2:
-            self._tokens.embedded.append((Ids(ids.detach(), None if pad is None or pad < 0 else pad), out))
+        if isinstance(ids, torch.Tensor) and ids.dim() in (1, 2):
+            known = Ids(ids.detach(), None if pad is None or pad < 0 else pad)
+            self._tokens.embedded.append(Embedded(known, out, watch.module_path()))
 
     def _call(
         self, watch: Watch, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -206,7 +220,7 @@ class LossCallRecorder(WatchingMode):
         place, site = here()
         made = Call(
             name=name, given=given, place=place, site=site, out=torch.empty(0),
-            module=watch.module_path(), tokens=self._tokens, rows=self._rows,
+            module=watch.module_path(), tokens=self._tokens, embedded=tuple(self._tokens.embedded), rows=self._rows,
         )  # fmt: skip
         made.nodes = {key: self._lineage.of(value) for key, value in given.items() if isinstance(value, torch.Tensor)}
         return made
@@ -249,12 +263,18 @@ class LossCallRecorder(WatchingMode):
             return
         call.number = site.judged
         site.judged += 1
-        for judge in JUDGES[call.name] if only is None else (only,):
+        for judge in (self._compare_labels, *JUDGES[call.name]) if only is None else (only,):
             try:
                 for judgement in judge(call):
                     site.judgements[judgement.finding.cause, judgement.finding.culprits[0]].append(judgement)
             except Exception as error:
                 self.unread.append(f"{call.name} at {call.place}: {type(error).__name__}: {error}")
+
+    def _compare_labels(self, call: Call) -> Iterator[Judgement]:
+        """Nothing yet: labels are collected over all calls."""
+        if call.name in ("cross_entropy", "nll_loss"):
+            self.shifts.compare(call)
+        yield from ()
 
 
 def _counted(finding: Finding, times: int, calls: int) -> Finding:

@@ -1,8 +1,7 @@
-"""Labels of token positions: padding that counts, classes that are ignored, shifts."""
+"""Labels of token positions: padding that counts, and classes that are ignored."""
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -14,11 +13,6 @@ from pytest_trainloop.tracing.provenance_queries import Layout, layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from pytest_trainloop.tracing.provenance import Node
-
-FEWEST = 24
-"""Positions that must be compared before a shift is reported."""
 
 
 class TargetPositions(NamedTuple):
@@ -151,91 +145,3 @@ def _loss_without(call: Call, wrong: torch.Tensor, counted: torch.Tensor) -> str
     ignored = -100 if int(target.min()) < 0 else -1
     each = F.cross_entropy(given.double(), target, ignore_index=ignored, reduction="none")
     return f"; loss {float(each[counted].mean()):.4g} with them, {float(each[counted & ~wrong].mean()):.4g} without"
-
-
-@judges("cross_entropy", "nll_loss")
-def shift(call: Call) -> Iterator[Judgement]:
-    """Labels of a causal model that are its inputs two positions ahead, or at the same position."""
-    tokens, target, at = call.tokens, call.tensor("target"), target_positions(call)
-    if tokens is None or target is None or at is None or target.is_floating_point():
-        return
-    kept = target != call.given.get("ignore_index", -100)
-    counted = call.counted()
-    if counted is not None and counted.shape == kept.shape:
-        kept = kept & counted
-    for (ids, _), out in tokens.embedded:
-        if tuple(ids.shape) != at.shape or torch.unique(ids).numel() < 4:
-            continue
-        found = [by for by in (-1, 0, 1, 2, 3) if _agrees(ids, target, at, kept, by)]
-        if len(found) == 1:
-            yield from _shifted(call, found[0], out, at)
-            return
-
-
-def _agrees(ids: torch.Tensor, target: torch.Tensor, at: TargetPositions, kept: torch.Tensor, by: int) -> bool:
-    """Whether the labels are the ids this many positions ahead, wherever there are both."""
-    inside = kept & (at.position + by >= 0) & (at.position + by < ids.shape[1])
-    if int(inside.sum()) < FEWEST:
-        return False
-    return bool((ids[at.row[inside], at.position[inside] + by] == target[inside]).all())
-
-
-def _shifted(call: Call, by: int, embedded: torch.Tensor, at: TargetPositions) -> Iterator[Judgement]:
-    last = _last_input(call, embedded, at)
-    if last is None or by - last == 1 or _shifted_at_once(call.node("target")):
-        return
-    ahead = by - last
-    summary = {
-        0: "labels are not shifted: a causal model is asked for the token that it is given",
-        -1: "labels are shifted the wrong way: a causal model is asked for the previous token",
-        2: "labels are shifted twice: the output of a causal model is compared with the token two positions ahead",
-    }.get(ahead, f"labels are shifted by {ahead}: the output of a causal model is compared with the token there")
-    yield call.judged(
-        "shifted_twice" if ahead > 1 else "not_shifted",
-        f"{summary} ({call.name})",
-        in_every_call=True,
-        measured=f"every label is the id {ahead} position{'s' if abs(ahead) != 1 else ''} ahead, and none the next",
-        shown_by="the labels against the ids that the embedding looked up; no output depends on later inputs",
-        culprit="labels",
-    )
-
-
-def _shifted_at_once(node: Node | None) -> bool:
-    """Whether one operation shifted the labels by two or more positions, which is meant."""
-    for _ in range(12):
-        if node is None or not node.moves or not node.parents:
-            return False
-        parent = node.parents[0]
-        if node.op == "__getitem__" and node.replay is not None and len(parent.shape) == 2:
-            first = node.replay(torch.arange(math.prod(parent.shape)).reshape(parent.shape)).flatten()[:1]
-            if first.numel() and int(first) % parent.shape[1] >= 2:
-                return True
-        node = parent
-    return False
-
-
-def _last_input(call: Call, embedded: torch.Tensor, at: TargetPositions) -> int | None:
-    """The last position whose input an output depends on, relative to the output's own position.
-
-    By the gradient of outputs in the middle, which is exactly 0 beyond. None for a model that sees later inputs, or no
-    earlier ones.
-    """
-    given = call.given.get("input")
-    if not isinstance(given, torch.Tensor) or not embedded.requires_grad or embedded.shape[:2] != at.shape:
-        return None
-    middle = at.shape[1] // 2
-    chosen = at.position == middle
-    if given.dim() < 2 or not bool(chosen.any()):
-        return None
-    with torch.enable_grad():
-        scores = given.movedim(1, -1)[chosen]
-        total = (scores.double() * torch.linspace(0.5, 1.5, scores.shape[-1], dtype=torch.float64)).sum()
-        try:
-            (slope,) = torch.autograd.grad(total, embedded, retain_graph=True, allow_unused=True)
-        except RuntimeError:  # a re-entrant checkpoint refuses it
-            return None
-    if slope is None:
-        return None
-    reached = (slope != 0).flatten(2).any(2).any(0).nonzero().flatten()
-    causal = reached.numel() > 1 and int(reached.min()) < middle >= int(reached.max())
-    return int(reached.max()) - middle if causal else None

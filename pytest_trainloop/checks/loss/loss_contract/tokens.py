@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_trainloop.batches.padding import Ids, Proof, read_padding
 
@@ -13,18 +13,27 @@ if TYPE_CHECKING:
     from pytest_trainloop.loop import Padding
 
 
+class Embedded(NamedTuple):
+    """Ids (rows, positions), or of one row (positions,), that an embedding looked up, and the result."""
+
+    ids: Ids
+    out: torch.Tensor
+    table: str
+    """The path of the embedding."""
+
+
 @dataclass(slots=True)
 class Tokens:
     """What the batch and the embeddings of the current step say of positions."""
 
     declared: Padding | None = None
     batch: Any = None
-    embedded: list[tuple[Ids, torch.Tensor]] = field(default_factory=list)
-    """What embeddings looked up since the last step: the ids, and the result."""
+    embedded: list[Embedded] = field(default_factory=list)
+    """What embeddings looked up since the last step."""
 
     def padded(self, shape: tuple[int, int]) -> torch.Tensor | None:
         """Which of (rows, positions) are padding; None where that is not proven. Labels are no proof: those of
         padded positions are what is judged."""
-        inputs = [ids for ids, _ in self.embedded if tuple(ids.ids.shape) == shape]
+        inputs = [found.ids for found in self.embedded if tuple(found.ids.ids.shape) == shape]
         found = read_padding(self.batch, at_least=Proof.INPUTS, shape=shape, declared=self.declared, inputs=inputs)
         return None if found is None else found.mask

@@ -1,4 +1,4 @@
-"""Padding that counts, and labels against the inputs of a causal model."""
+"""Padding that counts."""
 
 from __future__ import annotations
 
@@ -125,72 +125,4 @@ pair(
     "padding_counted",
     faulty=language(mean_of_all, padding=Padding(pad_id=PAD)),
     fixed=language(mean_of_tokens, padding=Padding(pad_id=PAD)),
-)
-
-
-# The data set shifts the labels, and the model does it again.
-
-
-class ForCausalLM(nn.Module):
-    def __init__(self, shifts):
-        super().__init__()
-        self.lm = GPT(length=16)
-        self.shifts = shifts
-
-    def forward(self, input_ids, labels):
-        scores = self.lm(input_ids)
-        if self.shifts:
-            scores, labels = scores[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
-        return {"loss": F.cross_entropy(scores.view(-1, scores.size(-1)), labels.view(-1)), "logits": scores}
-
-
-def causal(shifts, shifted):
-    def make():
-        inputs, following = data.tokens(rows=6, length=16)
-        labels = following if shifted else inputs.clone()
-        batch = {"input_ids": inputs, "labels": labels}
-        return loop(ForCausalLM(shifts), batch, lambda model, batch: model(**batch)["loss"])
-
-    return make
-
-
-pair(
-    "labels_shifted_by_the_data_and_by_the_model",
-    "loss_contract",
-    "shifted_twice",
-    culprits=("labels",),
-    mentions=("two positions ahead",),
-    where='return {"loss": F.cross_entropy(',
-    faulty=causal(shifts=True, shifted=True),
-    fixed=causal(shifts=True, shifted=False),
-)
-pair(
-    "labels_shifted_by_nobody",
-    "loss_contract",
-    "not_shifted",
-    mentions=("asked for the token that it is given",),
-    faulty=causal(shifts=False, shifted=False),
-    fixed=causal(shifts=False, shifted=True),
-)
-
-
-def recurrent(labels_of):
-    def make():
-        inputs, following = data.tokens(rows=6)
-
-        def loss_of(model, batch):
-            return F.cross_entropy(model(batch[0]).transpose(1, 2), labels_of(*batch))
-
-        return loop(CharLSTM(), (inputs, following), loss_of)
-
-    return make
-
-
-pair(
-    "labels_of_the_token_before",
-    "loss_contract",
-    "not_shifted",
-    mentions=("the wrong way",),
-    faulty=recurrent(lambda ids, _next: ids.roll(1, 1).index_fill(1, torch.tensor([0]), -100)),
-    fixed=recurrent(lambda _ids, following: following),
 )
