@@ -14,15 +14,21 @@ How it decides
     padding_idx, a mask or lengths, where every tensor with rows and positions holds one and the same value. No value is
     made up: rows and positions are slices of the batch. In float64 both gradients agree to rounding (1e3 eps). A loop
     in which only the first padded position counts, as the end of a text, agrees once that one is kept, and passes.
-    A difference alone is no fault: many models mix neighbours or scale by length. It is one where blocking a single
-    path makes both gradients equal: padded keys left out of attention, pooling over real positions only, positions
-    counted from the first real one; or where the gradient is exactly the share of real positions times the other.
-    It is advice where the project may want it so: with batches of one fixed length, positions from the left edge, a
-    constant divisor and zeros in a mean; with padding that only an embedding's padding_idx shows, or a mask next to
+    A difference below the rounding of float32 is not judged: a table of angles that numpy made gives as much.
+    With ``padding=`` declared any other difference is a fault, explained or not. Batch norms are then compared once more
+    with the statistics of the batch. Two things stay advice: positions from the left edge where several batches are
+    given, all of one length, and the table of positions ends there (the last position is then always the same one); and
+    an unexplained difference in a loop that draws random numbers, which may choose what is trained on by the length.
+    Undeclared, a difference alone is no fault: many models mix neighbours or scale by length. It is one where blocking a
+    single path makes both gradients equal: padded keys left out of attention, pooling over real positions only,
+    positions counted from the first real one; or where the gradient is exactly the share of real positions times the
+    other. It is advice where the project may want it so: with batches of one fixed length, positions from the left edge,
+    a constant divisor and zeros in a mean; with padding that only an embedding's padding_idx shows, or a mask next to
     features (it may be of observations); behind convolutions and for maxima, where pooling over padding is common; for
     statistics that go back to every position, as in a norm or a gate; for sums of losses, where a penalty on outputs
     may be meant; and for a recurrent net that is not packed and of which no state in or behind the padding is used: its
     backward direction, or the whole net where padding comes first, only begins in another state.
+    A declared ``pad_id`` speaks for the tensors whose ids it pads, and not for others that are padded beside them.
 
 Faulty
     >>> class Reader(nn.Module):
@@ -57,8 +63,8 @@ Fixed
 
 Known limits
     Models of one fixed length raise on cut rows and are skipped, as are loops whose random numbers depend on the length
-    of the batch. Attention by an einsum, and recurrent cells stepped one by one, give advice only; so does what is
-    inside an activation checkpoint that is not torch's own, or a compiled kernel.
+    of the batch. Attention by an einsum, and recurrent cells stepped one by one, are named as padding_counts only; so is
+    what is inside an activation checkpoint that is not torch's own, or a compiled kernel.
 
 References
     https://huggingface.co/docs/transformers/pad_truncation
@@ -121,7 +127,8 @@ CAUSES = {
     ),
     "padding_counts": Cause(
         proof="the gradient changes with padding, and no single path explains it",
-        repair="mask padded positions before positions are mixed; skip the check where this is meant",
+        repair='mask padded positions before positions are mixed; if this is meant, skip={"padding_invariance:'
+        'padding_counts": "why"}',
         change=("seen",),
     ),
 }
@@ -158,6 +165,9 @@ _POSITIONS = _Path(
 _SINGLE = (_ATTENTION, _POOLING, _POSITIONS)
 _PAIRS = ((_ATTENTION, _POSITIONS), (_ATTENTION, _POOLING), (_POOLING, _POSITIONS))
 
+_PACK = "pack the sequences: pack_padded_sequence(x, lengths, enforce_sorted=False)"
+_FIRST_TOKEN = "give the first real token the ignored label too: a padded position predicts it"
+
 _MAXIMA = EXTREMES | MAX_POOLS_1D
 _MEANS = MEAN_POOLS_1D | {"mean", "nanmean", "embedding_bag"}
 
@@ -184,6 +194,8 @@ def padding_invariance(evidence: Evidence) -> Iterator[Finding]:
 
 def _explained(evidence: Evidence, made: PaddingRuns, found: Comparison) -> Finding:
     """The first cause that an observation proves."""
+    if found.statistics:
+        return _statistics(made, found)
     inverted = made.flow(found).inverted
     if inverted is not None:
         return _mask_inverted(made, found, inverted)
@@ -207,7 +219,7 @@ def _of_path(made: PaddingRuns, found: Comparison, path: _Path, second: _Path | 
         return _padding_counts(made, found)
     if path is _POOLING and (only := _recurrent_only(made, found, calls)):
         return _padding_counts(made, found, calls[0], only)
-    reason = _excuse(made, found, path, calls, blocked)
+    reason, fixed = _excuse(made, found, path, calls, blocked), path is _POSITIONS and made.of_one_length(calls)
     shown = "with both set right both gradients are equal, and with either alone not" if second else path.shown_by
     return _finding(
         made,
@@ -217,7 +229,8 @@ def _of_path(made: PaddingRuns, found: Comparison, path: _Path, second: _Path | 
         shown=f"{shown}{f' ({reason})' if reason else ''}",
         culprit=calls[0].op,
         where=str(calls[0].place),
-        level="advice" if reason else "fault",
+        level="advice" if fixed or (reason and not made.declared) else "fault",
+        repair=_unless_meant(made, path.cause, reason),
         holds=lambda smaller: made.explained_by(smaller, blocked),
     )
 
@@ -232,12 +245,12 @@ def _recurrent_only(made: PaddingRuns, found: Comparison, calls: list[PathCall])
 
 
 def _excuse(made: PaddingRuns, found: Comparison, path: _Path, calls: list[PathCall], blocked: frozenset[str]) -> str:
-    """Why the project may want it so; nothing where it cannot."""
+    """Why the project may want it so; nothing where it cannot. A fault all the same where padding is declared."""
     flow, ops = made.flow(found), {call.op for call in calls}
     if path is _POSITIONS:
-        return "" if made.varying else "all batches are of one length, so that positions may be counted from the end"
+        return "" if made.varying else "where all batches are of one length, positions may be counted from the end"
     if not made.sure:
-        return f"that {made.reason} may mean something other than padding: pass padding=Padding(...) to have it judged"
+        return f"that {made.reason} may mean something other than padding"
     if flow.length_is_target and made.by_lengths:
         return "the lengths are the targets"
     if path is _ATTENTION:
@@ -249,7 +262,7 @@ def _excuse(made: PaddingRuns, found: Comparison, path: _Path, calls: list[PathC
     if ops <= _MAXIMA:
         return "a maximum over padding is common"
     if ops <= _MEANS and all(call.zeros for call in calls) and not made.varying:
-        return "zeros are pooled in, and all batches are of one length: a constant factor"
+        return "zeros are pooled in: where all batches are of one length, a constant factor"
     return ""
 
 
@@ -270,14 +283,16 @@ def _mask_inverted(made: PaddingRuns, found: Comparison, call: PathCall) -> Find
 
 
 def _mean_over_padding(made: PaddingRuns, found: Comparison) -> Finding:
-    fixed = "" if made.varying else " (all batches are of one length: a constant factor, which may be meant)"
+    constant = "" if made.varying else "where all batches are of one length, it is a constant factor"
     return _finding(
         made,
         found,
         "mean_over_padding",
         f"the loss of {found.trimmed.span.total} real positions is divided by all {found.full.span.total}",
-        shown=f"both gradients are parallel, and the factor is exactly the share of real positions{fixed}",
-        level="fault" if made.varying else "advice",
+        shown="both gradients are parallel, and the factor is exactly the share of real positions"
+        + (f" ({constant})" if constant else ""),
+        level="fault" if made.varying or made.declared else "advice",
+        repair=_unless_meant(made, "mean_over_padding", constant),
         holds=lambda smaller: bool(smaller.factor),
     )
 
@@ -288,18 +303,18 @@ def _padded_targets(evidence: Evidence, made: PaddingRuns, found: Comparison) ->
     if without is None:
         return None
     in_the_mean = without.factor > 0 and made.sure
+    other = "a penalty on outputs, or a first token predicted from the padding before it"
     return _finding(
         made,
         found,
         "padded_targets",
         "outputs at padded positions count in the loss",
         shown="without their gradient, that of the real positions alone is left"
-        + (
-            ", divided by all positions"
-            if without.factor
-            else ": a penalty on outputs, or a first token predicted from the padding before it, may be meant"
-        ),
-        level="fault" if in_the_mean or evidence.root_causes("padding_invariance") else "advice",
+        + (", divided by all positions" if without.factor else f": {other}, may be meant"),
+        level="fault" if in_the_mean or made.declared or evidence.root_causes("padding_invariance") else "advice",
+        repair=""
+        if without.factor
+        else _unless_meant(made, "padded_targets", other, _FIRST_TOKEN if made.left else ""),
         holds=lambda smaller: made.without_outputs(smaller) is not None,
     )
 
@@ -311,6 +326,7 @@ def _padding_counts(made: PaddingRuns, found: Comparison, through: PathCall | No
             "with rows that are shorter by two or more",
             needs="a batch with shorter rows",
         )
+    drawn = [] if reason else made.flow(found).drawn
     first = through or next(iter((*made.flow(found).mixing, *made.path_calls(found))), None)
     return _finding(
         made,
@@ -319,12 +335,38 @@ def _padding_counts(made: PaddingRuns, found: Comparison, through: PathCall | No
         f"the loss changes with padding{f', first through {first.op}' if first else ''}",
         shown=f"over real positions only both gradients are equal: {reason}"
         if reason
-        else "not determined; ruled out as single causes: padded keys, pooling, shifted positions, a factor",
+        else "not determined; ruled out as single causes: padded keys, pooling, shifted positions, a factor"
+        + (f"; {drawn[0][0]} may draw what is trained on, by the length of the batch" if drawn else ""),
         culprit=first.op if first else "loss.backward()",
         where=str(first.place) if first else "",
-        level="advice",
+        level="fault" if made.declared and not drawn else "advice",
+        repair=_unless_meant(made, "padding_counts", reason, _PACK if reason else ""),
         holds=lambda _smaller: True,
     )
+
+
+def _statistics(made: PaddingRuns, found: Comparison) -> Finding:
+    """Batch norms that count padded positions in the statistics that they train on."""
+    call = made.flow(found).normed
+    return _finding(
+        made,
+        found,
+        "padding_counts",
+        "the statistics of a batch norm are taken over padded positions too",
+        shown="with its running statistics both gradients are equal, and with those of the batch not",
+        culprit="batch_norm",
+        where=str(call.place) if call else "",
+        level="fault",
+        repair="normalise real positions only: x[mask] = norm(x[mask]); or use a norm of each position (nn.LayerNorm)",
+        holds=lambda smaller: smaller.statistics,
+    )
+
+
+def _unless_meant(made: PaddingRuns, cause: str, reason: str, repair: str = "") -> str:
+    """The repair, and what to write where padding is declared and this is meant all the same; the cause's own repair
+    where none is given."""
+    meant = f'; if this is meant ({reason}): skip={{"padding_invariance:{cause}": "why"}}'
+    return f"{repair or CAUSES[cause].repair}{meant if reason and made.declared else ''}"
 
 
 def _finding(
@@ -350,6 +392,7 @@ def _finding(
         summary=(
             f"{summary}: the gradient of the same rows, {found.full.span.total} positions long and "
             f"{found.trimmed.span.total}, differs by {share(found.agreement.difference)}"
+            + ("" if level == "fault" or made.declared else "; if padding must not count, declare padding=Padding(...)")
         ),
         measured=(
             f"|g| with padding / without = {found.agreement.ratio:.4g}, {direction(found.agreement.cosine)}, "

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 PATHS = ("attention", "pooling", "positions")
 """Paths that can be blocked; "outputs" besides, by which padded positions get no gradient from the loss."""
 
+BATCH_STATISTICS = "batch statistics"
+"""Not a path: batch norms take the statistics of the batch, as in training, and not their running ones."""
+
 _NORMS = NORMALISATIONS - {"rms_norm"}
 
 
@@ -40,6 +43,8 @@ class PathCall:
     place: Place
     zeros: bool = False
     """Whether the padded positions of its input are all zero."""
+    entries: int = 0
+    """The number of entries of the table of positions that it reads."""
 
 
 @dataclass(slots=True)
@@ -52,6 +57,8 @@ class PaddingFlow:
     """Calls that mix positions and cannot be blocked: convolutions, norms, recurrent nets."""
     drawn: list[tuple[object, ...]] = field(default_factory=list)
     """The random numbers that were drawn: function, shape without rows, numbers among the arguments."""
+    normed: PathCall | None = None
+    """The first batch norm."""
     behind: bool = False
     """Whether states of a recurrent net in or behind the padding were used."""
     inverted: PathCall | None = None
@@ -88,6 +95,8 @@ class BlockedPaths(WatchingMode, NoRandomness):
         still = functools.partial(NoRandomness.call, self, name, func)
         if name == "backward":
             return still(args, kwargs)
+        if name == "batch_norm" and BATCH_STATISTICS in self._paths:
+            return func(*args, **kwargs)
         watch, name = self.watch, name_of(func)
         out = self._without(watch, name, still, args, kwargs)
         if out is None:
@@ -133,7 +142,8 @@ class BlockedPaths(WatchingMode, NoRandomness):
             after = list(tensors_in(out))
             same = all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(before, after, strict=True))
             if not same:
-                self.flow.blocked.append(PathCall(path, name, here()[0], self._is_zero(given)))
+                entries = positions.entries(name, *given) if path == "positions" else 0
+                self.flow.blocked.append(PathCall(path, name, here()[0], self._is_zero(given), entries))
             if path == "pooling" and name not in RECURRENT and name not in pooling.READS:
                 self._pooled |= {id(t): t for t in tensors_in(out)}
 
@@ -166,6 +176,8 @@ class BlockedPaths(WatchingMode, NoRandomness):
         elif name in RECURRENT:
             self._recurrent(watch, name, args, out)
         elif name in CONVOLUTIONS or name in _NORMS:
+            if name == "batch_norm" and self.flow.normed is None:
+                self.flow.normed = PathCall("statistics", name, here()[0])
             self._mixing(watch, name, args)
         elif "outputs" in self._paths and name == "linear" and out.requires_grad and out.dim() > 2:
             self._cut(out)

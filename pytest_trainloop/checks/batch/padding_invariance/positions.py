@@ -26,6 +26,14 @@ def counted_from_first(name: str, call: Call, args: tuple[Any, ...], kwargs: dic
     return None
 
 
+def entries(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The number of entries of the table that a call reads."""
+    if name == "embedding":
+        return len(args[1] if len(args) > 1 else kwargs["weight"])
+    shape: tuple[int, ...] = args[0].shape
+    return max(shape[:-1])
+
+
 def _moved(ids: Any, span: Span) -> torch.Tensor | None:
     """Positions that count up by one in every row alike, counted from the first real one."""
     if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.dim() < 1 or ids.dtype is torch.bool:

@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop import nested
-from pytest_trainloop.batches.grids import time_axes
-from pytest_trainloop.batches.padding import PaddingMask, Proof, padding_ids, read_paddings
-from pytest_trainloop.batches.values import plain
-from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import PATHS, BlockedPaths, PaddingFlow, PathCall
+from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import (
+    BATCH_STATISTICS,
+    PATHS,
+    BlockedPaths,
+    PaddingFlow,
+    PathCall,
+)
+from pytest_trainloop.checks.batch.padding_invariance.known import is_declared, lengths, read
 from pytest_trainloop.checks.batch.padding_invariance.slices import BatchSlice, cut, slices
 from pytest_trainloop.errors import CannotDecide, DoesNotApply, Unreliable, UsageError
 from pytest_trainloop.gradients.compare import Agreement, agreement, first_step_difference, optimizers
@@ -29,6 +33,7 @@ from pytest_trainloop.runs.same_start import SameStart, from_same_start
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from pytest_trainloop.batches.padding import PaddingMask
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
@@ -42,6 +47,9 @@ BOUNDS = {d: ROUNDING * torch.finfo(getattr(torch, d)).eps for d in ("float64", 
 NONE: frozenset[str] = frozenset()
 """No path is blocked."""
 
+STATISTICS = frozenset({BATCH_STATISTICS})
+"""No path is blocked, and batch norms take the statistics of the batch."""
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -54,6 +62,13 @@ class Comparison:
     """With padding and without."""
     parameters: int
     precision: str = "float64"
+    statistics: bool = False
+    """Whether batch norms took their statistics from the batch, as in training."""
+
+    @property
+    def within_float32(self) -> bool:
+        """Whether rounding to float32 somewhere may be all that differs: in a table of angles that numpy made, say."""
+        return self.agreement.difference <= BOUNDS["float32"]
 
     @property
     def equal(self) -> bool:
@@ -89,7 +104,11 @@ def _nothing_padded(loop: TrainLoop, batches: Sequence[Any]) -> CannotDecide:
 
 
 class PaddingRuns:
-    """The runs behind ``padding_invariance``, each made once. ``varying``: batches are not all of one length."""
+    """The runs behind ``padding_invariance``, each made once.
+
+    ``declared``: the project's ``padding=`` is about this padding. ``lengths``: those of the batches that were looked
+    at, or none where the project gives a single one.
+    """
 
     def __init__(
         self,
@@ -99,7 +118,7 @@ class PaddingRuns:
         evidence: Evidence,
         *,
         declared: bool,
-        varying: bool,
+        lengths: frozenset[int],
     ) -> None:
         self._batch = batch
         self._padded = padded
@@ -110,8 +129,9 @@ class PaddingRuns:
         self._count: int | None = None
         self._precision = "float64"
         self._runs_through = False
-        self._declared = declared
-        self.varying = varying
+        self.declared = declared
+        self.varying = len(lengths) > 1
+        self._several = bool(lengths)
 
     @classmethod
     def of(cls, evidence: Evidence) -> list[PaddingRuns]:
@@ -128,7 +148,7 @@ class PaddingRuns:
     @classmethod
     def _of(cls, evidence: Evidence, loop: TrainLoop) -> list[PaddingRuns]:
         given = first_batches(loop, LOOKED_AT)
-        known = [(batch, [p for p in _padding(loop, batch) if slices(p)]) for batch in given]
+        known = [(batch, [p for p in read(loop, batch) if slices(p)]) for batch in given]
         found = [(batch, padded) for batch, padded in known if padded]
         if not found:
             raise _nothing_padded(loop, given)
@@ -136,9 +156,10 @@ class PaddingRuns:
         if not record.rounds:
             raise CannotDecide("the loop makes no optimizer step, so that no gradient is used")
         window = max(1, round(record.items / record.rounds))
-        batch, declared = nested.copy(found[0][0]), loop.padding is not None
+        batch = nested.copy(found[0][0])
+        others = [] if loop.batches is None else given
         return [
-            cls(batch, p, window, evidence, declared=declared, varying=len(_lengths(given, batch, p)) > 1)
+            cls(batch, p, window, evidence, declared=is_declared(loop, batch, p), lengths=lengths(others, batch, p))
             for p in found[0][1]
         ]
 
@@ -151,11 +172,19 @@ class PaddingRuns:
     def sure(self) -> bool:
         """Whether the project itself marks this as padding; a mask next to features may be of observations."""
         by_batch = self._padded.source == "lengths" or (self._padded.source == "mask" and self._padded.of_ids)
-        return self._declared or self.varying or by_batch
+        return self.declared or self.varying or by_batch
 
     @property
     def by_lengths(self) -> bool:
-        return self._padded.source == "lengths" and not self._declared
+        return self._padded.source == "lengths" and not self.declared
+
+    def of_one_length(self, calls: list[PathCall]) -> bool:
+        """Whether no batch can be of another length: several are given, all of one, and a table of positions has as
+        many entries, or one more for padding. Positions counted from the left edge are then counted from the end too.
+        """
+        total = self._padded.grid.length
+        fits = any(call.entries in (total, total + 1) for call in calls)
+        return fits and self._several and not self.varying
 
     @property
     def left(self) -> bool:
@@ -167,15 +196,26 @@ class PaddingRuns:
         The first padded position may be the end of a text, which the model predicts: what no longer changes once it is
         kept, and takes no other path, is no difference.
         """
-        compared, refused = 0, ""
+        compared, refused, rounded = 0, "", 0.0
         for chosen in slices(self._padded):
             found = self._compared(chosen)
             if isinstance(found, str):
                 refused = found or refused
                 continue
             compared += 1
-            if not found.equal and (not self._ends_a_text(found) or self._takes_a_path(found)):
+            if not found.equal and found.within_float32:
+                rounded = found.agreement.difference
+            elif not found.equal and (not self._ends_a_text(found) or self._takes_a_path(found)):
                 return found
+            if self.declared and self.flow(found).normed is not None:
+                other = self.compare(chosen, blocked=STATISTICS)
+                if other is not None and not other.within_float32:
+                    return other
+        if rounded:
+            raise CannotDecide(
+                f"the gradient changes with padding by {rounded:.1e} only, as a table or a constant in float32 makes "
+                "it: make these with torch, in the precision of the model, to have padding judged"
+            )
         if not compared:
             raise CannotDecide(refused or "the gradient of rows with padding is zero: nothing is compared")
         return None
@@ -204,7 +244,9 @@ class PaddingRuns:
             return ""
         optimizer, worst = max(found, key=lambda pair: pair[1].difference)
         losses = self._loss(full, blocked), self._loss(trimmed, blocked)
-        return Comparison(full, trimmed, worst, losses, len(fewer[optimizer]), self._precision)
+        return Comparison(
+            full, trimmed, worst, losses, len(fewer[optimizer]), self._precision, BATCH_STATISTICS in blocked
+        )
 
     def _otherwise(self, chosen: BatchSlice) -> bool:
         """Whether there is another way to run a loop that raises: with as many rows as in the batch, and then in
@@ -288,7 +330,7 @@ class PaddingRuns:
     def smallest(self, found: Comparison, holds: Callable[[Comparison], bool]) -> Comparison | None:
         """The same difference, by the same cause, on one row and four positions or less; None where it is not there."""
         for chosen in _smaller(found.full, self.left):
-            other = self.compare(chosen)
+            other = self.compare(chosen, blocked=STATISTICS if found.statistics else NONE)
             if other is not None and not other.equal and holds(other):
                 return other
         return None
@@ -322,32 +364,6 @@ class PaddingRuns:
         plan = replace(plan, double=self._precision == "float64", enough=lambda r: r.rounds >= 1)
         record = self._run_plan(replace(plan, contexts=mode.contexts, fit_seed=fit_seed))
         return record, mode.flow
-
-
-def _padding(loop: TrainLoop, batch: Any) -> list[PaddingMask]:
-    time_first = loop.padding is not None and loop.padding.dim == 0
-    return read_paddings(
-        batch,
-        at_least=Proof.EMPTY,  # rows are cut there, and all tensors with them
-        batch_dim=loop.batch_dim if isinstance(loop.batch_dim, int) else int(time_first),
-        declared=loop.padding,
-        pad_ids=padding_ids(loop.modules.values()),
-    )
-
-
-def _lengths(given: list[Any], batch: Any, padded: PaddingMask) -> set[int]:
-    """How long batches are where this one is padded."""
-    grid = padded.grid
-    for number, tensor in enumerate(_plain(batch)):
-        axes = time_axes(tensor, grid.batch_dim, grid.rows, grid.length, grid.time_dim)
-        if axes:
-            same = [t for other in given for t in _plain(other)[number : number + 1] if t.dim() == tensor.dim()]
-            return {t.shape[axes[0]] for t in same}
-    return set()
-
-
-def _plain(batch: Any) -> list[torch.Tensor]:
-    return [t for t in nested.tensors(batch) if plain(t)]
 
 
 def _smaller(chosen: BatchSlice, left: bool) -> Iterator[BatchSlice]:

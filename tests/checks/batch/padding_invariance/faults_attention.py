@@ -191,7 +191,7 @@ pair(
     "padding_invariance",
     "positions_shifted",
     level="advice",
-    mentions=("all batches are of one length",),
+    mentions=("where all batches are of one length",),
     faulty=causal(True, from_the_edge, varying=False),
     fixed=causal(True, from_the_first, varying=False),
 )

@@ -103,7 +103,6 @@ pair(
     "padded_frames_are_pulled_to_zero",
     "padding_invariance",
     "padded_targets",
-    level="advice",
     mentions=("a penalty on outputs, or",),
     faulty=frames(kept=False),
     fixed=frames(kept=True),

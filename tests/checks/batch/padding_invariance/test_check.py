@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_trainloop.checks.batch.padding_invariance.check import padding_invariance
+from pytest_trainloop.checks.batch.padding_invariance.check import CAUSES, padding_invariance
 from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import PaddingFlow, PathCall
 from pytest_trainloop.checks.batch.padding_invariance.runs import Comparison, PaddingRuns
 from pytest_trainloop.checks.batch.padding_invariance.slices import BatchSlice
@@ -18,8 +18,8 @@ HERE = Place("train.py", 7, "loss.backward()")
 APART = Agreement(1.1, 0.9, 0.3)
 
 
-def compared(agreement=APART, part=PART):
-    return Comparison(part, part.trimmed(), agreement, (1.0, 1.1), 3)
+def compared(agreement=APART, part=PART, *, statistics=False):
+    return Comparison(part, part.trimmed(), agreement, (1.0, 1.1), 3, statistics=statistics)
 
 
 def call(op, path="pooling", *, zeros=False):
@@ -29,11 +29,12 @@ def call(op, path="pooling", *, zeros=False):
 class Runs:
     """Comparisons made beforehand: with the ``paths`` blocked both gradients agree."""
 
-    def __init__(self, found, paths=(), calls=(), *, cut=None, sure=True, varying=False, left=False, **flow):
+    def __init__(self, found, paths=(), calls=(), *, cut=None, **more):
         self._found, self._paths, self._cut = found, frozenset(paths), cut
-        self._flow = PaddingFlow(blocked=list(calls), **flow)
-        self.by_lengths = True
-        self.sure, self.varying, self.left, self.reason = sure, varying, left, "mask is 0 there"
+        self.reason, self._one_length = "mask is 0 there", more.pop("one_length", False)
+        self.declared, self.varying, self.left = (more.pop(k, False) for k in ("declared", "varying", "left"))
+        self.sure, self.by_lengths = more.pop("sure", True), not self.declared
+        self._flow = PaddingFlow(blocked=list(calls), **more)
 
     def first_difference(self):
         return self._found
@@ -46,6 +47,9 @@ class Runs:
 
     def flow(self, found, blocked=frozenset()):
         return self._flow
+
+    def of_one_length(self, calls):
+        return self._one_length
 
     def path_calls(self, found):
         return self._flow.blocked
@@ -60,10 +64,14 @@ class Runs:
         return found if holds(found) else None
 
 
-def said(runs, behind=()):
+def finding(runs, behind=()):
     evidence = FakeEvidence(None, shared={PaddingRuns.of: [runs]})
     evidence.root_causes = lambda _check: behind
-    found = list(padding_invariance(evidence))
+    return list(padding_invariance(evidence))
+
+
+def said(runs, behind=()):
+    found = finding(runs, behind)
     assert len(found) <= 1
     return (found[0].cause, found[0].level) if found else None
 
@@ -112,6 +120,46 @@ def test_no_difference_is_no_finding():
 )
 def test_cause_and_level(runs, expected):
     assert said(runs) == expected
+
+
+@pytest.mark.parametrize(
+    ("cause", "runs"),
+    [
+        ("padding_pooled", lambda **d: Runs(compared(), ["pooling"], [call("mean", zeros=True)], **d)),
+        ("padding_pooled", lambda **d: Runs(compared(), ["pooling"], [call("amax")], **d)),
+        (
+            "padding_pooled",
+            lambda **d: Runs(compared(), ["pooling"], [call("mean")], mixing=[call("conv1d")], **d),
+        ),
+        ("padding_pooled", lambda **d: Runs(compared(), ["pooling"], [call("mean")], spread=True, **d)),
+        ("padding_counts", lambda **d: Runs(compared(), ["pooling"], [call("gru")], **d)),
+        ("positions_shifted", lambda **d: Runs(compared(), ["positions"], [call("embedding", "positions")], **d)),
+        ("mean_over_padding", lambda **d: Runs(compared(Agreement(0.5, 1.0, 0.5)), **d)),
+        ("padded_targets", lambda **d: Runs(compared(), cut=compared(Agreement(1.0, 1.0, 0.0)), **d)),
+        ("padding_counts", lambda **d: Runs(compared(), **d)),
+    ],
+)
+def test_what_may_be_meant_is_a_fault_where_padding_is_declared(cause, runs):
+    (advice,) = finding(runs())
+    assert (advice.cause, advice.level) == (cause, "advice")
+    assert "declare padding=Padding(...)" in advice.summary
+    (fault,) = finding(runs(declared=True))
+    assert (fault.cause, fault.level) == (cause, "fault")
+    assert f'skip={{"padding_invariance:{cause}": "why"}}' in (fault.repair or CAUSES[cause].repair)
+
+
+def test_statistics_of_a_batch_norm_over_declared_padding():
+    found = compared(statistics=True)
+    assert said(Runs(found, normed=call("batch_norm"), declared=True)) == ("padding_counts", "fault")
+
+
+def test_what_even_a_declaration_does_not_decide():
+    positions = Runs(
+        compared(), ["positions"], [call("embedding", "positions")], declared=True, one_length=True, sure=True
+    )
+    assert said(positions) == ("positions_shifted", "advice")
+    drawn = Runs(compared(), drawn=[("randint", (), ())], declared=True)
+    assert said(drawn) == ("padding_counts", "advice")
 
 
 def test_outputs_that_loss_contract_calls_padding_are_a_fault():

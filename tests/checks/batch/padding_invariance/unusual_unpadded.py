@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from pytest_trainloop.loop import Padding, TrainLoop
+from pytest_trainloop.loop import TrainLoop
 from tests.checks.batch.padding_invariance.unusual_padded import (
     LENGTH,
     PAD,
@@ -67,7 +67,7 @@ def maximum_over_padding() -> TrainLoop:
     def loss_of(model, batch):
         return F.cross_entropy(model(batch["ids"]), batch["classes"])
 
-    return trained(TextCNN(), some(texts(), "ids", "classes"), loss_of, padding=Padding(pad_id=PAD))
+    return trained(TextCNN(), some(texts(), "ids", "classes"), loss_of)
 
 
 @odd(notes="statistics over time and rows: in training the padding has a part in them")
@@ -195,7 +195,7 @@ def both_directions_not_packed() -> TrainLoop:
     def loss_of(model, batch):
         return F.cross_entropy(model(batch["ids"]).transpose(1, 2), tags_of(batch["ids"], batch["mask"]))
 
-    return trained(Tagger(), some(texts(), "ids", "mask"), loss_of, padding=Padding(pad_id=PAD))
+    return trained(Tagger(), some(texts(), "ids", "mask"), loss_of)
 
 
 @odd(notes="padded on the left, the last output of a recurrent net is that of the last token")

@@ -1,0 +1,58 @@
+"""What is known of the padding of a loop's batches: where it stands, whether it is declared, how lengths vary."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pytest_trainloop import nested
+from pytest_trainloop.batches.grids import leaves, time_axes
+from pytest_trainloop.batches.padding import PaddingMask, Proof, padding_ids, read_paddings
+from pytest_trainloop.batches.values import plain
+
+if TYPE_CHECKING:
+    import torch
+
+    from pytest_trainloop.loop import TrainLoop
+
+
+def read(loop: TrainLoop, batch: Any) -> list[PaddingMask]:
+    """The padding of a batch, along which all of its tensors can be cut."""
+    time_first = loop.padding is not None and loop.padding.dim == 0
+    return read_paddings(
+        batch,
+        at_least=Proof.EMPTY,  # rows are cut there, and all tensors with them
+        batch_dim=loop.batch_dim if isinstance(loop.batch_dim, int) else int(time_first),
+        declared=loop.padding,
+        pad_ids=padding_ids(loop.modules.values()),
+    )
+
+
+def is_declared(loop: TrainLoop, batch: Any, padded: PaddingMask) -> bool:
+    """Whether ``padding=`` is about this padding: where ids of the batch are padded with the declared id, the padding
+    of anything else (regions of a picture, frames) is not."""
+    if loop.padding is None or loop.padding.pad_id is None:
+        return loop.padding is not None
+    masks = {p.grid: p.mask for p in read(loop, batch)}
+    about = [
+        grid
+        for grid, mask in masks.items()
+        for leaf in (leaf.under(grid) for leaf in leaves(batch))
+        if leaf.time is not None and leaf.whole and not leaf.two_valued
+        if bool((leaf.at(mask) == loop.padding.pad_id).all())
+    ]
+    return not about or padded.grid in about
+
+
+def lengths(given: list[Any], batch: Any, padded: PaddingMask) -> frozenset[int]:
+    """How long batches are where this one is padded."""
+    grid = padded.grid
+    for number, tensor in enumerate(_plain(batch)):
+        axes = time_axes(tensor, grid.batch_dim, grid.rows, grid.length, grid.time_dim)
+        if axes:
+            same = [t for other in given for t in _plain(other)[number : number + 1] if t.dim() == tensor.dim()]
+            return frozenset(t.shape[axes[0]] for t in same)
+    return frozenset()
+
+
+def _plain(batch: Any) -> list[torch.Tensor]:
+    return [t for t in nested.tensors(batch) if plain(t)]
