@@ -74,7 +74,7 @@ def declared_angles_of_a_table_in_float32() -> TrainLoop:
     return declared(Reader(FromTable()), ("ids", "mask"), next_token, left=True)
 
 
-@odd(notes="distances are put into buckets, from the left edge on, far ones into one (T5)")
+@odd(notes="distances are put into buckets, from the left edge on, far ones into one, as in relative attention")
 def declared_buckets_of_distances() -> TrainLoop:
     class Bucketed(Attention):
         def __init__(self):
