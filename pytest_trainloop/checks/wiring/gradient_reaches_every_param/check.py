@@ -14,6 +14,11 @@ How it decides
     judged at the initial weights and at weights moved a little (behind a zero-initialised gate nothing depends at
     first). No gradient and no dependence is no cut: an expert without tokens, another task's head, LoRA's A in its
     first step, a teacher. Gradients that user code takes by ``torch.autograd.grad`` and assigns count as arrived.
+    A result that its module's parent drops is a fault. One that the model gives out beside others (a pooled state, the
+    head of another task) is one where the batch holds a target for it, a tensor of that shape that nothing reads. What
+    takes no part is a fault where frozen= is given and does not name it, since all else is then declared to train: of
+    what no operation used at all (an expert, the head of another task) with batches= or ``frozen=()``. Undeclared, both
+    are advice.
     A zero gradient is a fault only where one operation is shown to make it: with that operation passed through, the
     gradient is there.
 
@@ -29,7 +34,8 @@ Fixed
 Known limits
     Rounding noise in place of zeros (LayerNorm over one feature) is no zero, and weights that the loss does not depend
     on are left to the learning checks. A gate or router that is detached on purpose looks the same: name it in
-    ``frozen=`` or ``skip=``. A parameter that only ever gets a zero gradient from an operation that is not known here
+    ``frozen=`` or ``skip=``. The same holds for a head whose loss begins in a later epoch, with its target in the batch
+    from the start. A parameter that only ever gets a zero gradient from an operation that is not known here
     is advice.
 
 References
@@ -103,7 +109,7 @@ CAUSES = {
     "parameter_unused": Cause(
         proof="the parameter is computed with in the training forward pass, and the result goes nowhere",
         repair="use the result (x = self.norm(x)), add its loss, or take the module out of the optimizer",
-        explains=("loss_contract", *TRAINING),
+        explains=("loss_contract", "input_dependence", *TRAINING),
     ),
     "frozen_by_mistake": Cause(
         proof="frozen= says what is meant to be frozen, and a layer's weight outside of it does not require grad",
@@ -228,7 +234,7 @@ def _never_arrives(evidence: Evidence, record: Record, never: Sequence[Parameter
     owners = {p.owner for p in cut_off}
     independent = [p for p in never if p not in cut_off and p.owner not in owners]
     if independent:
-        yield from _unused(evidence, independent)
+        yield from _unused(evidence, record, independent)
 
 
 def _cut(evidence: Evidence, record: Record, cut_off: Sequence[Parameter], change: float) -> Iterator[Finding]:
@@ -245,7 +251,7 @@ def _cut(evidence: Evidence, record: Record, cut_off: Sequence[Parameter], chang
         left = [n for n in left if explained and n not in explained]
 
 
-def _unused(evidence: Evidence, independent: Sequence[Parameter]) -> Iterator[Finding]:
+def _unused(evidence: Evidence, record: Record, independent: Sequence[Parameter]) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param import findings
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import CutSearch
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param.exposed_results import ExposedResults
@@ -257,12 +263,32 @@ def _unused(evidence: Evidence, independent: Sequence[Parameter]) -> Iterator[Fi
         exposed = evidence.shared(ExposedResults).among(unused)
         dropped, optional = (tuple(n for n in unused if (n in exposed) is given) for given in (False, True))
         if dropped:
-            yield findings.of_unused_result(dropped, "fault")
+            yield findings.of_unused_result(dropped)
         if optional:
-            yield findings.of_unused_result(optional, "advice")
+            yield from _given_out(evidence, record, optional)
     never = tuple(p.name for p in independent if p.name not in unused)
     if never:
-        yield findings.of_unused(never)
+        whatever_comes = record.frozen == () or (record.frozen is not None and "batches" in evidence.offers)
+        yield findings.of_unused(never, record.frozen if whatever_comes else None)
+
+
+def _given_out(evidence: Evidence, record: Record, names: tuple[str, ...]) -> Iterator[Finding]:
+    """Results that the model gives out and the loop does not use: missing is the loss of one for which the batch has a
+    target."""
+    from pytest_trainloop.checks.wiring.gradient_reaches_every_param import findings
+    from pytest_trainloop.checks.wiring.gradient_reaches_every_param.exposed_results import ExposedResults
+    from pytest_trainloop.checks.wiring.gradient_reaches_every_param.unread_targets import UnreadTargets
+
+    shapes, targets = evidence.shared(ExposedResults).shapes, dict[frozenset[tuple[int, ...]], str]()
+    for name in names:
+        wanted = frozenset(shapes.get(name, ()))
+        if wanted not in targets:
+            targets[wanted] = evidence.shared(UnreadTargets).fitting(names, wanted)
+    by_target: dict[str, list[str]] = {}
+    for name in names:
+        by_target.setdefault(targets[frozenset(shapes.get(name, ()))], []).append(name)
+    for target, behind in by_target.items():
+        yield findings.of_result_given_out(tuple(behind), target, record.frozen)
 
 
 def _arrives_as_zero(evidence: Evidence, record: Record, zero: Sequence[Parameter]) -> Iterator[Finding]:

@@ -80,7 +80,7 @@ class Tracer(WatchingMode):
         self.found: dict[tuple[str, Site], Candidate] = {}
         """Candidates in the order of their first call."""
         self.touched: set[int] = set()
-        """Parameters that entered some computation with gradients on."""
+        """Parameters that entered some computation whose result has a history."""
 
     @contextlib.contextmanager
     def watching(self, watch: Watch) -> Iterator[None]:
@@ -108,8 +108,6 @@ class Tracer(WatchingMode):
         if off and self._left_out("grad_off", self._region_site()):
             with torch.inference_mode(False), torch.enable_grad():
                 return func(*args, **kwargs)
-        if not off:
-            self._touch(given)
         if name in ("data", "detach"):
             self._detached = [*self._detached[-63:], out := func(*args, **kwargs)]
             if not given[0].requires_grad:
@@ -126,6 +124,8 @@ class Tracer(WatchingMode):
         if chosen := self._chosen.get((name, site)):
             return self._changed(chosen, func, args, kwargs, given)
         out = func(*args, **kwargs)
+        if any(t.requires_grad for t in tensors_in(out)) and not name.startswith("__get"):
+            self._touch(given)  # what is only asked for its device or its gradient is not computed with
         kind = "value" if _writes(name) and any(args[0] is d for d in self._detached) else _kind(name, args, given, out)
         if kind == "constant" and not self.watch.inside_parameters():
             kind = None  # a hinge in the loss that every example meets is no dead unit

@@ -39,10 +39,16 @@ class _Exposure:
         self._watch = watch
         self._wanted = wanted
         self._given_out: set[int | None] = set()
+        self._shapes: dict[int, set[tuple[int, ...]]] = {}
 
     @property
     def names(self) -> set[str]:
         return {self._watch.table.entries[i].name for i in self._given_out if i is not None}
+
+    @property
+    def shapes(self) -> dict[str, set[tuple[int, ...]]]:
+        """The shapes of the results that each parameter was computed into, and others beside it were not."""
+        return {self._watch.table.entries[i].name: shapes for i, shapes in self._shapes.items()}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -77,8 +83,13 @@ class _Exposure:
 
     def _optional(self, output: Any) -> set[int | None]:
         """The parameters behind some of several results, but not behind all of them."""
-        behind: list[set[int | None]] = [self._leaves(t) for t in nested.tensors(output) if t.grad_fn is not None]
-        return behind[0].union(*behind) - behind[0].intersection(*behind) if len(behind) > 1 else set()
+        results = [t for t in nested.tensors(output) if t.grad_fn is not None]
+        behind: list[set[int | None]] = [self._leaves(t) for t in results]
+        optional = behind[0].union(*behind) - behind[0].intersection(*behind) if len(behind) > 1 else set()
+        for result, leaves in zip(results, behind, strict=True):
+            for index in self._wanted & leaves & optional:
+                self._shapes.setdefault(index, set()).add(tuple(result.shape))
+        return optional
 
     def _leaves(self, output: Any) -> set[int | None]:
         """The parameters that an output was computed with, read off its graph."""
@@ -101,6 +112,8 @@ class ExposedResults:
 
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
+        self.shapes: dict[str, set[tuple[int, ...]]] = {}
+        """The shapes of results given out, by the parameters of ``among`` that they were computed with."""
 
     def among(self, names: Sequence[str]) -> set[str]:
         """Those of the named parameters whose unused result is given out with good reason."""
@@ -115,4 +128,5 @@ class ExposedResults:
             yield made[0].watching()
 
         evidence.rerun(enough=until_stepped(evidence, names), contexts=contexts)
+        self.shapes |= made[0].shapes
         return made[0].names

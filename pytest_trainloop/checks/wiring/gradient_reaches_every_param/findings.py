@@ -138,29 +138,63 @@ def of_cut(record: Record, names: tuple[str, ...], change: float, cut: Cut | Non
     )
 
 
-def of_unused_result(names: tuple[str, ...], level: Level) -> Finding:
+_NO_RESULT = (
+    "the parameter enters an operation in the training forward pass, and nothing that is backpropagated depends on the "
+    "result"
+)
+
+
+def of_unused_result(names: tuple[str, ...]) -> Finding:
     return Finding(
         cause="parameter_unused",
-        level=level,
         summary=f"{some(names)} {be(names)} computed with in every forward pass, and the result never reaches the loss",
         measured=f"0 gradients arrived; moving {them(names)} does not change the loss",
-        shown_by=(
-            "the parameter enters an operation in the training forward pass, and nothing that is backpropagated "
-            "depends on the result"
-        ),
+        shown_by=_NO_RESULT,
         culprits=names,
     )
 
 
-def of_unused(names: tuple[str, ...]) -> Finding:
+def of_result_given_out(names: tuple[str, ...], target: str, frozen: Sequence[str] | None) -> Finding:
+    """``target`` is the tensor of the batch that fits the result and that nothing reads, if there is one."""
+    why = f"nothing reads {target}, which has the shape of its target" if target else ""
+    if frozen is not None and not target:
+        why = _not_declared(names, frozen)
     return Finding(
         cause="parameter_unused",
-        level="advice",
-        summary=f"{some(names)} {be(names)} held by an optimizer and took no part in these batches",
-        measured=f"no gradient arrived and no operation used {them(names)}",
+        level="fault" if why else "advice",
+        summary=f"{some(names)} {be(names)} computed with in every forward pass, and no loss uses the result"
+        + (f": {why}" if why else ""),
+        measured=f"0 gradients arrived; moving {them(names)} does not change the loss",
+        shown_by=_NO_RESULT + (f"; {why}" if why else ""),
         culprits=names,
-        repair='give batches= that use it, or name it in frozen=("...",) if it is meant to stay fixed',
+        repair=f"add the loss of that result, with {target} as target; or name the module in frozen="
+        if target
+        else "add the loss of that result, or take the module out of the optimizer; or name it in frozen="
+        if why
+        else "add the loss of that result, or take the module out of the optimizer; "
+        'frozen=("...",) says that it is meant, frozen=() that all must train',
     )
+
+
+def of_unused(names: tuple[str, ...], frozen: Sequence[str] | None) -> Finding:
+    """``frozen`` is what is declared not to train, where all else must, whatever batches come."""
+    why = "" if frozen is None else _not_declared(names, frozen)
+    return Finding(
+        cause="parameter_unused",
+        level="fault" if why else "advice",
+        summary=f"{some(names)} {be(names)} held by an optimizer and took no part in these batches"
+        + (f": {why}" if why else ""),
+        measured=f"no gradient arrived and no operation used {them(names)}",
+        shown_by=why,
+        culprits=names,
+        repair="call the module and use its result, or take it out of the optimizer; or name it in frozen="
+        if why
+        else 'give batches= that use it; frozen=("...",) says that it is meant to stay, frozen=() that all must train',
+    )
+
+
+def _not_declared(names: tuple[str, ...], frozen: Sequence[str]) -> str:
+    return f"frozen={tuple(frozen)} declares what does not train, and does not name {them(names)}"
 
 
 def of_zero_gradient(names: tuple[str, ...]) -> Finding:

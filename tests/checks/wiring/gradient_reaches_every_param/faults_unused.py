@@ -14,7 +14,7 @@ from tests.loops.pairs import pair
 CHECK = "gradient_reaches_every_param"
 
 
-def loop(network, batch, loss, lr=5e-3):
+def loop(network, batch, loss, lr=5e-3, **declared):
     def make():
         model = network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
@@ -32,18 +32,20 @@ def loop(network, batch, loss, lr=5e-3):
             batch=batch(),
             batches=lambda n: [batch() for _ in range(n)],
             fit=fit,
+            **declared,
         )
 
     return make
 
 
-def unused(name, culprits, broken, whole, batch, loss, *, broken_loss=None, level="fault", **options):
+def unused(name, culprits, broken, whole, batch, loss, *, broken_loss=None, level="fault", mentions=(), **options):
     pair(
         name,
         CHECK,
         "parameter_unused",
         level=level,
         culprits=culprits,
+        mentions=mentions,
         faulty=loop(broken, batch, broken_loss or loss, **options),
         fixed=loop(whole, batch, loss, **options),
     )
@@ -136,6 +138,10 @@ def clusters():
     return {"x": x, "label": labels, "radius": x.norm(dim=-1) / x.norm(dim=-1).mean()}
 
 
+def without_radius():
+    return {name: values for name, values in clusters().items() if name != "radius"}
+
+
 def label_only(model, batch):
     out = model(batch["x"])
     return F.cross_entropy(out["label"], batch["label"])
@@ -161,7 +167,7 @@ unused(
     clusters,
     label_and_radius,
     broken_loss=label_only,
-    level="advice",  # the head of a task that is not in this batch looks the same
+    mentions=("nothing reads radius",),
 )
 unused(
     "second_term_left_out",
@@ -171,7 +177,30 @@ unused(
     clusters,
     label_and_radius,
     broken_loss=radius_term_lost,
-    level="advice",
+    mentions=("nothing reads radius",),
+)
+
+
+class LabelHead(TwoHeads):
+    """Without the head that its task does not need."""
+
+    def __init__(self):
+        super().__init__()
+        del self.radius_head
+
+    def forward(self, x):
+        return {"label": self.label_head(self.trunk(x))}
+
+
+unused(
+    "head_of_another_task_in_a_loop_that_declares_what_is_frozen",
+    ("radius_head.weight", "radius_head.bias"),
+    TwoHeads,
+    LabelHead,
+    without_radius,
+    label_only,
+    frozen=(),
+    mentions=("frozen=() declares what does not train",),
 )
 
 
@@ -276,4 +305,13 @@ unused(
     data.images,
     classify,
     level="advice",
+)
+unused(
+    "auxiliary_never_called_and_not_frozen",
+    ("auxiliary.weight", "auxiliary.bias"),
+    Auxiliary,
+    AuxiliaryCalled,
+    data.images,
+    classify,
+    frozen=(),
 )

@@ -6,6 +6,7 @@ from pytest_trainloop.checks.wiring.gradient_reaches_every_param.check import gr
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_candidates import Candidate
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import Cut, CutSearch, Search
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.exposed_results import ExposedResults
+from pytest_trainloop.checks.wiring.gradient_reaches_every_param.unread_targets import UnreadTargets
 from pytest_trainloop.gradients.dependence import Dependence, Dependences
 from pytest_trainloop.recording.events import Move, Raised
 from tests.helpers.records import HERE, ONE, ZERO, FakeEvidence, parameter, record
@@ -14,9 +15,10 @@ from tests.helpers.records import HERE, ONE, ZERO, FakeEvidence, parameter, reco
 class Experiments:
     """What moving parameters, leaving operations out and following results would show."""
 
-    def __init__(self, depends, cut, touched, exposed, saddle):
+    def __init__(self, depends, cut, touched, exposed, saddle, target):
         self._depends, self._cut, self._touched = depends, cut, set(touched)
-        self._exposed, self._saddle = set(exposed), saddle
+        self._exposed, self._saddle, self._target = set(exposed), saddle, target
+        self.shapes = {name: {(8, 1)} for name in exposed}
 
     def of(self, names):
         return {n: Dependence(1e-2 if n in self._depends else 0.0, 1e-12) for n in names}
@@ -30,10 +32,16 @@ class Experiments:
     def saddles(self, names):
         return self._saddle
 
+    def fitting(self, names, results):
+        return self._target if results else ""
 
-def given(record, *, depends=(), cut=None, touched=(), exposed=(), saddle=None):
-    found = Experiments(depends, cut, touched, exposed, saddle or {})
-    return FakeEvidence(record, shared=dict.fromkeys((Dependences, CutSearch, ExposedResults), found))
+
+def given(record, *, depends=(), cut=None, touched=(), exposed=(), saddle=None, target="", batches=False):
+    found = Experiments(depends, cut, touched, exposed, saddle or {}, target)
+    kinds = (Dependences, CutSearch, ExposedResults, UnreadTargets)
+    evidence = FakeEvidence(record, shared=dict.fromkeys(kinds, found))
+    evidence.offers = evidence.offers | ({"batches"} if batches else set())
+    return evidence
 
 
 def cut(kind, op, gradient=0.1, reached=("body.weight",)):
@@ -83,6 +91,33 @@ def test_a_result_thrown_away_is_a_fault_and_one_given_out_is_advice():
     assert found(given(made(), touched=["body.weight"], exposed=["body.weight"])) == [
         ("parameter_unused", "advice", ("body.weight",))
     ]
+
+
+def test_a_result_given_out_is_a_fault_where_the_batch_has_a_target_for_it():
+    evidence = given(made(), touched=["body.weight"], exposed=["body.weight"], target="batch.radius")
+    (finding,) = gradient_reaches_every_param(evidence)
+    assert (finding.cause, finding.level) == ("parameter_unused", "fault")
+    assert "nothing reads batch.radius" in finding.summary
+
+
+@pytest.mark.parametrize(
+    ("frozen", "batches", "ran", "level"),
+    [
+        (("head.",), False, True, "fault"),
+        ((), False, True, "fault"),
+        (None, True, True, "advice"),
+        (("head.",), True, False, "fault"),
+        (("head.",), False, False, "advice"),
+        ((), False, False, "fault"),
+        (None, True, False, "advice"),
+    ],
+)
+def test_what_takes_no_part_is_a_fault_where_frozen_is_declared_and_does_not_name_it(frozen, batches, ran, level):
+    declared = made(calls_with_grad=int(ran))
+    declared.frozen = frozen
+    touched = ["body.weight"] if ran else []
+    evidence = given(declared, touched=touched, exposed=touched, batches=batches)
+    assert found(evidence) == [("parameter_unused", level, ("body.weight",))]
 
 
 def test_a_zero_gradient_is_a_fault_only_with_the_operation_that_makes_it():

@@ -296,3 +296,162 @@ def vector_root_with_row_weights() -> TrainLoop:
         batches=fresh(points),
         fit=lambda batches: train_row_losses(model, optimizer, batches),
     )
+
+
+class Experts(nn.Module):
+    """Each row goes to the expert of its domain."""
+
+    def __init__(self, domains=4):
+        super().__init__()
+        self.stem, self.experts = nn.Linear(8, 12), nn.ModuleList([relu_mlp(12, 16, 4) for _ in range(domains)])
+
+    def forward(self, x, domain):
+        h, out = torch.relu(self.stem(x)), x.new_zeros(len(x), 4)
+        for number in domain.unique().tolist():
+            mine = domain == number
+            out = out.index_put((mine.nonzero()[:, 0],), self.experts[number](h[mine]))
+        return out
+
+
+@odd(notes="one expert a domain; the example batch has rows of two of the four domains")
+def experts_of_domains_that_are_not_in_the_batch() -> TrainLoop:
+    model = Experts()
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    x, y = points()
+
+    def fit(batches):
+        for x, domain, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x, domain), y).backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=(x, torch.arange(len(x)) % 2, y), fit=fit)
+
+
+class ManyTasks(nn.Module):
+    """A head a task; the head of every task runs, for a dashboard."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(8, 24), nn.ReLU())
+        self.heads = nn.ModuleDict({"kind": nn.Linear(24, 4), "colour": nn.Linear(24, 3), "age": nn.Linear(24, 1)})
+
+    def forward(self, x):
+        hidden = self.trunk(x)
+        return {task: head(hidden) for task, head in self.heads.items()}
+
+
+@odd(notes="every head runs, and this batch has labels of one task only (tasks take turns)")
+def tasks_that_take_turns() -> TrainLoop:
+    model = ManyTasks()
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    x, y = points()
+
+    def fit(batches):
+        for batch in batches:
+            out = model(batch["x"])
+            optimizer.zero_grad()
+            F.cross_entropy(out[batch["task"]], batch["labels"]).backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch={"x": x, "task": "kind", "labels": y}, fit=fit)
+
+
+class Masked(nn.Module):
+    """Masked modelling: the token that replaces what is hidden; this stage fine-tunes on whole rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.mask_token = nn.Parameter(torch.zeros(12))
+        self.embed, self.head = nn.Linear(8, 12), relu_mlp(12, 16, 4)
+
+    def forward(self, x, hidden=None):
+        tokens = self.embed(x)
+        if hidden is not None:
+            tokens = torch.where(hidden[:, None], self.mask_token, tokens)
+        return self.head(tokens)
+
+
+@odd(notes="the mask token of pretraining is still in the model that is fine-tuned")
+def mask_token_after_pretraining() -> TrainLoop:
+    return adam_loop(Masked())
+
+
+class Growing(nn.Module):
+    """Progressive growing: blocks of higher resolutions wait for their phase."""
+
+    def __init__(self, depth=4, phase=2):
+        super().__init__()
+        self.blocks, self.phase = nn.ModuleList([relu_mlp(8, 16, 8) for _ in range(depth)]), phase
+        self.heads = nn.ModuleList([nn.Linear(8, 4) for _ in range(depth)])
+
+    def forward(self, x):
+        for block in self.blocks[: self.phase]:
+            x = x + block(x)
+        return self.heads[self.phase - 1](x)
+
+
+@odd(notes="blocks that a later phase switches on are in the optimizer from the start")
+def blocks_that_wait_for_their_phase() -> TrainLoop:
+    return adam_loop(Growing(), batches=fresh(points))
+
+
+class Temperature(nn.Module):
+    """A scale for calibration after training: only ``calibrated`` reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.log_temperature = relu_mlp(8, 16, 4), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return self.body(x)
+
+    def calibrated(self, x):
+        return self.body(x) / self.log_temperature.exp()
+
+
+@odd(notes="a temperature for calibration after training is a parameter of the model")
+def temperature_for_calibration_later() -> TrainLoop:
+    return adam_loop(Temperature())
+
+
+def train_first_head(model, optimizer, batches):
+    for batch in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch["x"])["kind"], batch["kind"]).backward()
+        optimizer.step()
+
+
+@odd(
+    notes="the first stage trains one head; the batch has ages, which a metric reads, and the project froze their head"
+)
+def stage_that_declares_the_other_heads_frozen() -> TrainLoop:
+    model = ManyTasks()
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    x, y = points()
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batch={"x": x, "kind": y, "age": x.norm(dim=1)},
+        frozen=("heads.colour", "heads.age"),
+        fit=lambda batches: train_first_head(model, optimizer, batches),
+    )
+
+
+@odd(notes="the batch holds a teacher's scores, of the shape of an unused head's, and weighs the loss by them")
+def teacher_scores_beside_an_unused_head() -> TrainLoop:
+    model = ManyTasks()
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    x, y = points()
+
+    def fit(batches):
+        for batch in batches:
+            out = model(batch["x"])
+            optimizer.zero_grad()
+            loss = F.cross_entropy(out["kind"], batch["kind"])
+            weight = batch["scores"].softmax(-1)[:, :1]
+            (loss * weight.mean()).backward()
+            optimizer.step()
+
+    batch = {"x": x, "kind": y, "scores": torch.randn(len(x), 3)}
+    return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=fit)
