@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ def scalers_built_with(**given: Any) -> Iterator[None]:
     def wrap(original: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(original)
 
+        @functools.wraps(original)  # another block inside reads the signature
         def init(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
             bound = signature.bind(scaler, *args, **kwargs)
             bound.arguments.update(given)

@@ -11,6 +11,8 @@ Why is this bad?
     without end skips more and more steps, and then every gradient underflows: the loss stands still and nothing raises.
 
 How it decides
+    A scaler that is disabled as the loop is run is judged in a further run: in float16 by the knob ``precision``, and
+    on the device that the loop is on (torch disables a scaler for CUDA on a CPU).
     The gradient that a step reads must not depend on the loss scale. Halving a scale is exact in floating point, so the
     gradient is the same bit for bit in both runs. Where it is not, three scales s, s/2 and s/4 separate a part that
     grows with the scale (never unscaled: its differences halve) from one that falls with it (never scaled: they
@@ -61,6 +63,7 @@ References
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.registry import Cause, check
@@ -68,6 +71,7 @@ from pytest_trainloop.registry import Cause, check
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pytest_trainloop.checks.numerics.grad_scaler.enabled_scaler import EnabledScaler
     from pytest_trainloop.checks.numerics.grad_scaler.scale_trace import ScaleTrace
     from pytest_trainloop.finding import Finding
     from pytest_trainloop.recording.record import Record
@@ -160,22 +164,35 @@ FALL = 10
 
 @check(needs={"fit"}, causes=CAUSES, rank=25)
 def grad_scaler(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.numerics.grad_scaler.findings import call_order_findings
+    from pytest_trainloop.checks.numerics.grad_scaler.enabled_scaler import EnabledScaler
 
     record = evidence.run()
-    if not record.scaler_calls():
-        return
-    found = list(call_order_findings(record))
-    yield from found
-    if found or not any(call.enabled for call in record.scaler_calls()):
-        return
-    wrong = list(_scale_dependences(evidence, record))
+    if not EnabledScaler.enabled_in(record) and evidence.repeatable:
+        if "precision" not in evidence.knobs and not record.scaler_calls():
+            return
+        other = evidence.shared(EnabledScaler)
+        if EnabledScaler.enabled_in(other.run()):
+            # whether its values are finite in that precision is asked by precision_parity
+            for finding in (*_wrong_calls(other, other.run()), *_recreated(other.run())):
+                yield replace(finding, shown_by=f"{finding.shown_by}; {other.how}")
+            return
+    wrong = list(_wrong_calls(evidence, record))
     yield from wrong
     if not wrong and record.raised is None:
-        yield from _scale_traces(evidence, record)
+        yield from _recreated(record) or _scale_traces(evidence, record)
 
 
-def _scale_dependences(evidence: Evidence, record: Record) -> Iterator[Finding]:
+def _wrong_calls(evidence: Evidence | EnabledScaler, record: Record) -> Iterator[Finding]:
+    """What the order of the calls shows, and otherwise what gradients show that depend on the scale."""
+    from pytest_trainloop.checks.numerics.grad_scaler.findings import call_order_findings
+
+    found = list(call_order_findings(record))
+    yield from found
+    if not found and any(call.enabled for call in record.scaler_calls()):
+        yield from _scale_dependences(evidence, record)
+
+
+def _scale_dependences(evidence: Evidence | EnabledScaler, record: Record) -> Iterator[Finding]:
     """Gradients that depend on the scale when a step reads them."""
     from pytest_trainloop.checks.numerics.grad_scaler import findings
     from pytest_trainloop.checks.numerics.grad_scaler.call_windows import (
@@ -202,16 +219,23 @@ def _scale_dependences(evidence: Evidence, record: Record) -> Iterator[Finding]:
             yield findings.not_unscaled(record, found)  # through a scaler, a fused optimizer unscales inside its step
 
 
-def _scale_traces(evidence: Evidence, record: Record) -> Iterator[Finding]:
-    """Scales that never adapt, or fall without end."""
+def _recreated(record: Record) -> list[Finding]:
+    """Scalers that never adapt, since each makes one step."""
     from pytest_trainloop.checks.numerics.grad_scaler import findings, scale_trace
+
+    traces = scale_trace.traces(record)
+    if not scale_trace.of_one_step_each(traces):
+        return []
+    return [findings.scaler_recreated(scale_trace.joined(traces), len(traces))]
+
+
+def _scale_traces(evidence: Evidence, record: Record) -> Iterator[Finding]:
+    """Scales that fall without end."""
+    from pytest_trainloop.checks.numerics.grad_scaler import scale_trace
     from pytest_trainloop.records.finiteness import explosion
     from pytest_trainloop.runs.further_runs import longer_run
 
     traces = scale_trace.traces(record)
-    if scale_trace.of_one_step_each(traces):
-        yield findings.scaler_recreated(scale_trace.joined(traces), len(traces))
-        return
     suspicious = any(t.skipped_since >= 2 or t.first_made == len(t.made) > 2 for t in traces)
     some_loss_finite = any(math.isfinite(root.value) for b in record.backwards() for root in b.roots)
     if not suspicious or not some_loss_finite or explosion(record) is not None:

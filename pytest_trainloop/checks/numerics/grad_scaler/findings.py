@@ -53,7 +53,9 @@ def call_order_findings(record: Record) -> Iterator[Finding]:
 
 def _clip_before_unscale(record: Record, found: ScaledClip) -> Finding:
     clip, scale = found.clip, found.scale
-    factor = f"{scale.factor:g}" if math.isfinite(scale.factor) else "the loss scale"
+    known = scale.enabled and math.isfinite(scale.factor)
+    factor = f" of {scale.factor:g}" if known else ""
+    consequence = f"the limit is {scale.factor:g} times too low" if known else "the limit is too low by this scale"
     names = record.names(found.carrying) if found.partial else ()
     kinds = sorted({record.optimizers[o].kind for i in found.carrying for o in record.held[i]})
     return Finding(
@@ -61,11 +63,13 @@ def _clip_before_unscale(record: Record, found: ScaledClip) -> Finding:
         level="fault" if scale.enabled else "advice",
         summary=(
             f"gradients {f'of {some(names)} ' if found.partial else ''}are clipped while they still carry the loss "
-            f"scale of {factor}: "
-            + ("the others hardly count in the norm" if found.partial else f"the limit is {factor} times too low")
+            f"scale{factor}{'' if scale.enabled else ', wherever the scaler is enabled'}: "
+            + ("the others hardly count in the norm" if found.partial else consequence)
         ),
-        measured=f"limit {'unknown' if clip.limit is None else f'{clip.limit:g}'} on gradients times {factor}, in "
-        f"{found.steps} steps" + ("" if scale.enabled else " (this scaler is disabled here)"),
+        measured=f"limit {'unknown' if clip.limit is None else f'{clip.limit:g}'} on gradients"
+        + (f" times {scale.factor:g}" if known else "")
+        + f", in {found.steps} steps"
+        + ("" if scale.enabled else " (this scaler is disabled here)"),
         shown_by="order seen: scale, backward, clip, with no unscale_ between backward and clip"
         + (f" for {' and '.join(kinds)}, which holds them" if found.partial else ""),
         culprits=(clip.by.lstrip("_"), *names),

@@ -23,6 +23,7 @@ from pytest_trainloop.tracing.nonfinite import NonFiniteOrigin, NonFiniteOrigins
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from pytest_trainloop.checks.numerics.grad_scaler.enabled_scaler import EnabledScaler
     from pytest_trainloop.gradients.vectors import Gradient
     from pytest_trainloop.recording.events import Step
     from pytest_trainloop.recording.record import Record
@@ -79,7 +80,7 @@ class AtLowest:
 class RescaledRuns:
     """The loop under other loss scales."""
 
-    def __init__(self, evidence: Evidence) -> None:
+    def __init__(self, evidence: Evidence | EnabledScaler) -> None:
         self._seen, self._plan, self._rerun = evidence.run(), evidence.plan(), evidence.rerun
 
     def dependences(self) -> Iterator[ScaleDependence]:

@@ -16,6 +16,7 @@ from pytest_trainloop.checks.numerics.grad_scaler.call_windows import (
     updates_between,
 )
 from pytest_trainloop.checks.numerics.grad_scaler.check import grad_scaler
+from pytest_trainloop.checks.numerics.grad_scaler.enabled_scaler import EnabledScaler
 from pytest_trainloop.checks.numerics.grad_scaler.findings import call_order_findings
 from pytest_trainloop.checks.numerics.grad_scaler.rescaled_runs import AtLowest, RescaledRuns
 from pytest_trainloop.checks.numerics.grad_scaler.scale_trace import of_one_step_each, power, traces
@@ -310,14 +311,49 @@ def test_without_a_scaler_no_further_run_is_made():
     assert list(grad_scaler(FakeEvidence(build.record()))) == []
 
 
-def test_with_a_scaler_that_is_off_no_further_run_is_made():
+def off(clip=False):
     build = ScalerRecordBuilder([0])
     for _ in range(3):
         build.scaler("scale", enabled=False)
         build.backward()
+        if clip:
+            build.clip()
         build.step()
         build.scaler("update", enabled=False)
-    assert list(grad_scaler(FakeEvidence(build.record()))) == []
+    return build.record()
+
+
+class Other:
+    """The run in which the scaler might be enabled."""
+
+    how = "with precision='fp16'"
+
+    def __init__(self, record):
+        self.record = record
+
+    def run(self):
+        return self.record
+
+
+def test_a_scaler_that_is_off_in_every_run_is_no_fault():
+    assert list(grad_scaler(FakeEvidence(off(), shared={EnabledScaler: Other(off())}))) == []
+
+
+def test_a_clip_with_a_scaler_that_is_off_is_advice_and_names_no_number():
+    record = off(clip=True)
+    (finding,) = grad_scaler(FakeEvidence(record, shared={EnabledScaler: Other(record)}))
+    assert (finding.cause, finding.level) == ("clip_before_unscale", "advice")
+    assert finding.summary.endswith(
+        "the loss scale, wherever the scaler is enabled: the limit is too low by this scale"
+    )
+    assert finding.measured == "limit 1 on gradients, in 3 steps (this scaler is disabled here)"
+
+
+def test_the_run_in_which_the_scaler_is_enabled_is_judged():
+    enabled = run("zero", "scale", "backward", "clip", "through", "update").record()
+    (finding,) = grad_scaler(FakeEvidence(off(clip=True), shared={EnabledScaler: Other(enabled)}))
+    assert (finding.cause, finding.level) == ("clip_before_unscale", "fault")
+    assert finding.shown_by.endswith("with precision='fp16'")
 
 
 class Answered:
