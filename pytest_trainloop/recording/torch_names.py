@@ -35,6 +35,14 @@ LOSSES = (
     )
 )
 
+# What is made of a tensor
+
+SHAPE_ONLY = _names(
+    """zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full
+    new_empty_strided"""
+)
+"""They take shape, dtype and device of a tensor, and none of its values."""
+
 # Layers
 
 SOFTMAXES = _names("softmax log_softmax")

@@ -133,6 +133,27 @@ class GAN(L.LightningModule):
         return [generate, discriminate], [torch.optim.lr_scheduler.StepLR(discriminate, 5)]
 
 
+class CutGenerator(GAN):
+    """Faulty: the generator is scored by the fakes that were detached for the discriminator."""
+
+    def training_step(self, batch, batch_idx):
+        generate, discriminate = self.optimizers()
+        fake = self.generator(torch.randn(len(batch), 3, device=self.device)).detach()
+
+        def tell_apart():
+            right, wrong = self.discriminator(batch), self.discriminator(fake)
+            return F.binary_cross_entropy_with_logits(right, torch.ones_like(right)) + (
+                F.binary_cross_entropy_with_logits(wrong, torch.zeros_like(wrong))
+            )
+
+        def fool():
+            score = self.discriminator(fake)
+            return F.binary_cross_entropy_with_logits(score, torch.ones_like(score))
+
+        self.play(discriminate, tell_apart)
+        self.play(generate, fool)
+
+
 class ManualRegression(L.LightningModule):
     """One optimizer by hand, several gradients a step."""
 
@@ -385,3 +406,24 @@ def test_without_the_package(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UsageError, match="from_lightning needs the package lightning or pytorch_lightning"):
         from_lightning(object(), batch=labelled())
+
+
+@pytest.mark.parametrize("toggled", [True, False])
+def test_a_cut_generator_is_named_by_its_own_parameters_and_lines(root_fault, toggled):
+    def gan():
+        return from_lightning(CutGenerator(toggled=toggled), batch=torch.randn(8, 4))
+
+    fault = root_fault(gan, "gradient_reaches_every_param:graph_cut")
+    assert set(fault.culprits) == {f"generator.{n}" for n in ("0.weight", "0.bias", "2.weight", "2.bias")}
+    assert "score = self.discriminator(fake)" in fault.change
+    assert "zeros_like" not in fault.summary
+    assert "detach() at" in fault.do_not
+    if toggled:  # else the discriminator's weights give the loss a history
+        assert "self.manual_backward(loss)" in fault.where
+
+
+def test_the_line_that_built_the_optimizer_is_the_users(root_fault):
+    fault = root_fault(
+        lambda: from_lightning(HeadOnly(), batch=labelled()), "optimizer_holds_every_param:not_in_optimizer"
+    )
+    assert "torch.optim.SGD(self.head.parameters(), lr=0.1)" in fault.change

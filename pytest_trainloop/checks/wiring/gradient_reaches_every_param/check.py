@@ -45,6 +45,7 @@ References
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING
 
@@ -175,6 +176,8 @@ def gradient_reaches_every_param(evidence: Evidence) -> Iterator[Finding]:
     if not refused and _raised_inside_backward(record):
         return  # that is the fault to show
     suspects = [p for p in record.parameters if _in_scope(record, p, refused=refused)]
+    if refused:
+        suspects = _awaiting(record, suspects)
     never = [p for p in suspects if not record.last_arrivals(p.index)]
     zero = [p for p in suspects if p not in never]
     if never:
@@ -191,8 +194,20 @@ def _in_scope(record: Record, p: Parameter, *, refused: bool) -> bool:
         return False
     holders = [record.optimizers[o] for o in record.held.get(p.index, ())]
     if refused or not any(o.steps for o in record.optimizers):
-        return bool(holders) or not record.optimizers
+        return bool(holders) or not any(o.declared for o in record.optimizers)
     return any(o.steps for o in holders)
+
+
+def _awaiting(record: Record, suspects: Sequence[Parameter]) -> list[Parameter]:
+    """Those of the parameters that the refused backward pass was for: what has not been stepped yet; where everything
+    has, what the optimizer holds that follows upon the last step in the order of the loop."""
+    order = [step.optimizer for step in record.innermost_steps()]
+    stepped = {i for o in set(order) for i in record.optimizers[o].parameters}
+    waiting = [p for p in suspects if p.index not in stepped and not record.reached(p.index)]
+    if waiting or not order:
+        return waiting or list(suspects)
+    following = {after for before, after in itertools.pairwise(order) if before == order[-1]} or set(order)
+    return [p for p in suspects if following & set(record.held.get(p.index, ()))]
 
 
 def _replaced_by_copy(record: Record, p: Parameter) -> bool:
@@ -247,8 +262,12 @@ def _cut(evidence: Evidence, record: Record, cut_off: Sequence[Parameter], chang
     while left:
         cut = evidence.shared(CutSearch).find(left, {"detach", "grad_off", "value", "custom"}).cut
         explained = [n for n in left if cut is not None and (not cut.reached or n in cut.reached | cut.fired)]
-        yield findings.of_cut(record, tuple(explained or left), change, cut, refused=refused)
-        left = [n for n in left if explained and n not in explained]
+        names = tuple(explained or left)
+        by_detach = cut is not None and cut.candidate.kind == "detach" and not cut.others
+        wanted = evidence.shared(CutSearch).wanted_elsewhere(names, cut) if cut is not None and by_detach else None
+        yield findings.of_cut(record, names, change, cut, wanted, refused=refused)
+        # of a refused pass the parameters of other optimizers are not known to be cut off
+        left = [n for n in left if explained and n not in explained and not refused]
 
 
 def _unused(evidence: Evidence, record: Record, independent: Sequence[Parameter]) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ from pytest_trainloop.recording.torch_names import (
     NORMALISATIONS,
     ROUNDINGS,
     SET_GRAD_ENABLED,
+    SHAPE_ONLY,
     SOFTMAXES,
     TO_PYTHON,
     TRANSPOSED_CONVOLUTIONS,
@@ -206,6 +207,8 @@ def _mark(passed: list[bool], which: int, gradient: torch.Tensor | None) -> None
 
 def _kind(name: str, args: tuple[Any, ...], given: list[torch.Tensor], out: Any) -> Kind | None:
     """What kind of candidate a call is, if any."""
+    if name in SHAPE_ONLY:
+        return None
     if name in _DETACHES:
         return "detach"
     if name in _VALUES:

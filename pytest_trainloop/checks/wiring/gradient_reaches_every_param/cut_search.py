@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_candidates import Candidate, Kind, Tracer
+from pytest_trainloop.checks.wiring.gradient_reaches_every_param.uses import wanted_elsewhere
 from pytest_trainloop.gradients.dependence import (
     difference,
     moved_a_little,
@@ -23,6 +24,7 @@ from pytest_trainloop.gradients.tolerances import CANCELLATION
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pytest_trainloop.checks.wiring.gradient_reaches_every_param.uses import Wanted
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -44,6 +46,8 @@ class Cut:
     """Parameters that get a gradient with it left out."""
     fired: frozenset[str] = frozenset()
     """Those that get one, even of zeros."""
+    others: tuple[Candidate, ...] = ()
+    """Operations that had to be left out as well, on other paths to the loss."""
 
 
 class Search(NamedTuple):
@@ -78,6 +82,10 @@ class CutSearch:
         zeros = {p.name for p in evidence.run().parameters if p.start.zero}
         record = evidence.rerun(prepare=moved_a_little, enough=until_stepped(evidence, names))
         return arriving(record, [n for n in names if n in zeros])
+
+    def wanted_elsewhere(self, names: Sequence[str], cut: Cut) -> Wanted | None:
+        """The two uses of the cut's result, where one of them is meant to have no history."""
+        return wanted_elsewhere(self._evidence, names, cut.candidate)
 
 
 def _proven(evidence: Evidence, names: Sequence[str], candidates: list[Candidate]) -> Cut | None:
@@ -122,11 +130,23 @@ def _moved(evidence: Evidence, names: Sequence[str], candidates: list[Candidate]
 def _without(evidence: Evidence, names: Sequence[str], left_out: list[Candidate]) -> Cut | None:
     """The first of these operations as the cut, if a gradient reaches one of the parameters with all left out."""
     record, _ = _traced(evidence, names, left_out)
+    if refused := _refused_pass(evidence.run()):
+        passed = record.autograd_passes()[refused - 1 :][:1]
+        names = [p.name for p in record.parameters if p.name in names and any(b.arrivals.get(p.index) for b in passed)]
     peaks = arriving(record, names)
     if evidence.run().raised is not None and _accepted(record) <= _accepted(evidence.run()):
         return None  # torch refused a backward pass, and refuses it still
     fired = frozenset(p.name for p in record.parameters if p.name in set(names) and any(record.arrivals(p.index)))
-    return Cut(left_out[0], max(peaks.values()), reached=frozenset(peaks), fired=fired) if peaks else None
+    if not peaks:
+        return None
+    return Cut(left_out[0], max(peaks.values()), reached=frozenset(peaks), fired=fired, others=tuple(left_out[1:]))
+
+
+def _refused_pass(record: Record) -> int:
+    """The number of the backward pass that torch refused, from 1 on; 0 without one."""
+    passes = record.autograd_passes()
+    refused = record.raised is not None and passes and not any(root.history for root in passes[-1].roots)
+    return len(passes) if refused else 0
 
 
 def _accepted(record: Record) -> int:

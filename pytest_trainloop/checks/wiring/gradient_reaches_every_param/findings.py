@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.wiring.consequences import TRAINING
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import Cut
+    from pytest_trainloop.checks.wiring.gradient_reaches_every_param.uses import Wanted
     from pytest_trainloop.finding import Level
     from pytest_trainloop.recording.record import Parameter, Record
 
@@ -87,24 +89,35 @@ def of_checkpoint(behind: Sequence[Parameter], change: float) -> Finding:
     )
 
 
-def of_cut(record: Record, names: tuple[str, ...], change: float, cut: Cut | None, *, refused: bool) -> Finding:
-    """A cut graph, by the operation that cuts it if one was found. ``refused``: torch refused the backward pass."""
+def of_cut(
+    record: Record,
+    names: tuple[str, ...],
+    change: float,
+    cut: Cut | None,
+    wanted: Wanted | None = None,
+    *,
+    refused: bool,
+) -> Finding:
+    """A cut graph, by the operation that cuts it if one was found. ``wanted``: its result is used twice, and once
+    rightly. ``refused``: torch refused the backward pass."""
     measured = (
-        f"0 gradients arrived in {len(record.autograd_passes())} backward passes; moving {them(names)} changes the "
-        f"loss by {change:.1e}"
+        f"0 gradients arrived there in {len(record.autograd_passes())} backward passes; moving {them(names)} changes "
+        f"the loss by {change:.1e}"
     )
     summary = f"{some(names)} {verb(names, 'get')} no gradient although the loss depends on {them(names)}"
+    raised_at = str(record.raised.place) if refused and record.raised else ""
+    ending = ", and torch refuses to backpropagate a loss without history" if refused else ""
     if cut is None:
         return Finding(
             cause="graph_cut",
-            summary=summary,
+            summary=summary + ending,
             measured=measured,
             shown_by=(
                 "no operation seen restores the gradient; tried without: detach, .data, no_grad, and values taken out "
                 "of tensors in torch calls"
             ),
             culprits=names,
-            where=str(record.raised.place) if record.raised else "",
+            where=raised_at or (str(record.raised.place) if record.raised else ""),
             repair=(
                 "look for a value that leaves torch or comes from another thread on the way from these parameters to "
                 "the loss"
@@ -113,29 +126,85 @@ def of_cut(record: Record, names: tuple[str, ...], change: float, cut: Cut | Non
         )
     candidate = cut.candidate
     off = candidate.kind == "grad_off" and cut.gradient is not None
-    op = "no_grad" if candidate.kind == "grad_off" else _OPERATIONS.get(candidate.op, f"{candidate.op}()")
     module = f" in {candidate.module}" if candidate.module else ""
-    if candidate.kind == "custom":
-        shown = f"a gradient arrives at the output of {candidate.op}, and its backward() returns none for an input"
-    elif cut.gradient is not None:
-        shown = (
-            f"in a run {'with gradients switched on' if off else f'without the {op}'} here, a gradient (largest entry "
-            f"{cut.gradient:.2g}) reaches {names[0]}"
-        )
-    else:
-        shown = (
-            f"likely: moving the result of {op} here changes the loss by {cut.change:.1e}, and no gradient passes there"
-        )
-    how = f"the forward pass{module} runs with gradients switched off" if off else f"the graph is cut by {op}{module}"
+    how = (
+        f"the forward pass{module} runs with gradients switched off"
+        if off
+        else f"the graph is cut by {_op(cut)}{module}"
+    )
+    if cut.others:
+        how += f", and at {len(cut.others)} more line{'s' if len(cut.others) > 1 else ''} on other paths"
+    if wanted is not None:
+        how = f"the loss is computed from what {_op(cut)} gave for another loss"
+    lines = [wanted.wrong] if wanted else [candidate.place, *(c.place for c in cut.others)]
     return Finding(
         cause="no_grad_forward" if off else "graph_cut",
-        summary=f"{summary}: {how}" + (", and torch refuses the backward pass" if refused else ""),
+        summary=f"{summary}: {how}{ending}",
         measured=measured,
-        shown_by=shown,
+        shown_by=_shown(cut, names)
+        if wanted is None
+        else f"the same tensor is used for the loss of {wanted.other}, which has a history by others, and again here",
         culprits=names,
-        where=str(candidate.place),
-        repair="" if off else f"keep the tensor and its history on the loss path; use {op} for logging only",
+        where=raised_at or str(candidate.place),
+        change="\n".join(dict.fromkeys(map(str, lines))),
+        repair=_repair_of_cut(cut, wanted),
+        tried=_tried(cut, wanted),
+        do_not=""
+        if wanted is None
+        else f"remove the {_op(cut)} at {candidate.place}: the loss of {wanted.other} is meant to stop there",
     )
+
+
+def _op(cut: Cut) -> str:
+    candidate = cut.candidate
+    return "no_grad" if candidate.kind == "grad_off" else _OPERATIONS.get(candidate.op, f"{candidate.op}()")
+
+
+def _shown(cut: Cut, names: Sequence[str]) -> str:
+    if cut.candidate.kind == "custom":
+        return f"a gradient arrives at the output of {cut.candidate.op}, and its backward() returns none for an input"
+    if cut.gradient is None:
+        return (
+            f"likely: moving the result of {_op(cut)} here changes the loss by {cut.change:.1e}, and no gradient "
+            "passes there"
+        )
+    off = cut.candidate.kind == "grad_off"
+    how = "with gradients switched on" if off else f"without the {_op(cut)}"
+    every = " and the others" if cut.others else ""
+    return f"in a run {how} here{every}, a gradient (largest entry {cut.gradient:.2g}) reaches {names[0]}"
+
+
+def _tried(cut: Cut, wanted: Wanted | None) -> str:
+    """Leaving the operation out is the counterfactual run itself."""
+    if cut.gradient is None or cut.candidate.kind == "custom":
+        return ""
+    return f"without the {_op(cut)} the gradient arrives" if wanted is None else ""
+
+
+def _repair_of_cut(cut: Cut, wanted: Wanted | None) -> str:
+    code, op = cut.candidate.place.code, cut.candidate.op
+    if wanted is not None:
+        return (
+            f"use the tensor from before the {_op(cut)} here: call the model anew, or keep both (fake for this loss, "
+            "fake.detach() for the other)"
+        )
+    if ".sample(" in code:
+        return (
+            f"{code.replace('.sample(', '.rsample(')}\nrsample() has a gradient for its parameters, sample() has none"
+        )
+    if cut.candidate.kind == "grad_off" and cut.gradient is not None:
+        return "move the training forward pass out of torch.no_grad() / inference_mode()"
+    if op == "detach" and re.search(r"-.*\)\.detach\(\)|\.detach\(\) *[-+]|[-+] *\w+\.detach\(\)", code):
+        return "a straight-through step is x + (f(x) - x).detach(): only x, outside of detach(), carries the gradient"
+    if op in ("item", "__float__", "tolist", "numpy", "__array__", "tensor", "as_tensor"):
+        return f"leave {_op(cut)} out here: compute with the tensor itself, and use {_op(cut)} for logging only"
+    if cut.candidate.kind == "custom":
+        return f"return a gradient for every input that needs one from {op}.backward()"
+    if op in ("argmax", "argmin", "round", "gt", "lt", "ge", "le", "eq", "ne", "sign", "topk", "sort"):
+        return f"{op}() has no gradient: use a loss of the scores themselves (cross_entropy in place of accuracy)"
+    if op == "detach" and ".detach()" in code:
+        return f"{code.replace('.detach()', '')}\nor use {_op(cut)} for logging only"
+    return f"keep the tensor and its history on the loss path; use {_op(cut)} for logging only"
 
 
 _NO_RESULT = (

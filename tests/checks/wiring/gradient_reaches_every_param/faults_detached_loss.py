@@ -350,14 +350,16 @@ cut(
 # A GAN: the generator's loss uses the fake that was detached for the discriminator.
 
 
-def train_gan(generator, discriminator, opt_g, opt_d, batches, *, reuse_detached):
+def train_gan(generator, discriminator, opt_g, opt_d, batches, *, reuse_detached, toggled=False):
     for real in batches:
+        discriminator.requires_grad_(True)
         fake = generator(torch.randn(len(real), 3))
         detached = fake.detach()
         opt_d.zero_grad()
         (F.softplus(-discriminator(real)).mean() + F.softplus(discriminator(detached)).mean()).backward()
         opt_d.step()
         opt_g.zero_grad()
+        discriminator.requires_grad_(not toggled)
         F.softplus(-discriminator(detached if reuse_detached else fake)).mean().backward()
         opt_g.step()
 
@@ -382,6 +384,19 @@ pair(
     "graph_cut",
     culprits=("generator.0.weight", "generator.2.bias"),
     where="detached = fake.detach()",
+    change="F.softplus(-discriminator(detached if reuse_detached else fake))",
     faulty=gan(reuse_detached=True),
     fixed=gan(reuse_detached=False),
+)
+
+pair(
+    "toggled_gan_generator_loss_on_detached",
+    CHECK,
+    "graph_cut",
+    culprits=("generator.0.weight", "generator.2.bias"),
+    where="F.softplus(-discriminator(detached if reuse_detached else fake))",
+    raises="does not require grad",
+    change="F.softplus(-discriminator(detached if reuse_detached else fake))",
+    faulty=gan(reuse_detached=True, toggled=True),
+    fixed=gan(reuse_detached=False, toggled=True),
 )

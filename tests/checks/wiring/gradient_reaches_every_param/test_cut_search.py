@@ -257,3 +257,14 @@ def test_what_starts_at_zero_and_gets_a_gradient_away_from_there(a, b, stuck):
     made = Evidence(make)
     assert all(made.run().reached(p.index) for p in made.run().parameters) == (a != b)
     assert set(CutSearch(made).saddles(["a", "b"])) == stuck
+
+
+def test_only_what_waits_for_the_refused_backward_pass_is_named():
+    from pytest_trainloop.api import check_loop
+    from tests.loops.corpus import PAIRS
+
+    make = PAIRS["toggled_gan_generator_loss_on_detached"].faulty
+    (result,) = check_loop(make, only=["gradient_reaches_every_param"], raises=False).results
+    (fault,) = result.faults
+    assert {name.partition(".")[0] for name in fault.culprits} == {"generator"}
+    assert "detached = fake.detach()" in fault.do_not
