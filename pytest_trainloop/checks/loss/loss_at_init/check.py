@@ -21,8 +21,10 @@ How it decides
     but the targets are small. Targets that change with the weights (a target net, a codebook) are not judged. A loss
     far below the entropy of the labels, by 5 standard errors of their mean and under five seeds, is advice: the input
     may contain the labels.
-    ``expected_init_loss=`` is what the project expects of the first loss that it backpropagates; half as much again,
-    or as little, is a fault.
+    ``expected_init_loss=`` is what the project expects of the first loss that it backpropagates, with or without its
+    constant factors (a loss scale, the number of micro-batches); half as much again, or as little, is a fault. Where 0
+    is expected, the mean over eight seeds is compared with it: ten standard errors, beside 1e3 eps of float32 for
+    rounding, are a fault.
     For triplets, margins between distances, likelihoods with a variance and custom losses, chance is not known.
 
 Faulty
@@ -194,17 +196,38 @@ def _below_under_other_seeds(evidence: Evidence, lowest: InitialLoss) -> bool:
 
 
 def _declared(evidence: Evidence, expected: float) -> Iterator[Finding]:
+    from pytest_trainloop.checks.loss.loss_at_init.first_loss import FirstLosses
+
     backwards = [b for b in evidence.run().backwards() if b.roots]
     if not backwards:
         raise CannotDecide("nothing is backpropagated; the first loss is not known")
     first = backwards[0]
-    value = sum(root.value for root in first.roots)
-    if not expected / DECLARED <= value <= expected * DECLARED:
-        yield Finding(
-            cause="not_as_declared",
-            summary=f"the first loss is {value:.4g}, and expected_init_loss says {expected:.4g}",
-            measured=f"{value / expected:.2f} times what is declared" if expected else f"{value:.4g}",
-            shown_by="the first value that is backpropagated, before any step",
-            culprits=("expected_init_loss",),
-            where=str(first.place),
-        )
+    value = given = sum(root.value for root in first.roots)
+    if _as_declared(value, expected):
+        return
+    found = evidence.shared(FirstLosses).under()
+    if found is not None:
+        if any(_as_declared(v, expected) for v in found.values):
+            return
+        value = found.plain
+    over = evidence.shared(FirstLosses).over_seeds() if not expected else None
+    if over is not None and over.is_zero:
+        return
+    if over is not None:
+        measured = f"under eight seeds {over.mean:.4g} in the mean, with a standard error of {over.error:.2g}"
+    else:
+        measured = f"{value / expected:.2f} times what is declared" if expected else f"{value:.4g}"
+    scaled = f" (before a factor of {given / value:g})" if value and value != given else ""
+    yield Finding(
+        cause="not_as_declared",
+        summary=f"the first loss is {value:.4g}{scaled}, and expected_init_loss says {expected:.4g}",
+        measured=measured,
+        shown_by="the first value that is backpropagated, before any step",
+        culprits=("expected_init_loss",),
+        where=str(first.place),
+    )
+
+
+def _as_declared(value: float, expected: float) -> bool:
+    """Whether it is of the same sign, and at most half as much again or as little."""
+    return value == expected or (value * expected > 0 and 1 / DECLARED <= value / expected <= DECLARED)

@@ -136,6 +136,72 @@ pair(
 )
 
 
+# The loss is scaled by a scaler, or divided, before it is backpropagated.
+
+
+def scaled_language_model(std, factor, **fields):
+    def make():
+        loop = language_model(std, **fields)()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+        def fit(batches):
+            for batch in batches:
+                loop.optimizer.zero_grad()
+                loss = lm_loss(loop.model, batch)
+                if factor:
+                    (loss * factor).backward()
+                    loop.optimizer.step()
+                else:
+                    scaler.scale(loss / 2).backward()
+                    scaler.step(loop.optimizer)
+                    scaler.update()
+
+        loop.fit = fit
+        return loop
+
+    return make
+
+
+for title, factor in (("by_a_scaler", None), ("by_a_constant", 0.25)):
+    pair(
+        f"first_loss_scaled_{title}_is_not_the_declared_one",
+        "loss_at_init",
+        "not_as_declared",
+        mentions=("before a factor of",),
+        faulty=scaled_language_model(2.0, factor, expected_init_loss=math.log(16)),
+        fixed=scaled_language_model(0.02, factor, expected_init_loss=math.log(16)),
+    )
+
+
+# The score of a critic is expected to be zero before the first step, and its last bias is not.
+
+
+def critic(bias):
+    def make():
+        model = mlp(6, 32, 1)
+        nn.init.constant_(model[-1].bias, bias)
+        optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-4)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.table(rows=32)[0],
+            expected_init_loss=0.0,
+            fit=lambda batches: train(optimizer, batches, lambda x: -model(x).mean() + (model(x) ** 2).mean() * 1e-3),
+        )
+
+    return make
+
+
+pair(
+    "critic_does_not_begin_at_zero",
+    "loss_at_init",
+    "not_as_declared",
+    mentions=("under eight seeds",),
+    faulty=critic(3.0),
+    fixed=critic(0.0),
+)
+
+
 # The head is drawn a little too wide: advice.
 
 pair(

@@ -6,6 +6,7 @@ import pytest
 
 from pytest_trainloop.checks.loss.loss_at_init.chance_level import InitialLoss, InitialRuns
 from pytest_trainloop.checks.loss.loss_at_init.check import loss_at_init
+from pytest_trainloop.checks.loss.loss_at_init.first_loss import FirstLoss, FirstLosses, OverSeeds
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.runs.weight_origins import pretrained
 from tests.helpers.records import ONE, FakeEvidence, parameter, record
@@ -83,8 +84,44 @@ def test_without_a_known_chance_level_nothing_is_decided():
         found()
 
 
-@pytest.mark.parametrize(("expected", "causes"), [(1.2, []), (0.6, ["not_as_declared"]), (1.6, ["not_as_declared"])])
-def test_the_first_loss_is_compared_with_what_is_declared(expected, causes):
-    evidence = FakeEvidence(record([parameter(0, "head.weight")], held=[0], gradients={0: ONE}))
+class Firsts:
+    """What is known of the first loss: its values before constant factors, and its mean over seeds."""
+
+    def __init__(self, *values, over=None):
+        self.found, self.over = FirstLoss((1.0, *values), 1e-4), over
+
+    def under(self):
+        return self.found
+
+    def over_seeds(self):
+        return self.over
+
+
+def declared(expected, firsts):
+    evidence = FakeEvidence(
+        record([parameter(0, "head.weight")], held=[0], gradients={0: ONE}), shared={FirstLosses: firsts}
+    )
     evidence.declared = lambda name: expected
-    assert [f.cause for f in loss_at_init(evidence)] == causes
+    return list(loss_at_init(evidence))
+
+
+@pytest.mark.parametrize(
+    ("expected", "causes"),
+    [(1.2, []), (0.6, ["not_as_declared"]), (1.6, ["not_as_declared"]), (-1.0, ["not_as_declared"])],
+)
+def test_the_first_loss_is_compared_with_what_is_declared(expected, causes):
+    assert [f.cause for f in declared(expected, Firsts())] == causes
+
+
+def test_the_first_loss_is_as_declared_before_its_constant_factors():
+    assert declared(4.0, Firsts(2.0, 4.1)) == []
+    (finding,) = declared(4.0, Firsts(2.0))
+    assert finding.summary == "the first loss is 2 (before a factor of 0.5), and expected_init_loss says 4"
+    assert finding.measured == "0.50 times what is declared"
+
+
+def test_a_loss_of_zero_is_judged_over_seeds():
+    assert declared(0.0, Firsts(over=OverSeeds(0.3, 0.1, 1e-4))) == []
+    assert declared(0.0, Firsts(over=OverSeeds(9e-5, 0.0, 1e-4))) == []
+    (finding,) = declared(0.0, Firsts(over=OverSeeds(1.0, 0.01, 1e-4)))
+    assert finding.measured == "under eight seeds 1 in the mean, with a standard error of 0.01"
