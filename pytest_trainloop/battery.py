@@ -235,11 +235,24 @@ def checked(check: Check, finding: Finding, evidence: Any) -> Finding:
     return replace(
         finding,
         check=check.name,
+        kinds=finding.kinds or _kinds(check, finding, evidence),
         change=finding.change or _line_to_change(cause, finding, evidence),
         repair=finding.repair or cause.repair,
         do_not=finding.do_not or cause.do_not,
         explains=explains,
     )
+
+
+def _kinds(check: Check, finding: Finding, evidence: Any) -> tuple[str, ...]:
+    """What each of the finding's names is, by the record of the loop."""
+    if check.subject != "loop" or not finding.culprits:
+        return ()
+    record = evidence.run()
+    known = {p.name: "parameter" for p in record.parameters} | {s.name: "buffer" for s in record.statistics}
+    paths = {".".join(p.owner.split(".")[:n]) for p in record.parameters for n in range(1, p.owner.count(".") + 2)}
+    modules = dict.fromkeys(paths - {""}, "module")
+    inputs = {name: "input" for name in finding.culprits if name.startswith("batch")}
+    return tuple({**modules, **known, **inputs}.get(name, "operation") for name in finding.culprits)
 
 
 def _line_to_change(cause: Cause, finding: Finding, evidence: Any) -> str:

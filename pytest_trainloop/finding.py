@@ -27,6 +27,8 @@ class Finding:
     """The observation that separates this cause from its neighbours."""
     culprits: tuple[str, ...] = ()
     """The user's own names of parameters, modules or calls."""
+    kinds: tuple[str, ...] = ()
+    """What each of them is: "parameter", "buffer", "module", "input" or "operation"."""
     where: str = ""
     """``file:line   source`` of where the fault was seen."""
     smallest: str = ""
@@ -45,7 +47,8 @@ class Finding:
     def to_json(self) -> dict[str, Any]:
         """The finding as plain data, fields in the order of the JSON report."""
         order = (
-            "check cause level summary measured shown_by culprits where smallest change repair tried do_not explains"
+            "check cause level summary measured shown_by culprits kinds where smallest change repair tried do_not "
+            "explains"
         ).split()
         data = asdict(self)
         return {name: list(value) if isinstance(value := data[name], tuple) else value for name in order}

@@ -31,7 +31,7 @@ def finding_text(finding: Finding, causes: Mapping[str, str]) -> str:
         "measured": finding.measured,
         "cause": f"{finding.cause}: {proof}" if proof else finding.cause,
         "shown by": finding.shown_by,
-        "names": _names(finding),
+        **_names(finding),
         "seen at": finding.where if finding.where != finding.change else "",
         "smallest": finding.smallest,
         "change": finding.change,
@@ -42,9 +42,15 @@ def finding_text(finding: Finding, causes: Mapping[str, str]) -> str:
     return "\n".join([finding.summary, *(_field(label, text) for label, text in fields.items() if text)])
 
 
-def _names(finding: Finding) -> str:
-    """The user's names, where there are more than a summary has room for."""
-    return some(finding.culprits, most=12) if len(finding.culprits) > 2 else ""
+def _names(finding: Finding) -> dict[str, str]:
+    """The user's names by what they are, where there are more than a summary has room for, or of several kinds."""
+    kinds = finding.kinds or ("name",) * len(finding.culprits)
+    if len(finding.culprits) <= 2 and len(set(kinds)) == 1:
+        return {}
+    sorted_out: dict[str, list[str]] = {}
+    for name, kind in zip(finding.culprits, kinds, strict=True):
+        sorted_out.setdefault(kind, []).append(name)
+    return {kind if len(own) == 1 else f"{kind}s": some(own, most=12) for kind, own in sorted_out.items()}
 
 
 def _field(label: str, text: str) -> str:

@@ -47,6 +47,20 @@ def test_the_line_to_change_is_told_from_the_line_where_it_was_seen():
     assert "seen at" not in same
 
 
+def test_parameters_modules_and_operations_are_told_apart():
+    names = ("log", "body.2", "body.2.weight", "body.2.bias")
+    found = Finding(
+        cause="stale", summary="old", culprits=names, kinds=("operation", "module", "parameter", "parameter")
+    )
+    assert failure_text(failed(found), CAUSES).splitlines()[2:5] == [
+        "operation  log",
+        "module     body.2",
+        "parameters body.2.weight, body.2.bias",
+    ]
+    few = Finding(cause="stale", summary="old", culprits=names[2:], kinds=("parameter", "parameter"))
+    assert "parameters" not in failure_text(failed(few), CAUSES)
+
+
 def test_the_repair_says_whether_it_was_tried():
     tried = Finding(cause="stale", summary="old", repair="a = b", tried="with this change the check passes")
     assert "repair     a = b\ntried      with this" in failure_text(failed(tried), CAUSES)
