@@ -13,6 +13,7 @@ from pytest_trainloop.errors import (
     BrokenCheck,
     CannotDecide,
     DoesNotApply,
+    TimeRanOut,
     Unreliable,
     UsageError,
     UserCodeError,
@@ -21,13 +22,13 @@ from pytest_trainloop.finding import Finding, Result, UserError
 from pytest_trainloop.knobs import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from pytest_trainloop.losses.evidence import LossEvidence
     from pytest_trainloop.registry import Cause, Check, Judged
     from pytest_trainloop.runs.evidence import Evidence, Progress
 
-Verdict = tuple[Finding, ...] | CannotDecide | Unreliable | UserCodeError | UserError
+Verdict = tuple[Finding, ...] | CannotDecide | TimeRanOut | Unreliable | UserCodeError | UserError
 
 _FIELDS_FOR = {"fit": "fit (or step)", "run": "fit, step or loss"}
 
@@ -115,7 +116,10 @@ class Subject:
             if check.subject == "loss":
                 return skipped(check, DoesNotApply(f"LossContract.{field} is not given"))
             return skipped(check, CannotDecide(f"TrainLoop.{field} is not given", needs=f"{absent[0]}="))
-        return self._decided(check, evidence, options, reporter)
+        try:
+            return self._decided(check, evidence, options, reporter)
+        except TimeRanOut as late:
+            return Result(check=check.name, outcome="skipped", reason=str(late), needs="--trainloop-timeout=")
 
     def _decided(self, check: Check, evidence: Any, options: dict[str, Any], reporter: str) -> Result:
         verdict = self._verdict(check, evidence, options)
@@ -124,6 +128,8 @@ class Subject:
         if isinstance(verdict, UserError):
             reason = f"{verdict.stage} raised {verdict.summary}"
             return Result(check=check.name, outcome="error", reason=reason, error=verdict)
+        if isinstance(verdict, TimeRanOut):
+            raise verdict
         if isinstance(verdict, Unreliable):
             return Result(check=check.name, outcome="unreliable", reason=str(verdict))
         findings = verdict if isinstance(verdict, tuple) else ()
@@ -143,8 +149,10 @@ class Subject:
                 self._verdicts[key] = tuple(
                     checked(check, finding, evidence) for finding in check.decide(evidence, **options)
                 )
-            except (CannotDecide, Unreliable, UserCodeError) as reason:
-                self._verdicts[key] = reason
+            except (CannotDecide, TimeRanOut, Unreliable, UserCodeError) as reason:
+                # It is kept, and its traceback would keep the user's objects: a DataLoader with its workers.
+                self._verdicts[key] = reason.with_traceback(None)
+                reason.__cause__ = reason.__context__ = None
             except UsageError:
                 raise
             except Exception as error:
@@ -163,7 +171,10 @@ class Subject:
         causal = [c for c in known.values() if FAMILIES.index(c.family) < before and c.needs <= evidence.offers]
         verdicts = [self._verdict(check, evidence, {}) for check in causal]
         found = [f for v in verdicts if isinstance(v, tuple) for f in v if f.level == "fault"]
-        return [f for f in found if consequence in f.explains]
+        explaining = [f for f in found if consequence in f.explains]
+        if not explaining:
+            _require_looked_at(causal, verdicts)
+        return explaining
 
     def _raised_in_fit(self, check: Check, evidence: Any) -> UserError | None:
         """The exception that ended ``fit``, where no check found its cause."""
@@ -178,8 +189,13 @@ class Subject:
 
         known = of("loop").values()
         others = [c for c in known if c.family != "learning" and c.name != asked.name and c.needs <= evidence.offers]
-        verdicts = (self._verdict(other, evidence, {}) for other in others)
-        return any(isinstance(v, tuple) and any(f.level == "fault" for f in v) for v in verdicts)
+        verdicts = []
+        for other in others:
+            verdicts.append(self._verdict(other, evidence, {}))
+            if isinstance(verdicts[-1], tuple) and any(f.level == "fault" for f in verdicts[-1]):
+                return True
+        _require_looked_at(others, verdicts)
+        return False
 
     def _error(self, check: Check, error: UserError, reporter: str) -> Result:
         """An error in the first test that meets it; a skip that names this test in the others."""
@@ -267,6 +283,13 @@ def _line_to_change(cause: Cause, finding: Finding, evidence: Any) -> str:
         if line:
             return line
     return ""
+
+
+def _require_looked_at(checks: Sequence[Check], verdicts: Sequence[Verdict]) -> None:
+    """Raise ``TimeRanOut`` where one of the checks, which may have found the cause, was not through in time."""
+    for check, verdict in zip(checks, verdicts, strict=False):
+        if isinstance(verdict, TimeRanOut):
+            raise TimeRanOut(verdict.steps, verdict.seconds, where=f" of {check.name}, which may know the cause")
 
 
 def _broken(check: Check, error: Exception) -> CannotDecide | UserError:

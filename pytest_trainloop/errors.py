@@ -4,6 +4,7 @@
     ``UsageError``        what the user wrote cannot be judged; one sentence says what was given and what is needed
     ``UserCodeError``     the user's own code raised; carries it as text
     ``CheckFailed``       a check found a fault (also an AssertionError, for tests that call checks)
+``TimeRanOut``            a run took longer than ``--trainloop-timeout``; the check that needed it is skipped
 ``CannotDecide``          a check's way to skip, with a reason a user can act on
     ``DoesNotApply``      the loop does not pose the check's question
 ``Unreliable``            two identical runs differ where the check needs them equal
@@ -42,6 +43,18 @@ class CheckFailed(TrainLoopError, AssertionError):
     def __init__(self, message: str, results: Sequence[Result] = ()) -> None:
         super().__init__(message)
         self.results = tuple(results)
+
+
+class TimeRanOut(Exception):
+    """A run of ``fit`` took longer than it may: whatever a check saw before, it is skipped, since a verdict would
+    depend on how fast the machine is. No ``CannotDecide``: a check must not go on to another question instead."""
+
+    def __init__(self, steps: int, seconds: float, where: str = "") -> None:
+        self.steps, self.seconds = steps, seconds
+        super().__init__(
+            f"time ran out after {steps} steps{where}: give --trainloop-timeout={2 * seconds:g} or more (it is "
+            f"{seconds:g} s), or a smaller model"
+        )
 
 
 class CannotDecide(Exception):

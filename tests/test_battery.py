@@ -14,6 +14,7 @@ from pytest_trainloop.battery import Settings, Subject
 from pytest_trainloop.errors import BrokenCheck, CannotDecide, Unreliable
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, Check
+from pytest_trainloop.runs import guard
 
 
 class Loops:
@@ -273,13 +274,15 @@ def test_the_verdict_does_not_depend_on_the_order():
         assert [results[n].outcome for n in WATCHING] == ["passed", "failed", "passed"]
 
 
-def test_the_time_is_up():
+def test_the_time_is_up(monkeypatch):
     def spin(model, optimizer, batches):
         while True:
             pass
 
-    with pytest.raises(UsageError, match=r"^fit did not come back within 0\.1 s after 0 steps; "):
-        check_loop(Loops(spin), timeout=0.1, only=["step_order"])
+    monkeypatch.setattr(guard, "GRACE", 0.1)
+    (result,) = check_loop(Loops(spin), timeout=0.1, only=["step_order"]).results
+    assert (result.outcome, result.needs) == ("skipped", "--trainloop-timeout=")
+    assert result.reason.startswith("time ran out after 0 steps: give --trainloop-timeout=0.2 or more")
 
 
 def test_a_report_is_the_same_every_time():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ __all__ = [
     "is_functorch",
     "is_initialised",
     "is_patched_by_scheduler",
+    "loader_workers",
     "modes_kept",
     "no_dispatch_modes",
     "no_torch_function",
@@ -49,6 +51,16 @@ def is_functorch(tensor: torch.Tensor) -> bool:
     """Whether a tensor lives inside ``vmap``, ``grad``, ``jvp`` or ``is_grads_batched``: unreadable outside of it."""
     functorch = torch._C._functorch
     return bool(functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+
+
+def loader_workers() -> list[tuple[list[Any], Any]]:
+    """For each iterator of a DataLoader its worker processes, and what it needs to end them: their queues and events.
+
+    Names of ``_MultiProcessingDataLoaderIter``; torchdata's iterators have the same.
+    """
+    names = ("_index_queues", "_worker_result_queue", "_workers_done_event", "_pin_memory_thread_done_event")
+    iterators = [o for o in gc.get_objects() if type(o).__name__.endswith("MultiProcessingDataLoaderIter")]
+    return [(list(o._workers), [getattr(o, name, None) for name in names]) for o in iterators if hasattr(o, "_workers")]
 
 
 def take_off(mode: TorchFunctionMode) -> bool:

@@ -103,6 +103,7 @@ class Watch:
                 self._note_end()
         finally:
             self._exit.close()
+            self.items = lambda: 0  # the batches hold the project's DataLoader
         self._finish()
 
     def _enter_declared(self) -> None:

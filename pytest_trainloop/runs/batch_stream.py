@@ -30,11 +30,12 @@ class Batches(Sequence[Any]):
     """``count`` batches of the loop, or ``items``, or those of ``stream``.
 
     ``spent`` says whether the run has been long enough, ``stepped`` whether it has made an optimizer step. ``stop``
-    raises, and ends a loop that iterates for ever. A pass in which no step happens ends after ``read_ahead`` items:
-    such a loop collects its batches first. A pass over ``items`` is never cut short, and is the only one. ``before``
-    is called with the number of each batch and the batch. What the project draws only when it is asked for is drawn
-    inside ``drawing()`` and under random states of its own: late batches are those of a list drawn before. Unknown
-    attributes are those of the project's own loader, so that ``batches.dataset`` and ``batches.batch_size`` work.
+    raises, and ends a loop that iterates for ever; ``out_of_time`` says whether its time is over. A pass in which no
+    step happens ends after ``read_ahead`` items: such a loop collects its batches first. A pass over ``items`` is cut
+    short by the time only, and is the only one. ``before`` is called with the number of each batch and the batch. What
+    the project draws only when it is asked for is drawn inside ``drawing()`` and under random states of its own: late
+    batches are those of a list drawn before. Unknown attributes are those of the project's own loader, so that
+    ``batches.dataset`` and ``batches.batch_size`` work.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Batches(Sequence[Any]):
         spent: Callable[[], bool],
         stepped: Callable[[], bool],
         stop: Callable[[], None],
+        out_of_time: Callable[[], bool] = lambda: False,
         read_ahead: int | None,
         items: Sequence[Any] | None = None,
         stream: Iterator[Any] | None = None,
@@ -60,6 +62,7 @@ class Batches(Sequence[Any]):
         self._spent = spent
         self._stepped = stepped
         self._stop = stop
+        self._out_of_time = out_of_time
         self._read_ahead = read_ahead
         self._late = stream is None and items is None and not isinstance(loop.batches, (list, tuple, type(None)))
         self._source = stream if stream is not None else iter(items) if items is not None else self._own(count)
@@ -68,6 +71,8 @@ class Batches(Sequence[Any]):
         self._through = False
         self._cache: list[Any] = []
         self._empty_passes = 0
+        self._requests = 0
+        self._ended = False
         self.taken = 0
         self.cut_short = False
         """Whether the run had been long enough before the loop was through."""
@@ -87,8 +92,19 @@ class Batches(Sequence[Any]):
             return [self[i] for i in range(*index.indices(self._count))]
         return self._give(self._fresh(range(self._count)[index]))
 
+    @property
+    def at_end(self) -> int | None:
+        """How many requests there were so far, if the last one was answered by the end of the batches."""
+        return self._requests if self._ended else None
+
+    def close(self) -> None:
+        """Let go of the source: workers of a DataLoader end with it."""
+        self._source = iter(())
+        self._cache.clear()
+
     def __iter__(self) -> Iterator[Any]:
-        spent = self._over() or (self._once and self._through and self._stepped())
+        self._requests += 1
+        spent = (self._once and self._through and self._stepped()) or self._over()
         self.cut_short = self.cut_short or spent
         if spent or (self.taken >= PASSES_WITHOUT_STEP * self._count and not self._stepped()):
             self._empty_passes += 1
@@ -97,6 +113,11 @@ class Batches(Sequence[Any]):
         return self._pass()
 
     def _pass(self) -> Iterator[Any]:
+        yield from self._items()
+        self._requests += 1
+        self._ended = True
+
+    def _items(self) -> Iterator[Any]:
         for position in range(self._count):
             if self._over():
                 self.cut_short = True
@@ -113,12 +134,14 @@ class Batches(Sequence[Any]):
 
     def _give(self, item: Any) -> Any:
         self._before(self.taken, item)
+        self._requests += 1
+        self._ended = False
         self.taken += 1
         return item
 
     def _over(self) -> bool:
-        """Whether a pass ends early; one over ``items`` does not."""
-        return not self._once and self._spent()
+        """Whether a pass ends early; one over ``items`` does only if the time is over."""
+        return (not self._once and self._spent()) or self._out_of_time()
 
     def _fresh(self, position: int) -> Any:
         field = "batch" if self._loop.batches is None else f"batches[{position}]"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pytest_trainloop.errors import CannotDecide, UsageError
+from pytest_trainloop.errors import CannotDecide, TimeRanOut, UsageError
 from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.recording.events import Backward
 from pytest_trainloop.recording.watch import FULL_ROUNDS
@@ -58,7 +58,7 @@ class Evidence:
         self._on_cuda = device == "cuda"
         self._fixed = {self.knobs["device"]: device} if device is not None and "device" in self.knobs else {}
         self._records: dict[tuple[tuple[str, Any], ...], Record] = {}
-        self._refused: dict[tuple[tuple[str, Any], ...], UsageError] = {}
+        self._refused: dict[object, UsageError | TimeRanOut] = {}
         self._plans: dict[tuple[tuple[str, Any], ...], RunPlan] = {}
         self._shared: dict[Callable[..., Any], Any] = {}
         self._declared: dict[str, Any] = {}
@@ -85,8 +85,8 @@ class Evidence:
     def run(self, **knobs: Any) -> Record:
         """The watched run with these knobs, all others at their defaults.
 
-        Raises ``CannotDecide`` for a knob that the function does not have, and ``UsageError`` for a loop that cannot be
-        run.
+        Raises ``CannotDecide`` for a knob that the function does not have, ``UsageError`` for a loop that cannot be
+        run, and ``TimeRanOut``.
         """
         _ = self.offers
         key = tuple(sorted(knobs.items()))
@@ -95,7 +95,7 @@ class Evidence:
         if key not in self._records:
             try:
                 self._records[key] = self._long_enough(key, self._plan(knobs))
-            except UsageError as refusal:
+            except (TimeRanOut, UsageError) as refusal:
                 self._refused[key] = refusal
                 raise
         return self._records[key]
@@ -117,8 +117,14 @@ class Evidence:
 
     def shared(self, kind: Callable[[Evidence], T]) -> T:
         """What ``kind`` makes of this evidence: made once a loop, for whichever check asks first."""
+        if kind in self._refused:
+            raise self._refused[kind]
         if kind not in self._shared:
-            self._shared[kind] = kind(self)
+            try:
+                self._shared[kind] = kind(self)
+            except TimeRanOut as late:
+                self._refused[kind] = late
+                raise
         made: T = self._shared[kind]
         return made
 

@@ -1,4 +1,11 @@
-"""Run the user's ``fit`` so that it always returns: despite exits, forks, endless loops and swallowed stops."""
+"""Run the user's ``fit`` so that it always returns: despite exits, forks, endless loops and swallowed stops.
+
+No fault follows from how long a run took. When its time is over, ``fit`` is not interrupted: its batches end and its
+next optimizer step stops it (both ask ``out_of_time``), and what it recorded is given up: ``TimeRanOut``. One that
+neither steps nor asks for a batch any more is interrupted a while later. One error is made by the clock, since nothing
+else can show it: ``fit`` got the end of its batches within its time, asked for no other, and had still not come back
+when that time was over once more.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +18,7 @@ import threading
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.errors import UsageError
+from pytest_trainloop.errors import TimeRanOut, UsageError
 from pytest_trainloop.paths import PACKAGE
 from pytest_trainloop.recording.torch_internals import FILES_OF_MODES
 
@@ -25,8 +32,14 @@ SWALLOWED = 3
 PRESS = 0.01
 """Seconds between two stops of a loop that swallows them."""
 
+GRACE = 5.0
+"""Seconds in which a loop whose time is over may end by itself, at least."""
+
 DELICATE = 50
-"""Times that a stop waits because hooks, torch's modes or finalizers are at work."""
+"""Times that a stop waits because hooks or torch's modes are at work."""
+
+LOST = 3000
+"""The same where what is raised is lost: the finalizers of a DataLoader's workers wait 5 s for each."""
 
 _DELICATE = ("contextlib.py", "_weakrefset.py", "weakref.py", *FILES_OF_MODES)
 """Where hooks, modes and callbacks of weak references run: Python prints what such a callback raises, and goes on."""
@@ -41,14 +54,20 @@ class _Exited(BaseException):
 
 
 class Guard:
-    """Calls ``fit``. Hooks call ``stop``, which raises; a timer interrupts a loop that swallows the exception."""
+    """Calls ``fit``, which may take so many ``seconds``. Hooks call ``stop``, which raises; a timer interrupts a loop
+    that swallows the exception."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._stops = 0
         self._presses = 0
         self._waited = 0
-        self._timed_out = False
+        self._time_over = False
+        self._asked = 0
+        self._end: int | None = None
+        self._ignored_end = False
+        self._interrupted = False
+        self._at_end: Callable[[], int | None] = lambda: None
         self.stopped = False
 
     def stop(self) -> None:
@@ -59,9 +78,21 @@ class Guard:
             self._interrupt_within(PRESS)
         raise StopFit
 
-    def call(self, fit: Callable[[], Any], progress: Callable[[], str]) -> BaseException | None:
-        """What ``fit`` raised, if anything; ``UsageError`` where it left in a way that no loop may."""
+    def out_of_time(self) -> bool:
+        """Whether the time is over. Who asks ends the run if so, which then gives no record."""
+        self._asked += self._time_over
+        return self._time_over
+
+    def call(
+        self, fit: Callable[[], Any], steps: Callable[[], int], at_end: Callable[[], int | None] = lambda: None
+    ) -> BaseException | None:
+        """What ``fit`` raised, if anything.
+
+        ``at_end`` gives a number that changes with every request for a batch, if the last one was answered by the end
+        of the batches. Raises ``UsageError`` where ``fit`` left in a way that no loop may, and ``TimeRanOut``.
+        """
         pid, tracer = os.getpid(), sys.gettrace()
+        self._at_end = at_end
         with self._deadline(), _no_hard_exit(pid):
             try:
                 raised = next(_fenced(fit))
@@ -72,15 +103,23 @@ class Guard:
                     sys.settrace(tracer)
             if os.getpid() != pid:
                 os._exit(_status(raised))
-        settled = self._settled(raised, progress)
-        if self._timed_out:
+        try:
+            settled = self._settled(raised, steps)
+            if settled is None:
+                let_go(raised)
+        finally:
+            self._at_end = lambda: None
+            del raised  # its traceback holds this frame: only the garbage collector would free the two
+        if self._ignored_end:
             raise UsageError(
-                f"fit did not come back within {self._seconds:g} s {progress()}; it must end when the batches it is "
-                "given end (--trainloop-timeout SECONDS allows more)"
+                f"fit got the end of its batches {_after(steps)} and did not come back in more than {self._seconds:g} s"
+                "; it must end when they do (--trainloop-timeout=SECONDS allows more)"
             )
+        if self._asked or self._interrupted:
+            raise TimeRanOut(steps(), self._seconds)
         return settled
 
-    def _settled(self, error: BaseException | None, progress: Callable[[], str]) -> BaseException | None:
+    def _settled(self, error: BaseException | None, steps: Callable[[], int]) -> BaseException | None:
         """The exception, if it is one of the loop's own and does not come from being stopped."""
         if isinstance(error, StopFit):
             self.stopped = True
@@ -88,9 +127,9 @@ class Guard:
         if self.stopped and isinstance(error, (SystemExit, _Exited)):
             return None
         if isinstance(error, SystemExit):
-            raise UsageError(f"fit called sys.exit({_code(error)}) {progress()}; return from fit instead") from None
+            raise UsageError(f"fit called sys.exit({_code(error)}) {_after(steps)}; return from fit instead") from None
         if isinstance(error, _Exited):
-            raise UsageError(f"fit called os._exit({error}) {progress()}; return from fit instead") from None
+            raise UsageError(f"fit called os._exit({error}) {_after(steps)}; return from fit instead") from None
         if error is not None and not isinstance(error, Exception) and type(error).__module__ == "builtins":
             raise error  # KeyboardInterrupt, and what pytest.skip raises, are for the session
         return error
@@ -115,19 +154,40 @@ class Guard:
             signal.setitimer(signal.ITIMER_REAL, seconds, PRESS)
 
     def _alarm(self, number: int, frame: FrameType | None) -> None:
-        """Raise ``StopFit`` in ``fit``, but not once it has come back; past a few, once more at a later line."""
+        """End the time of ``fit``, or, after a while, raise ``StopFit`` in it; past a few, once more at a later
+        line."""
         frames = _frames_of_fit(frame)
         if not frames:
+            return  # it has come back
+        if not self._stops and not self._time_over:
+            self._time_over = True
+            self._end = self._at_end()
+            self._interrupt_within(GRACE if self._end is None else max(GRACE, self._seconds))
             return
-        if _delicate(frames) and self._waited < DELICATE:
+        if self._waited < (LOST if _lost(frames) else DELICATE if _delicate(frames) else 0):
             self._waited += 1
             return
-        self._timed_out = self._timed_out or self._stops == 0
+        if not self._stops and not self._interrupted:
+            self._interrupted = True
+            self._ignored_end = self._end is not None and self._at_end() == self._end
         self.stopped = True
         self._presses += 1
         if self._presses > SWALLOWED:
             _raise_again(frames, self._presses - SWALLOWED)
         raise StopFit
+
+
+def let_go(error: BaseException | None) -> None:
+    """Clear the frames that an exception passed through: they would keep what ``fit`` held, its iterators too."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _after(steps: Callable[[], int]) -> str:
+    return f"after {steps()} steps"
 
 
 def _fenced(fit: Callable[[], Any]) -> Iterator[BaseException | None]:
@@ -155,11 +215,15 @@ def _frames_of_fit(frame: FrameType | None) -> list[FrameType]:
 
 
 def _delicate(frames: list[FrameType]) -> bool:
-    """Whether a stop would strike half-done work of ours or torch's, or be lost in what Python calls by itself."""
+    """Whether a stop would strike half-done work of ours or torch's."""
     name = frames[0].f_code.co_filename
+    return name.startswith(PACKAGE) or name.endswith(_DELICATE)
+
+
+def _lost(frames: list[FrameType]) -> bool:
+    """Whether Python itself called what runs, prints what that raises, and goes on."""
     collecting = {getattr(callback, "__code__", None) for callback in gc.callbacks}
-    lost = any(frame.f_code.co_name == "__del__" or frame.f_code in collecting for frame in frames)
-    return lost or name.startswith(PACKAGE) or name.endswith(_DELICATE)
+    return any(frame.f_code.co_name == "__del__" or frame.f_code in collecting for frame in frames)
 
 
 def _raise_again(frames: list[FrameType], after: int) -> None:

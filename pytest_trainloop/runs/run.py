@@ -16,7 +16,8 @@ from pytest_trainloop.recording.watch import FULL_ROUNDS, Watch
 from pytest_trainloop.runs.batch_stream import Batches, generators_kept
 from pytest_trainloop.runs.build import Make, build
 from pytest_trainloop.runs.float64 import double_precision, widen
-from pytest_trainloop.runs.guard import Guard
+from pytest_trainloop.runs.guard import Guard, let_go
+from pytest_trainloop.runs.loader_workers import workers_ended
 from pytest_trainloop.runs.process_state import preserved, seed_all
 from pytest_trainloop.runs.user_traceback import raised, user_error
 
@@ -54,7 +55,7 @@ class RunPlan:
     knobs: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     timeout: float = 120.0
-    """Seconds that ``fit`` may take."""
+    """Seconds that ``fit`` may take; no verdict depends on them (see runs/guard.py)."""
     count: int = FULL_ROUNDS
     """The number of batches."""
     read_ahead: int | None = None
@@ -86,8 +87,18 @@ class RunPlan:
 def run(make: Make, plan: RunPlan) -> Record:
     """The record of one run.
 
-    Raises ``UsageError`` and ``UserCodeError`` as ``build`` does, and ``UsageError`` where ``fit`` never returns.
+    Raises ``UsageError`` and ``UserCodeError`` as ``build`` does, ``TimeRanOut`` where ``fit`` took longer than it may,
+    and ``UsageError`` where it ignores the end of its batches.
     """
+    with workers_ended():
+        try:
+            return _run(make, plan)
+        except Exception as error:
+            let_go(error)
+            raise
+
+
+def _run(make: Make, plan: RunPlan) -> Record:
     began = time.perf_counter()
     with preserved(), modes_kept(), contextlib.ExitStack() as precision:
         torch.set_grad_enabled(True)
@@ -111,19 +122,20 @@ def run(make: Make, plan: RunPlan) -> Record:
             spent=lambda: plan.enough(record) or stepless(record),
             stepped=lambda: record.steps > 0,
             stop=guard.stop,
+            out_of_time=guard.out_of_time,
             read_ahead=plan.read_ahead,
             drawing=watch.data_is_drawn,
             double=plan.double,
         )
         watch.items = lambda: batches.taken
         fit = plan.fit(loop)
-        with watch, contextlib.ExitStack() as around:
+        with contextlib.closing(batches), watch, contextlib.ExitStack() as around:
             with watch.suspended():
                 plan.prepare(watch)
             for context in plan.contexts(watch):
                 around.enter_context(context)
             seed_all(plan.seed if plan.fit_seed is None else plan.fit_seed)
-            error = guard.call(lambda: fit(batches), lambda: f"after {record.steps} steps")
+            error = guard.call(lambda: fit(batches), lambda: record.steps, lambda: batches.at_end)
         record.items = batches.taken
         record.double = wide is not None and not wide.lower
         record.lower = () if wide is None else tuple(wide.lower)
@@ -133,12 +145,13 @@ def run(make: Make, plan: RunPlan) -> Record:
     if isinstance(error, UsageError):
         raise error
     if error is not None and batches.held_back and record.steps:
-        return run(make, replace(plan, read_ahead=None))  # it may have raised for want of batches only
+        return _run(make, replace(plan, read_ahead=None))  # it may have raised for want of batches only
     if error is not None and _SCALARS_ONLY in str(error):
         raise _no_scalar(record, error) from error
     if error is not None:
         ended = guard.stopped or plan.enough(record) or (batches.cut_short and record.steps > 0)
         _note_raised(record, raised(error), after_end=ended)
+        let_go(error)
     record.cut_short = batches.cut_short or batches.held_back
     record.ended = error is None and not guard.stopped
     if error is None and not batches.taken:
@@ -163,6 +176,8 @@ def _no_scalar(record: Record, error: BaseException) -> UserCodeError:
 
 def _stop_if_past(watch: Watch, guard: Guard, plan: RunPlan) -> None:
     """End a loop that iterates over its own copy of the batches from inside its optimizer's step."""
+    if guard.out_of_time():
+        guard.stop()
     if plan.items is not None and watch.record.rounds >= MOST_STEPS:
         guard.stop()
     if watch.record.rounds >= max(2 * plan.count, 25) or (

@@ -6,6 +6,7 @@ import textwrap
 
 import pytest
 
+from pytest_trainloop.runs import guard
 from tests.helpers.plugin_sessions import (  # noqa: F401  some are fixtures
     FIRST,
     HEAD,
@@ -46,12 +47,23 @@ def test_refused_in_one_sentence(run, source, sentence):
     ["while True:\n    pass", "while True:\n    try:\n        sum(range(1000))\n    except:\n        pass"],
     ids=["spins", "spins-and-swallows"],
 )
-def test_a_fit_that_never_ends(run, body):
+def test_a_fit_that_never_ends(run, monkeypatch, body):
+    monkeypatch.setattr(guard, "GRACE", 0.2)
     result = run(fit(body), "--trainloop-timeout=0.2", "--trainloop-only=step_order")
+    result.assert_outcomes(skipped=1, passed=1)
+    result.stdout.fnmatch_lines(
+        ["*NOTHING WAS CHECKED*", "*time ran out after 0 steps: give --trainloop-timeout=0.4 *"]
+    )
+
+
+def test_a_fit_that_ignores_the_end_of_its_batches(run, monkeypatch):
+    monkeypatch.setattr(guard, "GRACE", 0.2)
+    forever = fit("train(model, optimizer, batches)\nwhile True:\n    pass")
+    result = run(forever, "--trainloop-timeout=2", "--trainloop-only=step_order")
     result.assert_outcomes(failed=1, passed=1)
     assert failure(result) == [
-        "fit did not come back within 0.2 s after 0 steps; it must end when the batches it is given end "
-        "(--trainloop-timeout SECONDS allows more)"
+        "fit got the end of its batches after 12 steps and did not come back in more than 2 s; it must end when they "
+        "do (--trainloop-timeout=SECONDS allows more)"
     ]
 
 

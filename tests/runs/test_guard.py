@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -12,7 +13,8 @@ import time
 
 import pytest
 
-from pytest_trainloop.errors import UsageError
+from pytest_trainloop.errors import TimeRanOut, UsageError
+from pytest_trainloop.runs import guard as guards
 from pytest_trainloop.runs.guard import SWALLOWED, Guard, StopFit
 
 
@@ -25,8 +27,13 @@ def nothing_is_left_behind():
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
-def call(fit, seconds=60.0, guard=None):
-    return (guard or Guard(seconds)).call(fit, lambda: "after 2 steps")
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch):
+    monkeypatch.setattr(guards, "GRACE", 0.05)
+
+
+def call(fit, seconds=60.0, guard=None, **more):
+    return (guard or Guard(seconds)).call(fit, lambda: 2, **more)
 
 
 def test_a_fit_that_comes_back():
@@ -191,8 +198,53 @@ def nap():
 @pytest.mark.parametrize("step", [spin, nap])
 @pytest.mark.parametrize("loop", SWALLOWING)
 def test_the_time_ends_a_loop_that_swallows_everything(loop, step):
-    with pytest.raises(UsageError, match=r"^fit did not come back within 0\.05 s after 2 steps; it must end when "):
+    with pytest.raises(TimeRanOut, match=r"^time ran out after 2 steps: give --trainloop-timeout=0\.1 or more "):
         call(lambda: loop(step), seconds=0.05)
+
+
+def test_a_fit_that_goes_on_after_the_end_of_its_batches():
+    said = (
+        r"^fit got the end of its batches after 2 steps and did not come back in more than 0\.05 s; it must end when "
+        r"they do \(--trainloop-timeout=SECONDS allows more\)$"
+    )
+    with pytest.raises(UsageError, match=said):
+        call(spin, seconds=0.05, at_end=lambda: 7)
+
+
+def test_one_that_asks_for_batches_still_is_only_out_of_time():
+    requests = itertools.count()
+    with pytest.raises(TimeRanOut):
+        call(spin, seconds=0.05, at_end=lambda: next(requests))
+
+
+def test_a_fit_that_ends_by_itself_once_its_time_is_over_was_in_time():
+    def fit():
+        time.sleep(0.1)
+
+    assert call(fit, seconds=0.05) is None
+
+
+def test_a_fit_that_was_cut_short_since_its_time_was_over_gives_no_record():
+    guard = Guard(0.05)
+
+    def fit():
+        while not guard.out_of_time():
+            pass
+
+    with pytest.raises(TimeRanOut):
+        call(fit, guard=guard)
+
+
+def test_a_fit_that_is_stopped_since_its_time_is_over_gives_no_record():
+    guard = Guard(0.05)
+
+    def fit():
+        while True:
+            if guard.out_of_time():
+                guard.stop()
+
+    with pytest.raises(TimeRanOut):
+        call(fit, guard=guard)
 
 
 def test_the_time_is_not_over_for_a_loop_that_was_stopped_before():
@@ -215,7 +267,7 @@ def test_what_a_loop_makes_of_its_time_being_over_does_not_count(how):
         finally:
             how()
 
-    with pytest.raises(UsageError, match="did not come back"):
+    with pytest.raises(TimeRanOut):
         call(fit, seconds=0.05)
 
 
@@ -294,11 +346,11 @@ def wait(until):
 
 
 def in_a_finalizer():
-    Finalized(time.perf_counter() + 0.1)
+    Finalized(time.perf_counter() + 0.3)
 
 
 def in_a_callback_of_the_collector():
-    until = time.perf_counter() + 0.1
+    until = time.perf_counter() + 0.3
 
     def collecting(phase, info):
         wait(until)
@@ -320,6 +372,6 @@ def test_no_stop_is_raised_where_python_would_swallow_it(swallowing, monkeypatch
         while True:
             pass
 
-    with pytest.raises(UsageError, match="did not come back"):
-        Guard(0.05).call(fit, lambda: "after 0 steps")
+    with pytest.raises(TimeRanOut):
+        call(fit, seconds=0.05)
     assert swallowed == []

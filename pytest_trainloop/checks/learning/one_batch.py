@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +77,7 @@ class Curve:
     """One run on one batch: the loss and the largest rate of each step, the record.
 
     ``done`` is what the loss changed by over the steps that ``expected`` covers: what its gradients say that it
-    should have changed by. ``late`` tells that the time for it was over first.
+    should have changed by.
     """
 
     losses: tuple[float, ...]
@@ -86,7 +85,6 @@ class Curve:
     record: Record
     done: float = math.nan
     expected: float = math.nan
-    late: bool = False
 
     @property
     def ended(self) -> bool:
@@ -208,19 +206,6 @@ class OneBatch:
         rolled = self._rows.get("rolled")
         return rolled is not None and rolled.came and not rolled.changed and not rolled.passed_on
 
-    def has(self, name: str) -> bool:
-        """Whether the run of this name is made."""
-        return name in self._made
-
-    def seconds(self, steps: int) -> float:
-        """How long so many further steps take, by what the loop's own took."""
-        return self.curve.record.seconds / max(1, self.curve.steps) * steps
-
-    @property
-    def spent(self) -> float:
-        """How many seconds the runs took that are not the loop's own."""
-        return sum(curve.record.seconds for name, curve in self._made.items() if name != "own")
-
     def _instead(
         self,
         name: object,
@@ -251,7 +236,6 @@ class OneBatch:
         return self._made[name]
 
     def _run(self, plan: RunPlan, contexts: Contexts, patience: Steps, *, own_steps: bool = False) -> Curve:
-        patience.seconds = plan.timeout / 2  # a run that goes on for longer than these is a refused one
         window = max(1, round(self.seen.items / max(1, self.seen.rounds)))
         plan = replace(
             plan,
@@ -265,7 +249,7 @@ class OneBatch:
             own_steps=own_steps,
         )
         record = self.run(plan)
-        return Curve(tuple(Losses(record).read()), _rates(record), record, late=patience.late)
+        return Curve(tuple(Losses(record).read()), _rates(record), record)
 
     def _stream(self, loop: TrainLoop) -> Iterator[Any]:
         """The same batch again and again."""
@@ -283,21 +267,17 @@ class OneBatch:
 
 
 class Steps:
-    """Ends a run after so many steps, or ``seconds``. Losses are read every fourth: on a GPU each reading waits."""
+    """Ends a run after so many steps. Losses are read every fourth: on a GPU each reading waits."""
 
     def __init__(self, progress: Progress, most: int) -> None:
         self._progress, self._most = progress, most
         self._losses: Losses | None = None
-        self._began = 0.0
-        self.seconds = math.inf
-        self.late = False
         self._steps = 0
         self._over = False
 
     def prepare(self, watch: Watch) -> None:
         self._watch = watch
         self._losses = Losses(watch.record)
-        self._began = time.perf_counter()
 
     def enough(self, record: Record) -> bool:
         if self._over or record.steps < self._steps + PHASES or self._losses is None:
@@ -310,8 +290,6 @@ class Steps:
             self._progress(len(losses), self._most, losses[-1])
             lost = not any(map(math.isfinite, losses[-PHASES:]))
             self._over = lost or self._seen_enough(losses, _rates(record))
-            self.late = not self._over and time.perf_counter() - self._began > self.seconds
-            self._over = self._over or self.late
         return self._over
 
     def _seen_enough(self, losses: Sequence[float], rates: Sequence[float]) -> bool:

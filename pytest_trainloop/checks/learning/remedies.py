@@ -44,16 +44,15 @@ class Remedy:
     band: tuple[float, float]
 
 
-def higher(batch: OneBatch, found: Learning, seconds: float) -> Remedy | None:
-    """The first higher rates that learn the batch. None are tried any more once all runs that are not the loop's own
-    took so many seconds."""
+def higher(batch: OneBatch, found: Learning) -> Remedy | None:
+    """The first higher rates that learn the batch."""
     worth = [factor for factor in HIGHER if factor * found.ratio >= WORTH] if found.ratio > 0 else HIGHER
-    return _first(batch, found, worth, seconds)
+    return _first(batch, found, worth)
 
 
-def lower(batch: OneBatch, found: Learning, seconds: float) -> Remedy | None:
+def lower(batch: OneBatch, found: Learning) -> Remedy | None:
     """The same of lower rates."""
-    return _first(batch, found, LOWER, seconds)
+    return _first(batch, found, LOWER)
 
 
 def held(batch: OneBatch, found: Learning) -> Curve | None:
@@ -80,15 +79,13 @@ def usual_eps(batch: OneBatch, found: Learning) -> tuple[float, int] | None:
     return (largest, curve.steps) if _learns(curve, found) else None
 
 
-def _first(batch: OneBatch, found: Learning, factors: Sequence[float], seconds: float) -> Remedy | None:
+def _first(batch: OneBatch, found: Learning, factors: Sequence[float]) -> Remedy | None:
     for number, factor in enumerate(factors):
-        if not _affordable(batch, factor, seconds):
-            return None
         curve = _times(batch, factor)
         if _learns(curve, found):
             last = factor
             for further in factors[number + 1 : number + 3]:
-                if not _affordable(batch, further, seconds) or not _learns(_times(batch, further), found):
+                if not _learns(_times(batch, further), found):
                     break
                 last = further
             low, high = sorted((factor * found.peak, last * found.peak))
@@ -99,15 +96,7 @@ def _first(batch: OneBatch, found: Learning, factors: Sequence[float], seconds: 
 
 
 def _times(batch: OneBatch, factor: float) -> Curve:
-    return batch.changed(_name(factor), lr_times(factor))
-
-
-def _name(factor: float) -> str:
-    return f"rates times {factor:g}"
-
-
-def _affordable(batch: OneBatch, factor: float, seconds: float) -> bool:
-    return batch.spent <= seconds or batch.has(_name(factor))
+    return batch.changed(f"rates times {factor:g}", lr_times(factor))
 
 
 def _learns(curve: Curve, found: Learning) -> bool:

@@ -16,7 +16,8 @@ How it decides
     of ten, and nothing else, learns it. An eps above 1e-3 is too large if a usual one alone learns it.
     The learning rate is too high where the loss of that batch ends above its start, or stands still after steps that
     are as large as the weights, and a lower one learns it. Learning rates that still rise after 300 steps, schedules
-    that have ended by then, and loops that have no single loss to lower are left alone.
+    that have ended by then, and loops that have no single loss to lower are left alone. Each learning rate that is
+    tried gets 200 steps, whatever time they take: overfit_one_batch adds up what all searches may make.
     Advice: pretrained weights (the same under another seed) train at the learning rate of a randomly initialised
     head.
 
@@ -49,7 +50,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.checks.learning.limits import SECONDS
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, check
@@ -89,7 +89,7 @@ CAUSES = {
 
 
 @check(needs={"run"}, causes=CAUSES, rank=10)
-def update_ratio(evidence: Evidence, *, seconds: float = SECONDS) -> Iterator[Finding]:
+def update_ratio(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.learning.one_batch import OneBatchRuns
     from pytest_trainloop.checks.learning.outcome import learning, require_a_curve, single_loss
     from pytest_trainloop.checks.learning.remedies import higher, lower, undecayed, usual_eps
@@ -103,7 +103,7 @@ def update_ratio(evidence: Evidence, *, seconds: float = SECONDS) -> Iterator[Fi
     require_a_curve(batch.curve)
     if behind := evidence.root_causes("update_ratio"):
         raise CannotDecide(f"{behind[0].check} finds {behind[0].cause}, which explains that the batch is not learned")
-    found = learning(batch, seconds)
+    found = learning(batch)
     if found.hopeless:
         raise CannotDecide("plain Adam does not lower the loss either; give a batch that the model can learn by heart")
     if found.assigns or found.learned or found.astray or found.decayed or batch.ratios.undone:
@@ -114,14 +114,14 @@ def update_ratio(evidence: Evidence, *, seconds: float = SECONDS) -> Iterator[Fi
     if found.peak == 0:
         yield _nothing(batch, found)
     elif found.too_far:
-        helped = lower(batch, found, seconds)
+        helped = lower(batch, found)
         if helped is not None:
             yield _too_high(batch, found, helped)
     elif found.too_small and not (clip is not None and clip.starves):
         if (eps := usual_eps(batch, found)) is not None:
             yield _eps(batch, found, *eps)
             return
-        helped = higher(batch, found, seconds)
+        helped = higher(batch, found)
         if helped is not None:
             yield _too_low(batch, found, helped)
 

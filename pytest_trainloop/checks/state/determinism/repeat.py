@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from pytest_trainloop.checks.state.determinism.first_difference import CallLog, FirstCall
+from pytest_trainloop.errors import TimeRanOut
 from pytest_trainloop.recording.events import Backward, Event, Step
 from pytest_trainloop.runs.process_state import preserved
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.run import RunPlan
+
+LATE = b"late"
+"""What a child says whose time ran out."""
 
 Source = Literal["random", "nondeterministic_kernel", "kept", "settled", "unknown"]
 """``settled``: something lived on from the first run to the second, and no longer changes after it."""
@@ -162,6 +166,8 @@ def _in_children(plan: RunPlan, run: Callable[[RunPlan], Record]) -> tuple[bytes
     if not hasattr(os, "fork") or (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
         return None
     digests = [_in_child(lambda: _digest(run(plan)), plan.timeout) for _ in range(2)]
+    if LATE in digests:
+        raise TimeRanOut(0, plan.timeout, where=" of a run in a process of its own")
     return None if None in digests else (digests[0] or b"", digests[1] or b"")
 
 
@@ -173,12 +179,15 @@ def _in_child(work: Callable[[], bytes], seconds: float) -> bytes | None:
     if pid == 0:
         with contextlib.suppress(BaseException):
             torch.set_num_threads(1)
-            os.write(write, work())
+            try:
+                os.write(write, work())
+            except TimeRanOut:
+                os.write(write, LATE)
         os._exit(0)
     os.close(write)
     try:
-        ready, _, _ = select.select([read], [], [], min(seconds, 60.0))
-        return (os.read(read, 64) or None) if ready else None
+        ready, _, _ = select.select([read], [], [], seconds)
+        return (os.read(read, 64) or None) if ready else LATE
     finally:
         os.close(read)
         _reap(pid)

@@ -155,7 +155,6 @@ def test_without_a_cause_slow_learning_is_advice():
     ("own", "reason"),
     [
         (curve(1.0, 1.0, steps=12), "12 steps are too few to tell"),
-        (curve(1.0, 1.0, late=True), "did not settle it"),
         (curve(1.0, 1.0, rates=tuple(1e-5 * i for i in range(300))), "the rate still rises"),
     ],
 )
