@@ -145,7 +145,7 @@ def test_the_users_own_traceback_once(run, source, sentence, traceback):
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     said = pytest.LineMatcher(failure(result))
     said.fnmatch_lines([sentence.replace("[", "[[]"), *(f"*{line}" for line in traceback)])
-    result.stdout.fnmatch_lines([f"  skipped  * (see {FIRST}): *"])
+    result.stdout.fnmatch_lines([f"  skipped  *: * (see {FIRST})"])
 
 
 RIGHT = {
@@ -235,7 +235,7 @@ def test_a_loop_that_swallows_its_own_mistake_is_not_passed(run):
         "--trainloop-only=step_order,gradient_reaches_every_param",
     )
     result.assert_outcomes(passed=1, skipped=2)
-    result.stdout.fnmatch_lines(["*an exception swallowed inside the loop would look like this: step_order"])
+    result.stdout.fnmatch_lines(["*step_order: *an exception swallowed inside the loop would look like this"])
 
 
 def test_an_interrupt_ends_the_session_as_ever(pytester, monkeypatch):
@@ -251,4 +251,4 @@ def test_an_interrupt_ends_the_session_as_ever(pytester, monkeypatch):
 def test_a_skip_of_the_users_own_is_one(run, body):
     result = run(builds(body))
     result.assert_outcomes(skipped=OTHERS + 1, passed=1)
-    result.stdout.fnmatch_lines(["  skipped  no data: *"])
+    result.stdout.fnmatch_lines(["  skipped  *: no data"])
