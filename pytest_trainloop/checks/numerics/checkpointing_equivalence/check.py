@@ -18,6 +18,11 @@ How it decides
     same call in the recomputation; where all of them agree, re-entrant checkpoints are replaced by others. Calls are
     compared as well where torch refuses the plain ones because a tensor was changed before its backward pass: a
     checkpoint hides that. The knob's other way is compared without dropout, since it may draw in another order.
+    Buffers that end with other values are advice: a batch norm that moves by its momentum twice a step forgets faster,
+    and some libraries leave it so (torchvision's memory-efficient DenseNet). They are a fault where a knob
+    ``checkpoint`` declares that checkpointing changes nothing. Nothing is said of a momentum of 1 - sqrt(1 - m) for an
+    m of at most two digits, which is made for two updates, nor of counts of batches where momentum is not None: torch
+    reads them for cumulative averages alone, and these come to the same.
 
 Faulty
     >>> from torch.utils.checkpoint import checkpoint
@@ -42,7 +47,7 @@ Fixed
 Known limits
     A recomputation of the project's own is seen only through the knob. Casts in a checkpointed function are for
     ``precision_parity``: in float64 there are none. Losses of later passes may differ, since a function that runs twice
-    may advance generators and counters twice: buffers that do are advice.
+    may advance generators and counters twice.
 
 References
     https://docs.pytorch.org/docs/stable/checkpoint.html
@@ -105,15 +110,15 @@ CAUSES = {
     ),
     "statistics_updated_twice": Cause(
         proof="gradients agree, and buffers end with other values than without checkpointing",
-        repair="keep norms with running statistics out of checkpointed functions, or give them a momentum of "
-        "1 - sqrt(1 - momentum)",
-        change=("seen",),
+        repair="keep norms with running statistics out of checkpointed functions; or give them a momentum of "
+        "1 - sqrt(1 - momentum), which settles it",
     ),
 }
 
 
 @check(needs={"run"}, causes=CAUSES, rank=60)
 def checkpointing_equivalence(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.checks.numerics.checkpointing_equivalence.moved_buffers import moved_otherwise
     from pytest_trainloop.checks.numerics.checkpointing_equivalence.runs import Checkpointing, checkpoint_knob
 
     if checkpoint_knob(evidence) is None and not any(call.grad_enabled for call in evidence.run().checkpoints):
@@ -125,8 +130,8 @@ def checkpointing_equivalence(evidence: Evidence) -> Iterator[Finding]:
     if verdict is not None:
         found = _FINDINGS[verdict.cause](verdict)
         yield replace(found, measured=_measured(verdict), where=found.where or verdict.place)
-    elif buffers := runs.buffers_updated_twice():
-        yield _updated_twice(runs, buffers)
+    elif buffers := moved_otherwise(evidence, runs.buffers_updated_twice()):
+        yield _updated_twice(runs, buffers, declared=checkpoint_knob(evidence) is not None)
 
 
 def _names(verdict: Verdict) -> tuple[str, ...]:
@@ -235,16 +240,21 @@ _FINDINGS = {
 }
 
 
-def _updated_twice(runs: Checkpointing, names: tuple[str, ...]) -> Finding:
-    counter = next((n for n in names if n.endswith("num_batches_tracked")), names[0])
-    on, off = runs.largest_at_the_end(counter)
+def _updated_twice(runs: Checkpointing, names: tuple[str, ...], *, declared: bool) -> Finding:
+    """A fault where the knob declares that checkpointing changes nothing, and more than counts differ."""
+    values = [name for name in names if not runs.counts(name)]
+    shown = next((n for n in names if n.endswith("num_batches_tracked")), names[0])
+    on, off = runs.largest_at_the_end(shown)
+    fault = declared and bool(values)
+    also = "" if fault or not values else "; a test with a knob checkpoint= that is True or False fails for it"
     return Finding(
         cause="statistics_updated_twice",
-        level="advice",
+        level="fault" if fault else "advice",
         summary=f"{some(names)} {be(names)} updated once more each time that a checkpoint recomputes its function",
-        measured=f"{counter} is {on:.6g} with checkpointing and {off:.6g} without; the gradients agree",
+        measured=f"{shown} is {on:.6g} with checkpointing and {off:.6g} without; the gradients agree",
         shown_by="with every checkpoint as a plain call they end with other values, and two runs with checkpointing "
         "agree",
         culprits=names,
         where=runs.place,
+        repair=CAUSES["statistics_updated_twice"].repair + also,
     )

@@ -125,6 +125,10 @@ class Checkpointing:
         again = self._made("on again").buffers
         return tuple(n for n in found if n in again and _equal(on[n], again[n], self._bound()))
 
+    def counts(self, name: str) -> bool:
+        """Whether a buffer holds whole numbers."""
+        return not self._runs["on"].buffers[name].dtype.is_floating_point
+
     def largest_at_the_end(self, name: str) -> tuple[float, float]:
         """The largest entry of a buffer at the end, with checkpointing and without."""
         on, off = (float(self._runs[key].buffers[name].abs().max()) for key in ("on", "off"))

@@ -210,3 +210,41 @@ pair(
     faulty=pictures(norm_inside=True),
     fixed=pictures(norm_inside=False),
 )
+
+
+class Switched(Pictures):
+    """As the project writes it: a flag switches the checkpoint on."""
+
+    def __init__(self, *, norm_inside, checkpoint):
+        super().__init__(norm_inside=norm_inside)
+        self.part_of = saved if checkpoint else lambda part, h: part(h)
+
+    def forward(self, x):
+        h = self.stem(x)
+        return self.head(self.part_of(self.part, h if self.norm_inside else self.norm(h)).flatten(1))
+
+
+def switched_pictures(**how):
+    def make(checkpoint=False):
+        model = Switched(checkpoint=checkpoint, **how)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.images(), fit=fit)
+
+    return make
+
+
+pair(
+    "a_knob_that_moves_a_batch_norm_twice",
+    CHECK,
+    "statistics_updated_twice",
+    culprits=("norm.running_mean",),
+    faulty=switched_pictures(norm_inside=True),
+    fixed=switched_pictures(norm_inside=False),
+)

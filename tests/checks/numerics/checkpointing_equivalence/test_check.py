@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -36,18 +37,28 @@ class Given:
         self.verdict = lambda: verdict
         self.buffers_updated_twice = lambda: twice
 
+    def counts(self, name):
+        return "num" in name
+
     def largest_at_the_end(self, name):
         return 2.0, 1.0
 
 
-def given(made, calls=(CALL,)):
+def with_checkpoint(checkpoint=False): ...
+
+
+def given(made, calls=(CALL,), norm=None, knob=False):
     seen = record([parameter(0, "a.weight")], held=[0], gradients={0: ONE})
     seen.checkpoints.extend(calls)
-    return FakeEvidence(seen, shared={Checkpointing: made})
+    evidence = FakeEvidence(seen, shared={Checkpointing: made})
+    model = nn.Sequential(OrderedDict(norm=norm or nn.BatchNorm1d(2)))
+    evidence.fresh_loop = lambda: TrainLoop(model=model)
+    evidence.make, evidence.knobs = with_checkpoint, {"checkpoint": "checkpoint"} if knob else {}
+    return evidence
 
 
-def findings(made):
-    return list(checkpointing_equivalence(given(made)))
+def findings(made, **how):
+    return list(checkpointing_equivalence(given(made, **how)))
 
 
 def difference(*, loss=(1.0, 1.0), names=("a.weight",), forward=False):
@@ -109,10 +120,35 @@ def test_the_loss_differs_at_once():
     assert "loss 1.5 with checkpointing and 1 without" in found.measured
 
 
-def test_statistics_are_advice():
-    (found,) = findings(Given(twice=("norm.running_mean", "norm.num_batches_tracked")))
+STATISTICS = ("norm.running_mean", "norm.num_batches_tracked")
+
+
+def test_statistics_are_advice_without_a_knob_and_a_fault_with_one():
+    (found,) = findings(Given(twice=STATISTICS))
     assert (found.cause, found.level) == ("statistics_updated_twice", "advice")
     assert "norm.num_batches_tracked is 2 with checkpointing and 1 without" in found.measured
+    assert "a knob checkpoint=" in found.repair
+    (found,) = findings(Given(twice=STATISTICS), knob=True)
+    assert found.level == "fault"
+
+
+def test_a_counter_of_the_project_is_advice_even_with_the_knob():
+    (found,) = findings(Given(twice=("num_calls",)), knob=True)
+    assert found.level == "advice"
+
+
+@pytest.mark.parametrize("momentum", [1 - 0.9**0.5, 0.0513, 1 - 0.99**0.5, 0.005013])
+def test_a_momentum_made_for_two_updates_is_right(momentum):
+    assert findings(Given(twice=STATISTICS), norm=nn.BatchNorm1d(2, momentum=momentum)) == []
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.01, 0.05, 0.003, 0.5, 1.0, 0.0517])
+def test_other_momenta_are_not(momentum):
+    assert len(findings(Given(twice=STATISTICS), norm=nn.BatchNorm1d(2, momentum=momentum))) == 1
+
+
+def test_a_count_of_batches_alone_changes_nothing():
+    assert findings(Given(twice=("norm.num_batches_tracked",)), norm=nn.BatchNorm1d(2, momentum=None)) == []
 
 
 @pytest.mark.parametrize(
