@@ -15,9 +15,10 @@ Why is this bad?
 How it decides
     The ratio of the measured to the predicted error of the whole gradient (never less than one rounding of it) is about
     1 on right loops, whether GPTs, convolutions with batch norm, contrastive losses or recurrent nets: up to 2 passes,
-    from 4 it is a fault, between them it is advice. A gradient that is not finite, where float64's is, is a fault. A
-    scaler first finds its scale. Where scores that lie close together change places (top-k, comparisons), the float64
-    run is given the choices of the low one.
+    from 4 it is a fault. Between them it is one if a single operation has more than ten times its explained error and,
+    with it in float32, at most half of the gradient's error is left; else advice. A gradient that is not finite, where
+    float64's is, is a fault. A scaler first finds its scale. Where scores that lie close together change places (top-k,
+    comparisons), the float64 run is given the choices of the low one.
     The largest ratios over 20 seeds (python scripts/parity.py 20 --page; u: one rounding):
         loop                                                 bf16       fp16
         right: GPT                                           1.23      1.263
@@ -48,6 +49,9 @@ How it decides
 
     Then every operation is compared in the same way: the first one whose output (in backward: whose gradient) has an
     error above ten times what rounding explains is the culprit; the cause is what the numbers there show.
+    A backward pass called inside the autocast block is a fault where, with the block ended before it, the first
+    gradient is another one: products that forward made in float32 are made in low precision in backward. Where it is
+    the same, bit for bit, it is advice.
 
 Faulty
     >>> def forward(self, x):
@@ -82,10 +86,11 @@ from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, check
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from pytest_trainloop.checks.numerics.precision_parity.backward_inside import Again
     from pytest_trainloop.checks.numerics.precision_parity.locate import Located
-    from pytest_trainloop.checks.numerics.precision_parity.runs import LowPrecisionRuns, Parity
+    from pytest_trainloop.checks.numerics.precision_parity.runs import Contexts, LowPrecisionRuns, Parity
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -135,6 +140,7 @@ CAUSES = {
     "backward_under_autocast": Cause(
         proof="backward is called inside the autocast block",
         repair="end the autocast block after the loss: backward runs in the dtypes that forward chose",
+        explains=_EXPLAINS,
         change=("seen",),
     ),
 }
@@ -146,10 +152,12 @@ def precision_parity(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.numerics.precision_parity.runs import FAILS, PASSES, low_precision_runs
 
     judged, undecided, absent = 0, list[CannotDecide](), list[CannotDecide]()
+    made: list[tuple[Record, Again]] = [(evidence.run(), lambda contexts: _first_step(evidence, contexts))]
     for runs in low_precision_runs(evidence):
         if isinstance(runs, CannotDecide):
             absent.append(runs)
             continue
+        made.append((runs.record, runs.again))
         try:
             parity = runs.parity()
         except CannotDecide as reason:
@@ -157,15 +165,17 @@ def precision_parity(evidence: Evidence) -> Iterator[Finding]:
             continue
         judged += 1
         if parity is not None and parity.ratio > (FAILS if runs.imposed else PASSES):
-            fault = parity.ratio >= FAILS and not runs.imposed
-            yield _finding(runs, parity, locate(runs, parity), fault)
+            found = locate(runs, parity)
+            sure = parity.ratio >= FAILS or found.left <= parity.measured / 2
+            yield _finding(runs, parity, found, fault=sure and not runs.imposed)
             break
-    yield from _backward_under_autocast(evidence.run())
-    if not judged and (undecided or absent):
+    inside = list(_backward_under_autocast(made))
+    yield from inside
+    if not judged and not inside and (undecided or absent):
         raise (undecided or absent)[0]
 
 
-def _finding(runs: LowPrecisionRuns, parity: Parity, found: Located, fault: bool) -> Finding:
+def _finding(runs: LowPrecisionRuns, parity: Parity, found: Located, *, fault: bool) -> Finding:
     from pytest_trainloop.checks.numerics.precision_parity.replay import LOW
     from pytest_trainloop.recording.events import Backward
 
@@ -182,6 +192,8 @@ def _finding(runs: LowPrecisionRuns, parity: Parity, found: Located, fault: bool
             if any(call.enabled for call in record.scaler_calls())
             else "scale the loss (torch.amp.GradScaler), or use bfloat16"
         )
+    if not fault:
+        repair = f"{repair or CAUSES[found.kind].repair}; {_settled_by(runs)}"
     return Finding(
         cause=found.kind,
         level="fault" if fault else "advice",
@@ -192,6 +204,12 @@ def _finding(runs: LowPrecisionRuns, parity: Parity, found: Located, fault: bool
         where=place,
         repair=repair,
     )
+
+
+def _settled_by(runs: LowPrecisionRuns) -> str:
+    if runs.imposed:
+        return "nothing, if the loop stays in float32; a knob precision= that its autocast follows makes this a fault"
+    return "the block in float32 settles it: up to twice what rounding explains passes"
 
 
 def _summary(found: Located, name: str) -> str:
@@ -232,15 +250,29 @@ def _measured(parity: Parity, found: Located, name: str, record: Record) -> str:
     return "; ".join(texts)
 
 
-def _backward_under_autocast(record: Record) -> Iterator[Finding]:
-    inside = [b for b in record.backwards() if b.autocast]
-    if inside:
+def _first_step(evidence: Evidence, contexts: Contexts) -> Record:
+    outer = evidence.plan().contexts
+    return evidence.rerun(enough=lambda r: r.rounds >= 1, contexts=lambda watch: (*outer(watch), *contexts(watch)))
+
+
+def _backward_under_autocast(made: Sequence[tuple[Record, Again]]) -> Iterator[Finding]:
+    """Of the first run in which a backward pass is called inside an autocast block."""
+    from pytest_trainloop.checks.numerics.precision_parity.backward_inside import change_of_gradient
+
+    for record, again in made:
+        inside = [b for b in record.backwards() if b.autocast]
+        if not inside:
+            continue
+        change = change_of_gradient(again, inside[0].autocast)
         yield Finding(
             cause="backward_under_autocast",
-            level="advice",
-            summary="backward() runs inside the autocast block: torch advises against it",
+            level="fault" if change else "advice",
+            summary="backward() runs inside the autocast block, which "
+            + (f"changes the gradient by {change:.1g} of its size" if change else "torch advises against"),
             measured=f"{len(inside)} of {len(record.backwards())} backward passes under {inside[0].autocast}",
-            shown_by="autocast is on when backward is called",
+            shown_by="with the block ended before backward, and nothing else changed, the first gradient is "
+            + ("another one" if change else "the same, bit for bit"),
             culprits=("autocast",),
             where=str(inside[0].place),
         )
+        return

@@ -61,11 +61,13 @@ def under_autocast(plan: RunPlan, device: str) -> RunPlan:
 
 @contextlib.contextmanager
 def _autocast(device: str) -> Iterator[None]:
-    with torch.autocast(device, dtype=torch.bfloat16), _NoAutocastInBackward(device):
+    with torch.autocast(device, dtype=torch.bfloat16), NoAutocastInBackward(device):
         yield
 
 
-class _NoAutocastInBackward(FunctionMode):
+class NoAutocastInBackward(FunctionMode):
+    """Backward passes are made as outside of the autocast block that they are called in."""
+
     def __init__(self, device: str) -> None:
         super().__init__()
         self._device = device

@@ -59,6 +59,8 @@ class Located:
     """Of the gradient's entries, those that are zero only in low precision."""
     names: tuple[str, ...] = ()
     """Parameters, where no operation is known."""
+    left: float = math.inf
+    """The error of the gradient with the operation's region in float32."""
 
 
 class Aligned(NamedTuple):
@@ -225,4 +227,5 @@ def _in_float32(runs: LowPrecisionRuns, parity: Parity, found: Located) -> Locat
         return found
     where = f"module {operation.module!r}" if operation.module else "this line"
     before = f"{parity.measured:.2g}" if math.isfinite(parity.measured) else "infinitely far"
-    return replace(found, shown_by=f"with {where} in float32 the gradient is {measured:.2g} from float64, not {before}")
+    shown = f"with {where} in float32 the gradient is {measured:.2g} from float64, not {before}"
+    return replace(found, shown_by=shown, left=measured)

@@ -343,9 +343,21 @@ pair(
 )
 
 
-def backward_inside(*, inside):
-    def make(precision="bf16"):
-        model = nn.Sequential(nn.Linear(10, 32), nn.GELU(), nn.Linear(32, 3))
+class FloatHead(nn.Module):
+    """The last layer in float32, for the sake of its gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 3)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.layer(x.to(self.layer.weight.dtype))
+
+
+def backward_inside(*, inside, head=FloatHead, default="bf16"):
+    def make(precision=default):
+        model = nn.Sequential(nn.Linear(10, 32), nn.GELU(), head())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         batch = (torch.randn(16, 10, generator=draws(10)), torch.randint(3, (16,), generator=draws(11)))
 
@@ -372,6 +384,24 @@ pair(
     faulty=backward_inside(inside=True),
     fixed=backward_inside(inside=False),
     where="loss.backward()",
+    mentions=("changes the gradient",),
+)
+pair(
+    "backward_inside_autocast_by_the_knob",
+    "precision_parity",
+    "backward_under_autocast",
+    faulty=backward_inside(inside=True, default="fp32"),
+    fixed=backward_inside(inside=False, default="fp32"),
+    where="loss.backward()",
+)
+pair(
+    "backward_inside_autocast_that_changes_nothing_yet",
+    "precision_parity",
+    "backward_under_autocast",
+    faulty=backward_inside(inside=True, head=lambda: nn.Linear(32, 3)),
+    fixed=backward_inside(inside=False, head=lambda: nn.Linear(32, 3)),
+    where="loss.backward()",
+    mentions=("the same, bit for bit",),
     level="advice",
 )
 

@@ -28,6 +28,9 @@ class Given:
     def __init__(self, ratio, *, imposed=False, finite=True):
         self._ratio, self._finite, self.imposed = ratio, finite, imposed
 
+    def again(self, contexts):
+        return self.record
+
     def parity(self):
         if isinstance(self._ratio, CannotDecide):
             raise self._ratio
@@ -65,6 +68,19 @@ def verdicts(monkeypatch):
 )
 def test_the_ratio_decides(verdicts, given, levels):
     assert [f.level for f in verdicts(given)] == levels
+
+
+@pytest.mark.parametrize(
+    ("imposed", "left", "level"),
+    [(False, 1.4e-3, "fault"), (False, 1.6e-3, "advice"), (True, 1.4e-3, "advice")],
+)
+def test_between_the_limits_an_operation_that_makes_half_of_the_error_decides(verdicts, imposed, left, level):
+    located = Located("accumulation", "forward", operation(sample(9.0)), sample(9.0), sample(9.0), left=left)
+    given = Given(40.0 if imposed else 3.0, imposed=imposed)
+    (found,) = verdicts(given, located=located)
+    assert found.level == level
+    assert ("a knob precision=" in found.repair) == imposed
+    assert ("settles it" in found.repair) == (level == "advice" and not imposed)
 
 
 def test_only_the_first_wrong_precision_is_reported(verdicts):
