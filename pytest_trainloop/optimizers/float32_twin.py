@@ -21,11 +21,12 @@ import torch
 from pytest_trainloop.optimizers.lost_updates import EntryUpdates, LostUpdates, spaced_by_index, summed
 from pytest_trainloop.optimizers.replay import kind_of, step
 from pytest_trainloop.optimizers.spacing import lr_growth, spacings
-from pytest_trainloop.recording.torch_internals import DispatchMode, has_step_hooks, is_patched_by_scheduler
+from pytest_trainloop.recording.function_mode import OperationMode
+from pytest_trainloop.recording.torch_internals import has_step_hooks, is_patched_by_scheduler
 from pytest_trainloop.runs.hooks import around_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterator
 
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
@@ -125,7 +126,7 @@ class Float32Twins:
         _to_float32(vars(twin.optimizer))
         before = low.values()
         judged = [i for i, entries in before.items() if entries.dtype in kinds]
-        with _NoHalves():  # type: ignore[no-untyped-call]
+        with _NoHalves():
             twin.step(grads, TRIED)
             tried = twin.values()
             needed = [math.ceil(TRIED * FAR * 2 / m) for i in judged if (m := _median_ulps(before[i], tried[i]))]
@@ -197,13 +198,11 @@ def _name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-class _NoHalves(DispatchMode):  # type: ignore[no-untyped-call]
+class _NoHalves(OperationMode):  # type: ignore[no-untyped-call]
     """Replaces every half-precision dtype among the arguments of an operation by float32."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return func(*map(_dtype, args), **{name: _dtype(value) for name, value in (kwargs or {}).items()})
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*map(_dtype, args), **{name: _dtype(value) for name, value in kwargs.items()})
 
 
 def _dtype(value: Any) -> Any:

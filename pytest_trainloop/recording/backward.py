@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from pytest_trainloop.recording.autocast import autocast
 from pytest_trainloop.recording.events import Arrival, Backward, Root
 from pytest_trainloop.recording.function_mode import is_aside
+from pytest_trainloop.recording.hooks import on_gradient
 from pytest_trainloop.recording.source import NOWHERE, here
+from pytest_trainloop.recording.torch_internals import has_values, is_functorch, is_traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from torch.utils.hooks import RemovableHandle
 
     from pytest_trainloop.recording.patches import Patches
     from pytest_trainloop.recording.protocol import Observed
@@ -37,7 +40,9 @@ class Gradients:
         for index in indices:
             tensor = self._watch.table.tensors[index]
             if index not in self._handles and not is_lazy(tensor) and tensor.requires_grad and tensor.is_leaf:
-                self._handles[index] = tensor.register_hook(self._arrival_hook(index))  # type: ignore[no-untyped-call]
+                handle = on_gradient(tensor, self._arrival_hook(index))
+                if handle is not None:
+                    self._handles[index] = handle
 
     def hooked(self, index: int) -> bool:
         return index in self._handles
@@ -57,9 +62,12 @@ class Gradients:
     def during(self, kind: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call ``backward`` or ``grad`` of autograd, and record the pass."""
         watch = self._watch
-        if watch.backward is not None or is_aside():
+        if watch.backward is not None or is_aside() or is_traced():
             return function(*args, **kwargs)
         args, kwargs = tuple(map(_listed, args)), {name: _listed(value) for name, value in kwargs.items()}
+        roots = _roots(args, kwargs)
+        if roots and not any(has_values(t) or is_functorch(t) for t in roots):  # nothing trains on them
+            return function(*args, **kwargs)
         with watch.suspended():
             event = self._open(kind, args, kwargs)
         try:
@@ -76,10 +84,7 @@ class Gradients:
         watch.backward_opened()
         event = Backward(at=watch.tick(), place=place, site=site, kind="grad" if kind == "grad" else "backward")
         event.item, event.autocast = watch.items(), autocast()
-        given = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
-        for tensor in [given] if isinstance(given, torch.Tensor) else list(given or ()):
-            if isinstance(tensor, torch.Tensor):
-                event.roots.append(self._root(tensor))
+        event.roots += [self._root(tensor) for tensor in _roots(args, kwargs)]
         watch.add(event)
         watch.backward = event
         return event
@@ -95,7 +100,6 @@ class Gradients:
     def _arrival_hook(self, index: int) -> Callable[[torch.Tensor | None], None]:
         watch = self._watch
 
-        @unserializable_hook  # type: ignore[untyped-decorator]
         def arrived(gradient: torch.Tensor | None) -> None:
             if gradient is None:
                 return  # a custom function returned none
@@ -113,7 +117,7 @@ class Gradients:
                     )
                 )
 
-        return arrived  # type: ignore[no-any-return]
+        return arrived
 
     def _unseen_backward(self) -> Backward:
         """The event of a pass started from C++, past both patches; such passes share one until another event."""
@@ -124,6 +128,13 @@ class Gradients:
         event = Backward(at=watch.tick(), place=NOWHERE, site=(), kind="backward")
         watch.add(event)
         return event
+
+
+def _roots(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that a call of ``backward`` or ``grad`` begins at."""
+    given = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+    given = [given] if isinstance(given, torch.Tensor) else given or ()
+    return [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
 
 
 def _listed(given: Any) -> Any:

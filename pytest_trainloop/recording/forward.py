@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from pytest_trainloop import nested
 from pytest_trainloop.recording.autocast import autocast
 from pytest_trainloop.recording.events import Forward, Place
+from pytest_trainloop.recording.hooks import after_modules, before_modules, on_gradient
 from pytest_trainloop.recording.source import frame_in, here, layer, place_of
-from pytest_trainloop.recording.train_mode import acts_by_mode
+from pytest_trainloop.recording.train_mode import acts_by_mode, trains
 
 if TYPE_CHECKING:
     from pytest_trainloop.recording.protocol import Observed
@@ -29,8 +28,8 @@ class Modules:
     def __init__(self, watch: Observed) -> None:
         self._watch = watch
         self._handles = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
+            before_modules(self._enter),
+            after_modules(self._leave, always_call=True),
         ]
 
     def remove(self) -> None:
@@ -52,7 +51,7 @@ class Modules:
         thread = self._watch.thread
         if self._watch.is_suspended:
             return
-        if thread.modules:
+        if thread.modules and thread.modules[-1] is module:
             thread.modules.pop()
         if not thread.modules and thread.forward is not None and torch.is_grad_enabled():
             with self._watch.suspended():
@@ -68,8 +67,7 @@ class Modules:
 
         for tensor in nested.tensors(output):
             if tensor.requires_grad:
-                with contextlib.suppress(RuntimeError):  # functorch's and other wrapped tensors take no hooks
-                    tensor.register_hook(answer)  # type: ignore[no-untyped-call]
+                on_gradient(tensor, answer)
 
     def _root_called(self, module: nn.Module) -> None:
         watch = self._watch
@@ -85,7 +83,7 @@ class Modules:
             module=watch.table.path_of(module),
             grad_enabled=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            training=module.training,
+            training=trains(module),
             autocast=autocast(),
             in_backward=watch.backward is not None,
             in_eval=modes["eval"],
@@ -102,8 +100,8 @@ class Modules:
         for name, module in inside.items():
             if acts_by_mode(module):
                 path = self._watch.table.path_of(module)
-                found["training" if module.training else "eval"].append(path)
-                if name and inside[name.rpartition(".")[0]].training is not module.training:
+                found["training" if trains(module) else "eval"].append(path)
+                if name and trains(inside[name.rpartition(".")[0]]) is not trains(module):
                     found["apart"].append(path)
         return {kind: tuple(paths) for kind, paths in found.items()}
 
@@ -129,7 +127,7 @@ class Modules:
                 entry.calls_empty += 1
             elif grad:
                 entry.calls_with_grad += 1
-                entry.calls_in_eval += not module.training
+                entry.calls_in_eval += not trains(module)
             elif checkpointed:
                 entry.calls_in_checkpoint += 1
                 entry.checkpoint = entry.checkpoint or self._checkpoint_place()

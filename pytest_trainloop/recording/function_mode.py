@@ -1,4 +1,4 @@
-"""The base of the modes that stand between a loop and torch's functions, and the tensors that a call is given.
+"""The bases of the modes that stand between a loop and torch, and the tensors that a call is given.
 
 It lies below ``tracing`` because ``recording`` and ``runs`` have such modes too; those that look at a watched run are
 ``tracing.mode.WatchingMode``.
@@ -12,7 +12,10 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
+
+from pytest_trainloop.recording.torch_internals import DispatchMode, is_traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -47,7 +50,8 @@ def is_aside() -> bool:
 class FunctionMode(TorchFunctionMode):
     """Gets every call of a torch function that its thread makes while it is on, but for those made ``aside``.
 
-    The mode is off while ``call`` runs: what it calls of torch goes to the modes below it.
+    The mode is off while ``call`` runs: what it calls of torch goes to the modes below it. It stands aside while torch
+    is tracing (``is_traced``).
     """
 
     def __torch_function__(
@@ -57,7 +61,7 @@ class FunctionMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if is_aside():
+        if torch.compiler.is_compiling() or is_traced() or is_aside():  # the first is a constant for a compiler
             return func(*args, **(kwargs or {}))
         return self.call(getattr(func, "__name__", ""), func, args, kwargs or {})
 
@@ -66,16 +70,39 @@ class FunctionMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class OperationMode(DispatchMode):  # type: ignore[no-untyped-call]
+    """Gets every operation that torch dispatches while it is on, those of backward passes included.
+
+    The mode is off while ``operate`` runs. It stands aside while torch is tracing (``is_traced``).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if is_traced():
+            return func(*args, **(kwargs or {}))
+        return self.operate(func, args, kwargs or {})
+
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the operation gives."""
+        return func(*args, **kwargs)
+
+
 def tensors_in(*values: Any) -> Iterator[torch.Tensor]:
     """The tensors among the arguments or the results of a torch call, in order: those in lists, tuples, sets, dicts and
     dataclasses as well, at any depth.
 
+    Left out are the parameters of a lazy module before its first call: nothing is known of them.
     A dict is looked into where its keys are names: the memo of ``__deepcopy__`` holds what was copied before. Other
     objects are not: a hook may hold the whole project.
     """
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield value
+            if not is_lazy(value):
+                yield value
         elif isinstance(value, (list, tuple, set, frozenset)):
             yield from tensors_in(*value)
         elif isinstance(value, dict):

@@ -128,6 +128,9 @@ class Record:
     """The largest number of steps that one optimizer made."""
     steps: int = 0
     """Steps of all optimizers."""
+    begun: bool = False
+    """Whether an optimizer has stepped that the project gave or that holds a parameter of its model; not those of
+    copies that the loop trains."""
     items: int = 0
     """Batches that the loop took."""
     seconds: float = 0.0

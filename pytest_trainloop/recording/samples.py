@@ -12,7 +12,7 @@ from torch import nn
 
 from pytest_trainloop.recording.events import TensorSample
 from pytest_trainloop.recording.sample_store import Store
-from pytest_trainloop.recording.torch_internals import is_functorch
+from pytest_trainloop.recording.torch_internals import has_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,8 +63,8 @@ class Reader:
         return sample
 
     def scalar(self, tensor: torch.Tensor, use: Callable[[float], None]) -> None:
-        """Call ``use`` with the value of a one-element tensor when it is read; never inside a functorch transform."""
-        if not is_functorch(tensor):
+        """Call ``use`` with the value of a one-element tensor when it is read, if it ``has_values``."""
+        if has_values(tensor):
             with self._lock:
                 self._scalars.append((use, self._numbers.keep(tensor.detach().reshape(1))))
 
@@ -103,7 +103,7 @@ def readable(tensor: torch.Tensor) -> bool:
     a wrapper around other tensors."""
     kind = type(tensor)
     wraps = hasattr(kind, "__tensor_flatten__") or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return not (wraps or nn.parameter.is_lazy(tensor) or tensor.is_meta or is_functorch(tensor))
+    return not wraps and not nn.parameter.is_lazy(tensor) and has_values(tensor)
 
 
 def spaced(values: torch.Tensor) -> torch.Tensor:

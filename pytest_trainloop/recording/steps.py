@@ -7,13 +7,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
 
 from pytest_trainloop.recording.events import Read, Step, TensorSample
+from pytest_trainloop.recording.hooks import after_steps, before_steps
 from pytest_trainloop.recording.record import Optimizer as Held
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import has_step_pre_hooks, is_initialised
@@ -36,10 +33,7 @@ class Optimizers:
         self._index: dict[int, int] = {}
         self._kept: list[Any] = []
         self._late: list[RemovableHandle] = []
-        self._handles = [
-            register_optimizer_step_pre_hook(self._pre),
-            register_optimizer_step_post_hook(self._post),
-        ]
+        self._handles = [before_steps(self._pre), after_steps(self._post)]
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -108,7 +102,7 @@ class Optimizers:
             step.frozen = tuple(i for i in held if not watch.table.tensors[i].requires_grad)
             watch.weight_changes.look()
             watch.thread.open.append(step)
-            watch.thread.frames.append(sys._getframe(1))
+            watch.thread.frames.append(sys._getframe(2))  # the caller of the hook
             wrapped = self._with_closure_read(step, held, args, kwargs)
 
             def begin(*_call: Any) -> None:

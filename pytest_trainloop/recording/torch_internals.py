@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import _len_torch_function_stack
+from torch._subclasses import FakeTensor
+from torch.fx import _symbolic_trace
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -33,9 +35,12 @@ __all__ = [
     "function_class",
     "has_step_hooks",
     "has_step_pre_hooks",
+    "has_values",
     "is_functorch",
     "is_initialised",
     "is_patched_by_scheduler",
+    "is_traced",
+    "is_transformed",
     "loader_workers",
     "modes_kept",
     "no_dispatch_modes",
@@ -45,6 +50,12 @@ __all__ = [
     "tree_leaves",
     "tree_map",
 ]
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's entries can be read here and now: not those of a fake one, one on the meta device, or one
+    inside a transform of functorch."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor) or is_functorch(tensor))
 
 
 def is_functorch(tensor: torch.Tensor) -> bool:
@@ -61,6 +72,28 @@ def loader_workers() -> list[tuple[list[Any], Any]]:
     names = ("_index_queues", "_worker_result_queue", "_workers_done_event", "_pin_memory_thread_done_event")
     iterators = [o for o in gc.get_objects() if type(o).__name__.endswith("MultiProcessingDataLoaderIter")]
     return [(list(o._workers), [getattr(o, name, None) for name in names]) for o in iterators if hasattr(o, "_workers")]
+
+
+def is_traced() -> bool:
+    """Whether torch follows calls to run or to compile them elsewhere: under ``torch.jit.trace``, ``torch.fx``,
+    ``torch.compile``, ``torch.export``, ``make_fx`` or with fake tensors. Tensors have no values of their own then.
+
+    Hides ``torch._C._is_tracing``, ``torch.fx._symbolic_trace._is_fx_tracing_flag`` and the modes below a dispatcher.
+    """
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or _symbolic_trace._is_fx_tracing_flag:
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0 and any(
+        torch._C._get_dispatch_mode(key) is not None for key in _TRACING_MODES
+    )
+
+
+_TRACING_MODES = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
+
+
+def is_transformed() -> bool:
+    """Whether torch traces, or a transform of functorch is under way (``vmap``, ``grad``, ``jacrev``): tensors are read
+    by nobody then. Hides ``torch._C._functorch.maybe_current_level``, torch's level of nesting."""
+    return is_traced() or torch._C._functorch.maybe_current_level() is not None
 
 
 def take_off(mode: TorchFunctionMode) -> bool:

@@ -53,6 +53,11 @@ class Modes:
                 watch.add(ModeCall(at=watch.tick(), place=place, site=site, below=path, on=bool(mode)))
 
 
+def trains(module: nn.Module) -> bool:
+    """Whether a module is in training mode; a frozen script has no mode."""
+    return bool(getattr(module, "training", False))
+
+
 def acts_by_mode(module: nn.Module) -> bool:
     """Whether a module computes differently in training mode and in evaluation mode."""
     if isinstance(module, DROPOUT_MODULES):

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pytest_trainloop.recording.events import Backward, Event, Step
+    from pytest_trainloop.recording.record import Optimizer
 
 FULL_ROUNDS = 12
 """Optimizer steps that are watched in full (docs/how-it-decides.md#what-observing-costs)."""
@@ -215,6 +216,7 @@ class Watch:
         optimizer = record.optimizers[step.optimizer]
         optimizer.steps += 1
         record.rounds = max(record.rounds, optimizer.steps)
+        record.begun = record.begun or self._trains_the_model(optimizer)
         for index, grad in (step.reads[-1].grads if step.reads else {}).items():
             if grad is not None:
                 self.steps_on[index] += 1
@@ -222,6 +224,10 @@ class Watch:
             self._lighten()
         elif not self.full:
             self.functions.take_off()
+
+    def _trains_the_model(self, optimizer: Optimizer) -> bool:
+        known = optimizer.declared or not any(o.declared for o in self.record.optimizers)
+        return known or any(self.table.entries[i].declared for i in optimizer.parameters)
 
     def backward_opened(self) -> None:
         """Count a backward pass: a run that makes an optimizer for every batch changes to light density too."""

@@ -15,9 +15,9 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from pytest_trainloop import nested
-from pytest_trainloop.recording.function_mode import tensors_in
+from pytest_trainloop.recording.function_mode import OperationMode, tensors_in
 from pytest_trainloop.recording.patches import Patches
-from pytest_trainloop.recording.torch_internals import DispatchMode, aliased_arguments, tree_map
+from pytest_trainloop.recording.torch_internals import aliased_arguments, tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -33,24 +33,22 @@ _WIDER = {
 }
 
 
-class _Promote(DispatchMode):  # type: ignore[no-untyped-call]
+class _Promote(OperationMode):  # type: ignore[no-untyped-call]
     """Turns floating ``dtype=`` arguments into float64, and lower operands of operations whose result is no view.
 
     ``lower`` names the first operations that gave a lower precision all the same.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.lower: dict[str, None] = {}
         self.copying = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.copying:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         args = tuple(map(_wide_dtype, args))
-        kwargs = {name: _wide_dtype(value) for name, value in (kwargs or {}).items()}
+        kwargs = {name: _wide_dtype(value) for name, value in kwargs.items()}
         aliased, written = aliased_arguments(func)
         if func is torch.ops.aten.copy_.default:
             return func(*args, **kwargs)  # it converts by itself

@@ -7,7 +7,8 @@ import functools
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from pytest_trainloop.recording.hooks import after_steps, before_steps, on_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,11 +47,9 @@ def on_arrival(
     watch: Watch, arrived: Callable[[Watch, torch.Tensor, torch.Tensor | None], None]
 ) -> list[RemovableHandle]:
     """Hooks that call ``arrived`` with every weight that trains and the gradient that arrives at it."""
-    return [
-        tensor.register_hook(functools.partial(arrived, watch, tensor))  # type: ignore[no-untyped-call]
-        for tensor in watch.table.tensors
-        if tensor.is_leaf and tensor.requires_grad and not torch.nn.parameter.is_lazy(tensor)
-    ]
+    leaves = (t for t in watch.table.tensors if t.is_leaf and t.requires_grad and not torch.nn.parameter.is_lazy(t))
+    handles = [on_gradient(tensor, functools.partial(arrived, watch, tensor)) for tensor in leaves]
+    return list(filter(None, handles))
 
 
 class Stepped(NamedTuple):
@@ -105,5 +104,5 @@ def around_steps(watch: Watch, take: Callable[[Any], T | None], use: Callable[[A
             with watch.suspended(), torch.no_grad():
                 use(optimizer, snap)
 
-    with hooked(register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)):
+    with hooked(before_steps(enter), after_steps(leave)):
         yield

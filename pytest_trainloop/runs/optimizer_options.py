@@ -6,8 +6,8 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from pytest_trainloop.recording.hooks import after_steps, before_steps
 from pytest_trainloop.runs.hooks import hooked
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def _with_option(name: str, changed: Callable[[Any], Any]) -> Iterator[None]:
             if name in group:
                 group[name] = changed(group[name])
 
-    with hooked(register_optimizer_step_pre_hook(enter)):
+    with hooked(before_steps(enter)):
         yield
 
 
@@ -82,5 +82,5 @@ def _with_lrs(changed: Callable[[Any, Any], Any]) -> Iterator[None]:
             if lr is not None:
                 group["lr"] = lr
 
-    with hooked(register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)):
+    with hooked(before_steps(enter), after_steps(leave)):
         yield

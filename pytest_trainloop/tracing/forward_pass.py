@@ -18,11 +18,11 @@ from torch import nn
 
 from pytest_trainloop.gradients.dependence import moved_a_little
 from pytest_trainloop.recording.function_mode import tensors_in
+from pytest_trainloop.recording.hooks import around_modules
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import tree_map
 from pytest_trainloop.recording.torch_names import EMBEDDINGS, LOSSES
 from pytest_trainloop.runs.checkpoint_bypass import switched, without
-from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.runs.no_randomness import NoRandomness
 from pytest_trainloop.tracing.arguments import takes_data
 from pytest_trainloop.tracing.mode import WatchingMode
@@ -126,13 +126,9 @@ class ForwardPass(WatchingMode):
 
     @contextlib.contextmanager
     def watching(self, watch: Watch) -> Iterator[None]:
-        handles = []
-        for _, module in list(watch.table.named_modules()):
-            with contextlib.suppress(RuntimeError):  # scripted modules take none
-                handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-                handles.append(module.register_forward_hook(self._leave, always_call=True))
+        modules = [module for _, module in watch.table.named_modules()]
         try:
-            with super().watching(watch), hooked(*handles):
+            with super().watching(watch), around_modules(modules, self._enter, self._leave):
                 yield
         finally:
             self._close()
@@ -150,7 +146,7 @@ class ForwardPass(WatchingMode):
                 with watch.suspended():
                     return tuple(self._opened(a) for a in args), kwargs
             return None
-        if not torch.is_grad_enabled() or watch.backward is not None or watch.record.steps or watch.stepping:
+        if not torch.is_grad_enabled() or watch.backward is not None or watch.record.begun or watch.stepping:
             return None
         self._depth = 1
         self._switch_modes(module)
@@ -200,7 +196,7 @@ class ForwardPass(WatchingMode):
     def active(self) -> bool:
         """Until the first step has ended: a closure that it calls computes the loss too."""
         watch = self.watch
-        return not (watch.is_suspended or watch.record.steps or watch.backward is not None)
+        return not (watch.is_suspended or watch.record.begun or watch.backward is not None)
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watch, name = self.watch, name_of(func)
@@ -239,7 +235,7 @@ class ForwardPass(WatchingMode):
 
 
 def _over(record: Record) -> bool:
-    return record.rounds >= 1 or len(record.backwards()) >= LONGEST
+    return record.begun or len(record.backwards()) >= LONGEST
 
 
 def recomputed(op: Op) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

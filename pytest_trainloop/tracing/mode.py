@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pytest_trainloop.recording.function_mode import FunctionMode, is_aside
+from pytest_trainloop.recording.torch_internals import is_traced, is_transformed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
 class WatchingMode(FunctionMode):
     """Gets the torch calls of a run while it is ``active``; override ``call`` to look at them.
 
+    It stands aside while torch is tracing, and inside the transforms of functorch, where tensors cannot be read.
     ``contexts`` is for a run's plan. Where a mode lives no longer than its watch, it may get that when it is made.
     """
 
@@ -56,9 +60,9 @@ class WatchingMode(FunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        name = getattr(func, "__name__", "")
-        if is_aside():
+        if torch.compiler.is_compiling() or is_traced() or is_aside():  # the first is a constant for a compiler
             return func(*args, **(kwargs or {}))
-        if self._watch is None or not self.active():
+        name = getattr(func, "__name__", "")
+        if self._watch is None or is_transformed() or not self.active():
             return super().call(name, func, args, kwargs or {})
         return self.call(name, func, args, kwargs or {})

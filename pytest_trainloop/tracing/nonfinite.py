@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.nn.modules.module import register_module_forward_hook
 
 from pytest_trainloop import nested
 from pytest_trainloop.recording.function_mode import tensors_in
+from pytest_trainloop.recording.hooks import after_modules, on_gradient
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import (
     ATTRIBUTES,
@@ -189,7 +189,7 @@ class NonFiniteOrigins(WatchingMode):
                 low, high = _range(floats(nested.tensors(output)))
                 self._trail.append(f"{watch.table.path_of(module)} [{low:.3g}, {high:.3g}]")
 
-        with super().watching(watch), hooked(register_module_forward_hook(unless_suspended(watch, leave))):
+        with super().watching(watch), hooked(after_modules(unless_suspended(watch, leave))):
             yield
 
     def _before_step(self, optimizer: Any) -> tuple[list[torch.Tensor], float] | None:
@@ -294,7 +294,7 @@ class NonFiniteOrigins(WatchingMode):
             return
         origin = self._known.get(id(bad), (bad, None))[1]
         masked = MaskedLoss(operation.name, here()[0], origin, watch.record.steps)
-        result.register_hook(lambda _gradient: self.masked.append(masked))  # type: ignore[no-untyped-call]
+        on_gradient(result, lambda _gradient: self.masked.append(masked))
 
     def _hook(self, operation: _Operation, made: list[torch.Tensor], origin: NonFiniteOrigin) -> None:
         """Hook the gradients at the operation's inputs and results."""
@@ -305,7 +305,7 @@ class NonFiniteOrigins(WatchingMode):
         for tensor in (*operation.inputs, *results):
             if tensor.requires_grad and id(tensor) not in self._hooked:
                 self._hooked[id(tensor)] = tensor
-                tensor.register_hook(functools.partial(self._arrived, id(tensor)))  # type: ignore[no-untyped-call]
+                on_gradient(tensor, functools.partial(self._arrived, id(tensor)))
         for tensor in operation.inputs:
             self._consumers.setdefault(id(tensor), []).append(differentiable)
         for tensor in results:

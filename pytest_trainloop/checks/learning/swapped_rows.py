@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 
+from pytest_trainloop.recording.hooks import before_modules
 from pytest_trainloop.runs.hooks import hooked, unless_suspended
 from pytest_trainloop.tracing.arguments import takes_data
 
@@ -65,7 +65,7 @@ class OtherRows:
             with watch.suspended(), torch.no_grad():
                 return tuple(self._other(a) if isinstance(a, torch.Tensor) else a for a in args)
 
-        with hooked(register_module_forward_pre_hook(unless_suspended(watch, enter))):
+        with hooked(before_modules(unless_suspended(watch, enter))):
             yield
 
     def _other(self, given: torch.Tensor) -> torch.Tensor:

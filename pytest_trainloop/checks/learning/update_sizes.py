@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from pytest_trainloop.recording.hooks import after_steps, before_steps
 from pytest_trainloop.runs.hooks import hooked, on_arrival, stepped_by
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Ratios:
                 with torch.no_grad(), watch.suspended():
                     self._measure(watch, optimizer)
 
-        around = register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)
+        around = before_steps(enter), after_steps(leave)
         with hooked(*on_arrival(watch, self._arrived), *around):
             yield
 

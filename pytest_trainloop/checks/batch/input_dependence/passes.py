@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_hook
 
 from pytest_trainloop import nested
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.dependence import moved_a_little
 from pytest_trainloop.recording.events import Backward
+from pytest_trainloop.recording.hooks import after_modules
+from pytest_trainloop.recording.torch_internals import has_values, is_transformed
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.hooks import call_from_outside, hooked, unless_suspended
 from pytest_trainloop.tracing.forward_pass import LONGEST
@@ -209,15 +210,22 @@ class InputRuns:
 def _watching(watch: Watch, run: _Run, addresses: list[int]) -> Iterator[None]:
     def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call = call_from_outside(watch, module)
-        if call is None or not torch.is_grad_enabled() or watch.record.steps or watch.backward is not None:
+        if (
+            call is None
+            or not torch.is_grad_enabled()
+            or watch.record.begun
+            or watch.backward is not None
+            or is_transformed()
+        ):
             return
         with watch.suspended():
             run.place = run.place or str(call.place)
-            run.passed |= {t.data_ptr() for t in nested.tensors((args, kwargs)) if t.data_ptr() in addresses}
-            run.outputs += [t.detach().clone() for t in nested.tensors(output)]
+            given = [t for t in nested.tensors((args, kwargs)) if has_values(t)]
+            run.passed |= {t.data_ptr() for t in given if t.data_ptr() in addresses}
+            run.outputs += [t.detach().clone() for t in nested.tensors(output) if has_values(t)]
             run.arguments |= _arguments(module, args, kwargs)
 
-    with hooked(register_module_forward_hook(unless_suspended(watch, leave), with_kwargs=True)):
+    with hooked(after_modules(unless_suspended(watch, leave), with_kwargs=True)):
         yield
 
 

@@ -11,6 +11,7 @@ import torch
 
 from pytest_trainloop.checks.batch.padding_invariance import attention, pooling, positions
 from pytest_trainloop.recording.function_mode import tensors_in
+from pytest_trainloop.recording.hooks import on_gradient
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import CONVOLUTIONS, LOSSES, NORMALISATIONS, RECURRENT
 from pytest_trainloop.runs.no_randomness import NoRandomness
@@ -213,7 +214,7 @@ class BlockedPaths(WatchingMode, NoRandomness):
 
         for tensor, hook in ((states, beyond), *((t, at_the_end) for t in last)):
             if tensor.requires_grad:
-                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+                on_gradient(tensor, hook)
 
     def _cut(self, out: torch.Tensor) -> None:
         axis = next((a for a in (1, 0) if self._span.of(out.shape[a])), None)
@@ -224,4 +225,4 @@ class BlockedPaths(WatchingMode, NoRandomness):
         real = ((place >= first) & (place < last)).to(out.dtype)
         shape = [1] * out.dim()
         shape[axis] = -1
-        out.register_hook(lambda gradient: gradient * real.view(shape))  # type: ignore[no-untyped-call]
+        on_gradient(out, lambda gradient: gradient * real.view(shape))

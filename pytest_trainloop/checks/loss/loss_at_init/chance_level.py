@@ -66,7 +66,7 @@ class InitialLosses(WatchingMode):
 
     def active(self) -> bool:
         """Until the first step has ended: the closure that it calls, or a checkpoint, may hold the loss."""
-        return not (self.watch.is_suspended or self.watch.record.steps or len(self.recorded) >= MOST)
+        return not (self.watch.is_suspended or self.watch.record.begun or len(self.recorded) >= MOST)
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
@@ -93,7 +93,7 @@ class InitialRuns:
         key = scale, of, other_seed
         if key not in self._made:
             found, seed = InitialLosses(), self._evidence.plan().seed + other_seed
-            enough, prepare = (lambda r: r.rounds >= 1), scaled(scale, of)
+            enough, prepare = (lambda r: r.begun), scaled(scale, of)
             self._evidence.rerun(contexts=found.contexts, enough=enough, seed=seed, prepare=prepare)
             self._made[key] = found.recorded
         return self._made[key]
@@ -102,7 +102,7 @@ class InitialRuns:
         """With inputs scaled to unit size, and the root mean square of the largest original one."""
         found, unit = InitialLosses(), UnitInputs()
         contexts = lambda watch: (*unit.contexts(watch), *found.contexts(watch))  # noqa: E731
-        self._evidence.rerun(contexts=contexts, enough=lambda r: r.rounds >= 1)
+        self._evidence.rerun(contexts=contexts, enough=lambda r: r.begun)
         return found.recorded, unit.largest
 
 

@@ -6,8 +6,8 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 
+from pytest_trainloop.recording.hooks import before_modules
 from pytest_trainloop.runs.hooks import hooked, unless_suspended
 from pytest_trainloop.tracing.arguments import takes_data
 
@@ -40,7 +40,7 @@ class UnitInputs:
             with watch.suspended(), torch.no_grad():
                 return tuple(self._of_unit_size(a) for a in args)
 
-        with hooked(register_module_forward_pre_hook(unless_suspended(watch, enter))):
+        with hooked(before_modules(unless_suspended(watch, enter))):
             yield
 
     def _of_unit_size(self, given: Any) -> Any:

@@ -24,7 +24,9 @@ from pytest_trainloop.checks.loss.loss_contract.dead_values import never_read
 from pytest_trainloop.checks.loss.loss_contract.label_shifts import LabelShifts
 from pytest_trainloop.checks.loss.loss_contract.tokens import Embedded, Tokens
 from pytest_trainloop.recording.function_mode import tensors_in
+from pytest_trainloop.recording.hooks import on_gradient
 from pytest_trainloop.recording.source import here
+from pytest_trainloop.recording.torch_internals import has_values
 from pytest_trainloop.recording.torch_names import LOSSES
 from pytest_trainloop.runs.checkpoint_bypass import switched, without
 from pytest_trainloop.tracing.arguments import bound_arguments
@@ -190,7 +192,11 @@ class LossCallRecorder(WatchingMode):
     def _backpropagated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         roots = list(tensors_in(args[:1], kwargs.get("tensors", ())))
         single = [r for r in roots if r.numel() == 1]
-        self._root = sum(float(r.detach()) for r in single) if len(single) == len(roots) else None
+        self._root = (
+            sum(float(r.detach()) for r in single)
+            if len(single) == len(roots) and all(map(has_values, roots))
+            else None
+        )
         self._backwards += 1
         for node in {id(n): n for r in single for n in loss_terms.without_gradient(self._lineage.of(r))}.values():
             where = node.op, str(node.place)
@@ -250,9 +256,9 @@ class LossCallRecorder(WatchingMode):
             if not given:
                 at_input(None)
 
-        call.out.register_hook(at_result)  # type: ignore[no-untyped-call]
+        on_gradient(call.out, at_result)
         if given:
-            given[0].register_hook(at_input)  # type: ignore[no-untyped-call]
+            on_gradient(given[0], at_input)
 
     def _site_of(self, call: Call) -> CallSite:
         return self.sites.setdefault((call.name, call.site, call.layer), CallSite(call.name, layer=call.layer))

@@ -10,13 +10,12 @@ import torch
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.losses.calls import Caller, CallResult, CriterionRaised
-from pytest_trainloop.recording.torch_internals import DispatchMode, tree_leaves
+from pytest_trainloop.recording.function_mode import OperationMode
+from pytest_trainloop.recording.torch_internals import tree_leaves
 from pytest_trainloop.recording.torch_names import ATEN_DRAWS
 from pytest_trainloop.strategies.loss_cases import LossInputs, inputs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from pytest_trainloop.losses.evidence import Loss
     from pytest_trainloop.strategies.loss_cases import Case
 
@@ -28,7 +27,7 @@ KERNEL = 8
 three products, two sums) makes eight in a row; a function of the math library is right to within two."""
 
 
-class Magnitudes(DispatchMode):  # type: ignore[no-untyped-call]
+class Magnitudes(OperationMode):  # type: ignore[no-untyped-call]
     """The number of roundings on the way to the result, at most, and the largest number on it.
 
     A kernel has ``KERNEL`` roundings, and one more for each entry of its input per entry of its result, which it may
@@ -36,15 +35,13 @@ class Magnitudes(DispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.draws_random = False
         self.roundings = 0
         self.largest = 1.0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
         self.draws_random = self.draws_random or any(word in str(func) for word in ATEN_DRAWS)
         made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel()]
         given = [t.numel() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]

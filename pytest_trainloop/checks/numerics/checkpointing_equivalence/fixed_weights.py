@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from pytest_trainloop.recording.hooks import after_steps, on_gradient
 from pytest_trainloop.recording.samples import readable, spaced
 from pytest_trainloop.runs.hooks import hooked
 
@@ -50,7 +50,7 @@ def fixed_weights(watch: Watch) -> Iterator[None]:
                 if tensor.shape == first.shape and tensor.dtype == first.dtype and not torch.equal(tensor, first):
                     tensor.copy_(first)
 
-    with hooked(register_optimizer_step_post_hook(restore)):
+    with hooked(after_steps(restore)):
         yield
 
 
@@ -65,12 +65,12 @@ def values_kept(watch: Watch, grads: Grads, buffers: dict[str, torch.Tensor]) ->
             grads.setdefault(watch.backward.at, {})[index] = spaced(tensor.grad.detach()).clone()
 
     handles = [
-        tensor.register_post_accumulate_grad_hook(functools.partial(note, index))  # type: ignore[no-untyped-call]
+        on_gradient(tensor, functools.partial(note, index), after=True)
         for index, tensor in enumerate(watch.table.tensors)
         if tensor.is_leaf and tensor.requires_grad and readable(tensor)
     ]
     try:
-        with hooked(*handles):
+        with hooked(*filter(None, handles)):
             yield
     finally:
         with watch.suspended(), torch.no_grad():

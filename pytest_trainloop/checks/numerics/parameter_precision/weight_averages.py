@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pytest_trainloop.gradients.vectors import values
 from pytest_trainloop.optimizers.lost_updates import spaced_by_index
 from pytest_trainloop.optimizers.spacing import spacings
 from pytest_trainloop.recording.function_mode import FunctionMode
+from pytest_trainloop.recording.hooks import before_steps
 from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.watch import FULL_ROUNDS
@@ -186,7 +186,7 @@ def _entries(watch: Watch, wide: _Float64Run, names: set[str]) -> Iterator[None]
                 if entry.name in names and readable(tensor) and tensor.dtype is torch.float64:
                     wide.entries[entry.name].append(spaced_by_index(tensor).clone())
 
-    with hooked(register_optimizer_step_pre_hook(enter)):
+    with hooked(before_steps(enter)):
         yield
 
 

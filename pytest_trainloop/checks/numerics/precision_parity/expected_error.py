@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.checks.numerics.precision_parity.replay import name_of
-from pytest_trainloop.recording.torch_internals import DispatchMode, no_dispatch_modes, tree_map
+from pytest_trainloop.recording.function_mode import OperationMode
+from pytest_trainloop.recording.torch_internals import no_dispatch_modes, tree_map
 from pytest_trainloop.recording.torch_names import ATEN_PRODUCTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -25,7 +26,7 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-class Rounded(DispatchMode):  # type: ignore[no-untyped-call]
+class Rounded(OperationMode):  # type: ignore[no-untyped-call]
     """Rounds products in float64, or disturbs them by as much under the seed ``noise``.
 
     ``low`` lists the products of the low-precision run and whether each was made in low precision: those that were not
@@ -33,16 +34,13 @@ class Rounded(DispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, dtype: torch.dtype, low: Sequence[tuple[str, bool]], *, noise: int | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._unit = unit_roundoff(dtype)
         self._low = low
         self._number = 0
         self._noise = None if noise is None else torch.Generator().manual_seed(noise)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = name_of(func)
         if name not in ATEN_PRODUCTS or not self._lowered(name):
             return func(*args, **kwargs)

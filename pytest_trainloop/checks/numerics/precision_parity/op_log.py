@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.recording.function_mode import tensors_in
+from pytest_trainloop.recording.hooks import on_gradient
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.source import NOWHERE, here, place_of
 from pytest_trainloop.recording.torch_internals import apply_of, function_class, no_dispatch_modes
@@ -202,8 +203,7 @@ class _Logging(WatchingMode):
                     operation.gradient = Sample.of(gradient)
 
         if tensor.requires_grad:
-            with contextlib.suppress(RuntimeError):
-                tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
+            on_gradient(tensor, arrived)
 
 
 def _backward_of(function: Any) -> Place:

@@ -7,12 +7,11 @@ are rounded. Two runs in two precisions are comparable where the second one draw
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from pytest_trainloop.recording.function_mode import tensors_in
-from pytest_trainloop.recording.torch_internals import DispatchMode
+from pytest_trainloop.recording.function_mode import OperationMode, tensors_in
 from pytest_trainloop.recording.torch_names import (
     ATEN_COMPARISONS,
     ATEN_OPAQUE,
@@ -20,9 +19,6 @@ from pytest_trainloop.recording.torch_names import (
     ATEN_PRODUCTS,
     EXTREME_PLACES,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 LOW = (torch.bfloat16, torch.float16)
 
@@ -48,15 +44,13 @@ class Choices:
     """Whether the rest of the run is left out."""
 
 
-class RecordChoices(DispatchMode):  # type: ignore[no-untyped-call]
+class RecordChoices(OperationMode):  # type: ignore[no-untyped-call]
     def __init__(self, choices: Choices) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._choices = choices
 
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
         if not self._choices.complete:
             self._note(func, args, out)
         return out
@@ -75,11 +69,11 @@ class RecordChoices(DispatchMode):  # type: ignore[no-untyped-call]
             choices.picks.append((name, given[-1].detach().clone()))
 
 
-class ReplayChoices(DispatchMode):  # type: ignore[no-untyped-call]
+class ReplayChoices(OperationMode):  # type: ignore[no-untyped-call]
     """Replaces what the run draws, and what it picks if ``picks``, by the choices of another run."""
 
     def __init__(self, choices: Choices, *, picks: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._choices = choices
         self._picks = picks
         self._drawn = self._picked = 0
@@ -88,10 +82,7 @@ class ReplayChoices(DispatchMode):  # type: ignore[no-untyped-call]
         self.picked_otherwise = 0
         """Picks that differ from the other run's."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         name = name_of(func)
         if name in ATEN_PRODUCTS:

@@ -6,9 +6,9 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from pytest_trainloop import nested
+from pytest_trainloop.recording.hooks import after_modules, before_modules
 from pytest_trainloop.recording.parameters import RUNNING
 from pytest_trainloop.recording.record import within
 from pytest_trainloop.recording.samples import readable
@@ -58,8 +58,8 @@ class FrozenModules:
                         self.written.setdefault(f"{path}.{name}" if path else name, str(here()[0]))
 
         with hooked(
-            register_module_forward_pre_hook(unless_suspended(watch, enter)),
-            register_module_forward_hook(unless_suspended(watch, leave), always_call=True),
+            before_modules(unless_suspended(watch, enter)),
+            after_modules(unless_suspended(watch, leave), always_call=True),
         ):
             yield
 

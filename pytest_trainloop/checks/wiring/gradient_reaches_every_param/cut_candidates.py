@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from pytest_trainloop.recording.function_mode import tensors_in
+from pytest_trainloop.recording.hooks import on_gradient
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import apply_of
@@ -195,9 +196,9 @@ class Tracer(WatchingMode):
         place, site = here()
         passed = [False] * (1 + len(inputs))
         self._closed.append((Candidate("custom", cls.__name__, place, site, self.watch.module_path()), passed))
-        output.register_hook(functools.partial(_mark, passed, 0))  # type: ignore[no-untyped-call]
+        on_gradient(output, functools.partial(_mark, passed, 0))
         for i, tensor in enumerate(inputs, start=1):
-            tensor.register_hook(functools.partial(_mark, passed, i))  # type: ignore[no-untyped-call]
+            on_gradient(tensor, functools.partial(_mark, passed, i))
 
 
 def _mark(passed: list[bool], which: int, gradient: torch.Tensor | None) -> None:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
 
 from pytest_trainloop import nested
 from pytest_trainloop.gradients.dependence import until_stepped
+from pytest_trainloop.recording.hooks import after_modules
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.runs.hooks import unless_suspended
 
@@ -52,7 +52,7 @@ class _Exposure:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        handle = register_module_forward_hook(unless_suspended(self._watch, self._leave))
+        handle = after_modules(unless_suspended(self._watch, self._leave))
         patches = Patches()
         for name in ("grad", "backward"):
             patches.put(torch.autograd, name, self._patched)

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from pytest_trainloop import nested
 from pytest_trainloop.recording.function_mode import tensors_in
+from pytest_trainloop.recording.hooks import after_modules, before_modules
 from pytest_trainloop.recording.torch_names import EQUALITIES, SAMPLES
+from pytest_trainloop.recording.train_mode import trains
 from pytest_trainloop.runs.hooks import call_from_outside, hooked, unless_suspended
 from pytest_trainloop.tracing.mode import WatchingMode
 
@@ -76,7 +77,7 @@ class LineProbe(WatchingMode):
                 elif (call := call_from_outside(watch, module)) is not None and call.site == self._site:
                     self._depth, self._open = 1, True
                     evaluating = self._change == "evaluation mode"
-                    self._switched = [m for m in module.modules() if m.training] if evaluating else []
+                    self._switched = [m for m in module.modules() if trains(m)] if evaluating else []
                     for part in self._switched:
                         part.training = False
 
@@ -96,8 +97,8 @@ class LineProbe(WatchingMode):
                     self._note_elsewhere(list(nested.tensors((args, kwargs))))
                 return None
 
-        before = register_module_forward_pre_hook(unless_suspended(watch, enter))
-        after = register_module_forward_hook(unless_suspended(watch, leave), with_kwargs=True, always_call=True)
+        before = before_modules(unless_suspended(watch, enter))
+        after = after_modules(unless_suspended(watch, leave), with_kwargs=True, always_call=True)
         with super().watching(watch), hooked(before, after):
             yield
 

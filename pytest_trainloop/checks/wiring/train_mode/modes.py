@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pytest_trainloop.checks.wiring.train_mode.evaluations import trained_on
 from pytest_trainloop.checks.wiring.train_mode.phases import phases
 from pytest_trainloop.gradients.dependence import difference
 from pytest_trainloop.recording.events import Backward, Forward, ModeCall
+from pytest_trainloop.recording.hooks import before_modules
 from pytest_trainloop.recording.torch_internals import NORM_MODULES
+from pytest_trainloop.recording.train_mode import trains
 from pytest_trainloop.records.gradient_ledger import gradient_ledger
 from pytest_trainloop.runs.hooks import hooked, unless_suspended
 
@@ -195,10 +196,10 @@ def _in_training_mode(modules: set[str]) -> Callable[[Watch], Iterable[contextli
 
     def contexts(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
         def enter(module: nn.Module, _args: Any) -> None:
-            if torch.is_grad_enabled() and not module.training and watch.table.path_of(module) in modules:
+            if torch.is_grad_enabled() and not trains(module) and watch.table.path_of(module) in modules:
                 module.training = True
 
-        yield hooked(register_module_forward_pre_hook(unless_suspended(watch, enter)))
+        yield hooked(before_modules(unless_suspended(watch, enter)))
 
     return contexts
 
