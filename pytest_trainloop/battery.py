@@ -171,7 +171,7 @@ class Subject:
         causal = [c for c in known.values() if FAMILIES.index(c.family) < before and c.needs <= evidence.offers]
         verdicts = [self._verdict(check, evidence, {}) for check in causal]
         found = [f for v in verdicts if isinstance(v, tuple) for f in v if f.level == "fault"]
-        explaining = [f for f in found if consequence in f.explains]
+        explaining = [f for f in found if consequence in {name.partition(":")[0] for name in f.explains}]
         if not explaining:
             _require_looked_at(causal, verdicts)
         return explaining
@@ -245,9 +245,10 @@ def checked(check: Check, finding: Finding, evidence: Any) -> Finding:
     if cause is None:
         raise ValueError(f"{check.name} named the cause {finding.cause!r}, which it does not declare")
     explains = finding.explains or (cause.explains if finding.level == "fault" else ())
-    unknown = sorted(set(explains) - set(registered()))
+    known = registered()
+    unknown = sorted(name for name in explains if not _is_known(name, known))
     if unknown:
-        raise ValueError(f"{check.name}:{finding.cause} explains {unknown[0]!r}, which is no check")
+        raise ValueError(f"{check.name}:{finding.cause} explains {unknown[0]!r}, which is no check or cause")
     return replace(
         finding,
         check=check.name,
@@ -257,6 +258,11 @@ def checked(check: Check, finding: Finding, evidence: Any) -> Finding:
         do_not=finding.do_not or cause.do_not,
         explains=explains,
     )
+
+
+def _is_known(name: str, checks: Mapping[str, Check]) -> bool:
+    check, colon, cause = name.partition(":")
+    return check in checks and (not colon or cause in checks[check].causes)
 
 
 def _kinds(check: Check, finding: Finding, evidence: Any) -> tuple[str, ...]:

@@ -108,8 +108,13 @@ def markdown_page(check: registry.Check) -> str:
         if cause.repair:
             lines.append(f"*Repair*: {_sentence(_inline(cause.repair, ()))}\n")
         if cause.explains:
-            lines.append(f"*May fail with it*: {', '.join(f'[`{name}`]({name}.md)' for name in cause.explains)}\n")
+            lines.append(f"*May fail with it*: {', '.join(_to_page(name) for name in cause.explains)}\n")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _to_page(name: str) -> str:
+    check, _, cause = name.partition(":")
+    return f"[`{name}`]({check}.md{'#' + cause if cause else ''})"
 
 
 def _sections(text: str) -> Iterator[tuple[str, str]]:

@@ -42,7 +42,11 @@ class Finding:
     do_not: str = ""
     """A common repair that only silences the check, and why."""
     explains: tuple[str, ...] = ()
-    """Checks whose failure follows from this one."""
+    """Checks, or ``check:cause``, whose failure follows from this one."""
+
+    def accounts_for(self, check: str, cause: str) -> bool:
+        """Whether a failure of that check by that cause follows from this one."""
+        return check in self.explains or f"{check}:{cause}" in self.explains
 
     def to_json(self) -> dict[str, Any]:
         """The finding as plain data, fields in the order of the JSON report."""

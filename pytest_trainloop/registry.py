@@ -50,7 +50,7 @@ class Cause:
     do_not: str = ""
     """A common repair that only silences the check, and why."""
     explains: tuple[str, ...] = ()
-    """Checks whose failure follows from this one."""
+    """Checks, or ``check:cause``, whose failure follows from this one. No cause explains itself by way of others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,11 +146,15 @@ def _above(result: Result, failed: Sequence[Result]) -> tuple[str, int] | None:
         if other.check == result.check:
             before = False
             continue
-        mutual = any(other.check in fault.explains for fault in result.faults)
+        mutual = any(_follows(other, fault) for fault in result.faults)
         for i, fault in enumerate(other.faults):
-            if result.check in fault.explains and (before or not mutual):
+            if _follows(result, fault) and (before or not mutual):
                 return other.check, i
     return None
+
+
+def _follows(result: Result, fault: Finding) -> bool:
+    return result.check in fault.explains or any(fault.accounts_for(result.check, f.cause) for f in result.faults)
 
 
 def _root(check: str, above: Above) -> str:

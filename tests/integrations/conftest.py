@@ -90,7 +90,7 @@ def root_fault() -> Callable[..., Finding]:
         faults = {f"{result.check}:{fault.cause}": fault for result in results for fault in result.faults}
         assert name in faults, (faults, [(r.check, r.outcome, r.reason) for r in results])
         root = faults.pop(name)
-        assert {other.partition(":")[0] for other in faults} <= set(root.explains), faults
+        assert all(root.accounts_for(fault.check, fault.cause) for fault in faults.values()), faults
         return root
 
     return judge

@@ -36,12 +36,11 @@ def assert_named(pair, report):
     assert pair.change is None or any(pair.change in f.change for f in findings)
     text = " ".join((findings[0].summary, findings[0].measured, findings[0].shown_by, findings[0].repair))
     assert [words for words in pair.mentions if words not in text] == []
-    explained = {check for f in findings for check in f.explains}
     others = [
         (f.check, f.cause)
         for r in report.results
         for f in r.faults
-        if f.cause != pair.cause and f.check not in explained
+        if f.cause != pair.cause and not any(root.accounts_for(f.check, f.cause) for root in findings)
     ]
     assert not others, f"one fault, one root cause; also named: {others}"
 

@@ -2,4 +2,4 @@
 
 LEARNING = ("overfit_one_batch", "update_ratio")
 
-TRAINING = (*LEARNING, "every_param_moves")
+TRAINING = (*LEARNING, "every_param_moves:not_updated")

@@ -303,7 +303,6 @@ def _astray(found: Learning) -> Finding:
         ),
         culprits=("optimizer",),
         repair="look at the sign of the update, at what it is applied to, and at what writes the weights afterwards",
-        explains=("update_ratio",),
     )
 
 

@@ -71,18 +71,18 @@ CAUSES = {
     ),
     "lr_too_low": Cause(
         proof="no step moves the weights by more than 2e-6 of their size, and higher learning rates learn the batch",
-        explains=("overfit_one_batch",),
+        explains=("overfit_one_batch:not_learning", "overfit_one_batch:learns_slowly"),
         change=("optimizer",),
     ),
     "eps_too_large": Cause(
         proof="no step moves the weights by more than 2e-6 of their size, and with a usual eps alone they learn",
         repair="eps=1e-8, or a learning rate that makes up for it: where eps dominates, steps go as lr / eps",
-        explains=("overfit_one_batch",),
+        explains=("overfit_one_batch:not_learning", "overfit_one_batch:learns_slowly"),
         change=("optimizer",),
     ),
     "lr_too_high": Cause(
         proof="the loss of one batch rises or stands still under large steps, and only lower learning rates learn it",
-        explains=("overfit_one_batch",),
+        explains=("overfit_one_batch:not_learning", "overfit_one_batch:learns_slowly"),
         change=("optimizer",),
     ),
 }

@@ -72,11 +72,18 @@ INSTRUMENT = "pytest_trainloop.checks.loss.loss_contract.recorder:LossCallRecord
 
 LEARNING = ("loss_at_init", "overfit_one_batch", "update_ratio")
 
+_NO_SLOPE = (
+    "gradient_reaches_every_param:gradient_vanished",
+    "gradient_reaches_every_param:dead_activation",
+    "every_param_moves:not_updated",
+)
+"""What scores of a constant loss look like."""
+
 CAUSES = {
     "probabilities_as_logits": Cause(
         proof="the scores come from a softmax or a sigmoid, or sum to 1 in every row of every call",
         repair="give the loss the scores as they are: it takes the log-softmax or the sigmoid itself",
-        explains=(*LEARNING, "gradient_reaches_every_param", "every_param_moves"),
+        explains=(*LEARNING, *_NO_SLOPE),
         change=("seen",),
     ),
     "log_probabilities_as_logits": Cause(
@@ -87,7 +94,7 @@ CAUSES = {
     "activation_on_logits": Cause(
         proof="the scores come from a function without values on one side of zero, or of a narrow range",
         repair="leave the activation out after the last layer",
-        explains=(*LEARNING, "gradient_reaches_every_param", "every_param_moves"),
+        explains=(*LEARNING, *_NO_SLOPE),
         change=("seen",),
     ),
     "dropout_on_logits": Cause(
@@ -105,7 +112,7 @@ CAUSES = {
     "single_class": Cause(
         proof="the last layer has one output, and its softmax is always 1",
         repair="give the head one output for each class, or use binary_cross_entropy_with_logits",
-        explains=(*LEARNING, "gradient_reaches_every_param", "every_param_moves"),
+        explains=(*LEARNING, *_NO_SLOPE),
         change=(
             "module",
             "seen",
@@ -144,7 +151,7 @@ CAUSES = {
     "probabilities_saturated": Cause(
         proof="before the first step probabilities are exactly 0 or 1 and wrong, so their gradient is 0",
         repair="use binary_cross_entropy_with_logits, which keeps the gradient; look at the size of the scores",
-        explains=(*LEARNING, "gradient_reaches_every_param", "every_param_moves"),
+        explains=(*LEARNING, *_NO_SLOPE),
         change=("seen",),
     ),
     "target_dtype": Cause(

@@ -76,7 +76,12 @@ CAUSES = {
         proof="with the re-entrant checkpoints whose inputs require no grad as plain calls, the gradients are the same",
         repair="checkpoint(..., use_reentrant=False); or make the segment's inputs require grad "
         "(enable_input_require_grads)",
-        explains=("gradient_reaches_every_param", "every_param_moves", *_EXPLAINS),
+        explains=(
+            "gradient_reaches_every_param:graph_cut",
+            "gradient_reaches_every_param:parameter_unused",
+            "every_param_moves:not_updated",
+            *_EXPLAINS,
+        ),
         change=("seen",),
     ),
     "rng_not_preserved": Cause(

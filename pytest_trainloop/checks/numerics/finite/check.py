@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.tracing.nonfinite import BadStep, MaskedLoss, NonFiniteOrigin, NonFiniteOrigins
 
-_EXPLAINS = ("overfit_one_batch", "loss_at_init", "update_ratio", "every_param_moves")
+_EXPLAINS = ("overfit_one_batch", "loss_at_init", "update_ratio", "every_param_moves:not_updated")
 
 CAUSES = {
     "nonfinite_parameter": Cause(

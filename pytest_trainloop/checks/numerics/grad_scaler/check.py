@@ -78,7 +78,9 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
 
 _EXPLAINS = (
-    "step_order",
+    "step_order:clip_after_step",
+    "step_order:stepped_twice",
+    "step_order:zeroed_before_step",
     "finite",
     "parameter_precision",
     "optimizer_numerics",
@@ -150,7 +152,7 @@ CAUSES = {
     "scale_collapsed": Cause(
         proof="the scale falls without end, and steps are skipped as often at the lowest scale of all",
         repair="fix the operation that is not finite; skip a bad batch before scaler.scale(loss)",
-        explains=_EXPLAINS,  # precision_parity names the operation
+        explains=("overfit_one_batch", "update_ratio", "every_param_moves:not_updated"),
         change=("seen",),
     ),
 }

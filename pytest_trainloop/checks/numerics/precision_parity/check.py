@@ -94,7 +94,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
 
-_EXPLAINS = ("finite", "grad_scaler", "overfit_one_batch", "update_ratio", "loss_at_init")
+_EXPLAINS = ("finite", "grad_scaler:scale_collapsed", "overfit_one_batch", "update_ratio", "loss_at_init")
 
 _IN_FLOAT32 = "compute this block in float32: x = x.float(), under autocast(enabled=False)"
 

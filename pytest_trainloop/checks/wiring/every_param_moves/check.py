@@ -69,7 +69,7 @@ CAUSES = {
     "not_updated": Cause(
         proof="a higher learning rate from another start does not move it, and other parameters move, or none at all",
         repair="go through all of the optimizer's param_groups in step()",
-        explains=("parameter_precision", *LEARNING),
+        explains=LEARNING,
         change=(
             "step",
             "optimizer",

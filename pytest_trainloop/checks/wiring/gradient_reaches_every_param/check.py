@@ -61,6 +61,9 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Parameter, Record
     from pytest_trainloop.runs.evidence import Evidence
 
+_PARTS = ("loss_contract:part_detached", "loss_contract:part_left_out")
+"""What the terms of a loss look like whose graph is cut."""
+
 CAUSES = {
     "graph_cut": Cause(
         proof=(
@@ -68,13 +71,13 @@ CAUSES = {
             "its history"
         ),
         repair="keep the tensor and its history on the loss path",
-        explains=("loss_contract", *TRAINING),
+        explains=(*_PARTS, *TRAINING),
         change=("seen",),
     ),
     "no_grad_forward": Cause(
         proof="the operations on the path ran with gradients switched off",
         repair="run the training forward pass outside torch.no_grad() / inference_mode()",
-        explains=("loss_contract", *TRAINING),
+        explains=(*_PARTS, *TRAINING),
         change=("seen",),
     ),
     "checkpoint_cut": Cause(
@@ -83,7 +86,7 @@ CAUSES = {
             "checkpoint(..., use_reentrant=False); or make the segment's inputs require grad "
             "(enable_input_require_grads) before checkpointing is switched on"
         ),
-        explains=("checkpointing_equivalence", *TRAINING),
+        explains=("checkpointing_equivalence:inputs_need_grad", *TRAINING),
         change=("seen",),
     ),
     "gradient_vanished": Cause(
@@ -110,7 +113,7 @@ CAUSES = {
     "parameter_unused": Cause(
         proof="the parameter is computed with in the training forward pass, and the result goes nowhere",
         repair="use the result (x = self.norm(x)), add its loss, or take the module out of the optimizer",
-        explains=("loss_contract", "input_dependence", *TRAINING),
+        explains=(*_PARTS, "input_dependence", *TRAINING),
     ),
     "frozen_by_mistake": Cause(
         proof="frozen= says what is meant to be frozen, and a layer's weight outside of it does not require grad",
