@@ -11,7 +11,7 @@ from torch import nn
 
 from pytest_trainloop import CheckFailed, TrainLoop, UsageError, check_loop, observe, registry
 from pytest_trainloop.battery import Settings, Subject
-from pytest_trainloop.errors import BrokenCheck, CannotDecide, Unreliable
+from pytest_trainloop.errors import BrokenCheck, CannotDecide, TimeRanOut, Unreliable
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, Check
 from pytest_trainloop.runs import guard
@@ -283,6 +283,34 @@ def test_the_time_is_up(monkeypatch):
     (result,) = check_loop(Loops(spin), timeout=0.1, only=["step_order"]).results
     assert (result.outcome, result.needs) == ("skipped", "--trainloop-timeout=")
     assert result.reason.startswith("time ran out after 0 steps: give --trainloop-timeout=0.2 or more")
+
+
+def test_a_root_cause_that_was_not_looked_for_in_time_leaves_its_consequences_undecided(only_these):
+    def consequence(evidence):
+        if not evidence.root_causes("later"):
+            yield FAULT
+
+    late = says(TimeRanOut(9, 2.0))
+    only_these(a_check("earlier", late, family="wiring"), a_check("later", consequence, family="learning"))
+    result = subject(Loops()).run_check("later")
+    assert result.outcome == "skipped"
+    assert result.reason == (
+        "time ran out after 9 steps of earlier, which may know the cause: give --trainloop-timeout=4 or more (it is "
+        "2 s), or a smaller model"
+    )
+
+
+def test_what_was_found_before_time_ran_out_is_given_up(only_these):
+    only_these(a_check("one", says(FAULT, TimeRanOut(9, 2.0))))
+    result = subject(Loops()).run_check("one")
+    assert (result.outcome, result.findings) == ("skipped", ())
+
+
+def test_an_exception_of_fit_is_not_reported_while_its_cause_may_be_found(only_these):
+    only_these(a_check("one", says()), a_check("two", says(TimeRanOut(9, 2.0))))
+    result = subject(Loops(raising)).run_check("one")
+    assert result.outcome == "skipped"
+    assert "of two, which may know the cause" in result.reason
 
 
 def test_a_report_is_the_same_every_time():

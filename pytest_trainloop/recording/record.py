@@ -133,7 +133,6 @@ class Record:
     copies that the loop trains."""
     items: int = 0
     """Batches that the loop took."""
-    seconds: float = 0.0
     full_until: int = 0
     """The position after which only losses, learning rates and counts were watched."""
     ended: bool = False

@@ -67,6 +67,9 @@ class Watch:
         self.backward: Backward | None = None
         self.full = True
         self.items: Callable[[], int] = lambda: 0
+        self.over = False
+        """Whether the run was told to end: what a loop that swallows the exception still does is not recorded, since
+        how much that is depends on when a timer ends it."""
         self._backwards = 0
         self.thread = Thread()
         self.steps_on: dict[int, int] = defaultdict(int)
@@ -167,7 +170,8 @@ class Watch:
         return next(self._clock)
 
     def add(self, event: Event) -> None:
-        self.record.events.append(event)
+        if not self.over:
+            self.record.events.append(event)
 
     def enter_module(self, module: nn.Module, prefix: str = "") -> None:
         """Watch a module's parameters."""

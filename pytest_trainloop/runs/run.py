@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +98,6 @@ def run(make: Make, plan: RunPlan) -> Record:
 
 
 def _run(make: Make, plan: RunPlan) -> Record:
-    began = time.perf_counter()
     with preserved(), modes_kept(), contextlib.ExitStack() as precision:
         torch.set_grad_enabled(True)
         wide = precision.enter_context(double_precision()) if plan.double else None
@@ -110,7 +108,12 @@ def _run(make: Make, plan: RunPlan) -> Record:
             widen(loop)
             wide.lower.clear()  # building may use a lower precision (from numpy, from a file)
         guard = Guard(plan.timeout)
-        watch = Watch(loop.modules, loop.optimizers, before_step=lambda w: _stop_if_past(w, guard, plan))
+        watch = Watch(loop.modules, loop.optimizers, before_step=lambda w: _stop_if_past(w, stop, guard, plan))
+
+        def stop() -> None:
+            watch.over = True
+            guard.stop()
+
         record = watch.record
         items = None if plan.items is None else plan.items(loop)
         batches = Batches(
@@ -121,7 +124,7 @@ def _run(make: Make, plan: RunPlan) -> Record:
             before=plan.before_item,
             spent=lambda: plan.enough(record) or stepless(record),
             stepped=lambda: record.steps > 0,
-            stop=guard.stop,
+            stop=stop,
             out_of_time=guard.out_of_time,
             read_ahead=plan.read_ahead,
             drawing=watch.data_is_drawn,
@@ -141,7 +144,6 @@ def _run(make: Make, plan: RunPlan) -> Record:
         record.lower = () if wide is None else tuple(wide.lower)
     record.knobs = dict(plan.knobs)
     record.frozen = None if loop.frozen is None else tuple(loop.frozen)
-    record.seconds = time.perf_counter() - began
     if isinstance(error, UsageError):
         raise error
     if error is not None and batches.held_back and record.steps:
@@ -174,16 +176,16 @@ def _no_scalar(record: Record, error: BaseException) -> UserCodeError:
     return UserCodeError(replace(user, summary=f"{user.summary}; this one has shape {shape}: take its mean"))
 
 
-def _stop_if_past(watch: Watch, guard: Guard, plan: RunPlan) -> None:
+def _stop_if_past(watch: Watch, stop: Callable[[], None], guard: Guard, plan: RunPlan) -> None:
     """End a loop that iterates over its own copy of the batches from inside its optimizer's step."""
     if guard.out_of_time():
-        guard.stop()
+        stop()
     if plan.items is not None and watch.record.rounds >= MOST_STEPS:
-        guard.stop()
+        stop()
     if watch.record.rounds >= max(2 * plan.count, 25) or (
         plan.enough(watch.record) and watch.record.rounds >= 2 * FULL_ROUNDS
     ):
-        guard.stop()
+        stop()
 
 
 def _note_raised(record: Record, what: Raised, *, after_end: bool) -> None:

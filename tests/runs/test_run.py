@@ -51,7 +51,6 @@ def test_a_plain_run():
     assert record.knobs == {"accumulate": 2}
     assert record.frozen == ("bias",)
     assert [p.name for p in record.parameters] == ["weight", "bias"]
-    assert 0 < record.seconds < 60
 
 
 def test_the_same_seed_gives_the_same_values():
