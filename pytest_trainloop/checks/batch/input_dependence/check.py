@@ -11,10 +11,12 @@ Why is this bad?
 How it decides
     Seeds, weights and all other tensors are the same, so results are equal bit for bit or they depend on what was
     replaced. Weights are moved a little first: nothing passes a layer that starts at zero.
-    It is a fault where no output of any model depends on anything in the batch, although rows differ, and some tensor
-    of the batch makes no difference to the losses either. (A model that is called without the batch, as a picture that
-    is optimised or equations at fixed points, has no such tensor; one without weight matrices is a baseline; a loop to
-    which nothing in the batch makes a difference makes its own data.)
+    It is a fault where no output of any model depends on anything in the batch, although rows differ, and some
+    tensor of the batch makes no difference to the losses either. Outputs are compared as long as the weights are
+    the same: a discriminator may read the batch after a first step of the generator, which does not. (A model that
+    is called without the batch, as a picture that is optimised or equations at fixed points, has no such tensor;
+    one without weight matrices is a baseline; a loop to which nothing in the batch makes a difference makes its own
+    data.)
     One tensor that a model is called with and nothing depends on is a fault where a second observation says that it was
     to be used: a layer that trains and never runs takes just such inputs; it is a mask (by its name, with two values,
     one of them zero) and other values behind it change the loss; or the project declares it, as in

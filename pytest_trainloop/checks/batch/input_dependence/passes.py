@@ -72,11 +72,14 @@ class UnusedInputs:
 
 @dataclass(slots=True)
 class _Run:
-    """What one run shows: models are looked at in training passes before the first step."""
+    """What one run shows: models are looked at in training passes."""
 
     roots: list[tuple[float, ...]] = field(default_factory=list)
     """The values that backward was called on."""
     outputs: list[torch.Tensor] = field(default_factory=list)
+    """Before the first step."""
+    later: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    """After it, each with the number of backward passes before the latest step."""
     passed: set[int] = field(default_factory=set)
     """Addresses of the batch's tensors that a model was called with."""
     place: str = ""
@@ -85,11 +88,21 @@ class _Run:
     """The names of the model's arguments by address."""
 
     def equals(self, other: _Run) -> bool:
-        return self.roots == other.roots and self.same_outputs(other)
+        return self.roots == other.roots and self.same_outputs(other) and self.same_later(other)
 
     def same_outputs(self, other: _Run) -> bool:
         a, b = self.outputs, other.outputs
         return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+    def same_later(self, other: _Run) -> bool:
+        """Whether outputs after the first step are the same, as far as the weights are: up to a step whose backward
+        pass saw other values."""
+        for (one, before), (two, before_too) in zip(self.later, other.later, strict=False):
+            if before != before_too or self.roots[:before] != other.roots[:before]:
+                return True
+            if not torch.equal(one, two):
+                return False
+        return True
 
 
 class InputRuns:
@@ -113,7 +126,7 @@ class InputRuns:
             raise CannotDecide("all rows of the batch are equal: whether they are used cannot be seen")
         has_matrix = any(len(self._seen.parameters[i].shape) > 1 for i in self._seen.held)
         blank = list(self._with_equal_rows(*tensors)) if has_matrix else []
-        blind = has_matrix and all(unchanged.same_outputs(run) for run in blank)
+        blind = has_matrix and all(unchanged.same_outputs(run) and unchanged.same_later(run) for run in blank)
         if blind and all(unchanged.roots == run.roots for run in blank) and not any(t.passed for t in tensors):
             return None  # the loop makes its own data
         unused = tuple(
@@ -208,22 +221,24 @@ class InputRuns:
 
 @contextlib.contextmanager
 def _watching(watch: Watch, run: _Run, addresses: list[int]) -> Iterator[None]:
+    stepped = [0, 0]  # steps, and backward passes before the latest of them
+
     def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        call = call_from_outside(watch, module)
-        if (
-            call is None
-            or not torch.is_grad_enabled()
-            or watch.record.begun
-            or watch.backward is not None
-            or is_transformed()
-        ):
+        call, record = call_from_outside(watch, module), watch.record
+        if call is None or not torch.is_grad_enabled() or watch.backward is not None or is_transformed():
             return
+        if record.steps != stepped[0]:
+            stepped[:] = record.steps, len(record.of(Backward))
         with watch.suspended():
             run.place = run.place or str(call.place)
             given = [t for t in nested.tensors((args, kwargs)) if has_values(t)]
             run.passed |= {t.data_ptr() for t in given if t.data_ptr() in addresses}
-            run.outputs += [t.detach().clone() for t in nested.tensors(output) if has_values(t)]
             run.arguments |= _arguments(module, args, kwargs)
+            outputs = [t.detach().clone() for t in nested.tensors(output) if has_values(t)]
+            if record.begun:
+                run.later += [(t, stepped[1]) for t in outputs]
+            else:
+                run.outputs += outputs
 
     with hooked(after_modules(unless_suspended(watch, leave), with_kwargs=True)):
         yield

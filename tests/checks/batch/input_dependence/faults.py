@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
 from tests.loops.pairs import pair
 from tests.loops.plain import cross_entropy, loop
@@ -157,4 +158,49 @@ pair(
     mentions=("where it is 0 in batch['input_ids']",),
     faulty=masked(uses=False),
     fixed=masked(uses=True),
+)
+
+
+# The generator steps first; the discriminator is called with the pictures, and scores something else.
+
+
+class Judge(nn.Module):
+    def __init__(self, sees):
+        super().__init__()
+        self.net, self.sees = nn.Sequential(nn.Linear(2, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1)), sees
+
+    def forward(self, points, made=True):
+        return self.net(points if made or self.sees else torch.zeros_like(points))
+
+
+def adversaries(sees):
+    def make():
+        nets = {"generator": nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2)), "judge": Judge(sees)}
+        optimizers = [torch.optim.Adam(net.parameters(), lr=2e-3, betas=(0.5, 0.999)) for net in nets.values()]
+
+        def fit(batches):
+            for real, _ in batches:
+                optimizers[0].zero_grad()
+                made = nets["generator"](torch.randn(len(real), 4))
+                F.softplus(-nets["judge"](made)).mean().backward()
+                optimizers[0].step()
+                optimizers[1].zero_grad()
+                (
+                    F.softplus(-nets["judge"](real, made=False)) + F.softplus(nets["judge"](made.detach()))
+                ).mean().backward()
+                optimizers[1].step()
+
+        ring = data.ring()
+        return TrainLoop(model=nets, optimizer=optimizers, batch=(ring, torch.arange(len(ring))), fit=fit)
+
+    return make
+
+
+pair(
+    "discriminator_scores_zeros_after_the_generators_step",
+    "input_dependence",
+    "inputs_ignored",
+    culprits=("batch[0]",),
+    faulty=adversaries(sees=False),
+    fixed=adversaries(sees=True),
 )
