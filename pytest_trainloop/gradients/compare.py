@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -117,8 +118,13 @@ def first_backward(record: Record, optimizer: int) -> Backward | None:
 
 def library_around(event: Event | None) -> str:
     """The framework whose code made the call: "transformers", "lightning", "accelerate", or none."""
-    files = " ".join(file for file, _ in event.site) if event else ""
-    return next((name for name in ("transformers", "lightning", "accelerate") if name in files), "")
+    files = " ".join(Path(file).as_posix() for file, _ in event.site) if event else ""
+    return next((name for name in ("transformers", "lightning", "accelerate") if f"/{name}/" in files), "")
+
+
+def library_of_step(record: Record, optimizer: int) -> str:
+    """The framework whose code made the optimizer's first step: none where it was not handed to it."""
+    return next((library_around(s) for s in steps_of(record, optimizer)), "")
 
 
 def step_place(record: Record, optimizer: int) -> str:

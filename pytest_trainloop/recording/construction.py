@@ -66,6 +66,8 @@ class Construction:
         """The last line that set ``requires_grad`` of a tensor to False."""
         self.casts = Lines()
         """The last line that cast the module of a parameter."""
+        self.prepared: Place | None = None
+        """The line of Accelerate's ``prepare``."""
         self.trainer: Place | None = None
         """The line that made the framework's trainer, which makes optimizer and scheduler inside ``fit``."""
 
@@ -78,6 +80,9 @@ class Construction:
             patches.put(Optimizer, "add_param_group", self._grouping)
             for name in _CASTS:
                 patches.put(nn.Module, name, self._casting)
+            accelerator = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
+            if accelerator is not None:
+                patches.put(accelerator, "prepare", self._preparing)
             trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
             if trainer is not None:
                 patches.put(trainer, "__init__", self._noting_trainer)
@@ -101,6 +106,14 @@ class Construction:
             original(made, *args, **kwargs)
 
         return init
+
+    def _preparing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+            self.prepared = maker(accelerator) or self.prepared
+            return original(accelerator, *args, **kwargs)
+
+        return prepare
 
     def _grouping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

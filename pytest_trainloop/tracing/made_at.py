@@ -67,6 +67,10 @@ class MadeAt:
         """The ``def step`` of an optimizer class of the project's own."""
         return _text(self._steps.get(index))
 
+    def prepare(self) -> str:
+        """The line that gave model and optimizer to Accelerate."""
+        return _text(self._noted.prepared)
+
     def scheduler(self) -> str:
         """The line that built the last scheduler."""
         return _text(self._last.get(LRScheduler))

@@ -142,12 +142,36 @@ def divided_beside_the_accelerator(accumulate=1):
     )
 
 
+def optimizer_not_prepared(accumulate=1):
+    """Faulty: only the model was prepared, so that the optimizer steps in every micro-batch."""
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model = accelerator.prepare(model)
+
+    def fit(batches):
+        for x, y in batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(F.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=labelled(), fit=fit)
+
+
 CORRECT = [guide, batches_prepared_as_well, without_accumulation, precision_as_knob]
 
 
 @pytest.mark.parametrize("make", CORRECT, ids=lambda make: make.__name__)
 def test_a_correct_loop_is_silent(make, assert_silent):
     assert_silent(make)
+
+
+def test_an_optimizer_that_was_not_prepared_is_repaired_by_preparing_it(root_fault):
+    fault = root_fault(optimizer_not_prepared, "accumulation_equivalence:stepped_inside_window")
+    assert "accelerator.prepare(model, optimizer)" in fault.repair
+    assert "model = accelerator.prepare(model)" in fault.change
+    assert "optimizer.step()" in fault.where
 
 
 def test_an_optimizer_over_the_model_before_its_copy(root_fault):

@@ -144,6 +144,9 @@ _REPAIRS_IN = {
         "do not divide in training_step: a Trainer with accumulate_grad_batches divides what it returns"
     ),
     ("accelerate", "divided_twice"): "do not divide before accelerator.backward(loss), which divides",
+    ("accelerate", "stepped_inside_window"): (
+        "with accelerator.accumulate(model): around each micro-batch; outside of it a prepared optimizer always steps"
+    ),
 }
 """What to change where a framework's code calls backward."""
 
@@ -183,7 +186,8 @@ def _explained(
     first = wrong[0]
     if first.steps_too_early:
         require_windows_of_one_size(evidence, WINDOW)
-        return _finding(first, stepped_inside(first))
+        found = _finding(first, stepped_inside(first))
+        return _unprepared(evidence, found) if first.library == "accelerate" != first.step_library else found
     if first.windows[0].difference <= first.bound:
         return _later_window(made, first)
     if len(wrong) == len(splits) > 1 and (factor := exact_factor(wrong)):
@@ -199,6 +203,22 @@ def _explained(
         return None  # what is left of the factor is the epsilon that keeps the division from zero
     diagnosis = by_weights(made, first, weighing, wrong if parallel else [first], splits)
     return _finding(first, diagnosis, weighing) if diagnosis is not None else _unexplained(first, weighing)
+
+
+def _unprepared(evidence: Evidence, found: Finding) -> Finding:
+    """Accelerate divides the loss, and the optimizer steps by itself: only a prepared one waits for the window."""
+    from pytest_trainloop.tracing.made_at import MadeAt
+
+    made = evidence.shared(MadeAt.of)
+    return replace(
+        found,
+        summary=f"{found.summary}, since the optimizer was not given to accelerator.prepare()",
+        shown_by=f"{found.shown_by}; accelerate makes the backward passes, and not these steps",
+        change=made.prepare() or made.optimizer(),
+        repair="model, optimizer = accelerator.prepare(model, optimizer)\n"
+        "a prepared optimizer steps once a window inside accelerator.accumulate(model)",
+        do_not="count micro-batches by hand: accumulate() does",
+    )
 
 
 def _later_window(made: Accumulation, split: Split) -> Finding:

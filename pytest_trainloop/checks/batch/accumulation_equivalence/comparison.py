@@ -27,6 +27,7 @@ from pytest_trainloop.gradients.compare import (
     first_step_difference,
     learning_rates,
     library_around,
+    library_of_step,
     micro_batches,
     moving_steps,
     optimizers,
@@ -83,6 +84,8 @@ class Split:
     library: str
     """The framework whose code calls backward, if any."""
     step_place: str
+    step_library: str
+    """The framework whose code steps, if any."""
 
     @property
     def equal(self) -> bool:
@@ -175,6 +178,7 @@ class Accumulation:
             place=str(backward.place) if backward else "",
             library=library_around(backward),
             step_place=step_place(many, optimizer),
+            step_library=library_of_step(many, optimizer),
         )
 
     def weigh(self, split: Split) -> Weighing:

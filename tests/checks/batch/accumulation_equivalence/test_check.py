@@ -37,6 +37,7 @@ def split(k=2, *, first=SAME, second=SAME, **fields):
         "place": "train.py:7   loss.backward()",
         "library": "",
         "step_place": "train.py:9   optimizer.step()",
+        "step_library": "",
     }
     return Split(**{**given, **fields})
 
