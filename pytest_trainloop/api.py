@@ -11,9 +11,10 @@ from pytest_trainloop.errors import CannotDecide, CheckFailed, UsageError
 from pytest_trainloop.finding import Result
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from pytest_trainloop.losscontract import LossContract
+    from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.registry import Check
     from pytest_trainloop.report import Report
@@ -75,9 +76,15 @@ def check_loop(
     UsageError
         what was given cannot be judged; one sentence says what was given and what is needed
     """
-    from pytest_trainloop.knobs import read_knobs
+    from pytest_trainloop.knobs import read_knobs, require_defaults
     from pytest_trainloop.registry import of
 
+    if not callable(make) or isinstance(make, type):
+        raise UsageError(
+            f"check_loop got {_kind(make)}; the function that returns a TrainLoop is needed, which is called for every "
+            "run"
+        )
+    require_defaults(make, "check_loop")
     plan = _plan("check_loop", of("loop"), only, skip, xfail, options, strict)
     name, settings = getattr(make, "__name__", "loop"), Settings(seed=seed, timeout=timeout, device=device)
     subject = Subject(name, make, settings=settings, knobs=read_knobs(make, knobs))
@@ -180,27 +187,77 @@ class Observation:
     def __init__(self, watch: Watch, instruments: Mapping[Callable[..., Any], Any]) -> None:
         self._watch = watch
         self._instruments = instruments
+        self._open = True
 
-    def check(self, *names: str, raises: bool = True) -> Report:
-        """Judge the observed block by the named checks, or by all.
+    def close(self) -> None:
+        """Called when the block is left."""
+        self._open = False
+
+    def check(
+        self,
+        *names: str,
+        skip: Mapping[str, str] | None = None,
+        xfail: Mapping[str, str] | None = None,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+        strict: bool = False,
+        raises: bool = True,
+    ) -> Report:
+        """Judge the observed block by the named checks, or by all; ``skip``, ``xfail``, ``options`` and ``strict`` as
+        for ``check_loop``.
 
         Checks that must run the loop again are skipped. Returns the report. Raises ``CheckFailed`` with the failure
-        texts unless ``raises=False``, and ``UsageError`` for an unknown name.
+        texts unless ``raises=False``, and ``UsageError`` for an unknown name and where nothing trained in the block.
         """
-        from pytest_trainloop.knobs import nearest
+        from pytest_trainloop.registry import of
+
+        require_names(names, of("loop"))
+        plan = _plan("record.check()", of("loop"), list(names) or None, skip, xfail, options, strict)
+        return self.judged(plan, raises=raises)
+
+    def judged(self, plan: Plan, *, raises: bool = True) -> Report:
+        """The report by this plan; raises as ``check`` does."""
         from pytest_trainloop.registry import of
         from pytest_trainloop.runs.single_run import SingleRun
 
-        checks = of("loop")
-        for name in names:
-            if name not in checks:
-                raise UsageError(f"there is no check named {name!r}; {nearest(name, checks)}")
+        if self._open:
+            raise UsageError("record.check() is called inside the block that it judges; call it after the block")
         evidence = SingleRun(self._watch.record, self._instruments)
-        results = [_once(check, evidence) for check in checks.values() if not names or check.name in names]
+        checks = of("loop")
+        results = [
+            Result(check=name, outcome="skipped", reason=plan.skip[name])
+            if name in plan.skip
+            else plan.judge(_once(checks[name], evidence, plan.options.get(name, {})))
+            for name in plan.checks
+        ]
+        if not any(result.faults for result in results) and _nothing_trained(self._watch.record):
+            raise UsageError(
+                f"nothing trained in the observed block: {len(self._watch.record.backwards())} backward passes and no "
+                "optimizer step were seen, and no weight changed; run the training code inside the block, in this "
+                "process"
+            )
         return _reported("observed", results, raises)
 
 
-def _once(check: Check, evidence: Any) -> Result:
+def require_names(names: Sequence[str], known: Collection[str]) -> None:
+    """Raise ``UsageError`` for a name or pattern that no check has."""
+    from fnmatch import filter as matching
+
+    from pytest_trainloop.knobs import nearest
+
+    for name in names:
+        if not isinstance(name, str) or not matching(known, name):
+            hint = nearest(name, known) if isinstance(name, str) else "names of checks are needed"
+            raise UsageError(f"there is no check named {name!r}; {hint}")
+
+
+def _nothing_trained(record: Record) -> bool:
+    """Whether no step was made or tried and no weight changed; not where what trains is not known (plain tensors)."""
+    unknown = bool(record.backwards()) and not record.parameters
+    tried = record.steps or record.scaler_calls()
+    return not (unknown or tried or record.moved_outside_steps() or record.changed())
+
+
+def _once(check: Check, evidence: Any, options: Mapping[str, Any]) -> Result:
     absent = sorted(check.needs - evidence.offers)
     if absent:
         return Result(
@@ -209,7 +266,7 @@ def _once(check: Check, evidence: Any) -> Result:
             reason=f"watching once does not offer {absent[0]}: return a TrainLoop from a marked test",
         )
     try:
-        findings = tuple(checked(check, finding, evidence) for finding in check.decide(evidence))
+        findings = tuple(checked(check, finding, evidence) for finding in check.decide(evidence, **options))
     except CannotDecide as reason:
         return skipped(check, reason)
     failed = any(f.level == "fault" for f in findings)
@@ -239,8 +296,7 @@ def observe(model: Any = None, optimizer: Any = None) -> Iterator[Observation]:
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.registry import of
 
-    modules = {} if model is None else model if isinstance(model, dict) else {"": model}
-    optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    modules, optimizers = _declared(model, optimizer)
     watch = Watch(modules, optimizers)
     kinds = [pkgutil.resolve_name(check.instrument) for check in of("loop").values() if check.instrument]
     instruments = {kind.of: kind() for kind in kinds}
@@ -248,4 +304,23 @@ def observe(model: Any = None, optimizer: Any = None) -> Iterator[Observation]:
         for instrument in instruments.values():
             for context in instrument.contexts(watch):
                 around.enter_context(context)
-        yield Observation(watch, instruments)
+        observation = Observation(watch, instruments)
+        try:
+            yield observation
+        finally:
+            observation.close()
+
+
+def _declared(model: Any, optimizer: Any) -> tuple[dict[str, Any], list[Any]]:
+    """What ``observe`` is given, by the rules of the fields of a ``TrainLoop``."""
+    from pytest_trainloop.fields import named_modules, require_optimizers
+
+    optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    require_optimizers(optimizers, "observe(optimizer=...)")
+    return ({} if model is None else named_modules(model, "observe(model=...)")), optimizers
+
+
+def _kind(value: Any) -> str:
+    from pytest_trainloop.fields import a
+
+    return a(value)

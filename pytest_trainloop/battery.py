@@ -46,6 +46,14 @@ class Settings:
     hypothesis_seed: str = ""
     """Hypothesis' own option, for the checks of a loss function."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:
+            raise UsageError(f"the seed is {self.seed!r}; a whole number from 0 to 2**63 - 1 is needed")
+        if isinstance(self.timeout, (str, bool)) or not self.timeout > 0:
+            raise UsageError(f"the timeout is {self.timeout!r}; a number of seconds above 0 is needed")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise UsageError(f"the device is {self.device!r}; auto, cpu or cuda is needed")
+
 
 class Subject:
     """One loop, or one loss function, and what its checks share.
@@ -123,11 +131,12 @@ class Subject:
 
     def _decided(self, check: Check, evidence: Any, options: dict[str, Any], reporter: str) -> Result:
         verdict = self._verdict(check, evidence, options)
+        if isinstance(verdict, UserCodeError) and verdict.one_check:
+            return _error_of(check, verdict.error)
         if isinstance(verdict, UserCodeError):
             return self._error(check, verdict.error, reporter)
         if isinstance(verdict, UserError):
-            reason = f"{verdict.stage} raised {verdict.summary}"
-            return Result(check=check.name, outcome="error", reason=reason, error=verdict)
+            return _error_of(check, verdict)
         if isinstance(verdict, TimeRanOut):
             raise verdict
         if isinstance(verdict, Unreliable):
@@ -181,7 +190,8 @@ class Subject:
         raised = evidence.run().raised if check.subject == "loop" and "run" in evidence.offers else None
         if raised is None or self._explained_elsewhere(check, evidence):
             return None
-        return UserError(stage="fit", summary=raised.summary, traceback=raised.traceback)
+        stage = "fit" if "fit" in evidence.offers else "TrainLoop.loss"
+        return UserError(stage=stage, summary=raised.summary, traceback=raised.traceback)
 
     def _explained_elsewhere(self, asked: Check, evidence: Any) -> bool:
         """Whether another check finds a fault, which may be what made ``fit`` raise."""
@@ -199,11 +209,11 @@ class Subject:
 
     def _error(self, check: Check, error: UserError, reporter: str) -> Result:
         """An error in the first test that meets it; a skip that names this test in the others."""
-        reason = f"{error.stage} raised {error.summary}"
         if self._broken is not None and self._broken[1] != reporter:
-            return Result(check=check.name, outcome="skipped", reason=f"{reason} (see {self._broken[1]})")
+            reason = f"{error.stage} raised {error.summary} (see {self._broken[1]})"
+            return Result(check=check.name, outcome="skipped", reason=reason)
         self._broken = (error, reporter)
-        return Result(check=check.name, outcome="error", reason=reason, error=error)
+        return _error_of(check, error)
 
     def _get_evidence(self) -> Any:
         if self._evidence is None:
@@ -296,6 +306,11 @@ def _require_looked_at(checks: Sequence[Check], verdicts: Sequence[Verdict]) -> 
     for check, verdict in zip(checks, verdicts, strict=False):
         if isinstance(verdict, TimeRanOut):
             raise TimeRanOut(verdict.steps, verdict.seconds, where=f" of {check.name}, which may know the cause")
+
+
+def _error_of(check: Check, error: UserError) -> Result:
+    reason = f"{error.stage} raised {error.summary}"
+    return Result(check=check.name, outcome="error", reason=reason, error=error)
 
 
 def _broken(check: Check, error: Exception) -> CannotDecide | UserError:

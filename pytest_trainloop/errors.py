@@ -26,15 +26,26 @@ class TrainLoopError(Exception):
 
 
 class UsageError(TrainLoopError):
-    """What was given cannot be judged. The message says what was given, what is needed, and where."""
+    """What was given cannot be judged. The message says what was given, what is needed, and where.
+
+    ``place`` is the user's line, ``train.py:57``, put at the end in parentheses; empty where it is not known.
+    """
+
+    def __init__(self, message: str, *, place: str = "") -> None:
+        super().__init__(f"{message} ({place})" if place else message)
+        self.place = place
 
 
 class UserCodeError(TrainLoopError):
-    """The user's own code raised while the loop was built or run."""
+    """The user's own code raised while the loop was built or run.
 
-    def __init__(self, error: UserError) -> None:
+    ``one_check``: it is code that one check alone calls, so that the others go on.
+    """
+
+    def __init__(self, error: UserError, *, one_check: bool = False) -> None:
         super().__init__(f"{error.stage} raised {error.summary}")
         self.error = error
+        self.one_check = one_check
 
 
 class CheckFailed(TrainLoopError, AssertionError):

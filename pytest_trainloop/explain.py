@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop import registry
 from pytest_trainloop.errors import UsageError
-from pytest_trainloop.knobs import nearest
+from pytest_trainloop.knobs import near, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -41,14 +41,17 @@ def _rows(title: str, known: Mapping[str, registry.Check]) -> str:
 
 
 def page(name: str) -> str:
-    """The rule page of a check with its causes, or of ``check:cause`` that cause alone.
+    """The rule page of a check with its causes, or of ``check:cause`` that cause alone; of a cause by itself, what
+    each check that names it says of it.
 
     Raises ``UsageError`` for a name that no check or cause has.
     """
     known = registry.registered()
     check, colon, cause = name.partition(":")
+    if not colon and check not in known and (named := [f"{c}:{name}" for c in known if name in known[c].causes]):
+        return "\n".join(page(each) for each in named)
     if check not in known:
-        raise UsageError(f"there is no check {check!r}; {nearest(check, known)}")
+        raise UsageError(_no_such_name(check if colon else name, known))
     found = known[check]
     if not colon:
         causes = "".join(f"  {slug}\n{_described(about)}" for slug, about in found.causes.items())
@@ -56,6 +59,14 @@ def page(name: str) -> str:
     if cause not in found.causes:
         raise UsageError(f"{check} names no cause {cause!r}; {nearest(cause, found.causes)}")
     return f"{name}\n{_described(found.causes[cause])}\nThe whole page: pytest --trainloop-explain {check}\n"
+
+
+def _no_such_name(name: str, known: Mapping[str, registry.Check]) -> str:
+    """The refusal of a name, with the check or cause that is near, if any is."""
+    by_cause = {cause: f"{check.name}:{cause}" for check in known.values() for cause in check.causes}
+    close = near(name, [*known, *by_cause])
+    hint = f"the nearest name is {by_cause.get(close, close)!r}" if close else "--trainloop-list shows all checks"
+    return f"there is no check {name!r}; {hint}"
 
 
 def _described(cause: registry.Cause) -> str:

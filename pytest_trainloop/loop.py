@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import nn
 
+from pytest_trainloop import places
 from pytest_trainloop.errors import UsageError
+from pytest_trainloop.fields import a, is_whole, named_modules, require_fields
 
 Fit = Callable[[Sequence[Any]], Any]
 Step = Callable[[Any], Any]
@@ -36,6 +39,15 @@ class Padding:
     pad_id: int | None = None
     ignore_index: int | None = None
     dim: int = 1
+
+    def __post_init__(self) -> None:
+        for name, needed in (("pad_id", "the token id at padded positions"), ("ignore_index", "a label"), ("dim", "")):
+            given = getattr(self, name)
+            if not is_whole(given) and (given is not None or name == "dim"):
+                what = f"{needed}, a whole number," if needed else "the number of a dimension"
+                shown = repr(given) if isinstance(given, (str, float, bool)) else a(given)
+                place = places.shown(*places.caller())
+                raise UsageError(f"Padding.{name} is {shown}; {what} is needed", place=place)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,20 +137,28 @@ class TrainLoop:
     _modules: dict[str, nn.Module] = field(init=False, repr=False)
     _seed: int = field(init=False, repr=False, default=0)
 
+    _place: tuple[str, int] = field(init=False, repr=False)
+
     def __post_init__(self) -> None:
-        self._modules = _named_modules(self.model)
-        for name in ("loss", "fit", "step", "evaluate", "save", "load", "split_batch"):
-            given = getattr(self, name)
-            if given is not None and not callable(given):
-                raise UsageError(f"TrainLoop.{name} is {_a(given)}; a function is needed")
-        if self.fit is not None and self.step is not None:
-            raise UsageError("TrainLoop got both fit and step; give the whole loop as fit, or one batch's work as step")
-        _require_prefixes(self.frozen)
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, type) or not callable(getattr(optimizer, "step", None)):
-                raise UsageError(
-                    f"TrainLoop.optimizer is {_a(optimizer)}; an optimizer with step() is needed, or a list of them"
-                )
+        self._place = places.caller()
+        try:
+            self._modules = named_modules(self.model)
+            if isinstance(self.frozen, Iterator):
+                self.frozen = tuple(self.frozen)
+            require_fields(self)
+            _require_padding(self.padding)
+        except UsageError as error:
+            raise self.located(error) from None
+
+    def located(self, error: UsageError) -> UsageError:
+        """The error with the line of the field that its message begins with: where its function is defined, or where
+        the field is given."""
+        named = re.match(r"(?:TrainLoop\.)?(\w+)", str(error))
+        if error.place or named is None:
+            return error
+        name = named[1] if named[1] in self.field_names() else ""
+        place = places.of_function(getattr(self, name, None)) or places.of_keyword(*self._place, "TrainLoop", name)
+        return UsageError(str(error), place=place)
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -169,38 +189,9 @@ class TrainLoop:
         return tuple(f.name for f in fields(TrainLoop) if f.init)
 
 
-def _named_modules(model: Any) -> dict[str, nn.Module]:
-    if isinstance(model, nn.Module):
-        return {"": model}
-    if isinstance(model, Mapping):
-        named = {str(k): v for k, v in model.items()}
-    elif isinstance(model, Iterable) and not isinstance(model, (str, bytes, torch.Tensor)):
-        named = {str(i): v for i, v in enumerate(model)}
-    else:
-        raise UsageError(f"TrainLoop.model is {_a(model)}; a torch.nn.Module is needed, or a list or dict of modules")
-    for key, value in named.items():
-        if not isinstance(value, nn.Module):
-            raise UsageError(f"TrainLoop.model[{key}] is {_a(value)}; a torch.nn.Module is needed")
-    if not named:
-        raise UsageError("TrainLoop.model is empty; at least one torch.nn.Module is needed")
-    return named
-
-
-def _require_prefixes(frozen: Any) -> None:
-    if isinstance(frozen, str):
-        raise UsageError(f"TrainLoop.frozen is the string {frozen!r}; a tuple of paths is needed: ({frozen!r},)")
-    for prefix in frozen if isinstance(frozen, Iterable) else () if frozen is None else (frozen,):
-        if not isinstance(prefix, str):
-            raise UsageError(
-                f"TrainLoop.frozen names {_a(prefix)}; paths of modules or parameters are needed, as in ('backbone.',)"
-            )
-
-
-def _a(value: Any) -> str:
-    """A value's type, in words for a message."""
-    if value is None:
-        return "None"
-    if isinstance(value, type):
-        return f"the class {value.__qualname__}"
-    name = type(value).__name__
-    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+def _require_padding(given: Any) -> None:
+    if given is None or isinstance(given, Padding):
+        return
+    plain = isinstance(given, (str, int, float))
+    pad_id = given if is_whole(given) else 0
+    raise UsageError(f"TrainLoop.padding is {repr(given) if plain else a(given)}; Padding(pad_id={pad_id}) is needed")

@@ -282,7 +282,7 @@ def describe(batch: Any) -> str:
         return f"the string {batch[:40]!r}"
     if batch is None or isinstance(batch, (int, float, complex)):
         return repr(batch)
-    if callable(batch):
+    if isinstance(batch, type) or inspect.isroutine(batch):
         return f"the {'class' if isinstance(batch, type) else 'function'} {getattr(batch, '__name__', batch)}"
     shapes = ["nested" if t.is_nested else str(tuple(t.shape)) for t in tensors(batch)]
     held = f" with tensors of shapes {', '.join(shapes[:4])}" if shapes else " without tensors"

@@ -28,8 +28,8 @@ FLOORS = (
     ("gradients", "tracing", "batches", "adapters"),
     ("runs",),
     ("recording",),
-    ("loop", "losscontract", "nested", "selection", "knobs", "report", "registry"),
-    ("errors", "finding", "wording", "paths"),
+    ("loop", "fields", "losscontract", "nested", "selection", "knobs", "report", "registry"),
+    ("errors", "finding", "wording", "paths", "places"),
 )
 """From the top down. A module imports from its own package, its own floor or a lower one, also for typing."""
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.adapters.swap import swapped
 from pytest_trainloop.errors import UsageError
-from pytest_trainloop.loop import TrainLoop, _a
+from pytest_trainloop.fields import a
+from pytest_trainloop.loop import TrainLoop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -52,7 +53,7 @@ def from_lightning(
     package = _package_of(module)
     if trainer is not None and not isinstance(trainer, package.Trainer):
         raise UsageError(
-            f"from_lightning got {_a(trainer)} as trainer; a {package.__name__}.Trainer is needed,"
+            f"from_lightning got {a(trainer)} as trainer; a {package.__name__}.Trainer is needed,"
             " as the module is of that package"
         )
     if batch is None and batches is None:
@@ -87,7 +88,7 @@ def _package_of(module: Any) -> ModuleType:
     if not any(find_spec(name.partition(".")[0]) for name in _PACKAGES):
         raise UsageError("from_lightning needs the package lightning or pytorch_lightning; neither is installed")
     raise UsageError(
-        f"from_lightning got {_a(module)}; a LightningModule is needed, built in the function that calls it"
+        f"from_lightning got {a(module)}; a LightningModule is needed, built in the function that calls it"
     )
 
 

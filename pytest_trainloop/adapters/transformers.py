@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.adapters.swap import swapped
 from pytest_trainloop.errors import UsageError
-from pytest_trainloop.loop import TrainLoop, _a
+from pytest_trainloop.fields import a
+from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.runs.accelerate_state import gradient_state_kept
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def _refuse_what_is_no_trainer(trainer: Any) -> None:
         raise UsageError(f"from_trainer needs the package transformers, which cannot be imported ({error})") from error
     if not isinstance(trainer, transformers.Trainer):
         raise UsageError(
-            f"from_trainer got {_a(trainer)}; a transformers.Trainer is needed, built in the function that calls it"
+            f"from_trainer got {a(trainer)}; a transformers.Trainer is needed, built in the function that calls it"
         )
 
 
@@ -68,14 +69,14 @@ def _first_batch(trainer: Any) -> Any:
     inherited = import_module("transformers").Trainer.get_train_dataloader
     if trainer.train_dataset is None and type(trainer).get_train_dataloader is inherited:
         raise UsageError(
-            f"from_trainer got {_a(trainer)} without train_dataset; give it one, or from_trainer(..., batch=...)"
+            f"from_trainer got {a(trainer)} without train_dataset; give it one, or from_trainer(..., batch=...)"
         )
     # A dataloader left half-way would count as the active one for every later loop.
     with gradient_state_kept():
         for batch in trainer.get_train_dataloader():
             return batch
     raise UsageError(
-        f"from_trainer got {_a(trainer)} whose train dataloader is empty; give from_trainer(..., batch=...)"
+        f"from_trainer got {a(trainer)} whose train dataloader is empty; give from_trainer(..., batch=...)"
     )
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop import nested
+import torch
+
+from pytest_trainloop import nested, places
 from pytest_trainloop.batches import totals as counts
 from pytest_trainloop.batches.valid_targets import ValidTargets, valid_targets
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
 from pytest_trainloop.runs.batch_stream import first_batches
+from pytest_trainloop.runs.user_traceback import user_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.nested import Path
@@ -79,7 +83,7 @@ class MicroBatches:
     def split(self, k: int, count: int) -> list[Any]:
         """The micro-batches of all batches, k of each, in order."""
         if self.split_batch is not None:
-            return [part for batch in self.whole(count) for part in self.split_batch(batch, k)]
+            return [part for batch in self.whole(count) for part in _parts(self.split_batch, batch, k)]
         size = count // k
         return [self.taken(b, self.valid.order[i * size : (i + 1) * size]) for b in self.batches for i in range(k)]
 
@@ -93,3 +97,24 @@ class MicroBatches:
                 needs="split_batch=",
             ) from error
         return counts.recounted(taken, len(rows), rows, self.totals) if self.recount else taken
+
+
+def _parts(split_batch: Callable[[Any, int], Iterable[Any]], batch: Any, k: int) -> list[Any]:
+    """What the project's own function makes of a batch. Raises ``UsageError`` where that is not k batches, and
+    ``UserCodeError`` where it raises."""
+    try:
+        parts = split_batch(batch, k)
+        given = list(parts) if isinstance(parts, Iterable) else None
+    except Exception as error:
+        raise UserCodeError(user_error(error, "TrainLoop.split_batch"), one_check=True) from error
+    tensors = [part for part in given or () if isinstance(part, torch.Tensor)]
+    if given is not None and len(given) == k and (isinstance(batch, torch.Tensor) or not tensors):
+        return given
+    gave = nested.describe(parts) if given is None else f"{len(given)} part{'' if len(given) == 1 else 's'}"
+    if tensors and not isinstance(batch, torch.Tensor):
+        gave += f" (a tensor of shape {tuple(tensors[0].shape)} among them)"
+    raise UsageError(
+        f"TrainLoop.split_batch(batch, {k}) gave {gave}; a list of {k} batches is needed, each of the kind of the "
+        f"batch: {nested.describe(batch)}",
+        place=places.of_function(split_batch),
+    )

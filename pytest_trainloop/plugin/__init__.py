@@ -51,14 +51,23 @@ def pytest_configure(config: pytest.Config) -> None:
         activate.configure(config)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> Generator[None, object, object]:
     unittest = sys.modules.get("unittest")
-    # type(obj), since a mock claims to be an instance of whatever it stands for
-    if unittest is not None and issubclass(type(obj), type) and issubclass(cast("type", obj), unittest.TestCase):
+    try:
+        made = yield
+        # type(obj), since a mock claims to be an instance of whatever it stands for
+        if unittest is not None and issubclass(type(obj), type) and issubclass(cast("type", obj), unittest.TestCase):
+            from pytest_trainloop.plugin import collect
+
+            collect.refuse_test_case(collector, cast("type", obj))
+        return made
+    except Exception as error:
         from pytest_trainloop.plugin import collect
 
-        collect.refuse_test_case(collector, cast("type", obj))
+        if not isinstance(error, collect.Refused):
+            raise
+        return collect.refused_item(collector, name, obj, str(error))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -74,8 +83,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, object, 
     return done
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    try:
+        return (yield)
+    except pytest.UsageError as error:
+        asked = [] if session.config.getoption("trainloop") else [arg for arg in session.config.args if "[" in arg]
+        if not asked:
+            raise
+        from pytest_trainloop.plugin import nodeids
+
+        checks = nodeids.checks_in(asked)
+        if not checks:
+            raise
+        hint = f"{checks[0]!r} is a check of pytest-trainloop, whose items are there with --trainloop only"
+        raise pytest.UsageError(*error.args, hint) from None
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
-    if not item.config.getoption("trainloop") and _is_ours(item):
+    if not item.config.getoption("trainloop") and isinstance(item, pytest.Function) and _is_ours(item):
         item.add_marker(pytest.mark.skip(reason="needs --trainloop"))
 
 

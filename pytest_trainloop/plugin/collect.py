@@ -26,6 +26,10 @@ HIDDEN = "trainloop_check"
 """The argument that multiplies a function by its checks, and the marker that says which one an item is."""
 
 
+REFUSED = "trainloop-refused"
+"""The key in the user properties of an item that stands for what was refused."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedFunction:
     """The plan and the knobs of one marked function."""
@@ -47,6 +51,45 @@ def marked_function(item: pytest.Item) -> tuple[str, MarkedFunction] | None:
     return (str(mark.args[0]), marked) if marked is not None and mark.args else None
 
 
+class Refused(Exception):
+    """A marked function (or class) that would pass unchecked; the message says why, in one sentence."""
+
+
+class RefusedItem(pytest.Item):
+    """Stands for what was refused, and fails with the sentence, so that all other tests run."""
+
+    def __init__(self, *, sentence: str, line: int, first: str = "", **given: Any) -> None:
+        super().__init__(**given)
+        self._sentence = sentence
+        self._line = line
+        self._first = first
+        self.user_properties.append((REFUSED, sentence))
+
+    def runtest(self) -> None:
+        if self._first:
+            pytest.skip(f"{self._sentence} (see {self._first})")
+        raise Refused(self._sentence)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        return str(excinfo.value) if isinstance(excinfo.value, Refused) else super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Any, int, str]:
+        return self.path, self._line, self.name
+
+
+_REFUSED = pytest.StashKey[dict[str, str]]()
+
+
+def refused_item(collector: pytest.Collector, name: str, obj: object, sentence: str) -> RefusedItem:
+    """The item in the place of what was refused; of several with one sentence the first fails, and the others name
+    it."""
+    code = getattr(inspect.unwrap(obj), "__code__", None) if callable(obj) else None
+    line = code.co_firstlineno - 1 if code is not None else 0
+    first = collector.config.stash.setdefault(_REFUSED, {}).setdefault(sentence, f"{collector.nodeid}::{name}")
+    again = "" if first == f"{collector.nodeid}::{name}" else first
+    return RefusedItem.from_parent(collector, name=name, sentence=sentence, line=line, first=again)
+
+
 def refuse_test_case(collector: pytest.Collector, case: type) -> None:
     """A TestCase's methods get no fixtures and their return values are dropped: they would pass unchecked."""
     methods = {name: value for base in reversed(case.__mro__) for name, value in vars(base).items()}
@@ -55,7 +98,7 @@ def refuse_test_case(collector: pytest.Collector, case: type) -> None:
         around = collector.get_closest_marker(marker) and any(name.startswith("test") for name in methods)
         if method is not None or around or any(_marked(base, marker) for base in case.__mro__):
             place = f"{case.__name__}.{method}" if method else case.__name__
-            raise pytest.Collector.CollectError(
+            raise Refused(
                 f"{collector.nodeid}: the {marker} marker is on {place} of a unittest.TestCase; "
                 "it needs a function, or a method of a plain class"
             )
@@ -67,25 +110,25 @@ def refuse_misuse(metafunc: pytest.Metafunc) -> None:
     for name, returned in RETURNED.items():
         for node, _ in metafunc.definition.iter_markers_with_node(name):
             if node is not metafunc.definition:
-                raise pytest.Collector.CollectError(
+                raise Refused(
                     f"{node.nodeid or 'the session'}: the {name} marker is on a {type(node).__name__.lower()}; "
                     f"put it on each function that returns {returned}"
                 )
     if all(metafunc.definition.get_closest_marker(name) for name in RETURNED):
-        raise pytest.Collector.CollectError(f"{where} is marked {' and '.join(RETURNED)}; one of them is needed")
+        raise Refused(f"{where} is marked {' and '.join(RETURNED)}; one of them is needed")
     kind = _unfit(function)
     if kind:
-        raise pytest.Collector.CollectError(
+        raise Refused(
             f"{where} is marked {marker} and is {kind}; a plain function is needed that returns {RETURNED[marker]}"
         )
     try:
         knobs = _knobs(metafunc)
     except UsageError as error:
-        raise pytest.Collector.CollectError(f"{where}: {error}") from None
+        raise Refused(f"{where}: {error}") from None
     for name in _parametrized(metafunc):
         knob = next((knob for knob, parameter in knobs.items() if parameter == name), None)
         if knob is not None:
-            raise pytest.Collector.CollectError(
+            raise Refused(
                 f"{where}: parametrize gives values to {name!r}, the loop's knob {knob!r}, which the checks vary; "
                 f"take {name!r} out of parametrize, or drop its default to have a plain parameter"
             )
@@ -97,7 +140,7 @@ def one_item_per_check(metafunc: pytest.Metafunc) -> None:
         plan = _plan(metafunc)
         knobs = _knobs(metafunc)
     except UsageError as error:
-        raise pytest.Collector.CollectError(str(error)) from None
+        raise Refused(str(error)) from None
     marked = metafunc.config.stash.setdefault(_MARKED, {})
     marked[metafunc.definition.nodeid] = MarkedFunction(plan=plan, knobs=knobs, judges=_judges(metafunc))
     cuda = read_settings(metafunc.config).device == "cuda" and _judges(metafunc) == "loop"

@@ -11,19 +11,21 @@ import pytest
 from pytest_trainloop import api, battery, registry
 from pytest_trainloop.errors import CheckFailed, TrainLoopError, UsageError
 from pytest_trainloop.finding import Result
-from pytest_trainloop.knobs import nearest, read_knobs
+from pytest_trainloop.knobs import nearest, read_knobs, require_defaults
 from pytest_trainloop.plugin.outcomes import PROPERTY, causes, location, skip_reason
-from pytest_trainloop.plugin.settings import is_strict, read_settings
+from pytest_trainloop.plugin.settings import is_strict, read_selections, read_settings
 from pytest_trainloop.report.entry import Entry
 from pytest_trainloop.report.text import failure_text
-from pytest_trainloop.selection import choose
+from pytest_trainloop.selection import choose, marker_selection, validate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from pytest_trainloop.report import Report
+    from pytest_trainloop.selection import Plan
 
 _RESULTS = pytest.StashKey[list[Result]]()
+_OBSERVED = pytest.StashKey[list["Observed"]]()
 
 
 def start(request: pytest.FixtureRequest) -> TrainloopFixture:
@@ -60,6 +62,8 @@ class TrainloopFixture:
         try:
             settings = read_settings(self._item.config)
             judges = known[name].subject
+            if judges == "loop":
+                require_defaults(make, "trainloop.check()")
             own = read_knobs(make, knobs) if judges == "loop" else {}
             subject = battery.Subject(self._item.nodeid, make, settings=settings, knobs=own, judges=judges)
             result = subject.run_check(name, options=options, reporter=self._item.nodeid)
@@ -97,9 +101,11 @@ class TrainloopFixture:
 
     @contextmanager
     def observe(self, **settings: Any) -> Iterator[Observed]:
-        """Watch any training code; the observation's ``check()`` judges what ran."""
+        """Watch any training code; the observation's ``check()`` judges what ran, and must be called."""
         with api.observe(**settings) as observation:
-            yield Observed(observation, self._note)
+            observed = Observed(observation, self._item.config, self._note)
+            self._item.stash.setdefault(_OBSERVED, []).append(observed)
+            yield observed
 
     def _note(self, results: Sequence[Result]) -> None:
         self._item.stash.setdefault(_RESULTS, []).extend(results)
@@ -109,29 +115,63 @@ class TrainloopFixture:
 
 
 class Observed:
-    """An observation whose results reach the reports."""
+    """An observation whose results reach the reports, and for which the ini file and the command line count."""
 
-    def __init__(self, observation: api.Observation, note: Callable[[Sequence[Result]], None]) -> None:
+    def __init__(
+        self, observation: api.Observation, config: pytest.Config, note: Callable[[Sequence[Result]], None]
+    ) -> None:
         self._observation = observation
+        self._config = config
         self._note = note
+        self.judged = False
+        """Whether ``check`` was called."""
 
-    def check(self, *names: str, raises: bool = True) -> Report:
-        """Judge what was seen, by the named checks or by all; raises ``CheckFailed`` unless ``raises=False``."""
+    def check(
+        self,
+        *names: str,
+        skip: Mapping[str, str] | None = None,
+        xfail: Mapping[str, str] | None = None,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+        strict: bool = False,
+        raises: bool = True,
+    ) -> Report:
+        """Judge what was seen, by the named checks or by all; raises ``CheckFailed`` unless ``raises=False``.
+
+        ``skip``, ``xfail`` and ``options`` are as in the marker. ``--trainloop-only``, ``--trainloop-strict`` and the
+        keys of the ini file count as they do for a marked function.
+        """
         __tracebackhide__ = True
+        self.judged = True
+        own: dict[str, Any] = {"only": list(names) or None, "skip": skip, "xfail": xfail, **(options or {})}
         try:
-            report = self._observation.check(*names, raises=raises)
+            api.require_names(names, registry.of("loop"))
+            plan = self._plan({key: value for key, value in own.items() if value is not None}, strict=strict)
+            if not plan.checks:
+                pytest.skip("no check is left: record.check(), the ini file and --trainloop-only choose different ones")
+            report = self._observation.judged(plan, raises=raises)
         except CheckFailed as error:
             self._note(error.results)
             raise CheckFailed(str(error), error.results) from None
+        except UsageError as error:
+            raise UsageError(str(error)) from None
         self._note(report.results)
         return report
+
+    def _plan(self, own: Mapping[str, Any], *, strict: bool) -> Plan:
+        known = {name: tuple(check.causes) for name, check in registry.registered().items()}
+        of_loops = {name: known[name] for name in registry.of("loop")}
+        selection = marker_selection("record.check()", (), own, of_loops)
+        validate(selection, of_loops)
+        strict = strict or is_strict(self._config)
+        return choose(known, selection, *read_selections(self._config), strict=strict, among=of_loops)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._observation, name)
 
 
 class Outcomes:
-    """Begin the short summary with the finding; skip a test none of whose checks could decide, with their reasons."""
+    """Begin the short summary with the finding; skip a test none of whose checks could decide, with their reasons; fail
+    one that observed and never judged."""
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -140,10 +180,14 @@ class Outcomes:
         report = yield
         results = item.stash.get(_RESULTS, [])
         crash = getattr(report.longrepr, "reprcrash", None)
-        if call.excinfo is not None and isinstance(call.excinfo.value, CheckFailed) and crash is not None:
+        if call.excinfo is not None and isinstance(call.excinfo.value, (CheckFailed, UsageError)) and crash is not None:
             crash.message = str(call.excinfo.value)  # the short summary begins with the finding, not with our class
-        undecided = results and all(result.outcome in ("skipped", "unreliable") for result in results)
-        if report.when == "call" and report.passed and undecided:
+        if report.when != "call" or not report.passed:
+            return report
+        if not all(observed.judged for observed in item.stash.get(_OBSERVED, [])):
+            report.outcome = "failed"
+            report.longrepr = f"{item.nodeid} observed a block and never judged it; call record.check() after the block"
+        elif results and all(result.outcome in ("skipped", "unreliable") for result in results):
             reasons = "; ".join(dict.fromkeys(f"{r.check}: {skip_reason(r)}" for r in results))
             report.outcome = "skipped"
             report.longrepr = (*location(item), f"Skipped: {reasons}")

@@ -35,6 +35,14 @@ def check_in(nodeid: str) -> str:
     return inside if inside.isidentifier() else ""
 
 
+def checks_in(nodeids: Sequence[str]) -> list[str]:
+    """The registered checks that these node ids end with."""
+    from pytest_trainloop import registry
+
+    known = registry.registered()
+    return [check for nodeid in nodeids if (check := check_in(nodeid)) in known]
+
+
 def scopes(nodeids: Sequence[str], known: Collection[str]) -> dict[str, str]:
     """The loop of each item of a loop, and each other item's own id.
 

@@ -23,7 +23,11 @@ def add(parser: pytest.Parser) -> None:
         help="device of the loops; cuda where there is none is an error",
     )
     option("--trainloop-strict", action="store_true", help="advice fails")
-    option("--trainloop-json", metavar="FILE", help="write all results to FILE")
+    option(
+        "--trainloop-json",
+        metavar="FILE",
+        help="write all results to FILE, with the = (pytest takes a separate word for a path)",
+    )
     ini = parser.addini
     ini("trainloop_only", "checks to run, one name or pattern a line", type="linelist")
     ini(

@@ -9,6 +9,7 @@ import pytest
 
 from pytest_trainloop.errors import CheckFailed
 from pytest_trainloop.finding import Result
+from pytest_trainloop.knobs import KNOBS, without_default
 from pytest_trainloop.plugin.collect import marked_function
 from pytest_trainloop.plugin.nodeids import loop_of
 from pytest_trainloop.report.entry import Entry
@@ -59,7 +60,7 @@ def pytest_runtest_makereport(
     if found is None:
         return report
     if report.when == "setup" and not report.passed:
-        result = _never_called(found[0], report)
+        result = _never_called(item, found[0], report, call)
     elif report.when == "call":
         result = _show(item, report, found[0], call)
     else:
@@ -92,11 +93,34 @@ def _show(item: pytest.Item, report: pytest.TestReport, check: str, call: pytest
     return result
 
 
-def _never_called(check: str, report: pytest.TestReport) -> Result:
-    """A skip mark, or a fixture that skipped or failed, before the function was called."""
+_FIRST_ERROR = pytest.StashKey[dict[str, tuple[str, str]]]()
+"""The first item of each loop whose setup failed, and how: what a fixture raises there meets every check of it."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    found = marked_function(item)
+    errors = item.config.stash.get(_FIRST_ERROR, {})
+    if found is not None and (loop := loop_of(item.nodeid, found[0])) in errors:
+        first, reason = errors[loop]
+        if first != item.nodeid:
+            pytest.skip(f"{reason} (see {first})")
+
+
+def _never_called(item: pytest.Item, check: str, report: pytest.TestReport, call: pytest.CallInfo[None]) -> Result:
+    """A skip mark, or a fixture that skipped, failed or does not exist, before the function was called."""
     if isinstance(report.longrepr, tuple):
         return Result(check=check, outcome="skipped", reason=report.longrepr[2].removeprefix("Skipped: "))
     if hasattr(report, "wasxfail"):
         return Result(check=check, outcome="xfailed", reason=report.wasxfail)
-    last = (report.longreprtext.strip() or "the setup failed").splitlines()[-1]
-    return Result(check=check, outcome="error", reason=f"setup failed: {last}")
+    error = call.excinfo.value if call.excinfo else None
+    if isinstance(error, pytest.FixtureLookupError) and error.argname in KNOBS and isinstance(item, pytest.Function):
+        reason = str(without_default(item.function, error.argname))
+        report.longrepr = reason
+    elif isinstance(error, pytest.FixtureLookupError):
+        reason = f"fixture {error.argname!r} not found"
+    else:
+        last = (report.longreprtext.strip() or "the setup failed").splitlines()[-1]
+        reason = f"setup failed: {last}"
+    item.config.stash.setdefault(_FIRST_ERROR, {}).setdefault(loop_of(item.nodeid, check), (item.nodeid, reason))
+    return Result(check=check, outcome="error", reason=reason)

@@ -16,8 +16,8 @@ def read_settings(config: pytest.Config) -> Settings:
     """How loops are judged; the command line goes before the ini file."""
     seed = _number(config, "seed", int, 0)
     timeout = _number(config, "timeout", float, 120.0)
-    if seed < 0:
-        raise pytest.UsageError(f"--trainloop-seed is {seed}; a number from 0 on is needed")
+    if not 0 <= seed < 2**63:
+        raise pytest.UsageError(f"--trainloop-seed is {seed}; a number from 0 to 2**63 - 1 is needed")
     if not timeout > 0:
         raise pytest.UsageError(f"--trainloop-timeout is {timeout:g}; a number of seconds above 0 is needed")
     device = config.getoption("trainloop_device") or config.getini("trainloop_device") or "auto"

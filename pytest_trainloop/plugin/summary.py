@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_trainloop.finding import Result
+from pytest_trainloop.plugin.collect import REFUSED
+from pytest_trainloop.plugin.inifile import paths_taken
 from pytest_trainloop.plugin.nodeids import check_in, loop_of
 from pytest_trainloop.plugin.outcomes import PROPERTY
 from pytest_trainloop.report import Report
@@ -37,6 +39,7 @@ class Ledger:
         self._settings = settings
         self._file = file
         self._entries: dict[str, list[Entry]] = {}
+        self._refused = False
 
     def pytest_report_header(self) -> str | None:
         if not self._config.getoption("trainloop"):
@@ -45,6 +48,7 @@ class Ledger:
         return f"trainloop: seed {s.seed}, device {s.device}, {s.timeout:g} s a run of fit at most"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._refused = self._refused or any(name == REFUSED for name, _ in report.user_properties)
         if report.when == "call" or (report.when == "setup" and not report.passed):
             found = [Entry.from_json(json.loads(str(v))) for name, v in report.user_properties if name == PROPERTY]
             if found:
@@ -78,7 +82,9 @@ class Ledger:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
+        for sentence in paths_taken(self._config):
+            terminalreporter.write_line(f"trainloop: {sentence}", **_COLOURS["loud"])
         if not self._config.getoption("trainloop") or self._config.getoption("collectonly"):
             return
         report = self._report()
@@ -87,6 +93,10 @@ class Ledger:
             terminalreporter.write_line(line.text, **_COLOURS[line.style])
         nothing = checked_nothing(report.entries)
         if nothing:
-            if not report.entries and terminalreporter.stats.get("error"):
+            if exitstatus == pytest.ExitCode.INTERRUPTED and not terminalreporter.stats.get("error"):
+                nothing = "the session was interrupted"
+            elif not report.entries and self._refused:
+                nothing = "every marked function was refused"
+            elif not report.entries and terminalreporter.stats.get("error"):
                 nothing = "the session met errors before any check ran"
             terminalreporter.write_line(f"trainloop: NOTHING WAS CHECKED: {nothing}", **_COLOURS["loud"])

@@ -11,6 +11,7 @@ import torch
 
 from pytest_trainloop import nested
 from pytest_trainloop.errors import UsageError, UserCodeError
+from pytest_trainloop.fields import require_dimension
 from pytest_trainloop.runs.float64 import widen_batch
 from pytest_trainloop.runs.process_state import SeededApart
 from pytest_trainloop.runs.user_traceback import user_error
@@ -164,6 +165,7 @@ class Batches(Sequence[Any]):
                 item = self._next()
                 if self._loop.batches is not None:
                     nested.require_batch(item, f"batches[{len(self._cache)}]")
+                    require_dimension(self._loop.batch_dim, item)
                 self._cache.append(item)
             except StopIteration:
                 if not self._cache:
@@ -185,10 +187,8 @@ def _source(loop: TrainLoop, count: int) -> Iterator[Any]:
             raise UserCodeError(user_error(error, f"TrainLoop.batches({count})")) from error
     if not isinstance(given, Iterable) or isinstance(given, (str, bytes, Mapping)):
         gave = " is" if given is loop.batches else f"({count}) gave"
-        raise UsageError(
-            f"TrainLoop.batches{gave} {nested.describe(given)}; a DataLoader, an iterable, or a function "
-            "batches(n) is needed"
-        )
+        how = "a DataLoader, an iterable, or a function batches(n) is needed"
+        raise loop.located(UsageError(f"TrainLoop.batches{gave} {nested.describe(given)}; {how}"))
     return iter(given)
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
-from pytest_trainloop import nested
+from pytest_trainloop import nested, places
 from pytest_trainloop.errors import UsageError, UserCodeError
+from pytest_trainloop.fields import require_dimension
+from pytest_trainloop.knobs import nearest
 from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop.losscontract import LossContract
 from pytest_trainloop.recording.record import within
 from pytest_trainloop.runs.process_state import seed_all
 from pytest_trainloop.runs.user_traceback import user_error
@@ -26,15 +31,23 @@ def build(make: Make, knobs: Mapping[str, Any], seed: int) -> TrainLoop:
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
+        if isinstance(error, TypeError) and (slip := _slip_in_the_call(str(error))):
+            raise UsageError(slip, place=_line(error)) from None
         raise UserCodeError(user_error(error, "building the loop")) from error
     if not isinstance(loop, TrainLoop):
-        raise UsageError(f"{_name(make)} returned {_what(loop)}; it must return a TrainLoop")
-    _require_loop(loop)
+        other = " (for a loss the marker is trainloop_loss)" if isinstance(loop, LossContract) else ""
+        raise UsageError(
+            f"{_name(make)} returned {_what(loop)}; it must return a TrainLoop{other}", place=places.of_function(make)
+        )
+    try:
+        _require_loop(loop)
+    except UsageError as error:
+        raise loop.located(error) from None
     loop.built_under(seed)
     return loop
 
 
-def require_fresh(first: TrainLoop, second: TrainLoop) -> None:
+def require_fresh(make: Make, first: TrainLoop, second: TrainLoop) -> None:
     """Raise ``UsageError`` if two calls of the user's function share a parameter, buffer or optimizer."""
     known = {id(thing): name for name, thing in _parts(first)}
     for name, thing in _parts(second):
@@ -42,7 +55,8 @@ def require_fresh(first: TrainLoop, second: TrainLoop) -> None:
             raise UsageError(
                 f"two calls of the function share {name}; build the model and the optimizer inside the function, so "
                 "that every call gives a fresh loop (a model from a fixture or a module-level variable would be "
-                "trained by every check)"
+                "trained by every check)",
+                place=places.of_function(make),
             )
 
 
@@ -82,6 +96,7 @@ def _require_loop(loop: TrainLoop) -> None:
         raise UsageError("TrainLoop got neither batch nor batches; an example batch is needed")
     if loop.batch is not None:
         nested.require_batch(loop.batch, "batch")
+        require_dimension(loop.batch_dim, loop.batch)
     for prefix in loop.frozen or ():
         names = [n for n, t in _parts(loop) if n.startswith("the parameter ")]
         if not any(within(n.removeprefix("the parameter "), [prefix]) for n in names):
@@ -89,6 +104,23 @@ def _require_loop(loop: TrainLoop) -> None:
                 f"TrainLoop.frozen: no parameter is {prefix!r} or lies below it; the first names are "
                 f"{_first_names(names)}"
             )
+
+
+def _slip_in_the_call(raised: str) -> str:
+    """What is wrong with the fields of a call of ``TrainLoop``, from Python's own words; empty where it is not that."""
+    if "TrainLoop.__init__()" not in raised:
+        return ""
+    if unknown := re.search(r"unexpected keyword argument '(\w+)'", raised):
+        return f"TrainLoop has no field {unknown[1]!r}; {nearest(unknown[1], TrainLoop.field_names())}"
+    if "missing" in raised:
+        return "TrainLoop.model is not given; a torch.nn.Module is needed, or a list or dict of modules"
+    return "TrainLoop takes its fields by keyword only, as in TrainLoop(model=model, optimizer=optimizer)"
+
+
+def _line(error: BaseException) -> str:
+    """The line that raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return places.shown(last.filename, last.lineno or 0)
 
 
 def _hidden_parameters(loop: TrainLoop) -> bool:

@@ -135,7 +135,7 @@ class Evidence:
 
     def _first_look(self) -> frozenset[str]:
         first, second = self.fresh_loop(), self.fresh_loop(other_seed=1)
-        require_fresh(first, second)
+        require_fresh(self.make, first, second)
         if self._on_cuda:
             require_on_cuda(first, self.knobs)
         self._declared = {name: getattr(first, name) for name in DECLARED}

@@ -138,13 +138,18 @@ def _run(make: Make, plan: RunPlan) -> Record:
             for context in plan.contexts(watch):
                 around.enter_context(context)
             seed_all(plan.seed if plan.fit_seed is None else plan.fit_seed)
-            error = guard.call(lambda: fit(batches), lambda: record.steps, lambda: batches.at_end)
+            try:
+                error = guard.call(lambda: fit(batches), lambda: record.steps, lambda: batches.at_end)
+            except UsageError as refusal:
+                raise loop.located(refusal) from None
         record.items = batches.taken
         record.double = wide is not None and not wide.lower
         record.lower = () if wide is None else tuple(wide.lower)
     record.knobs = dict(plan.knobs)
     record.frozen = None if loop.frozen is None else tuple(loop.frozen)
     if isinstance(error, UsageError):
+        raise loop.located(error)
+    if isinstance(error, UserCodeError):
         raise error
     if error is not None and batches.held_back and record.steps:
         return _run(make, replace(plan, read_ahead=None))  # it may have raised for want of batches only
@@ -157,7 +162,8 @@ def _run(make: Make, plan: RunPlan) -> Record:
     record.cut_short = batches.cut_short or batches.held_back
     record.ended = error is None and not guard.stopped
     if error is None and not batches.taken:
-        raise UsageError("fit came back without taking a batch; it must iterate over the batches it is given")
+        how = "fit came back without taking a batch; it must iterate over the batches it is given"
+        raise loop.located(UsageError(how))
     return record
 
 

@@ -109,8 +109,8 @@ from contextlib import contextmanager
 class Observation:
     losses = [1.0]
 
-    def check(self, *names, raises):
-        if "overfit" in names:
+    def judged(self, plan, raises):
+        if "overfit" in plan.checks:
             found = fault("overfit", "stuck")
             raise CheckFailed("it is wrong", [found])
         return Report.of("observed", [Result(check="step_order", outcome="passed")])
@@ -134,7 +134,7 @@ def test_by_hand(trainloop, monkeypatch):
         trainloop.check_loop(list, only=["overfit"])
     with trainloop.observe(density="full") as record:
         assert record.losses == [1.0]
-    assert [r.check for r in record.check().results] == ["step_order"]
+    assert [r.check for r in record.check("step_order").results] == ["step_order"]
     with pytest.raises(CheckFailed, match="it is wrong"):
         record.check("overfit")
 """

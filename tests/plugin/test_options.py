@@ -54,6 +54,8 @@ The whole page: pytest --trainloop-explain step_order"""
     ("name", "sentence"),
     [
         ("step_ordr", "ERROR: there is no check 'step_ordr'; the nearest name is 'step_order'"),
+        ("stael", "ERROR: there is no check 'stael'; the nearest name is 'step_order:stale'"),
+        ("nonsense", "ERROR: there is no check 'nonsense'; --trainloop-list shows all checks"),
         ("step_order:stael", "ERROR: step_order names no cause 'stael'; the nearest name is 'stale'"),
     ],
 )
@@ -66,7 +68,8 @@ def test_explain_an_unknown_name(run, name, sentence):
 @pytest.mark.parametrize(
     ("option", "sentence"),
     [
-        ("--trainloop-seed=-2", "ERROR: --trainloop-seed is -2; a number from 0 on is needed"),
+        ("--trainloop-seed=-2", "ERROR: --trainloop-seed is -2; a number from 0 to 2**63 - 1 is needed"),
+        (f"--trainloop-seed={2**63}", f"ERROR: --trainloop-seed is {2**63}; a number from 0 to 2**63 - 1 is needed"),
         ("--trainloop-timeout=0", "ERROR: --trainloop-timeout is 0; a number of seconds above 0 is needed"),
         ("--trainloop-timeout=nan", "ERROR: --trainloop-timeout is nan; a number of seconds above 0 is needed"),
         ("--trainloop-device=tpu", "*argument --trainloop-device: invalid choice: 'tpu'*"),

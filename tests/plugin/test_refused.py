@@ -1,4 +1,4 @@
-"""What would pass unchecked is refused at collection, in one clean sentence."""
+"""What would pass unchecked is refused at collection, in one clean sentence: an item that fails stands for it."""
 
 from __future__ import annotations
 
@@ -150,10 +150,43 @@ REFUSED = {
 def test_refused_in_one_sentence(pytester, run, source, sentence, flag):
     pytester.makepyfile(test_a=source)
     result = run(*flag)
-    result.assert_outcomes(errors=1)
-    at = next(i for i, line in enumerate(result.outlines) if "ERROR collecting test_a.py" in line)
+    result.assert_outcomes(failed=1)
+    at = next(i for i, line in enumerate(result.outlines) if line.startswith("____"))
     assert result.outlines[at + 1] == sentence
     assert result.outlines[at + 2].startswith("=")
+
+
+def test_all_other_tests_run_and_one_sentence_is_said_once(pytester, run):
+    pytester.makepyfile(
+        test_a="""
+        import pytest
+
+        @pytest.mark.trainloop(skip={"step_ordr": "is meant"})
+        def test_slip(): return {}
+
+        @pytest.mark.trainloop
+        class TestLoops:
+            def test_one(self): ...
+            def test_two(self): ...
+
+        @pytest.mark.trainloop(only=["overfit"])
+        def test_right(): return {}
+
+        def test_plain(): ...
+        """
+    )
+    result = run("--trainloop", "-rfs")
+    result.assert_outcomes(failed=2, skipped=1, passed=2)
+    result.stdout.fnmatch_lines(
+        [
+            "test_a.py::test_slip: the trainloop marker: skip names 'step_ordr', which matches no check; *",
+            "test_a.py::TestLoops: the trainloop marker is on a class; *",
+            "SKIPPED *(see test_a.py::TestLoops::test_one)",
+        ]
+    )
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    only = run("--trainloop", "-k", "slip")
+    only.stdout.fnmatch_lines(["trainloop: NOTHING WAS CHECKED: every marked function was refused"])
 
 
 def test_a_plain_parameter_of_a_knobs_name_may_be_parametrized(pytester, run):

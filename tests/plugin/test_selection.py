@@ -195,7 +195,7 @@ WRONG = {
 def test_what_the_marker_cannot_say(pytester, run, marker, sentence):
     pytester.makepyfile(test_a=one_loop(marker, parameters="use_checkpoint=False"))
     result = run("--trainloop")
-    result.assert_outcomes(errors=1)
+    result.assert_outcomes(failed=1)
     assert sentence in result.stdout.str()
     assert "test_a.py::test_gpt: " in result.stdout.str()
     result.stdout.no_fnmatch_line("*Traceback*")
@@ -236,14 +236,14 @@ def test_an_ini_line_that_matches_nothing(pytester, run, key, line, sentence):
     pytester.makepyfile(one_loop())
     pytester.makeini(f"[pytest]\n{key} =\n  {line}\n")
     result = run("--trainloop")
-    result.assert_outcomes(errors=1)
+    result.assert_outcomes(failed=1)
     assert sentence in result.stdout.str()
 
 
 def test_a_typo_in_trainloop_only(pytester, run):
     pytester.makepyfile(one_loop())
     result = run("--trainloop", "--trainloop-only", "overfitt")
-    result.assert_outcomes(errors=1)
+    result.assert_outcomes(failed=1)
     assert "--trainloop-only: only names 'overfitt', which matches no check; the nearest name is 'overfit'" in (
         result.stdout.str()
     )

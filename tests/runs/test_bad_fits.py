@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 
 import pytest
@@ -39,7 +40,8 @@ def test_refused_in_one_sentence(run, source, sentence):
     result = run(source)
     result.assert_outcomes(failed=1, passed=1, skipped=OTHERS)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    assert failure(result) == [sentence]
+    (said,) = failure(result)
+    assert re.fullmatch(re.escape(sentence) + r" \(test_a\.py:\d+\)", said)
 
 
 @pytest.mark.parametrize(
@@ -61,10 +63,11 @@ def test_a_fit_that_ignores_the_end_of_its_batches(run, monkeypatch):
     forever = fit("train(model, optimizer, batches)\nwhile True:\n    pass")
     result = run(forever, "--trainloop-timeout=2", "--trainloop-only=step_order")
     result.assert_outcomes(failed=1, passed=1)
-    assert failure(result) == [
+    (said,) = failure(result)
+    assert said.startswith(
         "fit got the end of its batches after 12 steps and did not come back in more than 2 s; it must end when they "
         "do (--trainloop-timeout=SECONDS allows more)"
-    ]
+    )
 
 
 RAISED = {
@@ -113,11 +116,6 @@ RAISED = {
         + builds("return loop(batch=None, batches=read())"),
         "fit raised OSError: disk",
         ["in train", "for batch in batches:", "in read", "raise OSError('disk')", "OSError: disk"],
-    ),
-    "batches-function-without-n": (
-        builds("return loop(batches=lambda: [rows()])"),
-        "TrainLoop.batches(13) raised TypeError: * takes 0 positional arguments but 1 was given",
-        ["TypeError: *"],
     ),
     "batch-on-another-device": (
         fit("train(model, optimizer, ((x.to('meta'), y) for x, y in batches))"),

@@ -182,9 +182,12 @@ def _explained(
 ) -> Finding | None:
     """The first cause that an observation proves; None where the loop brings gradients to a length."""
     from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import require_windows_of_one_size
+    from pytest_trainloop.checks.batch.accumulation_equivalence.knob_use import knob_unused
 
     first = wrong[0]
     if first.steps_too_early:
+        if knob_unused(evidence):
+            return _unused(first, evidence.knobs["accumulate"])
         require_windows_of_one_size(evidence, WINDOW)
         found = _finding(first, stepped_inside(first))
         return _unprepared(evidence, found) if first.library == "accelerate" != first.step_library else found
@@ -254,6 +257,17 @@ def _finding(split: Split, found: Diagnosis, weighing: Weighing | None = None) -
         culprits=("optimizer.step()",) if at_the_step else ("loss.backward()",),
         where=split.step_place if at_the_step else split.place,
         repair=found.repair or _REPAIRS_IN.get((split.library, found.cause), ""),
+    )
+
+
+def _unused(split: Split, knob: str) -> Finding:
+    """The knob reaches nothing: what it would have done cannot be judged."""
+    return replace(
+        _finding(split, stepped_inside(split)),
+        summary=f"the loop did the same with {knob}=1 and {knob}={split.accumulate}: the knob does not reach it",
+        shown_by=f"with {knob}=1, 2 and 3 the losses and steps are the same, bit for bit",
+        culprits=(knob,),
+        repair=f"hand {knob} on to the loop, or take the parameter out of the test function",
     )
 
 

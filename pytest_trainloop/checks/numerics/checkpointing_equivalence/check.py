@@ -137,6 +137,8 @@ def checkpointing_equivalence(evidence: Evidence) -> Iterator[Finding]:
         yield replace(found, measured=_measured(verdict), where=found.where or verdict.place)
     elif buffers := moved_otherwise(evidence, runs.buffers_updated_twice()):
         yield _updated_twice(runs, buffers, declared=checkpoint_knob(evidence) is not None)
+    else:
+        runs.require_recomputation()
 
 
 def _names(verdict: Verdict) -> tuple[str, ...]:

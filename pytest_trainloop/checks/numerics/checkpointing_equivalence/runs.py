@@ -114,6 +114,17 @@ class Checkpointing:
             found = self._by_path(off, calls)
         return None if found is None else replace(found, precision=self._lowest)
 
+    def require_recomputation(self) -> None:
+        """Raise ``CannotDecide`` where the two ways of the knob call the same modules alike: nothing is recomputed."""
+        if self._knob is None or "knob off" not in self._runs:
+            return
+        on, off = self._runs["on"].record, self._runs["knob off"].record
+        if not on.checkpoints and _module_calls(on) == _module_calls(off):
+            raise CannotDecide(
+                f"with {self._knob}=True nothing was seen to be recomputed: hand the knob on to the model, or leave it "
+                "out"
+            )
+
     def buffers_updated_twice(self) -> tuple[str, ...]:
         """Buffers that end with other values under checkpointing, where two runs with it agree on them."""
         if "off" not in self._runs:
@@ -294,6 +305,11 @@ def _switching(how: Any) -> Contexts:
 
 def _no_randomness(*, plain: bool) -> Contexts:
     return lambda watch: (*((switched(without),) if plain else ()), NoRandomness())
+
+
+def _module_calls(record: Record) -> list[tuple[int, int, int]]:
+    """How often each parameter's module was called with gradients on, off, and inside a checkpoint."""
+    return [(p.calls_with_grad, p.calls_without_grad, p.calls_in_checkpoint) for p in record.parameters]
 
 
 def _passes_needed(seen: Record) -> int:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.wiring.train_mode.line_probe import LineProbe
 from pytest_trainloop.checks.wiring.train_mode.phases import phases
+from pytest_trainloop.errors import UserCodeError
 from pytest_trainloop.recording.events import Backward, Event, Move, Step
 from pytest_trainloop.runs.run import fit_of
+from pytest_trainloop.runs.user_traceback import user_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -122,7 +124,10 @@ def _course(record: Record) -> list[Event | Move]:
 
 def declared_evaluation(evidence: Evidence) -> Forward | None:
     """The first forward pass in training mode that the declared ``evaluate`` makes, where it makes a score of it and
-    trains nothing of its own."""
+    trains nothing of its own.
+
+    Raises ``UserCodeError`` where it raises.
+    """
     watches: list[Watch] = []
     since: list[int] = []
 
@@ -133,12 +138,18 @@ def declared_evaluation(evidence: Evidence) -> Forward | None:
             own(batches)
             since.append(watches[-1].tick())
             if evaluate is not None:
-                evaluate()
+                try:
+                    evaluate()
+                except Exception as error:
+                    raise UserCodeError(user_error(error, "evaluate"), one_check=True) from error
 
         return fit
 
-    plan = replace(evidence.plan(), prepare=watches.append, fit=then_evaluate, enough=lambda r: r.rounds >= 1)
+    whole = replace(evidence.plan(), prepare=watches.append, fit=then_evaluate)
+    plan = replace(whole, enough=lambda r: r.rounds >= 1)
     record = evidence.rerun(plan)
+    if not since:  # fit raised: it may not stand so few batches
+        plan, record = whole, evidence.rerun(whole)
     if not since or any(b.at > since[0] for b in record.of(Backward)):
         return None
     forwards = [f for f in record.root_forwards() if f.at > since[0]]

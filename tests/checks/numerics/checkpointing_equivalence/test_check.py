@@ -36,6 +36,7 @@ class Given:
     def __init__(self, verdict=None, twice=()):
         self.verdict = lambda: verdict
         self.buffers_updated_twice = lambda: twice
+        self.require_recomputation = lambda: None
 
     def counts(self, name):
         return "num" in name
@@ -232,6 +233,12 @@ def test_a_knob_that_is_no_switch_is_left_alone():
         return loop(plain)
 
     assert result(make).outcome == "skipped"
+
+
+def test_a_knob_that_the_loop_does_not_use():
+    found = result(lambda checkpoint=False: loop(plain))
+    assert found.outcome == "skipped"
+    assert found.reason.startswith("with checkpoint=True nothing was seen to be recomputed: hand the knob on to the mo")
 
 
 def test_a_knob_that_cannot_be_switched():

@@ -1,0 +1,73 @@
+"""Where in the user's files something stands, for messages. Standard library only."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_trainloop.paths import PACKAGE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import CodeType, FrameType
+
+GENERATED = "<string>"
+"""The file of what ``dataclass`` generates."""
+
+
+def caller() -> tuple[str, int]:
+    """File and line of the nearest frame outside this package; an empty file where there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
+
+
+def shown(file: str, line: int) -> str:
+    """``train.py:57``, the path shortened against the working directory; empty without a file."""
+    if not file or not line:
+        return ""
+    path = Path(file)
+    return f"{path.relative_to(Path.cwd()).as_posix() if path.is_relative_to(Path.cwd()) else path.name}:{line}"
+
+
+def of_function(function: object) -> str:
+    """The line where a function of the user's begins; empty for other callables and for those of libraries."""
+    code = _code(function)
+    return "" if code is None or not _of_the_user(code.co_filename) else shown(code.co_filename, code.co_firstlineno)
+
+
+def of_keyword(file: str, line: int, call: str, keyword: str) -> str:
+    """The line of one keyword of the call of this name around a line; that line where there is none."""
+    import ast  # on the way to an error only
+    import linecache
+
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return shown(file, line)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and node.lineno <= line <= (node.end_lineno or line):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            found = next((k.value.lineno for k in node.keywords if k.arg == keyword), None)
+            if name == call and found is not None:
+                return shown(file, found)
+    return shown(file, line)
+
+
+def _code(function: object) -> CodeType | None:
+    while isinstance(function, functools.partial):
+        function = function.func
+    plain: Any = getattr(function, "__func__", function)
+    wrapped: Callable[..., object] = getattr(plain, "__wrapped__", plain)
+    return getattr(wrapped, "__code__", None)
+
+
+def _ours(file: str) -> bool:
+    return file.startswith(PACKAGE) or file == GENERATED
+
+
+def _of_the_user(file: str) -> bool:
+    return not _ours(file) and "site-packages" not in file
