@@ -55,6 +55,7 @@ References
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.learning.limits import OWN_STEPS
@@ -63,7 +64,7 @@ from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, check
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.checks.learning.one_batch import Curve, OneBatch
     from pytest_trainloop.checks.learning.outcome import Learning
@@ -276,20 +277,28 @@ def _decay_dominates(batch: OneBatch, found: Learning, without: Curve) -> Findin
 
 def _decays(batch: OneBatch, found: Learning, curve: Curve) -> Finding:
     rates = batch.curve.rates
-    gone = next(i for i, rate in enumerate(rates) if rate < 0.01 * max(rates))
-    whole = sum(rates) / max(rates)
+    peak = max(range(len(rates)), key=lambda i: -1.0 if math.isnan(rates[i]) else rates[i])
+    gone = _gone(rates, peak)
+    whole = sum(rate for rate in rates if not math.isnan(rate)) / rates[peak]
     return Finding(
         cause="lr_decays_too_early",
         level="fault" if whole < FEW else "advice",
-        summary=f"lr is below a hundredth of its peak from step {gone + 1} on, before anything is learned",
+        summary=f"lr is below a hundredth of its peak from step {gone + 1} on, before the batch is learned",
         measured=(
-            f"{_reached(found)}; lr {max(rates):.1e} at its peak, {rates[-1]:.1e} at the end: all steps add up to "
-            f"{whole:.1f} at the peak"
+            f"{_reached(found)}; lr {rates[peak]:.1e} at its peak in step {peak + 1}, {rates[gone]:.1e} in step "
+            f"{gone + 1}, {rates[-1]:.1e} at the end: all steps add up to {whole:.1f} at the peak"
         ),
         shown_by=f"with the learning rate held at its peak the batch is learned in {curve.steps} steps",
         culprits=("lr",),
         where=batch.seen.step_line(),
     )
+
+
+def _gone(rates: Sequence[float], peak: int) -> int:
+    """The first step after the last that is not below a hundredth of the peak: a warm-up begins below it, too."""
+    from pytest_trainloop.checks.learning.outcome import DECAYED
+
+    return max(i for i in range(peak, len(rates)) if rates[i] >= DECAYED * rates[peak]) + 1
 
 
 def _astray(found: Learning) -> Finding:

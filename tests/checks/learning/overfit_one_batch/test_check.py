@@ -121,6 +121,20 @@ def test_learning_rates_that_decay_to_nothing(steps_at_the_peak, level):
     assert only(made) == ("lr_decays_too_early", level, ("lr",))
 
 
+def test_the_step_from_which_a_rate_is_gone_comes_after_its_peak():
+    rates = (0.0, 2.5e-4, 5e-4, 7.5e-4, 1e-3, 5e-4, 1e-4, 2e-6, 0.0)
+    ((*_, finding),) = found(batch(curve(1.0, 0.9, rates=rates), rates_held=curve(1.0, 0.2)))
+    assert finding.summary.startswith("lr is below a hundredth of its peak from step 8 on")
+    assert "lr 1.0e-03 at its peak in step 5, 2.0e-06 in step 8, 0.0e+00 at the end" in finding.measured
+    assert "add up to 3.1 at the peak" in finding.measured
+
+
+def test_a_rate_that_comes_back_is_gone_after_its_last_return():
+    rates = (1e-3, 0.0, 1e-3, 1e-4, 0.0)
+    ((*_, finding),) = found(batch(curve(1.0, 0.9, rates=rates), rates_held=curve(1.0, 0.2)))
+    assert "from step 5 on" in finding.summary
+
+
 def test_steps_that_lead_up_the_gradient():
     assert only(batch(curve(1.0, 1.5), descent=-0.8)) == ("not_learning", "fault", ("optimizer",))
 
