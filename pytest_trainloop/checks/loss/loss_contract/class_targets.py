@@ -232,6 +232,8 @@ def distributions(call: Call) -> Iterator[Judgement]:
             yield _no_distribution(call, sums, "targets hold negative values, as scores do")
     elif _along_others(target, axis):
         yield _no_distribution(call, sums, "they sum to 1 along another axis")
+    elif (source := behind(call.node("target"))) is not None and source.node.op == "sigmoid":
+        yield _no_distribution(call, sums, f"a sigmoid gives each class by itself{at_line(source.node)}")
     elif not whole and bool((sums - sums.flatten()[0]).abs().max() <= slack(target, target.shape[axis])):
         yield _no_distribution(call, sums, "every row sums to the same number")
     elif bool((sums > 1 + slack(target, target.shape[axis])).any()):
@@ -239,7 +241,8 @@ def distributions(call: Call) -> Iterator[Judgement]:
 
 
 def softmax_of_softmax(call: Call) -> Iterator[Judgement]:
-    """Targets that are a softmax of a softmax over the same axis."""
+    """Targets that are a softmax of a softmax over the same axis, with nothing between that spreads probabilities: the
+    largest is at most e times the smallest."""
     outer = behind(call.node("target"))
     under = behind(inner(outer.node)) if outer is not None and outer.node.op == "softmax" else None
     if outer is None or under is None or under.node.op != "softmax" or under.node.dim != outer.node.dim:
@@ -248,7 +251,6 @@ def softmax_of_softmax(call: Call) -> Iterator[Judgement]:
         yield call.judged(
             "target_not_distribution",
             f"the targets of {call.name} are a softmax of a softmax: nearly the same for every class",
-            level="advice",
             shown_by="the operations that the target was computed by",
             culprit="target",
             repair="give the softmax of the teacher's scores, once",
@@ -277,4 +279,11 @@ def _no_distribution(call: Call, sums: torch.Tensor, why: str, *, level: Level =
         measured=f"rows sum to {as_list(sums)}",
         shown_by="sums along the class axis, beyond what rounding explains",
         culprit="target",
+        repair=_SETTLED if level == "advice" else "",
     )
+
+
+_SETTLED = (
+    "divide each row by its sum; where a row may have several labels: binary_cross_entropy_with_logits; where rows are "
+    "to weigh by their sums, as counts do: write -(target * log_softmax(scores)).sum(-1), which settles it"
+)

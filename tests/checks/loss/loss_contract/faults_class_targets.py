@@ -238,6 +238,18 @@ soft_pair(
     lambda y, s: s.softmax(1),
     ("another axis",),
 )
+soft_pair(
+    "sigmoid_of_the_teacher_as_targets",
+    lambda y, s: torch.sigmoid(4 * s),
+    lambda y, s: (4 * s).softmax(-1),
+    ("a sigmoid gives each class by itself",),
+)
+soft_pair(
+    "softmax_of_the_softmax_of_the_teacher",
+    lambda y, s: s.softmax(-1).softmax(-1),
+    lambda y, s: s.softmax(-1),
+    ("nearly the same for every class",),
+)
 
 
 # A vocabulary of thousands over thirteen characters.

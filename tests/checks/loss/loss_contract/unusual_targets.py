@@ -1,0 +1,123 @@
+"""Soft targets that are no distribution on purpose, or become one in an odd way."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops.nets import relu_mlp
+from tests.loops.odd import odd
+from tests.loops.random_data import points
+
+
+def loop(model, batch, loss_of, **others):
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def fit(batches):
+        for item in batches:
+            optimizer.zero_grad()
+            loss_of(model, item).backward()
+            optimizer.step()
+
+    return TrainLoop(model={"model": model, **others}, optimizer=optimizer, batch=batch, fit=fit)
+
+
+def hot(labels, like):
+    return F.one_hot(labels, 4).to(like.dtype)
+
+
+@odd(
+    notes="implicit feedback: each row's items as targets of cross_entropy, the likelihood of a multinomial (Mult-VAE)"
+)
+def items_of_each_user_as_targets() -> TrainLoop:
+    items = (torch.rand(8, 10, generator=torch.Generator().manual_seed(0)) < 0.4).float()
+    items[:, 0] = 1.0
+    return loop(relu_mlp(10, 24, 10), items, lambda m, x: F.cross_entropy(m(F.normalize(x, dim=1)), x))
+
+
+@odd(notes="mixup: labels of two rows mixed in random shares")
+def mixed_labels() -> TrainLoop:
+    def loss_of(model, batch):
+        x, y = batch
+        share, other = torch.rand(len(x), 1, dtype=x.dtype), torch.randperm(len(x))
+        mixed = share * hot(y, x) + (1 - share) * hot(y[other], x)
+        return F.cross_entropy(model(share * x + (1 - share) * x[other]), mixed)
+
+    return loop(relu_mlp(8, 24, 4), points(), loss_of)
+
+
+@odd(notes="labels smoothed by hand over the other classes, and weighed by the confidence of whoever gave them")
+def smoothed_labels_weighed_by_confidence() -> TrainLoop:
+    def loss_of(model, batch):
+        x, y = batch
+        smooth = hot(y, x) * 0.9 + 0.1 / 4
+        confidence = 0.5 + 0.5 * torch.linspace(0, 1, len(x), dtype=x.dtype)[:, None]
+        return F.cross_entropy(model(x), smooth * confidence)
+
+    return loop(relu_mlp(8, 24, 4), points(), loss_of)
+
+
+@odd(notes="a teacher's probabilities are sharpened by a softmax of themselves at a low temperature")
+def sharpened_probabilities_of_a_teacher() -> TrainLoop:
+    teacher = relu_mlp(8, 8, 4)
+
+    def loss_of(model, batch):
+        with torch.no_grad():
+            sharp = (teacher(batch[0]).softmax(-1) / 0.05).softmax(-1)
+        return F.cross_entropy(model(batch[0]), sharp) + F.cross_entropy(model(batch[0]), batch[1])
+
+    return loop(relu_mlp(8, 24, 4), points(), loss_of, teacher=teacher)
+
+
+@odd(notes="targets balanced over the batch by Sinkhorn steps, as in SwAV: rows sum to 1, columns nearly alike")
+def targets_balanced_over_the_batch() -> TrainLoop:
+    heads = nn.Linear(8, 4, bias=False)
+
+    def balanced(scores):
+        q = torch.exp(scores / 0.5)
+        for _ in range(3):
+            q = q / q.sum(0, keepdim=True)
+            q = q / q.sum(1, keepdim=True)
+        return q
+
+    def loss_of(model, batch):
+        x, y = batch
+        with torch.no_grad():
+            wanted = balanced(heads(x))
+        return F.cross_entropy(model(x), wanted) + F.cross_entropy(model(x), y)
+
+    return loop(relu_mlp(8, 24, 4), points(), loss_of, heads=heads)
+
+
+@odd(notes="odds of two classes: a sigmoid and what is left of 1")
+def sigmoid_and_its_complement() -> TrainLoop:
+    teacher = relu_mlp(8, 8, 1)
+
+    def loss_of(model, batch):
+        with torch.no_grad():
+            p = torch.sigmoid(2 * teacher(batch[0]))
+        return F.cross_entropy(model(batch[0]), torch.cat([p, 1 - p], 1))
+
+    return loop(relu_mlp(8, 24, 2), points(), loss_of, teacher=teacher)
+
+
+@odd(notes="gated labels: a sigmoid of the row's quality times a one-hot label weighs the row")
+def labels_times_a_gate() -> TrainLoop:
+    def loss_of(model, batch):
+        x, y = batch
+        return F.cross_entropy(model(x), hot(y, x) * torch.sigmoid(x.sum(1, keepdim=True)))
+
+    return loop(relu_mlp(8, 24, 4), points(), loss_of)
+
+
+@odd(notes="several annotators: shares of votes, with rows that fewer people labelled at less weight")
+def votes_of_annotators() -> TrainLoop:
+    def loss_of(model, batch):
+        x, y = batch
+        votes = (2 * hot(y, x) + hot((y + 1) % 4, x)) / 3
+        asked = torch.tensor([1.0, 0.5], dtype=x.dtype).repeat(len(x) // 2)[:, None]
+        return F.cross_entropy(model(x), votes * asked)
+
+    return loop(relu_mlp(8, 24, 4), points(), loss_of)
