@@ -33,6 +33,7 @@ __all__ = [
     "checkpoint_generators",
     "default_device",
     "function_class",
+    "has_gradient_hooks",
     "has_step_hooks",
     "has_step_pre_hooks",
     "has_values",
@@ -223,6 +224,11 @@ def is_initialised(optimizer: Any) -> bool:
     Hides ``_optimizer_step_pre_hooks``, which it sets.
     """
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether hooks change or read the gradient of a tensor. Hides ``_backward_hooks``."""
+    return bool(tensor._backward_hooks)
 
 
 def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -15,6 +15,7 @@ from pytest_trainloop.recording.torch_internals import (
     NORM_MODULES,
     aliased_arguments,
     function_class,
+    has_gradient_hooks,
     has_step_hooks,
     has_step_pre_hooks,
     is_functorch,
@@ -54,6 +55,12 @@ def seen_inside(transform):
 )
 def test_a_tensor_inside_a_transform(transform):
     assert seen_inside(transform) == [True]
+
+
+def test_a_hook_on_a_gradient():
+    hooked, plain = (torch.ones(2, requires_grad=True) for _ in range(2))
+    hooked.register_hook(lambda g: 0 * g)
+    assert (has_gradient_hooks(hooked), has_gradient_hooks(plain)) == (True, False)
 
 
 def test_a_gradient_of_a_batched_backward():

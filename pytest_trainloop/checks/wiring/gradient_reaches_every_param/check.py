@@ -19,8 +19,11 @@ How it decides
     takes no part is a fault where frozen= is given and does not name it, since all else is then declared to train: of
     what no operation used at all (an expert, the head of another task) with batches= or ``frozen=()``. Undeclared, both
     are advice.
-    A zero gradient is a fault only where one operation is shown to make it: with that operation passed through, the
-    gradient is there.
+    A zero gradient is a fault where one operation is shown to make it (with that operation passed through, the gradient
+    is there), or where the loss has a slope: central differences in float64 with two steps agree, and no hook of the
+    project's own is on the gradient. A flat loss is advice: a gate at zero, an expert without tokens. So is a softmax
+    over the one key of the example batch, unless the project's own batches= have no more, and one number that its clamp
+    holds, in pretrained weights: it may have come there.
 
 Faulty
     >>> def forward(self, x):
@@ -35,8 +38,7 @@ Known limits
     Rounding noise in place of zeros (LayerNorm over one feature) is no zero, and weights that the loss does not depend
     on are left to the learning checks. A gate or router that is detached on purpose looks the same: name it in
     ``frozen=`` or ``skip=``. The same holds for a head whose loss begins in a later epoch, with its target in the batch
-    from the start. A parameter that only ever gets a zero gradient from an operation that is not known here
-    is advice.
+    from the start.
 
 References
     https://docs.pytorch.org/docs/stable/notes/autograd.html#locally-disabling-gradient-computation
@@ -316,7 +318,9 @@ def _given_out(evidence: Evidence, record: Record, names: tuple[str, ...]) -> It
 def _arrives_as_zero(evidence: Evidence, record: Record, zero: Sequence[Parameter]) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param import findings
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import CutSearch
+    from pytest_trainloop.checks.wiring.gradient_reaches_every_param.local_slopes import LocalSlopes
     from pytest_trainloop.gradients.dependence import Dependences
+    from pytest_trainloop.runs.weight_origins import pretrained
 
     if all(root.value == 0.0 for b in record.autograd_passes() for root in b.roots):
         return  # the loss is at its minimum: a hinge that every example meets has nothing left to teach
@@ -330,12 +334,17 @@ def _arrives_as_zero(evidence: Evidence, record: Record, zero: Sequence[Paramete
                 return
             depends = evidence.shared(Dependences).of(names)
             if depending := tuple(n for n in names if depends[n].depends):
-                yield findings.of_zero_gradient(depending)
+                sloping = evidence.shared(LocalSlopes).of(depending)
+                yield findings.of_zero_gradient(
+                    tuple(sloping) or depending, max(sloping.values(), default=0.0, key=abs)
+                )
             return
         chosen = tuple(n for n in names if n in cut.reached)
         op = cut.candidate.op
         one_key = "softmax" in op and not cut.candidate.by_shape  # attention over the one key that the batch has
         one_key = one_key and any(record.reached(p.index) for p in record.parameters)
-        scalar = op.rstrip("_") in _CLAMPS and all(left[n] == 1 for n in chosen)  # CLIP's scale may be meant to stay
-        yield findings.of_zeroed(chosen, cut, "advice" if one_key or scalar else "fault")
+        one_key = one_key and "batches" not in evidence.offers
+        scalar = op.rstrip("_") in _CLAMPS and all(left[n] == 1 for n in chosen)
+        learned = scalar and evidence.shared(pretrained)  # the scale of a trained CLIP has reached its bound
+        yield findings.of_zeroed(chosen, cut, one_key=one_key, bound=scalar, learned=learned)
         left = {n: size for n, size in left.items() if n not in cut.reached}

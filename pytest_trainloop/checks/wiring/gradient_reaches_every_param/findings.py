@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import Cut
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param.uses import Wanted
-    from pytest_trainloop.finding import Level
     from pytest_trainloop.recording.record import Parameter, Record
 
 _OPERATIONS = {"data": ".data", "__float__": "float()", "__int__": "int()", "__array__": "numpy", "numpy": ".numpy()"}
@@ -266,21 +265,26 @@ def _not_declared(names: tuple[str, ...], frozen: Sequence[str]) -> str:
     return f"frozen={tuple(frozen)} declares what does not train, and does not name {them(names)}"
 
 
-def of_zero_gradient(names: tuple[str, ...]) -> Finding:
+def of_zero_gradient(names: tuple[str, ...], slope: float) -> Finding:
+    """``slope`` is that of the loss around their values, relative to both; 0 where it is flat."""
+    ruled_out = "ruled out: rounding, clamping, units that are off for all data, normalisation over one entry"
+    flat = f"around {'their values' if len(names) > 1 else 'its value'} the loss is flat, or a hook zeroes the gradient"
     return Finding(
         cause="gradient_vanished",
-        level="advice",
-        summary=f"{some(names)} {verb(names, 'get')} only gradients that are exactly zero",
+        level="fault" if slope else "advice",
+        summary=f"{some(names)} {verb(names, 'get')} only gradients that are exactly zero"
+        + (", and the loss has a slope there" if slope else ""),
         measured=f"every gradient that arrived is zero in every entry, and moving {them(names)} changes the loss",
-        shown_by=(
-            "not determined; ruled out: rounding, clamping, units that are off for all data, normalisation over one "
-            "entry"
-        ),
+        shown_by=f"central differences with two steps give one slope ({slope:.2g} of the loss a unit of size, float64); "
+        f"{ruled_out}"
+        if slope
+        else f"{flat}; {ruled_out}",
         culprits=names,
-        repair=(
-            "look at what multiplies the result: a gate at zero, an expert without tokens, a group with learning rate "
-            "0 behind it"
-        ),
+        repair="look for a backward() of your own that returns zeros, or a factor that is zero in backward; or name "
+        f"{them(names)} in frozen="
+        if slope
+        else "look at what multiplies the result (a gate at zero, an expert without tokens), or give batches= that use "
+        'it; frozen=("...",) says that it is meant to stay',
     )
 
 
@@ -298,7 +302,9 @@ def of_saddle(names: tuple[str, ...], gradient: float) -> Finding:
     )
 
 
-def of_zeroed(names: tuple[str, ...], cut: Cut, level: Level) -> Finding:
+def of_zeroed(names: tuple[str, ...], cut: Cut, *, one_key: bool, bound: bool, learned: bool) -> Finding:
+    """``one_key``: a softmax over the one key that this batch has; ``bound``: one number that a clamp holds, and
+    ``learned`` if it may have come there in training. Both may be meant."""
     constant = cut.candidate.kind == "constant"
     op = cut.candidate.op.rstrip("_")
     module = f" in {cut.candidate.module}" if cut.candidate.module else ""
@@ -307,9 +313,15 @@ def of_zeroed(names: tuple[str, ...], cut: Cut, level: Level) -> Finding:
         repair = "a softmax over one entry is always 1: check its dim, or use a sigmoid"
     elif constant and "norm" in op:
         repair = "a norm over one entry is always its bias: check the normalised shape"
+    if one_key:
+        repair = "give batches= with more than one key; where they have one each too, this is a fault"
+    elif bound:
+        repair = (
+            f"initialise it within its bounds; or name it in frozen=({names[0]!r},), if it has reached them for good"
+        )
     return Finding(
         cause="dead_activation" if constant else "gradient_vanished",
-        level=level,
+        level="advice" if one_key or (bound and learned) else "fault",
         summary=f"{some(names)} {verb(names, 'get')} only zero gradients: {op}{module} "
         + ("returns the same for every input" if constant else "has a slope of zero there"),
         measured="every gradient that arrived is zero in every entry",

@@ -146,3 +146,117 @@ vanished(
     data.labelled,
     classify,
 )
+
+
+# A function with a backward of its own that gives zeros for the scale.
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        _x, scale = ctx.saved_tensors
+        return grad * scale, torch.zeros_like(scale)
+
+
+class ScaledRight(Scaled):
+    @staticmethod
+    def backward(ctx, grad):
+        x, scale = ctx.saved_tensors
+        return grad * scale, (grad * x).sum(0)
+
+
+class LearnedScale(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.encoder, self.scale = nn.Linear(6, 16), nn.Parameter(torch.ones(16))
+        self.decoder, self.function = nn.Linear(16, 1), function
+
+    def forward(self, x):
+        return self.decoder(self.function.apply(torch.tanh(self.encoder(x)), self.scale))
+
+
+vanished(
+    "own_backward_gives_zeros_for_the_scale",
+    None,
+    ("scale",),
+    lambda: LearnedScale(Scaled),
+    lambda: LearnedScale(ScaledRight),
+)
+
+
+# A spread that begins beyond its clamp.
+
+
+class Spread(nn.Module):
+    """A mean and one spread for all rows, kept within bounds."""
+
+    def __init__(self, start):
+        super().__init__()
+        self.mean, self.log_std = nn.Linear(6, 1), nn.Parameter(torch.tensor(start))
+
+    def forward(self, x):
+        return self.mean(x), self.log_std.clamp(-5.0, 2.0).exp()
+
+
+def likelihood(model, batch):
+    mean, std = model(batch[0])
+    return F.gaussian_nll_loss(mean, batch[1], (std**2).expand_as(mean))
+
+
+vanished(
+    "spread_beyond_its_clamp",
+    "self.log_std.clamp(-5.0, 2.0)",
+    ("log_std",),
+    lambda: Spread(2.5),
+    lambda: Spread(0.5),
+    loss=likelihood,
+)
+
+
+# Attention over a memory with one entry a row, in every batch of the project.
+
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ask, self.key, self.value = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(6, 8)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x, memory):
+        scores = (self.ask(x)[:, None] * self.key(memory)).sum(-1) / 8**0.5
+        return self.head((scores.softmax(-1)[..., None] * self.value(memory)).sum(1))
+
+
+def remembered(entries):
+    x, y = data.table()
+    others = torch.randn(len(x), entries - 1, 6, generator=torch.Generator().manual_seed(1))
+    return x, torch.cat([x[:, None].roll(1, 0), others], 1), y
+
+
+def read(model, batch):
+    return F.mse_loss(model(batch[0], batch[1]), batch[2])
+
+
+def reader(entries):
+    def make():
+        whole = loop(Reader, lambda: remembered(entries), read)()
+        whole.batches = lambda n: [remembered(entries) for _ in range(n)]
+        return whole
+
+    return make
+
+
+pair(
+    "attention_over_one_entry_in_every_batch",
+    CHECK,
+    "dead_activation",
+    culprits=("ask.weight", "key.weight"),
+    where="scores.softmax(-1)",
+    faulty=reader(1),
+    fixed=reader(3),
+)

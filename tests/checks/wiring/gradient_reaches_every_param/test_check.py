@@ -6,9 +6,11 @@ from pytest_trainloop.checks.wiring.gradient_reaches_every_param.check import gr
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_candidates import Candidate
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import Cut, CutSearch, Search
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.exposed_results import ExposedResults
+from pytest_trainloop.checks.wiring.gradient_reaches_every_param.local_slopes import LocalSlopes
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.unread_targets import UnreadTargets
 from pytest_trainloop.gradients.dependence import Dependence, Dependences
 from pytest_trainloop.recording.events import Move, Raised
+from pytest_trainloop.runs.weight_origins import pretrained
 from tests.helpers.records import HERE, ONE, ZERO, FakeEvidence, parameter, record
 
 
@@ -39,10 +41,20 @@ class Experiments:
         return self._target if results else ""
 
 
-def given(record, *, depends=(), cut=None, touched=(), exposed=(), saddle=None, target="", batches=False):
+class Slopes:
+    """The slopes that central differences would show."""
+
+    def __init__(self, slopes):
+        self._slopes = slopes
+
+    def of(self, names):
+        return {name: slope for name, slope in self._slopes.items() if name in names}
+
+
+def given(record, *, depends=(), cut=None, touched=(), exposed=(), saddle=None, target="", batches=False, slopes=None):
     found = Experiments(depends, cut, touched, exposed, saddle or {}, target)
     kinds = (Dependences, CutSearch, ExposedResults, UnreadTargets)
-    evidence = FakeEvidence(record, shared=dict.fromkeys(kinds, found))
+    evidence = FakeEvidence(record, shared=dict.fromkeys(kinds, found) | {LocalSlopes: Slopes(slopes or {})})
     evidence.offers = evidence.offers | ({"batches"} if batches else set())
     return evidence
 
@@ -128,8 +140,24 @@ def test_a_zero_gradient_is_a_fault_only_with_the_operation_that_makes_it():
         ("gradient_vanished", "fault", ("body.weight",))
     ]
     assert found(given(made(ZERO), cut=cut("constant", "relu"))) == [("dead_activation", "fault", ("body.weight",))]
-    assert found(given(made(ZERO), depends=["body.weight"])) == [("gradient_vanished", "advice", ("body.weight",))]
+    flat = given(made(ZERO), depends=["body.weight"])
+    sloping = given(made(ZERO), depends=["body.weight"], slopes={"body.weight": 0.3})
+    assert found(flat) == [("gradient_vanished", "advice", ("body.weight",))]
+    assert found(sloping) == [("gradient_vanished", "fault", ("body.weight",))]
     assert found(given(made(ZERO))) == []
+
+
+@pytest.mark.parametrize(("batches", "level"), [(False, "advice"), (True, "fault")])
+def test_a_softmax_over_one_key_is_a_fault_where_the_projects_own_batches_have_no_more(batches, level):
+    evidence = given(made(ZERO), cut=cut("constant", "softmax"), batches=batches)
+    assert found(evidence) == [("dead_activation", level, ("body.weight",))]
+
+
+@pytest.mark.parametrize(("learned", "level"), [(False, "fault"), (True, "advice")])
+def test_a_number_beyond_its_clamp_is_a_fault_unless_it_was_learned(learned, level):
+    evidence = given(made(ZERO, shape=()), cut=cut("zero_slope", "clamp"))
+    evidence._shared[pretrained] = learned
+    assert found(evidence) == [("gradient_vanished", level, ("body.weight",))]
 
 
 def test_zero_times_zero_is_dead():
