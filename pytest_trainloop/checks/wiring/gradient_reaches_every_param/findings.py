@@ -275,8 +275,7 @@ def of_zero_gradient(names: tuple[str, ...], slope: float) -> Finding:
         summary=f"{some(names)} {verb(names, 'get')} only gradients that are exactly zero"
         + (", and the loss has a slope there" if slope else ""),
         measured=f"every gradient that arrived is zero in every entry, and moving {them(names)} changes the loss",
-        shown_by=f"central differences with two steps give one slope ({slope:.2g} of the loss a unit of size, float64); "
-        f"{ruled_out}"
+        shown_by=f"central differences with two steps give one slope ({slope:.2g} of the loss, float64); {ruled_out}"
         if slope
         else f"{flat}; {ruled_out}",
         culprits=names,
