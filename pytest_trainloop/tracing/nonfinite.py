@@ -20,6 +20,7 @@ from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import after_modules, on_gradient
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import (
+    ADDITIONS,
     ATTRIBUTES,
     AUTOGRAD_CALLS,
     CASTS,
@@ -27,6 +28,9 @@ from pytest_trainloop.recording.torch_names import (
     FINITENESS_TESTS,
     JOINS,
     LOSSES,
+    MULTIPLICATIONS,
+    RESHAPES,
+    SUBTRACTIONS,
     UNBOUNDED_SLOPES,
 )
 from pytest_trainloop.runs.hooks import around_steps, hooked, unless_suspended
@@ -52,6 +56,11 @@ _PASSES_ON = (
     | {"__getitem__", "detach_", "item", "view", "reshape"}
 )
 """Their result is what they are given. A cast to another dtype may overflow."""
+
+_REARRANGES = RESHAPES | {"__getitem__", "gather", "index_select", "select", "squeeze", "unsqueeze", "to", "float"}
+_WITH_A_NUMBER = ADDITIONS | SUBTRACTIONS | MULTIPLICATIONS | {"neg", "clamp", "clamp_min"}
+
+_STEEP_AT_ZERO = frozenset({"log", "log2", "log10", "sqrt", "rsqrt"})
 
 _LOOKS = FINITENESS_TESTS | AUTOGRAD_CALLS
 
@@ -79,6 +88,8 @@ class NonFiniteOrigin:
     """The modules that ran before it, each with the range of its output."""
     nonfinite_input: bool = False
     """Whether some of its inputs were infinite already."""
+    source: str = ""
+    """The operation that made its input, reshapes and sums with numbers passed over."""
 
     def __str__(self) -> str:
         return f"{self.op}() in {self.module}" if self.module else f"{self.op}()"
@@ -149,6 +160,8 @@ class NonFiniteOrigins(WatchingMode):
         self._hooked: dict[int, torch.Tensor] = {}
         self._losses: dict[int, torch.Tensor] = {}
         self._trail: deque[str] = deque(maxlen=TRAIL)
+        self._sources: dict[int, tuple[torch.Tensor, str]] = {}
+        self._steep: dict[tuple[str, Place], NonFiniteOrigin] = {}
         self.root: NonFiniteOrigin | None = None
         """Of the first non-finite value that backward was called on."""
         self.gradient: NonFiniteOrigin | None = None
@@ -234,12 +247,15 @@ class NonFiniteOrigins(WatchingMode):
         """Graphs are dropped once an optimizer has stepped."""
         if watch.record.steps != self._steps:
             self._steps = watch.record.steps
-            for held in (self._known, self._producers, self._consumers, self._hooked, self._losses):
+            for held in (self._known, self._producers, self._consumers, self._hooked, self._losses, self._sources):
                 held.clear()
 
     def _look(self, watch: Watch, operation: _Operation) -> None:
         with torch.no_grad():
             made = [t for t in operation.results if not _finite(t)]
+        self._note_source(operation)
+        if operation.name in UNBOUNDED_SLOPES and operation.results and self.first is None:
+            self._note_steep(watch, operation, made)
         if operation.name in LOSSES:
             self._losses.update({id(t): t for t in operation.results})
         if made:
@@ -252,6 +268,12 @@ class NonFiniteOrigins(WatchingMode):
             self._made_finite(watch, operation)
         if any(t.requires_grad for t in operation.results) and self.gradient is None:
             self._hook(operation, made, self._at(watch, operation, "NaN", "backward"))
+
+    def _note_steep(self, watch: Watch, operation: _Operation, made: list[torch.Tensor]) -> None:
+        """Remember each line of an operation whose slope has no bound, as long as nothing is judged."""
+        if (made and not operation.bad) or (operation.name in _STEEP_AT_ZERO and operation.bounds[0] == 0.0):
+            origin = self._at(watch, operation, "NaN", "forward")
+            self._steep.setdefault((origin.op, origin.place), origin)
 
     def _origin(self, watch: Watch, operation: _Operation, made: list[torch.Tensor]) -> NonFiniteOrigin | None:
         """Where these results come from; None for a literal, and for inputs that were not finite from the start."""
@@ -280,7 +302,25 @@ class NonFiniteOrigins(WatchingMode):
             step=watch.record.steps,
             trail=tuple(self._trail),
             nonfinite_input=bool(operation.bad),
+            source=next((self._source_of(t) for t in operation.inputs if self._source_of(t)), ""),
         )
+
+    def _source_of(self, tensor: torch.Tensor) -> str:
+        known, name = self._sources.get(id(tensor), (None, ""))
+        return name if known is tensor else ""
+
+    def _note_source(self, operation: _Operation) -> None:
+        """Remember what made a result; what only rearranges one tensor, or joins it with a number, is passed over."""
+        name, inputs = operation.name, operation.inputs
+        before = self._source_of(inputs[0]) if inputs else ""
+        rearranged = name in _REARRANGES or (name in _WITH_A_NUMBER and len(inputs) == 1 and before)
+        made = before if rearranged else "sub" if name in SUBTRACTIONS else name
+        for tensor in operation.results:
+            self._sources[id(tensor)] = (tensor, made)
+
+    def others_like(self, origin: NonFiniteOrigin) -> list[NonFiniteOrigin]:
+        """The same operation at other lines, where it meets 0 as well or its result is not finite either."""
+        return [o for o in self._steep.values() if o.op == origin.op and o.place != origin.place]
 
     def _may_be_loss(self, tensor: torch.Tensor) -> bool:
         return tensor.numel() == 1 or id(tensor) in self._losses

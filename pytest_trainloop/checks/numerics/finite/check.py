@@ -48,6 +48,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_trainloop.checks.numerics.finite.repairs import repair_of
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, check
 from pytest_trainloop.wording import be, some
@@ -110,26 +111,6 @@ CAUSES = {
     ),
 }
 
-_REPAIRS_BY_OPERATION = {
-    (
-        "log",
-        "log2",
-        "log10",
-    ): "log(x.clamp_min(eps)); for probabilities use log_softmax, logsigmoid or a loss that takes logits",
-    ("sqrt", "rsqrt", "norm", "vector_norm", "linalg_vector_norm", "cdist", "std"): (
-        "add eps under the root: its slope at 0 is infinite"
-    ),
-    ("div", "__truediv__", "__rtruediv__", "true_divide", "reciprocal", "div_"): (
-        "add eps to the divisor, or clamp_min it; F.normalize does it for directions"
-    ),
-    ("exp", "exp2", "expm1", "logsumexp", "softmax", "cosh", "sinh"): (
-        "subtract the maximum first (logsumexp, log_softmax), and cap the scale that multiplies it"
-    ),
-    ("pow", "__pow__"): "clamp the base away from 0 for exponents below 1, and the size for large ones",
-    ("mean", "var"): "leave out empty selections: the mean over no entries is NaN",
-}
-_REPAIR_OF_OTHERS = "keep the inputs within bounds (clamp, normalise, eps), or compute this operation in float32"
-
 
 @check(needs={"run"}, causes=CAUSES, rank=10)
 def finite(evidence: Evidence) -> Iterator[Finding]:
@@ -168,7 +149,7 @@ def _spread(
     elif origins.root is None and origins.masked:
         yield _loss_masked(origins.masked[0])
     elif origins.first is not None:
-        yield _operation(record, origins.first, lost, bad)
+        yield _operation(record, origins.first, origins.others_like(origins.first), lost, bad)
     elif origins.from_input is not None:
         yield _input(origins.from_input, lost, bad)
     elif lost:
@@ -210,7 +191,13 @@ def _bad_step(record: Record, step: BadStep) -> Finding:
     )
 
 
-def _operation(record: Record, origin: NonFiniteOrigin, lost: Sequence[Parameter], bad: int) -> Finding:
+def _operation(
+    record: Record,
+    origin: NonFiniteOrigin,
+    others: Sequence[NonFiniteOrigin],
+    lost: Sequence[Parameter],
+    bad: int,
+) -> Finding:
     backward = origin.direction == "backward"
     when = "before any optimizer step" if not origin.step else f"after {origin.step} optimizer steps"
     made = "non-finite gradients" if backward else origin.value
@@ -227,6 +214,7 @@ def _operation(record: Record, origin: NonFiniteOrigin, lost: Sequence[Parameter
         shown = "the first operation of the run that makes NaN, from an infinity that is a literal or an input"
     else:
         shown = "the first operation of the run whose result is not finite while all its inputs are"
+    repair = repair_of(origin.op, origin.source, origin.low, origin.place.code)
     return Finding(
         cause=f"made_in_{origin.direction}",
         summary=f"{origin} makes {made} of {given} values, {when}",
@@ -234,7 +222,9 @@ def _operation(record: Record, origin: NonFiniteOrigin, lost: Sequence[Parameter
         shown_by=shown + (f"; ranges of values on the way there: {', '.join(origin.trail)}" if origin.trail else ""),
         culprits=tuple(name for name in (origin.op, origin.module) if name),
         where=str(origin.place),
-        repair=next((text for ops, text in _REPAIRS_BY_OPERATION.items() if origin.op in ops), _REPAIR_OF_OTHERS),
+        change="\n".join(dict.fromkeys(str(at.place) for at in (origin, *others))),
+        repair=repair.text,
+        do_not=repair.do_not,
     )
 
 

@@ -27,6 +27,7 @@ def found(*, loss=math.nan, initial=ONE, **origins):
     known = {"root": None, "gradient": None, "loss": None, "from_input": None, "bad_step": None, "masked": []}
     known |= origins
     known["first"] = known["root"] or known["gradient"] or known["loss"]
+    known["others_like"] = lambda origin: []
     return list(finite(FakeEvidence(seen, shared={NonFiniteOrigins.of: SimpleNamespace(**known)})))
 
 
