@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -24,14 +25,27 @@ PROPERTY = "trainloop"
 _RESULT = pytest.StashKey[Result]()
 
 
-def settle(item: pytest.Item, result: Result) -> None:
+def settle(item: pytest.Function, result: Result) -> None:
     """End the item's call phase as the result asks."""
     __tracebackhide__ = True
     item.stash[_RESULT] = result
     if result.outcome in ("skipped", "unreliable"):
         pytest.skip(skip_reason(result))
     if result.outcome in ("failed", "error"):
-        raise CheckFailed(failure_text(result, causes(result.check)), [result])
+        _raise_in(item.obj, result, CheckFailed(failure_text(result, causes(result.check)), [result]))
+
+
+def _raise_in(function: Any, result: Result, error: CheckFailed) -> None:
+    """Raise in a frame of the user's function, where ``--pdb`` opens then, with ``result`` at hand. The frames in which
+    the fault was seen are gone: what was kept of them is text."""
+    __tracebackhide__ = True
+    user = inspect.unwrap(getattr(function, "__func__", function))
+    code = getattr(user, "__code__", None)
+    if code is None:
+        raise error
+    lines = "\n" * (code.co_firstlineno - 1) + "raise error"
+    raising = compile(lines, code.co_filename, "exec", dont_inherit=True).replace(co_name=code.co_name)
+    exec(raising, user.__globals__, {"result": result, "error": error})
 
 
 def skip_reason(result: Result) -> str:

@@ -159,3 +159,22 @@ def test_keyboard_interrupt_passes(pytester, run):
     pytester.makepyfile(one_check("{'accumulation': KeyboardInterrupt()}"))
     result = pytester.inline_run("--trainloop", no_reraise_ctrlc=True)
     assert result.ret == pytest.ExitCode.INTERRUPTED
+
+
+DEBUGGER = """
+import pdb
+
+class Debugger(pdb.Pdb):
+    def interaction(self, frame, traceback):
+        stack, at = self.get_stack(frame, traceback)
+        frame, line = stack[at]
+        print("opened in", frame.f_code.co_name, frame.f_code.co_filename, line, frame.f_locals["result"].check)
+"""
+
+
+@pytest.mark.parametrize("says", [f"{{'accumulation': failed({FULL})}}", "raised('accumulation')"])
+def test_the_debugger_opens_in_the_users_function(pytester, run, says):
+    pytester.makepyfile(test_a=one_check(says), debugger=DEBUGGER)
+    pytester.syspathinsert()
+    result = run("--trainloop", "--pdb", "--pdbcls=debugger:Debugger", "-s")
+    result.stdout.fnmatch_lines(["*opened in test_gpt *test_a.py 6 accumulation"])
