@@ -78,6 +78,8 @@ def _loop(loop: str, results: Sequence[Result]) -> Iterator[Line]:
     for result in results:
         for advice in result.advice:
             yield Line(f"  advice  {result.check}: {advice.summary}", "warn")
+            if advice.repair and "(suppressed: " not in advice.summary:
+                yield Line(f"    settled by: {advice.repair}")
     for result in results:
         for note in result.notes:
             yield Line(f"  note  {result.check}: {note.summary}")

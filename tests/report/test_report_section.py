@@ -52,7 +52,7 @@ def test_every_kind_of_line():
     report = Report.of(
         "loop",
         [
-            result("a", Finding(cause="c", summary="hint", level="advice"), seconds=1.26, steps=3),
+            result("a", Finding(cause="c", summary="hint", level="advice", repair="mend it"), seconds=1.26, steps=3),
             result("i", Finding(cause="c", summary="a remark", level="note")),
             result("b", outcome="error", error=error),
             result("c", outcome="error", reason="no loop"),
@@ -70,6 +70,7 @@ def test_every_kind_of_line():
         "  error  c: no loop",
         "  xfailed  d: ticket",
         "  advice  a: hint",
+        "    settled by: mend it",
         "  note  i: a remark",
         "  skipped  e, f: no fit",
         "  unreliable  g: drifts",
