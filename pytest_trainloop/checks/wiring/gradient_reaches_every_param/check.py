@@ -106,7 +106,7 @@ CAUSES = {
             "check the bias and the scale in front of it: every unit is off for all of this data; lower the learning "
             "rate or use a leaky activation"
         ),
-        explains=("input_dependence", *TRAINING),
+        explains=("input_dependence", "loss_at_init", *TRAINING),  # weights of 1 add up where they should average
         change=(
             "seen",
             "module",

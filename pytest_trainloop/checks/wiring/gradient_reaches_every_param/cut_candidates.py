@@ -19,6 +19,7 @@ from pytest_trainloop.recording.torch_names import (
     CLAMPS,
     CONVOLUTIONS,
     NORMALISATIONS,
+    PRODUCTS,
     ROUNDINGS,
     SET_GRAD_ENABLED,
     SHAPE_ONLY,
@@ -60,7 +61,8 @@ class Candidate:
     site: Site
     module: str
     by_shape: bool = False
-    """Whether the shape of a weight makes it so, whatever the batch."""
+    """Whether the shape of a weight makes it so, whatever the batch: an axis that is 1 long is that of the layer's one
+    output, or was inserted."""
 
     @property
     def key(self) -> tuple[str, Site]:
@@ -136,11 +138,21 @@ class Tracer(WatchingMode):
             if self._nudge and ("grad_off", self._region_site()) in self._chosen:
                 return _nudged(out)
         elif kind is not None:
-            by_shape = any(given[0] is one for one in self._one_wide) and list(given[0].shape).count(1) == 1
-            self._note(Candidate(kind, name, place, site, self.watch.module_path(), by_shape))
-        if name in _LAYERS and len(given) > 1 and given[1].shape[0] == 1:
+            self._note(Candidate(kind, name, place, site, self.watch.module_path(), self._is_one_wide(given)))
+        if isinstance(out, torch.Tensor) and self._makes_one_wide(name, given, out):
             self._one_wide = [*self._one_wide[-15:], out]
         return out
+
+    def _is_one_wide(self, given: list[torch.Tensor]) -> bool:
+        return any(tensor is one for tensor in given[:1] for one in self._one_wide)
+
+    def _makes_one_wide(self, name: str, given: list[torch.Tensor], out: torch.Tensor) -> bool:
+        """Whether the weight of a layer makes one axis of the result 1 long, and no other is; or the entries are still
+        those of such a layer, moved or changed one by one."""
+        if name in _LAYERS | PRODUCTS:
+            by_weight = len(given) > 1 and (name in _LAYERS or isinstance(given[1], torch.nn.Parameter))
+            return by_weight and given[1].shape[0 if name in _LAYERS else -1] == 1 and list(out.shape).count(1) == 1
+        return out.numel() == given[0].numel() and self._is_one_wide(given)
 
     def _note(self, candidate: Candidate) -> None:
         self.found.setdefault(candidate.key, candidate)

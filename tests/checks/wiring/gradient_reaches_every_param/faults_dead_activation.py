@@ -191,6 +191,61 @@ dead(
 )
 
 
+# Pooling over a picture by a map of scores: the softmax runs over its one channel.
+
+
+class ShapePool(nn.Module):
+    def __init__(self, pixels):
+        super().__init__()
+        self.pixels = pixels
+        self.features = nn.Sequential(nn.Conv2d(1, 12, 3, padding=1), nn.ReLU())
+        self.score = nn.Conv2d(12, 1, 1)
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, x):
+        found = self.features(x)
+        scores = self.score(found).flatten(2) / 0.5
+        weights = scores.softmax(-1 if self.pixels else 1).view(len(x), 1, *found.shape[2:])
+        return self.head((weights * found).sum((2, 3)))
+
+
+dead(
+    "softmax_over_channels",
+    ("score.weight", "score.bias"),
+    lambda: ShapePool(pixels=False),
+    lambda: ShapePool(pixels=True),
+    data.images,
+    classify,
+)
+
+
+# Pooling by a learned query: the softmax runs over the query.
+
+
+class QueryPool(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.dim = dim
+        self.rnn = nn.GRU(1, 16, batch_first=True)
+        self.query = nn.Parameter(0.1 * torch.randn(16, 1))
+        self.out = nn.Linear(16, 1)
+
+    def forward(self, x):
+        states, _ = self.rnn(x)
+        weights = F.softmax((states @ self.query).tanh() * 2, dim=self.dim)
+        return self.out((weights * states).sum(1))
+
+
+dead(
+    "softmax_over_one_learned_query",
+    ("query",),
+    lambda: QueryPool(dim=2),
+    lambda: QueryPool(dim=1),
+    data.series,
+    regress,
+)
+
+
 # Both factors of an adapter start at zero.
 
 

@@ -298,3 +298,33 @@ def fixup_residual_branches() -> TrainLoop:
         batch=points(),
         fit=lambda batches: train(model, optimizer, batches),
     )
+
+
+@odd(notes="attention over a memory that holds one entry in these batches, and more in others: its weights are all 1")
+def memory_of_one_entry() -> TrainLoop:
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.key, self.value = nn.Linear(6, 12), nn.Linear(5, 12), nn.Linear(5, 12)
+            self.out = nn.Linear(12, 1)
+
+        def forward(self, x, memory):
+            scores = self.query(x)[:, None] @ self.key(memory).transpose(1, 2) / 12**0.5
+            return self.out((scores.softmax(-1) @ self.value(memory))[:, 0])
+
+    def draw():
+        x, memory = torch.randn(8, 6), torch.randn(8, 1, 5)
+        return x, memory, x[:, :1].sin() + memory[:, 0, :1]
+
+    model = Reader()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def fit(batches):
+        for x, memory, y in batches:
+            optimizer.zero_grad()
+            F.mse_loss(model(x, memory), y).backward()
+            optimizer.step()
+
+    return TrainLoop(
+        model=model, optimizer=optimizer, batch=draw(), batches=lambda n: [draw() for _ in range(n)], fit=fit
+    )
