@@ -14,6 +14,13 @@ def some(names: Sequence[str], most: int = 2) -> str:
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
+def count(number: int, thing: str) -> str:
+    """A number of things: ``count(1, "loss")`` is "1 loss", ``count(2, "pass")`` "2 passes"."""
+    if number == 1:
+        return f"1 {thing}"
+    return f"{number} {thing}{'es' if thing.endswith(('s', 'ch', 'x')) else 's'}"
+
+
 def share(part: float) -> str:
     """A relative difference: 0.59 is "59 %"."""
     percent = 100 * part

@@ -270,6 +270,7 @@ def _decay_dominates(batch: OneBatch, found: Learning, without: Curve) -> Findin
         summary=f"weight decay of {decay:g} dominates the gradient: the loop does not learn its batch",
         measured=_reached(found),
         shown_by=f"without decay, and with nothing else changed, the batch is learned in {without.steps} steps",
+        tried=f"with weight_decay=0 the batch is learned in {without.steps} steps",
         culprits=("weight_decay",),
         where=batch.seen.step_line(),
     )
@@ -289,6 +290,7 @@ def _decays(batch: OneBatch, found: Learning, curve: Curve) -> Finding:
             f"{gone + 1}, {rates[-1]:.1e} at the end: all steps add up to {whole:.1f} at the peak"
         ),
         shown_by=f"with the learning rate held at its peak the batch is learned in {curve.steps} steps",
+        tried=f"with the learning rate held at its peak the batch is learned in {curve.steps} steps",
         culprits=("lr",),
         where=batch.seen.step_line(),
     )

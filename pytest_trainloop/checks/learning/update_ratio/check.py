@@ -185,7 +185,8 @@ def _too_low(batch: OneBatch, found: Learning, helped: Remedy) -> Finding:
         shown_by=_shown(helped),
         culprits=("lr",),
         where=batch.seen.step_line(),
-        repair=f"a learning rate between {helped.band[0]:.0e} and {helped.band[1]:.0e}",
+        repair=f"lr={helped.band[0]:.0e} here; lr up to {helped.band[1]:.0e} learns the batch",
+        tried=f"with lr={helped.band[0]:.0e} the batch is learned in {helped.steps} steps",
     )
 
 
@@ -195,6 +196,7 @@ def _eps(batch: OneBatch, found: Learning, eps: float, steps: int) -> Finding:
         summary=f"eps = {eps:g} is so much larger than the root of the second moment that steps come to nothing",
         measured=_measured(batch, found),
         shown_by=f"with eps = 1e-8 in its place and nothing else changed the batch is learned in {steps} steps",
+        tried=f"with eps=1e-8 the batch is learned in {steps} steps",
         culprits=("eps",),
         where=batch.seen.step_line(),
     )
@@ -223,5 +225,6 @@ def _too_high(batch: OneBatch, found: Learning, helped: Remedy) -> Finding:
         shown_by=_shown(helped),
         culprits=("lr",),
         where=batch.seen.step_line(),
-        repair=f"a learning rate of {helped.band[1]:.0e} or lower; a warm-up; a clip",
+        repair=f"lr={helped.band[1]:.0e} here, or lower; or a warm-up, a clip",
+        tried=f"at {helped.factor:g} times the learning rate the batch is learned in {helped.steps} steps",
     )

@@ -123,9 +123,14 @@ def _padding(call: Call, label: float, ignored: int, wrong: torch.Tensor, counte
     share = float(wrong.sum()) / float(counted.sum())
     mismatch, over_classes = ignored != -100, "ignore_index" in call.given
     if mismatch:
-        repair = f"pass ignore_index={label:g}, or label padded positions {ignored}"
+        repair = f"ignore_index={label:g}, or label padded positions {ignored}"
+    elif over_classes:
+        repair = (
+            f"labels = labels.masked_fill(is_padding, {ignored})\n"
+            f"label {ignored} also what else the model is not to write: the prompt, in fine-tuning"
+        )
     else:
-        repair = f"label padded positions {ignored}" if over_classes else "leave padded positions out of the mean"
+        repair = "loss = (each * mask).sum() / mask.sum(), with mask 0 at padded positions"
     return call.judged(
         "ignore_index_mismatch" if mismatch else "padding_counted",
         f"{share:.0%} of the positions that count in {call.name} are padding"

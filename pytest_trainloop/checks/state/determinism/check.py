@@ -62,9 +62,10 @@ CAUSES = {
     "unseeded_random": Cause(
         proof="two child processes that begin from one state and one seed come to different bits",
         repair=(
-            "seed it inside the function: np.random.default_rng(seed), torch.Generator().manual_seed(seed), "
-            "random.Random(seed); take no number from time, uuid or the system"
+            "generator = np.random.default_rng(seed), once, where the loop is built, and draw from it here (or "
+            "torch.Generator().manual_seed(seed), random.Random(seed)); take no number from time, uuid or the system"
         ),
+        do_not="call default_rng(seed) at each draw: every call would give the same numbers",
     ),
     "nondeterministic_kernel": Cause(
         proof="with one thread and deterministic kernels the runs agree, and without these settings they do not",

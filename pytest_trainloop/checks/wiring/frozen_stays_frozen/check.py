@@ -64,19 +64,22 @@ if TYPE_CHECKING:
 CAUSES = {
     "still_trainable": Cause(
         proof="named in frozen=, requires grad, gets gradients and is moved by an optimizer's step",
-        repair="requires_grad_(False) before the optimizer is built, and pass it only what requires grad",
+        repair="requires_grad_(False) on them before this line, and give the optimizer only what requires grad",
         explains=("update_ratio",),
         change=("group",),
     ),
     "weight_decay": Cause(
         proof="moves along its own values in a step that finds no new gradient",
-        repair="take frozen parameters out of the optimizer, or leave their .grad at None: zero is not none",
+        repair=(
+            "give the optimizer only (p for p in parameters if p.requires_grad), or leave their .grad at None: zero is "
+            "not none"
+        ),
         explains=("update_ratio",),
         change=("group",),
     ),
     "momentum": Cause(
         proof="moves in a step that finds no new gradient, and not along its own values",
-        repair="build the optimizer anew after freezing, or take frozen parameters out of its groups",
+        repair="build the optimizer anew after this line, or take what is frozen out of its groups",
         explains=("update_ratio",),
         change=(
             "freeze",
@@ -85,7 +88,7 @@ CAUSES = {
     ),
     "stale_gradient": Cause(
         proof="moves by a gradient that is bit for bit one that an earlier step used",
-        repair="set .grad to None when you freeze: zero_grad(set_to_none=True)",
+        repair="zero_grad(set_to_none=True) on what is frozen, after this line",
         explains=("update_ratio",),
         change=(
             "freeze",

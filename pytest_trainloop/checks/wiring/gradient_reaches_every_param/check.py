@@ -114,7 +114,7 @@ CAUSES = {
     ),
     "parameter_unused": Cause(
         proof="the parameter is computed with in the training forward pass, and the result goes nowhere",
-        repair="use the result (x = self.norm(x)), add its loss, or take the module out of the optimizer",
+        repair="x = self.module(x): use what it returns, add its loss, or take the module out of the optimizer",
         explains=(*_PARTS, "input_dependence", *TRAINING),
     ),
     "frozen_by_mistake": Cause(
@@ -145,7 +145,10 @@ CAUSES = {
     ),
     "base_left_trainable": Cause(
         proof="adapters and the weights they adapt are both trained",
-        repair="requires_grad_(False) on the base before the optimizer is built, or pass only the adapters to it",
+        repair=(
+            "base.requires_grad_(False) before this line, or pass only the adapters to the optimizer: "
+            "(p for n, p in model.named_parameters() if 'lora' in n)"
+        ),
         explains=("frozen_stays_frozen",),
         change=("group",),
     ),

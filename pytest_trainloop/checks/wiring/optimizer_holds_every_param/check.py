@@ -61,8 +61,8 @@ CAUSES = {
     "not_in_optimizer": Cause(
         proof="a gradient arrives at the parameter, and no optimizer holds it",
         repair=(
-            "pass them to the optimizer; if they are meant to stay fixed, say so: requires_grad_(False), or "
-            'frozen=("...",)'
+            "pass them to the optimizer here, or add_param_group() where they are made\n"
+            'if they are meant to stay fixed: requires_grad_(False), or frozen=("...",)'
         ),
         explains=TRAINING,
     ),
@@ -72,23 +72,23 @@ CAUSES = {
             "hold"
         ),
         repair=(
-            "change the model first (new head, resized embedding), then build the optimizer; or add_param_group for "
-            "the new part"
+            "move this line behind the change of the model (new head, resized embedding), or add_param_group() for the "
+            "new part"
         ),
         explains=TRAINING,
     ),
     "stale_copy": Cause(
         proof="the optimizer holds none of the tensors that train, but as many others that no gradient reaches",
         repair=(
-            "build the optimizer after the last copy, re-wrap or rebuild of the model, from that model's parameters()"
+            "move this line behind the last copy, re-wrap or rebuild of the model, and take that model's parameters()"
         ),
         explains=TRAINING,
     ),
     "not_registered": Cause(
         proof="the parameter is in a plain list, tuple or dict, where parameters() does not find it",
         repair=(
-            "use nn.ModuleList, nn.ModuleDict or nn.ParameterList, so that parameters(), to() and state_dict() find "
-            "them"
+            "nn.ModuleList([...]) in place of the list (nn.ModuleDict of a dict, nn.ParameterList of parameters), so "
+            "that parameters(), to() and state_dict() find them"
         ),
         explains=TRAINING,
     ),

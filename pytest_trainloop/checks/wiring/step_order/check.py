@@ -64,7 +64,7 @@ CAUSES = {
             "a step uses gradients that an earlier step has used already, bit for bit; or gradients that are not "
             "finite stay in .grad, and all others are added to them"
         ),
-        repair="call optimizer.zero_grad() before backward()",
+        repair="optimizer.zero_grad() before this line, or right after optimizer.step()",
         explains=TRAINING,
         change=(
             "backward",
@@ -73,19 +73,19 @@ CAUSES = {
     ),
     "wrong_object_zeroed": Cause(
         proof="a zero_grad runs before each backward, but not on the parameters whose used gradients are still there",
-        repair="zero the optimizer (or the module) that holds these parameters",
+        repair="optimizer.zero_grad() of the optimizer that holds these parameters, in place of this line",
         explains=TRAINING,
         change=("seen",),
     ),
     "zeroed_before_step": Cause(
         proof="gradients are zeroed between backward and step, so steps find nothing",
-        repair="call zero_grad() before backward() or after step(), never between the two",
+        repair="move this line before backward() or after step(): never between the two",
         explains=TRAINING,
         change=("seen",),
     ),
     "zeroed_inside_window": Cause(
         proof="in every window the gradients of all micro-batches but the last are zeroed before the step",
-        repair="call zero_grad() once for each step, right after it, not once for each micro-batch",
+        repair="move this line behind optimizer.step(): once for each step, and not for each micro-batch",
         explains=("accumulation_equivalence", *TRAINING),
         change=("seen",),
     ),
@@ -97,7 +97,7 @@ CAUSES = {
     ),
     "backward_missing": Cause(
         proof="the optimizer steps again and again, and no backward pass brings a gradient",
-        repair="call loss.backward() (with the parentheses) before step()",
+        repair="loss.backward() before this line, with the parentheses",
         explains=TRAINING,
         change=("seen",),
     ),
@@ -109,19 +109,19 @@ CAUSES = {
     ),
     "stepped_twice": Cause(
         proof="the same optimizer uses the same gradient more than once, with no backward between",
-        repair="call step() once for each backward pass (or window)",
+        repair="remove this step(): one for each backward pass (or window) was made before",
         explains=TRAINING,
         change=("seen",),
     ),
     "gradient_kept": Cause(
         proof="steps use one gradient that user code assigned, while backward passes bring others",
-        repair="assign the new gradient before every step (master.grad = p.grad.float())",
+        repair="make this line run before every step: master.grad = p.grad.float()",
         explains=TRAINING,
         change=("seen",),
     ),
     "two_optimizers": Cause(
         proof="two optimizers use the same gradient of the same parameter",
-        repair="hold each parameter in one optimizer",
+        repair="leave these parameters out of one of the two optimizers",
         explains=TRAINING,
         change=(
             "group",
@@ -136,7 +136,7 @@ CAUSES = {
     ),
     "scheduler_before_optimizer": Cause(
         proof="in the first iteration the scheduler steps before any optimizer does, and goes on from the same line",
-        repair="call optimizer.step() first, then scheduler.step()",
+        repair="move this line behind optimizer.step()",
         change=("seen",),
     ),
     "window_left_over": Cause(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.wiring.consequences import LEARNING, TRAINING
 from pytest_trainloop.finding import Finding
-from pytest_trainloop.wording import be, some, they
+from pytest_trainloop.wording import be, count, some, they
 
 if TYPE_CHECKING:
     from pytest_trainloop.checks.wiring.step_order.call_order import EarlyScheduler, LateClips
@@ -202,7 +202,8 @@ def of_left_open(record: Record, left: list[BackwardOutcome], backwards: int) ->
         cause="window_left_over",
         level="advice",
         summary=(
-            f"the last {len(left)} backward passes were never stepped: the window at the end of the data stays open"
+            f"the last {count(len(left), 'backward pass')} {'was' if len(left) == 1 else 'were'} never stepped: the "
+            "window at the end of the data stays open"
         ),
         measured=f"{len(left)} of {backwards} backward passes at the end; {record.items} batches",
         shown_by="their gradients still stand in .grad when fit returns",
@@ -223,7 +224,7 @@ def of_late_clips(found: LateClips) -> Finding:
         shown_by=f"order seen: backward, step, {by}",
         culprits=(by,),
         where=str(found.first.place),
-        repair="clip between backward() and step()"
+        repair="move this line between backward() and step()"
         + (f" (step at line {found.step.place.line})" if found.step else ""),
     )
 
@@ -232,11 +233,11 @@ def of_unstepped_scaler(update: ScalerCall, scaled: int, raised: Raised | None) 
     return Finding(
         cause="step_missing",
         summary="the loss is scaled and the scaler updated, and scaler.step(optimizer) is never called: nothing trains",
-        measured=f"{scaled} losses scaled, 0 steps",
+        measured=f"{count(scaled, 'loss')} scaled, 0 steps",
         shown_by=f"torch raised: {raised.summary if raised else ''}",
         culprits=("scaler.step(optimizer)",),
         where=str(update.place),
-        repair="call scaler.step(optimizer) between backward() and scaler.update()",
+        repair="scaler.step(optimizer) before this line",
         explains=(*LEARNING, "grad_scaler"),
     )
 

@@ -74,7 +74,7 @@ CAUSES = {
     ),
     "eval_left_on": Cause(
         proof="modules that trained in training mode run in evaluation mode after an evaluation",
-        repair="call train() again when the evaluation is over, on the module that eval() was called on",
+        repair="model.train() after the evaluation that begins here, on the module that eval() was called on",
         explains=("overfit_one_batch",),
         change=("seen",),
     ),
