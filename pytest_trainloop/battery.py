@@ -264,17 +264,19 @@ def checked(check: Check, finding: Finding, evidence: Any) -> Finding:
         check=check.name,
         kinds=finding.kinds or _kinds(check, finding, evidence),
         change=finding.change or _line_to_change(cause, finding, evidence),
-        repair=_with_settlement(check, finding, finding.repair or cause.repair),
+        repair=_with_settlement(finding, cause, check.name),
         do_not=finding.do_not or cause.do_not,
         explains=explains,
     )
 
 
-def _with_settlement(check: Check, finding: Finding, repair: str) -> str:
-    """The repair; of advice, which may be meant, also how the project says so."""
+def _with_settlement(finding: Finding, cause: Cause, check: str) -> str:
+    """The repair; of advice, which may be meant, also how the project says so, or that it is not."""
+    repair = finding.repair or cause.repair
     if finding.level != "advice":
         return repair
-    return "; ".join(filter(None, (repair, f'if it is meant: skip={{"{check.name}:{finding.cause}": "why"}}')))
+    meant = f'if it is meant: skip={{"{check}:{finding.cause}": "why"}}'
+    return "; ".join(filter(None, (repair, cause.settle, meant)))
 
 
 def _is_known(name: str, checks: Mapping[str, Check]) -> bool:

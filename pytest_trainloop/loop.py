@@ -95,7 +95,8 @@ class TrainLoop:
     rows_interact
         True: the examples of a batch are meant to interact (contrastive losses, batch statistics); False: they must not
     nondeterministic
-        True: two runs under one seed may differ, and ``determinism`` is left out
+        True: two runs under one seed may differ, and ``determinism`` is left out; False: they must not, whatever the
+        reason
     expected_init_loss
         the expected first loss; more than a factor of 1.5 away is a fault
     scheduler, scaler

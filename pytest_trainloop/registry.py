@@ -49,6 +49,8 @@ class Cause:
     """Which line is to change, the first of these that is known. A finding that knows it gives its own."""
     do_not: str = ""
     """A common repair that only silences the check, and why."""
+    settle: str = ""
+    """What to declare where an observation may be meant: shown with advice."""
     explains: tuple[str, ...] = ()
     """Checks, or ``check:cause``, whose failure follows from this one. No cause explains itself by way of others."""
 

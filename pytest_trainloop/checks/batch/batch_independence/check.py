@@ -19,9 +19,10 @@ How it decides
     Rows may interact on purpose (graphs, points, prototypes, attention over the batch, statistics of a minibatch). So a
     cause is named only where one operation done otherwise keeps all rows apart: the softmax or the norm along another
     axis, a transpose in place of the view, ``batch_first`` flipped, statistics as constants where they scale or shift a
-    row on its own way to the outputs (data that is standardised by its batch is advice). The batch must show that its
-    first axis holds rows: something must have one entry for each row and none for each position. All else is advice, or
-    a skip where products of rows interact, that says how to declare it.
+    row on its own way to the outputs (data that is standardised by its batch is advice, and a fault where
+    rows_interact=False is declared). The batch must show that its first axis holds rows: something must have one entry
+    for each row and none for each position. All else is advice, or a skip where products of rows interact, that says
+    how to declare it.
     A target is followed through views, casts and indexing to the row that it was taken from, an output by its gradient.
     Where an output depends on one row only, and that is another, labels and outputs are out of order, unless all are
     shifted by one constant number of rows (the next row as target, another row as negative).
@@ -76,6 +77,7 @@ CAUSES = {
         repair="normalise each row alone (dim=-1), or use a norm that keeps running statistics for evaluation",
         explains=EXPLAINS,
         change=("seen",),
+        settle="rows_interact=True says that it is meant, rows_interact=False makes it a fault",
     ),
     "view_mixes_rows": Cause(
         proof="with a transpose in place of the view none does",
@@ -95,6 +97,7 @@ CAUSES = {
         repair="let each output depend on its own row, or declare rows_interact=True",
         explains=EXPLAINS,
         change=("seen",),
+        settle="rows_interact=True says that it is meant, rows_interact=False makes it a fault",
     ),
     "labels_of_other_rows": Cause(
         proof="outputs that depend on one row are compared with targets of others, in no fixed order",
@@ -136,9 +139,10 @@ def batch_independence(evidence: Evidence) -> Iterator[Finding]:
     if found.why in _CAUSE_OF and found.rows_known:
         cause, fix = _CAUSE_OF[found.why]
         yield _finding(found, cause, f"{fix} every such gradient is exactly 0")
-    elif found.why == "data_normalised" and found.rows_known and declared is None:
+    elif found.why == "data_normalised" and found.rows_known:
         cause, fix = _CAUSE_OF["normalised"]
-        yield _finding(found, cause, f"{fix} every such gradient is exactly 0", level="advice")
+        level: Level = "advice" if declared is None else "fault"
+        yield _finding(found, cause, f"{fix} every such gradient is exactly 0", level=level)
     elif declared is False:
         yield _finding(found, "rows_interact", "rows_interact=False")
     elif not found.rows_known:

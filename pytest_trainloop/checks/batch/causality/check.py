@@ -139,6 +139,7 @@ CAUSES = {
         repair="apply the mask in both modes: is_causal=True, not is_causal=self.training",
         explains=EXPLAINS,
         change=("seen",),
+        settle="evaluate= makes it a fault where the loop evaluates",
     ),
     "sees_the_future": Cause(
         proof="outputs depend on the inputs that they predict, through no operation that is known",

@@ -77,6 +77,7 @@ CAUSES = {
         "what it is among other rows",
         repair="name the axis: squeeze(-1), squeeze(1); or flatten(1), which keeps rows",
         change=("seen",),
+        settle="the project's DataLoader as batches= says whether one row comes: if it does, this is a fault",
     ),
     "leftover_batch": Cause(
         proof="the loader's own last batch ends the loop or makes its weights NaN, and full ones do not",
@@ -91,11 +92,13 @@ CAUSES = {
         repair="sum the losses and divide by the count, at least 1 (reduction='sum', clamp(min=1)); or skip such a "
         "batch before backward()",
         change=("seen",),
+        settle="the project's DataLoader as batches= says whether such a row comes alone: if it does, this is a fault",
     ),
     "nan_at_length_one": Cause(
         proof="a row of length one, cut to it, makes weights NaN, and a longer one cut so makes none",
         repair="leave rows of length one out of the data, or a batch in which nothing is left to predict",
         change=("seen",),
+        settle="the project's DataLoader as batches= says whether such a row comes alone: if it does, this is a fault",
     ),
     "index_out_of_table": Cause(
         proof="the loop raises IndexError on a row that ends in the declared padding",

@@ -23,10 +23,12 @@ How it decides
     is judged only where it is one. It must come again with its seed while no weight moves, and change by what its
     gradients say (the integral of gradient times displacement): policy gradients, targets that move and annealed
     weights do not, and are skipped, as are loops with several losses for several optimizers. Option: ``steps`` (300 of
-    the loop's own at most). All searches end by steps and not by the clock, so that a busy machine decides nothing: 150
-    of the faster plain Adam, 16 without any movement, 2 x 150 of both references, 2 x 24 and 2 x 150 to see whether the
-    input is used, and 200 for each change that is tried (8 higher and 3 lower learning rates, the rate held, another
-    eps, no decay): 3,614 in all, and most of these runs end far earlier, at half of the loss.
+    the loop's own at most): given, it declares in how many steps the batch is learned, and a loss that stands on a
+    plateau then is a fault, which is advice else. All searches end by steps and not by the clock, so that a busy
+    machine decides nothing: 150 of the faster plain Adam, 16 without any movement, 2 x 150 of both references, 2 x 24
+    and 2 x 150 to see whether the input is used, and 200 for each change that is tried (8 higher and 3 lower learning
+    rates, the rate held, another eps, no decay): 3,614 in all, and most of these runs end far earlier, at half of the
+    loss.
 
 Faulty
     >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)   # meant for epochs
@@ -56,6 +58,7 @@ References
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.learning.limits import OWN_STEPS
@@ -93,6 +96,7 @@ CAUSES = {
             "scheduler",
             "optimizer",
         ),
+        settle='overfit_one_batch={"steps": 400} declares in how many steps it must be learned',
     ),
     "gradients_clipped_away": Cause(
         proof="gradients are clipped to a hundredth or less; higher learning rates, which undo that, learn the batch",
@@ -123,19 +127,20 @@ CAUSES = {
         proof="the loss stands on a plateau in steps in which plain Adam goes much further",
         repair="nothing, if that is meant; else another learning rate, or momentum",
         change=("optimizer",),
+        settle='overfit_one_batch={"steps": 400} declares in how many steps it must be learned',
     ),
 }
 
 
 @check(needs={"run"}, causes=CAUSES, rank=20)
-def overfit_one_batch(evidence: Evidence, *, steps: int = OWN_STEPS) -> Iterator[Finding]:
+def overfit_one_batch(evidence: Evidence, *, steps: int | None = None) -> Iterator[Finding]:
     from pytest_trainloop.checks.learning.one_batch import OneBatchRuns
     from pytest_trainloop.checks.learning.outcome import learning, require_a_curve, single_loss
     from pytest_trainloop.checks.learning.overfit_one_batch.input_use import unused
     from pytest_trainloop.records.clips import clipped_to
 
     single_loss(evidence.run())
-    batch = evidence.shared(OneBatchRuns).of(steps)
+    batch = evidence.shared(OneBatchRuns).of(OWN_STEPS if steps is None else steps)
     if batch.curve.halved:
         return
     require_a_curve(batch.curve)
@@ -161,7 +166,8 @@ def overfit_one_batch(evidence: Evidence, *, steps: int = OWN_STEPS) -> Iterator
             "either (little to learn, or few weights that train); give a batch that the model can learn by heart"
         )
     elif not (found.learned or going):
-        yield _stuck(batch, found)
+        stuck = _stuck(batch, found)
+        yield stuck if steps is None or stuck.level == "fault" else _too_slow(stuck, steps)
 
 
 def _reached(found: Learning) -> str:
@@ -250,6 +256,16 @@ def _stuck(batch: OneBatch, found: Learning) -> Finding:
             batch, found, "steps move next to nothing, and no higher learning rate that was tried changes that"
         )
     return _slow(batch, found, "steps lead down the gradient, at a learning rate that is neither too low nor too high")
+
+
+def _too_slow(found: Finding, steps: int) -> Finding:
+    """What is advice, where the project declares in how many steps the batch is to be learned."""
+    return replace(
+        found,
+        level="fault",
+        summary=f"{found.summary}, and steps={steps} declares that it is learned by then",
+        repair="another learning rate, momentum or initialisation, until the batch is learned; or more steps=",
+    )
 
 
 def _clipped(found: Learning, clip: Clip, helped: Remedy) -> Finding:

@@ -325,6 +325,7 @@ CAUSES = {
             "module",
             "seen",
         ),
+        settle="batches= with the project's own labels show whether the others occur",
     ),
     "classes_imbalanced": Cause(
         proof="fewer than 5 % of the labels are positive, without a weight",

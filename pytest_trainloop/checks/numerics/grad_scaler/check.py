@@ -97,6 +97,7 @@ CAUSES = {
         repair="call scaler.update() once at the end of each iteration that steps",
         explains=_AND_PARITY,
         change=("seen",),
+        settle="a knob precision= that switches the scaler on has it judged there, as a fault",
     ),
     "update_twice": Cause(
         proof="the scaler is updated again with no step since the last update, and torch refuses",
@@ -127,6 +128,7 @@ CAUSES = {
         repair="call scaler.unscale_(optimizer) before clipping",
         explains=_AND_PARITY,
         change=("seen",),
+        settle="a knob precision= that switches the scaler on has it judged there, as a fault",
     ),
     "not_unscaled": Cause(
         proof="the gradient that a direct optimizer.step() reads grows with the loss scale",

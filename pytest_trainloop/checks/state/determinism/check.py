@@ -11,10 +11,10 @@ Why is this bad?
 How it decides
     Bits are equal or they are not. Where they are not, the run is made again with one thread and deterministic kernels:
     if that is repeatable, and runs without these settings still differ, a kernel sums in another order each time
-    (advice; CUDA's atomics do so by design). Then two child processes make it from one and the same state: where they
-    agree, something outside the function lives on from run to run in one process (a generator at module level, a
-    cache), which a fresh process does not have (advice). What is left draws from a source that no seed reaches; the
-    first call of torch that differs is shown.
+    (advice, as CUDA's atomics do so by design; a fault where ``nondeterministic=False`` is declared). Then two child
+    processes make it from one and the same state: where they agree, something outside the function lives on from run to
+    run in one process (a generator at module level, a cache), which a fresh process does not have (advice; declared, a
+    fault). What is left draws from a source that no seed reaches; the first call of torch that differs is shown.
 
 Faulty
     >>> generator = torch.Generator()
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.checks.state.determinism.repeat import Difference, Repetition
+    from pytest_trainloop.finding import Level
     from pytest_trainloop.runs.evidence import Evidence
 
 CAUSES = {
@@ -70,10 +71,12 @@ CAUSES = {
     "nondeterministic_kernel": Cause(
         proof="with one thread and deterministic kernels the runs agree, and without these settings they do not",
         repair="torch.use_deterministic_algorithms(True) where runs must be repeatable",
+        settle="nondeterministic=True says that runs may differ, nondeterministic=False makes it a fault",
     ),
     "state_outside_loop": Cause(
         proof="two runs in one process differ, and two processes that begin alike agree, or later runs do",
         repair="make generators, caches and counters inside the function (or in what it builds)",
+        settle="nondeterministic=True says that runs may differ, nondeterministic=False makes it a fault",
     ),
 }
 
@@ -82,7 +85,9 @@ CAUSES = {
 def determinism(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.state.determinism.repeat import repetition
 
-    if "nondeterministic" in evidence.offers and evidence.declared("nondeterministic"):
+    declared = evidence.declared("nondeterministic") if "nondeterministic" in evidence.offers else None
+    level: Level = "fault" if declared is False else "advice"
+    if declared:
         raise DoesNotApply("nondeterministic=True says that runs differ on purpose")
     again = evidence.shared(repetition)
     difference = again.difference
@@ -98,7 +103,7 @@ def determinism(evidence: Evidence) -> Iterator[Finding]:
     elif again.source == "nondeterministic_kernel":
         yield Finding(
             cause="nondeterministic_kernel",
-            level="advice",
+            level=level,
             summary="two runs under one seed differ by the order in which a kernel sums",
             measured=_measured(difference),
             shown_by="with one thread and torch.use_deterministic_algorithms(True) two runs are the same",
@@ -108,7 +113,7 @@ def determinism(evidence: Evidence) -> Iterator[Finding]:
     else:
         yield Finding(
             cause="state_outside_loop",
-            level="advice",
+            level=level,
             summary="two runs in one process differ: something outside the function lives on from one to the next",
             measured=_measured(difference),
             shown_by=(

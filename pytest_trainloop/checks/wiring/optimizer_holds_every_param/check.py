@@ -12,8 +12,8 @@ How it decides
     nothing else moved it. Not missing: what ``frozen=`` names; what is kept in eval mode while the rest trains (a fixed
     perceptual net); targets that follow by an average; parameters that user code steps. Tensors that an optimizer holds
     beyond the model (a learned temperature, an image that is optimised) are fine as long as gradients reach them. Where
-    only such train (an image, a latent code) the model is advice, unless user code assigned their gradients: then they
-    are master weights, and somebody must write them back.
+    only such train (an image, a latent code) the model is advice, unless frozen= is given, which does not name it, or
+    user code assigned their gradients: then they are master weights, and somebody must write them back.
 
 Faulty
     >>> model = Classifier()
@@ -65,6 +65,7 @@ CAUSES = {
             'if they are meant to stay fixed: requires_grad_(False), or frozen=("...",)'
         ),
         explains=TRAINING,
+        settle='frozen=("...",) says what is not to train; given and without these it is a fault',
     ),
     "swapped_after_optimizer": Cause(
         proof=(
@@ -136,7 +137,8 @@ def optimizer_holds_every_param(evidence: Evidence) -> Iterator[Finding]:
     if registered and left_over:
         yield _replaced(evidence, record, registered, left_over)
     elif registered and not _follows_later(evidence, record, registered):
-        yield _missing(evidence, record, registered, "advice" if _may_be_meant(record, registered) else "fault")
+        open_question = record.frozen is None and _may_be_meant(record, registered)
+        yield _missing(evidence, record, registered, "advice" if open_question else "fault")
 
 
 def _is_missing(record: Record, p: Parameter) -> bool:

@@ -83,6 +83,7 @@ CAUSES = {
         repair="model.eval() before the evaluation, model.train() after it",
         explains=("overfit_one_batch",),
         change=("seen",),
+        settle="evaluate= has the project's evaluation judged, as a promise",
     ),
 }
 

@@ -53,10 +53,10 @@ def batch(own, *, record=None, reference=0.1, ratio=1e-4, descent=0.9, undone=Fa
     return made
 
 
-def found(made, root_causes=()):
+def found(made, root_causes=(), **options):
     evidence = FakeEvidence(made.seen, shared={OneBatchRuns: SimpleNamespace(of=lambda steps: made)})
     evidence.root_causes = lambda check: root_causes
-    return [(f.cause, f.level, f.culprits, f) for f in overfit_one_batch(evidence)]
+    return [(f.cause, f.level, f.culprits, f) for f in overfit_one_batch(evidence, **options)]
 
 
 def only(made, **given):
@@ -163,6 +163,12 @@ def test_a_lower_learning_rate_learns_the_batch():
 
 def test_without_a_cause_slow_learning_is_advice():
     assert only(batch(curve(1.0, 0.9))) == ("learns_slowly", "advice", ("lr",))
+
+
+def test_declared_steps_make_it_a_fault():
+    ((cause, level, _culprits, finding),) = found(batch(curve(1.0, 0.9)), steps=300)
+    assert (cause, level) == ("learns_slowly", "fault")
+    assert "steps=300 declares that it is learned by then" in finding.summary
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,12 @@ LOSS = Difference("the loss (1, then 2)", "loss", 3, "train.py:7")
 RANDN = FirstCall("randn", HERE, "net", given_same=True)
 
 
-def found(again):
+def found(again, declared=None):
     made = record([parameter(0, "weight")], held=[0], gradients={})
-    return list(determinism(FakeEvidence(made, shared={repetition: again})))
+    evidence = FakeEvidence(made, shared={repetition: again})
+    if declared is not None:
+        evidence.offers, evidence.declared = evidence.offers | {"nondeterministic"}, lambda _name: declared
+    return list(determinism(evidence))
 
 
 def test_two_equal_runs_are_fine():
@@ -36,6 +39,12 @@ def test_each_source_has_its_cause(source, cause, level):
     (finding,) = found(Repetition(LOSS, source))
     assert (finding.cause, finding.level, finding.culprits, finding.where) == (cause, level, ("loss",), "train.py:7")
     assert finding.measured == "first to differ: the loss (1, then 2), after 3 optimizer steps"
+
+
+@pytest.mark.parametrize("source", ["nondeterministic_kernel", "kept"])
+def test_runs_that_are_declared_to_repeat_must(source):
+    (finding,) = found(Repetition(LOSS, source), declared=False)
+    assert finding.level == "fault"
 
 
 def test_the_first_call_that_differs_is_the_culprit():

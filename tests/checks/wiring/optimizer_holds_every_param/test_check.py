@@ -51,6 +51,10 @@ def test_a_fixed_model_around_an_optimised_image_is_advice():
     parameters = [parameter(0, "image", role="foreign"), parameter(1, "net.weight")]
     made = record(parameters, held=[0], gradients={0: ONE, 1: ONE})
     assert found(made) == [("not_in_optimizer", "advice", ("net.weight",))]
+    made.frozen = ("other.",)
+    assert found(made) == [("not_in_optimizer", "fault", ("net.weight",))]
+    made.frozen = ("net.",)
+    assert found(made) == []
 
 
 def test_new_parameters_beside_left_over_tensors_were_swapped():
