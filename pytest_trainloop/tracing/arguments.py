@@ -50,3 +50,17 @@ def takes_data(module: nn.Module, args: Any) -> bool:
     """Whether this is a layer where data may come in."""
     own = any(True for _ in module.parameters(recurse=False))
     return bool(own and args and not any(True for _ in module.children()))
+
+
+def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a module is called with, by the names of its ``forward``'s parameters; by number where these are not
+    known."""
+    try:
+        signature = inspect.signature(module.forward)
+        given = dict(signature.bind_partial(*args, **kwargs).arguments)
+    except (TypeError, ValueError):
+        return {str(number): value for number, value in enumerate(args)} | kwargs
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+    return given

@@ -15,14 +15,15 @@ How it decides
     tensor of the batch makes no difference to the losses either. Outputs are compared as long as the weights are
     the same: a discriminator may read the batch after a first step of the generator, which does not. (A model that
     is called without the batch, as a picture that is optimised or equations at fixed points, has no such tensor;
-    one without weight matrices is a baseline; a loop to which nothing in the batch makes a difference makes its own
-    data.)
+    one without weight matrices is a baseline.)
     One tensor that a model is called with and nothing depends on is a fault where a second observation says that it was
     to be used: a layer that trains and never runs takes just such inputs; it is a mask (by its name, with two values,
     one of them zero) and other values behind it change the loss; or the project declares it, as in
     ``@pytest.mark.trainloop(input_dependence={"uses": ["batch['mask']"]})``. Else it is advice: models are called with
     whole batches that hold ids of rows, edges' features or times of day, and share signatures of which they need a
     part.
+    A loop that makes its own data (an environment, a ``get_batch()`` inside ``fit``) is judged by what its models are
+    called with, in the place of the batch.
 
 Faulty
     >>> def forward(self, x):
@@ -84,7 +85,7 @@ def input_dependence(evidence: Evidence, *, uses: Sequence[str] = ()) -> Iterato
         listed = " and ".join(", ".join(names).rsplit(", ", 1))
         yield Finding(
             cause="inputs_ignored",
-            summary="no output of the model depends on the batch",
+            summary=f"no output of the model depends on {'what it is called with' if runs.own_data else 'the batch'}",
             measured=f"with any one row in place of all others outputs are the same, bit for bit; unused: {listed}",
             shown_by="the same weights and seeds; the rows of these tensors differ",
             culprits=names,
@@ -103,7 +104,7 @@ def _require_known(uses: Sequence[str], names: Sequence[str]) -> None:
     for name in uses:
         if name not in names:
             raise UsageError(
-                f"input_dependence got uses={name!r}, which is no tensor of the batch whose rows differ; those are "
+                f"input_dependence got uses={name!r}, which is no input whose rows differ; those are "
                 f"{', '.join(names) or 'none'}"
             )
 

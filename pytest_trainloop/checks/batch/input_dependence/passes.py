@@ -7,14 +7,15 @@ the other tensors. Results are equal bit for bit, or they depend on that tensor.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pytest_trainloop import nested
+from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.dependence import moved_a_little
 from pytest_trainloop.recording.events import Backward
@@ -22,14 +23,16 @@ from pytest_trainloop.recording.hooks import after_modules
 from pytest_trainloop.recording.torch_internals import has_values, is_transformed
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.hooks import call_from_outside, hooked, unless_suspended
+from pytest_trainloop.tracing.arguments import named_arguments
 from pytest_trainloop.tracing.forward_pass import LONGEST
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import nn
 
     from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.recording.events import Forward
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -105,13 +108,27 @@ class _Run:
         return True
 
 
+Tensors = Mapping[int, torch.Tensor]
+"""Tensors of the batch by their numbers, or of what a model is called with."""
+
+Prepare = Callable[[Tensors], None]
+
+
 class InputRuns:
-    """The runs behind ``input_dependence``."""
+    """The runs behind ``input_dependence``.
+
+    The inputs are the tensors of the batch; where the loop makes its own data, those that its models are called with.
+    """
 
     def __init__(self, evidence: Evidence) -> None:
+        self._evidence = evidence
         self._seen, self._plan, self._rerun = evidence.run(), evidence.plan(), evidence.rerun
+        self.own_data = False
+        """Whether the loop makes its own data."""
         self.names: tuple[str, ...] = ()
-        """Tensors of the batch whose rows differ."""
+        """Inputs whose rows differ."""
+        self._named: dict[int, str] = {}
+        """Where each input stands, by its number."""
 
     def unused(self) -> UnusedInputs | None:
         """What a model is called with and does not use, if there is any. Raises ``CannotDecide`` where this cannot be
@@ -123,12 +140,12 @@ class InputRuns:
         if not all(bool(t.isfinite().all()) for t in unchanged.outputs):
             raise CannotDecide("outputs of the model are not finite (see finite)")
         if not tensors:
-            raise CannotDecide("all rows of the batch are equal: whether they are used cannot be seen")
+            return self._unused_of_own_data("all rows of the batch are equal")
         has_matrix = any(len(self._seen.parameters[i].shape) > 1 for i in self._seen.held)
         blank = list(self._with_equal_rows(*tensors)) if has_matrix else []
         blind = has_matrix and all(unchanged.same_outputs(run) and unchanged.same_later(run) for run in blank)
         if blind and all(unchanged.roots == run.roots for run in blank) and not any(t.passed for t in tensors):
-            return None  # the loop makes its own data
+            return self._unused_of_own_data("nothing in the batch makes a difference")
         unused = tuple(
             tensor
             for tensor in tensors[:MOST]
@@ -138,6 +155,15 @@ class InputRuns:
             return None
         hidden = None if blind else self._read_behind(unused, [t for t in tensors if t.passed], unchanged)
         return UnusedInputs(unused, blind, unchanged.place, hidden)
+
+    def _unused_of_own_data(self, given: str) -> UnusedInputs | None:
+        """The same of what the models are called with, where the loop makes its own data."""
+        if not self.own_data and self._evidence.shared(makes_own_data):
+            self.own_data = True
+            return self.unused()
+        if self.own_data:
+            given = "fit makes its own data, and rows do not differ in what its models are called with"
+        raise CannotDecide(f"{given}: whether inputs are used cannot be seen")
 
     def _read_behind(
         self, unused: Sequence[BatchTensor], passed: Sequence[BatchTensor], unchanged: _Run
@@ -153,31 +179,29 @@ class InputRuns:
                 continue
             hidden = others[0]
 
-            def fill(batch: Any, mask: BatchTensor = mask, hidden: BatchTensor = hidden) -> None:
-                all_tensors = list(nested.tensors(batch))
-                shown, values = all_tensors[mask.number] != 0, all_tensors[hidden.number]
+            def fill(tensors: Tensors, mask: BatchTensor = mask, hidden: BatchTensor = hidden) -> None:
+                if not {mask.number, hidden.number} <= tensors.keys():
+                    return  # another model is called
+                shown, values = tensors[mask.number] != 0, tensors[hidden.number]
                 seen = values[shown]
-                with torch.no_grad():
-                    values[~shown] = seen[torch.arange(int((~shown).sum())) * 7 % len(seen)]
+                values[~shown] = seen[torch.arange(int((~shown).sum())) * 7 % len(seen)]
 
             if self._run(fill, []).roots != unchanged.roots:
                 return hidden
         return None
 
     def _unchanged(self) -> tuple[_Run, list[BatchTensor]]:
-        """The run on the batch as it is, and the tensors of the batch whose rows differ."""
-        found: list[BatchTensor] = []
+        """The run as it is, and the inputs whose rows differ."""
+        listed: dict[int, BatchTensor] = {}
         addresses: list[int] = []
 
-        def list_tensors(batch: Any) -> None:
-            names = dict(named(batch))
-            found[:] = [
-                _batch_tensor(names.get(id(t), f"tensor {n}"), n, t)
-                for n, t in enumerate(nested.tensors(batch))
-                if _rows_differ(t)
-            ]
+        def list_tensors(tensors: Tensors) -> None:
+            listed.update({n: _batch_tensor(self._named[n], n, t) for n, t in tensors.items() if _rows_differ(t)})
 
         run = self._run(list_tensors, addresses)
+        found = listed.values()
+        if self.own_data:
+            return run, [replace(t, passed=True, masks=t.masks if "mask" in t.name.lower() else 0) for t in found]
         return run, [_as_passed(t, addresses[t.number], run) for t in found if addresses]
 
     def _with_equal_rows(self, *tensors: BatchTensor) -> Iterator[_Run]:
@@ -185,26 +209,35 @@ class InputRuns:
         numbers = {tensor.number for tensor in tensors}
         for row in (0, -1):
 
-            def repeat_row(batch: Any, row: int = row) -> None:
-                for number, tensor in enumerate(nested.tensors(batch)):
+            def repeat_row(tensors: Tensors, row: int = row) -> None:
+                for number, tensor in tensors.items():
                     if number in numbers:
-                        with torch.no_grad():
-                            tensor.copy_(tensor[row].clone().expand_as(tensor))
+                        tensor.copy_(tensor[row].clone().expand_as(tensor))
 
             yield self._run(repeat_row, [])
 
-    def _run(self, prepare: Callable[[Any], None], addresses: list[int]) -> _Run:
-        """A run over one batch, which ``prepare`` is given first; ``addresses`` gets those of its tensors."""
+    def _run(self, prepare: Prepare, addresses: list[int]) -> _Run:
+        """A run over one batch, whose tensors ``prepare`` is given first; ``addresses`` gets theirs. Where the loop
+        makes its own data ``prepare`` is given those that a model is called with."""
         run = _Run()
 
         def stream(loop: TrainLoop) -> Iterator[Any]:
             batch = nested.copy(first_batches(loop, 1)[0] if loop.batch is None else loop.batch)
-            prepare(batch)
+            if not self.own_data:
+                tensors, names = dict(enumerate(nested.tensors(batch))), dict(named(batch))
+                self._named = {n: names.get(id(t), f"tensor {n}") for n, t in tensors.items()}
+                with torch.no_grad():
+                    prepare(tensors)
             return itertools.repeat(batch)
 
         def before_item(number: int, item: Any) -> None:
             if number == 0:
                 addresses.extend(t.data_ptr() for t in nested.tensors(item))
+
+        def contexts(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
+            yield _watching(watch, run, addresses)
+            if self.own_data:
+                yield self._changing_arguments(watch, prepare)
 
         plan = replace(
             self._plan,
@@ -212,11 +245,41 @@ class InputRuns:
             before_item=before_item,
             prepare=moved_a_little,
             enough=lambda record: record.rounds >= STEPS or len(record.backwards()) >= LONGEST,
-            contexts=lambda watch: (_watching(watch, run, addresses),),
+            contexts=contexts,
         )
         record = self._rerun(plan)
         run.roots = [tuple(root.value for root in b.roots) for b in record.of(Backward)]
         return run
+
+    @contextlib.contextmanager
+    def _changing_arguments(self, watch: Watch, prepare: Prepare) -> Iterator[None]:
+        """Give ``prepare`` the tensors of data that models are called with, and the models what it makes of them."""
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if watch.is_suspended or not _trains(watch, module):
+                return None
+            with watch.suspended(), torch.no_grad():
+                given = list(self._numbered(watch, module, named_arguments(module, args, kwargs)))
+                fresh = {id(tensor): tensor.clone() for _, tensor in given}
+                prepare({number: fresh[id(tensor)] for number, tensor in given})
+                return nested.mapped(
+                    (args, kwargs), lambda _path, t: fresh.get(id(t), t), lambda value: isinstance(value, torch.Tensor)
+                )
+
+        modules = [module for _, module in list(watch.table.named_modules())]
+        with hooked(*(m.register_forward_pre_hook(enter, with_kwargs=True) for m in modules if _takes_hooks(m))):
+            yield
+
+    def _numbered(
+        self, watch: Watch, module: nn.Module, arguments: dict[str, Any]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        known = {name: number for number, name in self._named.items()}
+        for path, tensor in nested.paths(arguments):
+            if not tensor.requires_grad and tensor.layout is torch.strided and not tensor.is_nested:
+                name = f"{nested.shown(path)} of {watch.table.path_of(module) or type(module).__name__}"
+                number = known.setdefault(name, len(known))
+                self._named[number] = name
+                yield number, tensor
 
 
 @contextlib.contextmanager
@@ -246,10 +309,7 @@ def _watching(watch: Watch, run: _Run, addresses: list[int]) -> Iterator[None]:
 
 def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, str]:
     """The name of each tensor that is an argument of its own, by address."""
-    try:
-        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        return {}
+    given = named_arguments(module, args, kwargs)
     return {value.data_ptr(): name for name, value in given.items() if isinstance(value, torch.Tensor)}
 
 
