@@ -89,6 +89,8 @@ class DataInput:
 class ForwardPass(WatchingMode):
     """The pass of a run by ``plan``: what enters the model, and the operations between."""
 
+    at_call: Callable[[Any], Any] = lambda arguments: arguments
+    """Gives the arguments and keywords for each outermost call of a model, from those that the loop calls it with."""
     at_end: Callable[[ForwardPass, Any], None] = lambda seen, output: None
     """Called with what each outermost call of a model returns."""
     at_loss: Callable[[ForwardPass, str, tuple[Any, ...], dict[str, Any]], None] = lambda seen, name, args, kwargs: None
@@ -150,10 +152,11 @@ class ForwardPass(WatchingMode):
             return None
         self._depth = 1
         self._switch_modes(module)
-        if not self.open_inputs:
-            return None
         with watch.suspended():
-            return tree_map(self._opened, args), tree_map(self._opened, kwargs)
+            args, kwargs = self.at_call((args, kwargs))
+            if self.open_inputs:
+                args, kwargs = tree_map(self._opened, args), tree_map(self._opened, kwargs)
+            return args, kwargs
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         watch = self._watch

@@ -36,7 +36,38 @@ def few_rows(loop: TrainLoop, sizes: Sequence[int], counts: Sequence[int] = COUN
     """The first rows of a fresh loop's first batch: as many as the first of ``counts`` that is none of ``sizes`` nor
     the length of another axis, or all. Raises ``CannotDecide`` where there are no two rows."""
     batch = first_batches(loop, 1)[0] if loop.batch is None else loop.batch
-    axis = loop.batch_dim if isinstance(loop.batch_dim, int) else 0
+    count, rows, axis, known = _chosen(batch, loop.batch_dim, sizes, counts)
+    try:
+        few = nested.copy(batch) if rows == count else nested.take(batch, range(rows), axis)
+    except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:
+        raise CannotDecide(f"rows cannot be taken from {nested.describe(batch)} ({type(error).__name__})") from error
+    return FewRows(few, rows, axis, known)
+
+
+def few_rows_of_call(
+    arguments: Any, batch_dim: Any, sizes: Sequence[int], counts: Sequence[int] = COUNTS
+) -> FewRows | None:
+    """The same of what a model is called with; None where it has no two rows."""
+    try:
+        count, rows, axis, known = _chosen(arguments, batch_dim, sizes, counts)
+    except CannotDecide:
+        return None
+    return FewRows(_first_rows(arguments, count, rows, axis), rows, axis, known)
+
+
+def _first_rows(arguments: Any, count: int, rows: int, axis: int) -> Any:
+    """The first of ``count`` rows; what has a history keeps it."""
+
+    def few(_path: nested.Path, tensor: torch.Tensor) -> torch.Tensor:
+        has_rows = not tensor.is_nested and tensor.dim() > axis and tensor.shape[axis] == count
+        return tensor.narrow(axis, 0, rows) if has_rows and rows < count else tensor
+
+    return nested.mapped(arguments, few, lambda value: isinstance(value, torch.Tensor))
+
+
+def _chosen(batch: Any, batch_dim: Any, sizes: Sequence[int], counts: Sequence[int]) -> tuple[int, int, int, bool]:
+    """How many rows there are and how many of them are taken, along which axis, and whether that is one of rows."""
+    axis = batch_dim if isinstance(batch_dim, int) else 0
     count = nested.rows(batch, axis)
     if count < 2:
         raise CannotDecide(
@@ -46,12 +77,7 @@ def few_rows(loop: TrainLoop, sizes: Sequence[int], counts: Sequence[int] = COUN
         )
     taken = set(sizes) | set(_lengths(batch, axis))
     rows = next((n for n in counts if n <= count and n not in taken), count)
-    rows_known = isinstance(loop.batch_dim, int) or _rows_known(batch, axis, count)
-    try:
-        few = nested.copy(batch) if rows == count else nested.take(batch, range(rows), axis)
-    except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:
-        raise CannotDecide(f"rows cannot be taken from {nested.describe(batch)} ({type(error).__name__})") from error
-    return FewRows(few, rows, axis, rows_known)
+    return count, rows, axis, isinstance(batch_dim, int) or rows_known(batch, axis)
 
 
 def _lengths(batch: Any, axis: int) -> Iterator[int]:
@@ -60,13 +86,14 @@ def _lengths(batch: Any, axis: int) -> Iterator[int]:
             yield from (size for d, size in enumerate(tensor.shape) if d != axis)
 
 
-def _rows_known(batch: Any, axis: int, count: int) -> bool:
+def rows_known(batch: Any, axis: int) -> bool:
     """Whether something in the batch distinguishes the axis of rows from one of positions.
 
     Where no tensor could have both, they cannot be confused. Else some tensor must have one entry for each row and no
     axis of positions (a class, a length, a target), rows must end in padding, or one tensor must be another shifted by
     one position.
     """
+    count = nested.rows(batch, axis)
     plain = [t for t in nested.tensors(batch) if not t.is_nested and t.layout is torch.strided and t.dim() > 0]
     with_rows = [t for t in plain if t.dim() > axis and t.shape[axis] == count]
     deep = [t for t in with_rows if t.dim() > 2 or (t.dim() == 2 and not t.is_floating_point())]

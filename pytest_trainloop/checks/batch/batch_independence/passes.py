@@ -6,9 +6,17 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from pytest_trainloop.checks.batch.batch_independence.few_rows import COUNTS, FewRows, few_rows
+from pytest_trainloop.batches.own_data import makes_own_data
+from pytest_trainloop.checks.batch.batch_independence.few_rows import (
+    COUNTS,
+    FewRows,
+    few_rows,
+    few_rows_of_call,
+    rows_known,
+)
 from pytest_trainloop.checks.batch.batch_independence.row_gradients import RowGradients
 from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.tracing.forward_pass import ForwardPass, Op
 from pytest_trainloop.tracing.operation_fixes import in_sequence, operation_fixes
 
@@ -45,6 +53,8 @@ class RowPasses:
 
     def __init__(self, evidence: Evidence) -> None:
         self._seen, self._plan, self._run = evidence.run(), evidence.plan(), evidence.rerun
+        self._own_data = evidence.shared(makes_own_data)
+        self._batch_dim = evidence.fresh_loop().batch_dim if self._own_data else None
         self._few: FewRows | None = None
         self._ways = list(_WAYS)
 
@@ -95,12 +105,32 @@ class RowPasses:
                 ops.extend(seen.ops)
 
         def stream(loop: TrainLoop) -> Iterator[Any]:
-            self._few = few_rows(loop, [size for p in self._seen.parameters for size in p.shape], counts)
+            self._few = few_rows(loop, sizes, counts)
             judged.rows = self._few.rows
             return itertools.repeat(self._few.batch)
 
+        def take_few(arguments: Any) -> Any:
+            few = few_rows_of_call(arguments, self._batch_dim, sizes, counts)
+            if few is None or (judged.rows and few.rows != judged.rows):
+                return arguments
+            if not judged.rows:
+                given.append(arguments)
+                self._few, judged.rows = few, few.rows
+            return few.batch
+
+        def look_at_targets(_seen: ForwardPass, _name: str, *call: Any) -> None:
+            """Labels show rows as well, and no model is called with them."""
+            targets = [t for t in tensors_in(*call) if not t.requires_grad]
+            if given and self._few is not None and not self._few.rows_known:
+                known = any(rows_known([given[0], target], self._few.axis) for target in targets)
+                self._few = replace(self._few, rows_known=known)
+
+        given: list[Any] = []
+        sizes = [size for p in self._seen.parameters for size in p.shape]
         seen = ForwardPass(at_end=look, eval_mode=True, open_inputs=open_inputs, **changed)
-        self._run(seen.plan(replace(self._plan, stream=stream)))
+        if self._own_data:
+            seen.at_call, seen.at_loss = take_few, look_at_targets
+        self._run(seen.plan(self._plan if self._own_data else replace(self._plan, stream=stream)))
         return judged, ops
 
 
