@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_hook
 
 from pytest_trainloop import nested
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.events import Backward
+from pytest_trainloop.recording.hooks import after_modules
+from pytest_trainloop.recording.torch_internals import has_values
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.hooks import hooked, unless_suspended
 from pytest_trainloop.tracing.forward_pass import LONGEST
@@ -92,10 +93,14 @@ class _OtherNumbers:
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
         def leave(_module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
-            given = (t for t in nested.tensors((args, kwargs)) if t.layout is torch.strided and not t.is_nested)
+            given = (
+                t
+                for t in nested.tensors((args, kwargs))
+                if has_values(t) and t.layout is torch.strided and not t.is_nested
+            )
             self.read = self.read or any(t.numel() and t.data_ptr() in self._addresses for t in given)
 
-        return (hooked(register_module_forward_hook(unless_suspended(watch, leave), with_kwargs=True)),)
+        return (hooked(after_modules(unless_suspended(watch, leave), with_kwargs=True)),)
 
 
 def _change(tensor: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from pytest_trainloop.recording.hooks import after_steps, before_steps, on_gradient
+from pytest_trainloop.recording.hooks import after_steps, around_modules, before_steps, on_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -74,6 +74,16 @@ def call_from_outside(watch: Watch, module: nn.Module) -> Forward | None:
     """The call that is under way, where this module is the one that was called from outside any module."""
     forward = watch.thread.forward
     return forward if forward is not None and watch.table.path_of(module) == forward.module else None
+
+
+def before_calls(watch: Watch, enter: Callable[[nn.Module, Any, Any], Any]) -> contextlib.AbstractContextManager[None]:
+    """Call ``enter`` with each known module that is called from outside, its arguments and its keywords; it may give
+    others in their place."""
+
+    def called(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return None if watch.is_suspended or watch.thread.modules else enter(module, args, kwargs)
+
+    return around_modules((module for _, module in watch.table.named_modules()), called, lambda *_call: None)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import pytest
 
+from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.recording.events import Arrival, Backward, Place, Read, Root, Step, TensorSample
 from pytest_trainloop.recording.record import Optimizer, Parameter, Record
 from pytest_trainloop.tracing.made_at import MadeAt
@@ -76,7 +77,11 @@ class FakeEvidence:
     repeatable = True
 
     def __init__(self, record, *, accumulated=None, shared=None):
-        self._record, self._accumulated, self._shared = record, accumulated, {MadeAt.of: MadeAt(), **(shared or {})}
+        self._record, self._accumulated, self._shared = (
+            record,
+            accumulated,
+            {MadeAt.of: MadeAt(), makes_own_data: False, **(shared or {})},
+        )
         self.knobs = {} if accumulated is None else {"accumulate": "accumulate"}
 
     def run(self, **knobs):

@@ -156,6 +156,7 @@ _AT_THE_STEP = ("stepped_inside_window", "carried_over")
 
 @check(needs={"run"}, causes=CAUSES, rank=10)
 def accumulation_equivalence(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.batches.own_data import makes_own_data
     from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation
     from pytest_trainloop.checks.batch.accumulation_equivalence.shrink import smallest
 
@@ -166,6 +167,9 @@ def accumulation_equivalence(evidence: Evidence) -> Iterator[Finding]:
     if any(w.ratio != w.ratio for s in splits for w in s.windows if w.difference == 0.0):
         raise CannotDecide("the gradients are not finite, in one batch and accumulated (see finite)")
     wrong = [s for s in splits if not s.equal and s.updates > s.bound]
+    if evidence.shared(makes_own_data):
+        yield from _counted(evidence, wrong)
+        return
     if wrong:
         found = _explained(evidence, made, wrong, splits)
         if found is not None:
@@ -175,6 +179,18 @@ def accumulation_equivalence(evidence: Evidence) -> Iterator[Finding]:
     moved = [s for s in splits if s.equal and s.updates > CLOSE and s.lr_differs]
     if moved:
         yield _lr_differs(moved[0])
+
+
+def _counted(evidence: Evidence, wrong: Sequence[Split]) -> Iterator[Finding]:
+    """Of a loop that makes its own data: what the number of its steps shows."""
+    from pytest_trainloop.batches.own_data import require_given_data
+    from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import require_windows_of_one_size
+
+    early = [s for s in wrong if s.steps_too_early]
+    if not early:
+        require_given_data(evidence, "the same examples cannot be handed over whole and in parts")
+    require_windows_of_one_size(evidence, WINDOW)
+    yield _finding(early[0], stepped_inside(early[0]))
 
 
 def _explained(

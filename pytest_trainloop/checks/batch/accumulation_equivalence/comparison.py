@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from pytest_trainloop.batches import totals
-from pytest_trainloop.batches.micro_batches import MicroBatches
+from pytest_trainloop.batches.micro_batches import MicroBatches, UncutBatches
+from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.checks.batch.accumulation_equivalence.runs import Runs, bound, precision, separable
 from pytest_trainloop.checks.batch.accumulation_equivalence.weights import Weighing
 from pytest_trainloop.errors import CannotDecide, Unreliable
@@ -346,8 +347,9 @@ class Accumulation:
 
 def _cut(evidence: Evidence) -> MicroBatches:
     seen, loop = evidence.run(), evidence.fresh_loop()
+    kind = UncutBatches if evidence.shared(makes_own_data) else MicroBatches
     with preserved():
-        return MicroBatches.of(loop, seen, WINDOWS)
+        return kind.of(loop, seen, WINDOWS)
 
 
 def require_windows_of_one_size(evidence: Evidence, window: int) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches.micro_batches import MicroBatches
+from pytest_trainloop.batches.own_data import require_given_data
 from pytest_trainloop.batches.padding import Proof, padding_ids, read_paddings
 from pytest_trainloop.batches.valid_targets import rows_without
 from pytest_trainloop.checks.batch.edge_batches.last_batch import Ending, ending, last_batch
@@ -106,6 +107,7 @@ class Edges:
             raise CannotDecide(
                 "split_batch= splits the batch: give batch_dim= to have single rows taken from it", needs="batch_dim="
             )
+        require_given_data(evidence, "none of one row can be composed")
         plan = evidence.plan()
         with preserved():
             given, cut = loop.batches, _cut(loop, seen)

@@ -22,7 +22,7 @@ from pytest_trainloop.recording.events import Backward
 from pytest_trainloop.recording.hooks import after_modules
 from pytest_trainloop.recording.torch_internals import has_values, is_transformed
 from pytest_trainloop.runs.batch_stream import first_batches
-from pytest_trainloop.runs.hooks import call_from_outside, hooked, unless_suspended
+from pytest_trainloop.runs.hooks import before_calls, call_from_outside, hooked, unless_suspended
 from pytest_trainloop.tracing.arguments import named_arguments
 from pytest_trainloop.tracing.forward_pass import LONGEST
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pytest_trainloop.loop import TrainLoop
-    from pytest_trainloop.recording.events import Forward
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -256,7 +255,7 @@ class InputRuns:
         """Give ``prepare`` the tensors of data that models are called with, and the models what it makes of them."""
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if watch.is_suspended or not _trains(watch, module):
+            if not torch.is_grad_enabled() or watch.backward is not None:
                 return None
             with watch.suspended(), torch.no_grad():
                 given = list(self._numbered(watch, module, named_arguments(module, args, kwargs)))
@@ -266,8 +265,7 @@ class InputRuns:
                     (args, kwargs), lambda _path, t: fresh.get(id(t), t), lambda value: isinstance(value, torch.Tensor)
                 )
 
-        modules = [module for _, module in list(watch.table.named_modules())]
-        with hooked(*(m.register_forward_pre_hook(enter, with_kwargs=True) for m in modules if _takes_hooks(m))):
+        with before_calls(watch, enter):
             yield
 
     def _numbered(
@@ -275,7 +273,12 @@ class InputRuns:
     ) -> Iterator[tuple[int, torch.Tensor]]:
         known = {name: number for number, name in self._named.items()}
         for path, tensor in nested.paths(arguments):
-            if not tensor.requires_grad and tensor.layout is torch.strided and not tensor.is_nested:
+            if (
+                has_values(tensor)
+                and not tensor.requires_grad
+                and tensor.layout is torch.strided
+                and not tensor.is_nested
+            ):
                 name = f"{nested.shown(path)} of {watch.table.path_of(module) or type(module).__name__}"
                 number = known.setdefault(name, len(known))
                 self._named[number] = name

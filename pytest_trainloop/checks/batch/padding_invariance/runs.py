@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from pytest_trainloop import nested
+from pytest_trainloop.batches.own_data import require_given_data
 from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import (
     BATCH_STATISTICS,
     PATHS,
@@ -85,6 +87,12 @@ class Comparison:
         return next((s for s in shares if parallel and abs(self.agreement.ratio / s - 1) <= bound), 0.0)
 
 
+def _looks_up(loop: TrainLoop) -> bool:
+    """Whether a model looks up ids."""
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    return any(isinstance(part, tables) for module in loop.modules.values() for part in module.modules())
+
+
 def _nothing_padded(loop: TrainLoop, batches: Sequence[Any]) -> CannotDecide:
     """Why there is no padding to vary. Batches of floats alone have rows of one size: images, tables."""
     if loop.padding is not None and loop.padding.pad_id is not None:
@@ -150,8 +158,11 @@ class PaddingRuns:
         given = first_batches(loop, LOOKED_AT)
         known = [(batch, [p for p in read(loop, batch) if slices(p)]) for batch in given]
         found = [(batch, padded) for batch, padded in known if padded]
-        if not found:
-            raise _nothing_padded(loop, given)
+        nothing = None if found else _nothing_padded(loop, given)
+        if nothing is None or loop.padding is not None or (isinstance(nothing, DoesNotApply) and _looks_up(loop)):
+            require_given_data(evidence, "none with more or less padding can be composed")
+        if nothing is not None:
+            raise nothing
         record = evidence.run()
         if not record.rounds:
             raise CannotDecide("the loop makes no optimizer step, so that no gradient is used")

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from pytest_trainloop import nested
+from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.batches.padding import Ids
 from pytest_trainloop.checks.loss.loss_contract import broadcasting, loss_terms, refused_calls
 from pytest_trainloop.checks.loss.loss_contract.call import Call
@@ -29,12 +30,15 @@ from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import has_values
 from pytest_trainloop.recording.torch_names import LOSSES
 from pytest_trainloop.runs.checkpoint_bypass import switched, without
-from pytest_trainloop.tracing.arguments import bound_arguments
+from pytest_trainloop.runs.hooks import before_calls
+from pytest_trainloop.tracing.arguments import bound_arguments, named_arguments
 from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import Lineage, name_of, watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from torch import nn
 
     from pytest_trainloop.checks.loss.loss_contract.call import Judge, Judgement
     from pytest_trainloop.finding import Finding
@@ -94,7 +98,10 @@ class LossCallRecorder(WatchingMode):
         """The watched run made again, with every call of a loss function recorded."""
         first = evidence.run()
         found = cls(evidence.declared("padding"))
-        record = evidence.rerun(contexts=found.contexts, before_item=found.take_batch)
+        if evidence.shared(makes_own_data):
+            record = evidence.rerun(contexts=lambda watch: (*found.contexts(watch), found.taking_arguments(watch)))
+        else:
+            record = evidence.rerun(contexts=found.contexts, before_item=found.take_batch)
         if record.raised is not None and first.raised is None:
             found.unread.append(f"fit raised {record.raised.summary} only while they were recorded")
         return found
@@ -109,6 +116,14 @@ class LossCallRecorder(WatchingMode):
     def take_batch(self, _number: int, item: Any) -> None:
         self._rows = nested.rows(item)
         self._tokens.batch = item
+
+    def taking_arguments(self, watch: Watch) -> contextlib.AbstractContextManager[None]:
+        """What a model is called with stands for the batch where the loop makes its own data."""
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.take_batch(0, named_arguments(module, args, kwargs))
+
+        return before_calls(watch, enter)
 
     @contextlib.contextmanager
     def watching(self, watch: Watch) -> Iterator[None]:

@@ -18,6 +18,7 @@ KIND = BatchTensor("batch['kind']", 2, passed=True, shape=(4,), integer=True, la
 
 class Runs:
     names = (X.name, MASK.name, KIND.name)
+    own_data = False
 
     def __init__(self, found):
         self.found = found
