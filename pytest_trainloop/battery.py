@@ -304,7 +304,7 @@ def _line_to_change(cause: Cause, finding: Finding, evidence: Any) -> str:
         else:
             from pytest_trainloop.tracing.made_at import line_of
 
-            line = line_of(part, finding.culprits, evidence)
+            line = line_of(part, finding, evidence)
         if line:
             return line
     return ""

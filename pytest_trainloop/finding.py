@@ -65,6 +65,11 @@ class Finding:
         return cls(**plain)
 
 
+def code_of(line: str) -> str:
+    """The source of a ``file:line   source``."""
+    return line.partition("   ")[2]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserError:
     """An exception that the user's own code raised, as text."""

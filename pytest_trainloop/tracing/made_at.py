@@ -14,12 +14,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
+from pytest_trainloop.finding import code_of
 from pytest_trainloop.recording.construction import Construction
 from pytest_trainloop.recording.source import layer, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from pytest_trainloop.finding import Finding
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.registry import Part
@@ -89,6 +91,13 @@ class MadeAt:
             path = path.rpartition(".")[0]
         return _text(self._modules.get(path))
 
+    def layer_of(self, finding: Finding) -> str:
+        """The line that made the layer in which an operation lies ("relu in head.1") that the line where it was seen
+        does not spell out."""
+        operation, _, path = next(iter(finding.culprits), "").partition(" in ")
+        inside = path in self._modules and operation not in code_of(finding.where)
+        return self.module(path) if inside else ""
+
     def attribute(self, name: str) -> str:
         """The line that puts a parameter of this name into a list, a dict or an object among a module's attributes."""
         return _text(self._attributes.get(name)) or self.module(name.rpartition(".")[0])
@@ -133,8 +142,9 @@ class MadeAt:
             self._last.setdefault(LRScheduler, noted.trainer)
 
 
-def line_of(part: Part, names: Sequence[str], evidence: Evidence) -> str:
-    """The line that made a part of the loop: the one that belongs to the first parameter among these names."""
+def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
+    """The line that made a part of the loop: the one that belongs to the first parameter among the finding's names."""
+    names = finding.culprits
     record, made = evidence.run(), evidence.shared(MadeAt.of)
     known = {p.name: p for p in record.parameters}
     own = [name for name in names if name in known]
@@ -150,6 +160,7 @@ def line_of(part: Part, names: Sequence[str], evidence: Evidence) -> str:
         "loader": made.loader,
         "cast": lambda: made.cast(own),
         "module": lambda: made.module(owner) if owner else "",
+        "layer": lambda: made.layer_of(finding),
         "backward": lambda: next((str(b.place) for b in record.backwards()), ""),
     }
     return lines[part]()

@@ -119,6 +119,8 @@ _CAUSE_OF = {
 }
 """What keeps rows apart: the cause that this proves, and in words."""
 
+_PROVEN = dict(_CAUSE_OF.values())
+
 
 @check(needs={"run"}, causes=CAUSES, rank=30)
 def batch_independence(evidence: Evidence) -> Iterator[Finding]:
@@ -194,5 +196,7 @@ def _finding(found: RowInteraction, cause: str, shown: str, *, level: Level = "f
         shown_by=shown,
         culprits=tuple(dict.fromkeys(o.named for o in found.ops)),
         where=str(op.place) if op else "",
+        change="\n".join(dict.fromkeys(str(o.place) for o in found.ops)) if cause in _PROVEN else "",
+        tried=f"{_PROVEN[cause]} no output depends on another row" if cause in _PROVEN else "",
         smallest=f"{found.rows} rows",
     )

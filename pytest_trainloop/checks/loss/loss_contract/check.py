@@ -60,6 +60,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.finding import code_of
 from pytest_trainloop.registry import Cause, check
 
 if TYPE_CHECKING:
@@ -84,24 +85,24 @@ CAUSES = {
         proof="the scores come from a softmax or a sigmoid, or sum to 1 in every row of every call",
         repair="give the loss the scores as they are: it takes the log-softmax or the sigmoid itself",
         explains=(*LEARNING, *_NO_SLOPE),
-        change=("seen",),
+        change=("layer", "seen"),
     ),
     "log_probabilities_as_logits": Cause(
         proof="the scores come from log_softmax: harmless to cross_entropy",
         repair="leave log_softmax out, or use nll_loss",
-        change=("seen",),
+        change=("layer", "seen"),
     ),
     "activation_on_logits": Cause(
         proof="the scores come from a function without values on one side of zero, or of a narrow range",
         repair="leave the activation out after the last layer",
         explains=(*LEARNING, *_NO_SLOPE),
-        change=("seen",),
+        change=("layer", "seen"),
     ),
     "dropout_on_logits": Cause(
         proof="dropout lies between the last layer and the loss",
         repair="put the dropout before the last layer",
         explains=LEARNING,
-        change=("seen",),
+        change=("layer", "seen"),
     ),
     "temperature_inverted": Cause(
         proof="dot products of unit vectors times less than one half, or distillation with scores times more than 1",
@@ -337,6 +338,7 @@ CAUSES = {
 
 @check(needs={"run"}, causes=CAUSES, rank=10, instrument=INSTRUMENT)
 def loss_contract(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.checks.loss.loss_contract.adapted import adapted
     from pytest_trainloop.checks.loss.loss_contract.recorder import LossCallRecorder
     from pytest_trainloop.runs.weight_origins import pretrained
 
@@ -351,6 +353,7 @@ def loss_contract(evidence: Evidence) -> Iterator[Finding]:
             reported.add(key)
             # pretrained weights may be made to unlearn
             meant = finding.cause == "sign_flipped" and finding.level == "fault" and evidence.shared(pretrained)
-            yield replace(finding, level="advice") if meant else finding
+            repair = adapted(finding.cause, code_of(finding.where), finding.repair or CAUSES[finding.cause].repair)
+            yield replace(finding, repair=repair, level="advice" if meant else finding.level)
     if not reported and recorder.unread:
         raise CannotDecide(f"a call of a loss function could not be judged: {recorder.unread[0]}")
