@@ -100,7 +100,7 @@ def test_little_time_changes_no_verdict_but_to_a_skip():
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("timeout", TIMEOUTS)
-@pytest.mark.parametrize("name", [*FAULTY[:2], *FAULTY[3:6], "generator_at_module_level", *CORRECT[:2]])
+@pytest.mark.parametrize("name", [*FAULTY[:2], *FAULTY[3:6], *CORRECT[:2]])
 def test_little_time_changes_no_verdict_but_to_a_skip_in_every_check(name, timeout):
     assert_only_skipped(name, None, [timeout])
 

@@ -165,10 +165,13 @@ def _in_children(plan: RunPlan, run: Callable[[RunPlan], Record]) -> tuple[bytes
     """Digests of the run as two children make it from the same state; None where a process cannot be forked safely."""
     if not hasattr(os, "fork") or (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
         return None
-    digests = [_in_child(lambda: _digest(run(plan)), plan.timeout) for _ in range(2)]
-    if LATE in digests:
-        raise TimeRanOut(0, plan.timeout, where=" of a run in a process of its own")
-    return None if None in digests else (digests[0] or b"", digests[1] or b"")
+    digests = []
+    for _ in range(2):
+        digest = _in_child(lambda: _digest(run(plan)), plan.timeout)
+        if digest == LATE:
+            raise TimeRanOut(0, plan.timeout, where=" of a run in a process of its own")
+        digests.append(digest or b"")
+    return None if b"" in digests else (digests[0], digests[1])
 
 
 def _in_child(work: Callable[[], bytes], seconds: float) -> bytes | None:

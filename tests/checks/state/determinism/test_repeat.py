@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ import torch
 from torch import nn
 
 from pytest_trainloop import TrainLoop
+from pytest_trainloop.checks.state.determinism import repeat
 from pytest_trainloop.checks.state.determinism.repeat import first_difference, repetition
+from pytest_trainloop.errors import TimeRanOut
 from pytest_trainloop.recording.events import Backward, Step, TensorSample
 from pytest_trainloop.runs.evidence import Evidence
 from tests.helpers.record_builder import RecordBuilder
@@ -131,3 +134,28 @@ def test_the_settings_of_torch_are_restored():
     before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     evidence(unordered).shared(repetition)
     assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before
+
+
+def out_of_time():
+    raise TimeRanOut(3, 1.0)
+
+
+@pytest.mark.parametrize(("work", "seconds"), [(out_of_time, 60.0), (lambda: time.sleep(60), 0.1)])
+def test_a_child_whose_time_runs_out_leaves_the_source_undecided(monkeypatch, work, seconds):
+    asked = itertools.count()
+
+    def make():
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def fit(batches):
+            for x in batches:
+                (model(x) * next(asked)).sum().backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=torch.randn(4, 3), fit=fit)
+
+    in_child = repeat._in_child
+    monkeypatch.setattr(repeat, "_in_child", lambda _work, _seconds: in_child(work, seconds))
+    with pytest.raises(TimeRanOut, match="of a run in a process of its own"):
+        repetition(Evidence(make))
