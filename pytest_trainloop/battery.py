@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.errors import (
     BrokenCheck,
+    BrokenRun,
     CannotDecide,
     DoesNotApply,
     TimeRanOut,
@@ -164,6 +165,8 @@ class Subject:
                 reason.__cause__ = reason.__context__ = None
             except UsageError:
                 raise
+            except BrokenRun as error:
+                self._verdicts[key] = _reported(check, f"{error}; please report it")
             except Exception as error:
                 self._verdicts[key] = _broken(check, error)
         return self._verdicts[key]
@@ -187,7 +190,10 @@ class Subject:
 
     def _raised_in_fit(self, check: Check, evidence: Any) -> UserError | None:
         """The exception that ended ``fit``, where no check found its cause."""
-        raised = evidence.run().raised if check.subject == "loop" and "run" in evidence.offers else None
+        try:
+            raised = evidence.run().raised if check.subject == "loop" and "run" in evidence.offers else None
+        except BrokenRun:
+            return None  # this package made it raise
         if raised is None or self._explained_elsewhere(check, evidence):
             return None
         stage = "fit" if "fit" in evidence.offers else "TrainLoop.loss"
@@ -332,6 +338,10 @@ def _broken(check: Check, error: Exception) -> CannotDecide | UserError:
         return raised
     last = traceback.extract_tb(error.__traceback__)[-1]
     at = f"{Path(last.filename).name}:{last.lineno}"
-    reason = f"a mistake in this check, not in the loop: {raised.summary} ({at}); please report it"
+    return _reported(check, f"a mistake in this check, not in the loop: {raised.summary} ({at}); please report it")
+
+
+def _reported(check: Check, reason: str) -> CannotDecide:
+    """A skip for a mistake of this package, with a warning."""
     warnings.warn(f"{check.name} could not be judged; {reason}", BrokenCheck, stacklevel=2)
     return CannotDecide(reason)

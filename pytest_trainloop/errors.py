@@ -7,6 +7,7 @@
 ``TimeRanOut``            a run took longer than ``--trainloop-timeout``; the check that needed it is skipped
 ``CannotDecide``          a check's way to skip, with a reason a user can act on
     ``DoesNotApply``      the loop does not pose the check's question
+``BrokenRun``             fit raised because of what this package put around it: a mistake of ours
 ``Unreliable``            two identical runs differ where the check needs them equal
 ``BrokenCheck``           the warning that a check of this package raised; the check is skipped
 """
@@ -85,6 +86,11 @@ class DoesNotApply(CannotDecide):
 
 class Unreliable(Exception):
     """Raised inside a check when two identical runs of the loop differ where they must be equal."""
+
+
+class BrokenRun(Exception):
+    """Raised inside a check when ``fit`` raised in a run of this package and comes back without what is put around it:
+    the check is skipped, as one that raised itself."""
 
 
 class BrokenCheck(UserWarning):

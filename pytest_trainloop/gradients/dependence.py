@@ -162,7 +162,9 @@ def _groups(evidence: Evidence, names: Sequence[str]) -> list[list[str]]:
 
 
 def _runs_in_double(evidence: Evidence, names: Sequence[str]) -> bool:
-    record = evidence.rerun(prepare=mover((), False), enough=until_stepped(evidence, names), double=True)
+    record = evidence.rerun(
+        prepare=mover((), False), enough=until_stepped(evidence, names), double=True, may_raise=True
+    )
     native = evidence.run().raised
     return record.double and (record.raised is None or (native is not None and record.raised.kind == native.kind))
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from pytest_trainloop.recording.as_caller import as_caller
 from pytest_trainloop.recording.autocast import autocast
 from pytest_trainloop.recording.events import Arrival, Backward, Root
 from pytest_trainloop.recording.function_mode import is_aside
@@ -63,15 +64,15 @@ class Gradients:
         """Call ``backward`` or ``grad`` of autograd, and record the pass."""
         watch = self._watch
         if watch.backward is not None or is_aside() or is_traced():
-            return function(*args, **kwargs)
+            return as_caller(function, args, kwargs)
         args, kwargs = tuple(map(_listed, args)), {name: _listed(value) for name, value in kwargs.items()}
         roots = _roots(args, kwargs)
         if roots and not any(has_values(t) or is_functorch(t) for t in roots):  # nothing trains on them
-            return function(*args, **kwargs)
+            return as_caller(function, args, kwargs)
         with watch.suspended():
             event = self._open(kind, args, kwargs)
         try:
-            return function(*args, **kwargs)
+            return as_caller(function, args, kwargs)
         finally:
             event.until = watch.tick()
             watch.backward = None

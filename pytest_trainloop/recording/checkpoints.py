@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
+from pytest_trainloop.recording.as_caller import as_caller
 from pytest_trainloop.recording.events import CheckpointCall
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import apply_of, checkpoint_generators
@@ -41,7 +42,7 @@ class Checkpoints:
         def opened(*args: Any, **kwargs: Any) -> Any:
             given = bound(original, args, kwargs).arguments
             self._note(given["args"], reentrant=False, preserves=given["preserve_rng_state"])
-            return original(*args, **kwargs)
+            return as_caller(original, args, kwargs)
 
         return opened
 

@@ -15,6 +15,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from pytest_trainloop.recording.as_caller import as_caller
 from pytest_trainloop.recording.torch_internals import DispatchMode, is_traced
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class FunctionMode(TorchFunctionMode):
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the call gives. Its caller is two frames up. ``name`` is "__get__" where an attribute is read."""
-        return func(*args, **kwargs)
+        return func(*args, **kwargs) if name == "__get__" else as_caller(func, args, kwargs)
 
 
 class OperationMode(DispatchMode):  # type: ignore[no-untyped-call]

@@ -11,6 +11,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from pytest_trainloop.recording.as_caller import as_caller
 from pytest_trainloop.recording.events import ScalerCall, SchedulerStep
 from pytest_trainloop.recording.source import here
 
@@ -38,7 +39,7 @@ class Schedules:
                 self._note(scheduler, args, kwargs)
             self._depth += 1
             try:
-                return original(scheduler, *args, **kwargs)
+                return as_caller(original, (scheduler, *args), kwargs)
             finally:
                 self._depth -= 1
 
@@ -121,7 +122,7 @@ class Scalers:
 
     def _scale(self, original: Callable[..., Any], scaler: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         with self._call(scaler, "scale") as call:
-            out = original(scaler, outputs, *args, **kwargs)
+            out = as_caller(original, (scaler, outputs, *args), kwargs)
         given = outputs if isinstance(outputs, (list, tuple)) else [outputs]
         first = next((t for t in given if isinstance(t, torch.Tensor)), None)
         if first is not None and call.enabled:
@@ -132,18 +133,18 @@ class Scalers:
 
     def _unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
         with self._call(scaler, "unscale", optimizer):
-            return original(scaler, optimizer)
+            return as_caller(original, (scaler, optimizer), {})
 
     def _step(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         before = self._watch.record.steps
         with self._call(scaler, "step", optimizer) as call:
-            out = original(scaler, optimizer, *args, **kwargs)
+            out = as_caller(original, (scaler, optimizer, *args), kwargs)
             call.stepped = self._watch.record.steps > before
         return out
 
     def _update(self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
         with self._call(scaler, "update"):
-            return original(scaler, *args, **kwargs)
+            return as_caller(original, (scaler, *args), kwargs)
 
 
 def _around(watched: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

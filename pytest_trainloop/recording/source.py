@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.paths import FIT_CALLER, PACKAGE
+from pytest_trainloop.recording.as_caller import is_stand_in
 from pytest_trainloop.recording.events import Place, Site
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def here() -> tuple[Place, Site]:
         if filename == FIT_CALLER:
             break  # whoever called fit is no part of the loop
         rank = layer(filename)
-        if rank:
+        if rank and not is_stand_in(frame.f_code):
             if len(site) < _SITE_DEPTH:
                 site.append((filename, frame.f_lineno))
             if rank == 2 and place is None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.nn.functional as F
 
+from pytest_trainloop.recording.as_caller import as_caller
 from pytest_trainloop.recording.events import GradWrite, LossCall, Place
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
 from pytest_trainloop.recording.source import frames_called, here
@@ -62,11 +63,13 @@ class Functions(FunctionMode):
             self._on = False
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._active or (name == "__get__" and getattr(func, "__self__", None) not in _READ):
+        if name == "__get__" and getattr(func, "__self__", None) not in _READ:
             return func(*args, **kwargs)
+        if not self._active:
+            return as_caller(func, args, kwargs)
         watch = self._watch
         if watch.thread.stepping and self._inside_step(name, func, args):
-            return self._read(func, args, kwargs) if name == "__get__" else func(*args, **kwargs)
+            return self._read(func, args, kwargs) if name == "__get__" else as_caller(func, args, kwargs)
         kind = _kind(name)
         if kind == "get":
             return self._read(func, args, kwargs)
@@ -79,12 +82,12 @@ class Functions(FunctionMode):
         elif kind == "wary":
             watch.record.wary = True
         elif kind == "number":
-            out = func(*args, **kwargs)
+            out = as_caller(func, args, kwargs)
             watch.record.wary = watch.record.wary or (isinstance(out, float) and not math.isfinite(out))
             return out
         elif kind == "autograd" and func in watch.gradients.originals:
             return watch.gradients.during(watch.gradients.originals[func], func, args, kwargs)
-        return func(*args, **kwargs)
+        return as_caller(func, args, kwargs)
 
     def _inside_step(self, name: str, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         """Whether a step is still under way: an exception may have ended it, and the loop gone on to ``zero_grad``.
@@ -103,7 +106,7 @@ class Functions(FunctionMode):
 
     def _read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Remember which tensors are gradients: every in-place write begins with reading ``.grad``."""
-        out = func(*args, **kwargs)
+        out = as_caller(func, args, kwargs)
         owner = getattr(func, "__self__", None)
         if owner is _GRAD:
             index = self._watch.table.index(args[0])
@@ -147,14 +150,14 @@ class Functions(FunctionMode):
         targets = args[0] if isinstance(args[0], (list, tuple)) else (args[0],)
         written = {i: t for t in targets if (i := self._parameter_of(t)) is not None}
         if not written or name == UNSCALING:
-            return func(*args, **kwargs)
+            return as_caller(func, args, kwargs)
         if name in ZEROING or (name == "fill_" and args[1:] == (0,)):
             self._note("zero", list(written), "zero_grad" if frames_called("zero_grad", 7) else name)
-            return func(*args, **kwargs)
+            return as_caller(func, args, kwargs)
         clip = frames_called("clip_grad_norm_", 9) or frames_called("clip", 9)
         if clip is None:
             self._note("altered", list(written), name)
-            return func(*args, **kwargs)
+            return as_caller(func, args, kwargs)
         return self._clip(clip, written, func, args, kwargs)
 
     def _clip(
@@ -164,7 +167,7 @@ class Functions(FunctionMode):
         limit = frame.f_locals.get("max_norm", frame.f_locals.get("clip_value"))
         with watch.suspended():
             before = {i: watch.reader.sample(t) for i, t in written.items()}
-        out = func(*args, **kwargs)
+        out = as_caller(func, args, kwargs)
         event = self._note("clipped", list(written), frame.f_code.co_name)
         with watch.suspended():
             event.limit = float(limit) if isinstance(limit, (int, float)) else event.limit
@@ -196,7 +199,7 @@ class Functions(FunctionMode):
 
     def _loss(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watch = self._watch
-        out = func(*args, **kwargs)
+        out = as_caller(func, args, kwargs)
         with watch.suspended():
             given = args[0] if args else kwargs.get("input")
             target = args[1] if len(args) > 1 else kwargs.get("target")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from pytest_trainloop.recording.as_caller import as_caller
 from pytest_trainloop.recording.events import ModeCall
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import DROPOUT_MODULES, NORM_MODULES
@@ -32,11 +33,11 @@ class Modes:
         @functools.wraps(original)
         def train(module: nn.Module, mode: bool = True) -> Any:
             if getattr(self._inside, "depth", 0):
-                return original(module, mode)
+                return as_caller(original, (module, mode), {})
             self._inside.depth = 1
             try:
                 self._note(module, mode)
-                return original(module, mode)
+                return as_caller(original, (module, mode), {})
             finally:
                 self._inside.depth = 0
 

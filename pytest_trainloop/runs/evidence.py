@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pytest_trainloop.errors import CannotDecide, TimeRanOut, UsageError
+from pytest_trainloop.errors import BrokenRun, CannotDecide, TimeRanOut, UsageError
 from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.recording.events import Backward
 from pytest_trainloop.recording.watch import FULL_ROUNDS
+from pytest_trainloop.runs import own_exceptions
 from pytest_trainloop.runs.build import Make, build, require_fresh, require_on_cuda
 from pytest_trainloop.runs.process_state import preserved
 from pytest_trainloop.runs.run import ENOUGH_ROUNDS, READ_AHEAD_BUDGETS, RunPlan, run, stepless
@@ -58,7 +59,7 @@ class Evidence:
         self._on_cuda = device == "cuda"
         self._fixed = {self.knobs["device"]: device} if device is not None and "device" in self.knobs else {}
         self._records: dict[tuple[tuple[str, Any], ...], Record] = {}
-        self._refused: dict[object, UsageError | TimeRanOut] = {}
+        self._refused: dict[object, UsageError | TimeRanOut | BrokenRun] = {}
         self._plans: dict[tuple[tuple[str, Any], ...], RunPlan] = {}
         self._shared: dict[Callable[..., Any], Any] = {}
         self._declared: dict[str, Any] = {}
@@ -95,7 +96,7 @@ class Evidence:
         if key not in self._records:
             try:
                 self._records[key] = self._long_enough(key, self._plan(knobs))
-            except (TimeRanOut, UsageError) as refusal:
+            except (TimeRanOut, UsageError, BrokenRun) as refusal:
                 self._refused[key] = refusal
                 raise
         return self._records[key]
@@ -108,8 +109,23 @@ class Evidence:
         return self._plans[()]
 
     def rerun(self, plan: RunPlan | None = None, /, **changes: Any) -> Record:
-        """A further run, by the plan of the watched run or another one, with these of its fields replaced."""
-        plan = replace(self.plan() if plan is None else plan, **changes)
+        """A further run, by the plan of the watched run or another one, with these of its fields replaced.
+
+        Raises as ``require_returned`` does, unless the plan says that it may raise.
+        """
+        plan = replace(self.plan() if plan is None else plan, **changes, further=True)
+        record = self._made(plan)
+        if not plan.may_raise:
+            self.require_returned(plan, record)
+        return record
+
+    def require_returned(self, plan: RunPlan, record: Record) -> None:
+        """Raise ``CannotDecide`` or ``BrokenRun`` where ``fit`` raised in this run and not in the watched one."""
+        key = next((key for key, known in self._plans.items() if known.knobs == plan.knobs), None)
+        if record.raised is not None and key in self._records:
+            own_exceptions.require_returned(self.make, plan, record, self._records[key])
+
+    def _made(self, plan: RunPlan) -> Record:
         record = run(self.make, plan)
         if plan.own_steps:
             self.own_steps += record.steps
@@ -122,8 +138,8 @@ class Evidence:
         if kind not in self._shared:
             try:
                 self._shared[kind] = kind(self)
-            except TimeRanOut as late:
-                self._refused[kind] = late
+            except (TimeRanOut, BrokenRun) as refusal:
+                self._refused[kind] = refusal
                 raise
         made: T = self._shared[kind]
         return made
@@ -165,14 +181,16 @@ class Evidence:
 
     def _long_enough(self, key: tuple[tuple[str, Any], ...], plan: RunPlan) -> Record:
         """The run, made again with more batches where it read ahead or accumulated over more than it was given."""
-        record = self.rerun(plan)
+        record = self._made(plan)
         for count in READ_AHEAD_BUDGETS:
             if record.steps >= ENOUGH_ROUNDS or stepless(record) or not _could_step(record):
                 break
             if record.raised is not None and not record.cut_short:
                 break
             plan = replace(plan, count=count, read_ahead=None)
-            record = self.rerun(plan)
+            record = self._made(plan)
+        if record.raised is not None:
+            own_exceptions.require_own(self.make, plan, record.raised)
         self._plans[key] = plan
         return record
 

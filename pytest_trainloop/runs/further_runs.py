@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def float64_run(evidence: Evidence) -> Record:
     """The watched run in float64."""
-    return evidence.rerun(double=True)
+    return evidence.rerun(double=True, may_raise=True)
 
 
 def longer_run(evidence: Evidence) -> Record:

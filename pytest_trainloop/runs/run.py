@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +80,16 @@ class RunPlan:
     """The seed of ``fit``, where it is another than that of building."""
     fit: Callable[[TrainLoop], Callable[[Any], Any]] = lambda loop: fit_of(loop)
     """Gives the function that is run in place of the project's own loop."""
+    may_raise: bool = False
+    """Whether the check judges an exception that leaves ``fit``; else one that the watched run does not raise ends the
+    check (``own_exceptions``)."""
+    varied: str = ""
+    """What the contexts change of the loop on purpose, in words as "with a higher learning rate": ``fit`` may raise for
+    that."""
+    varying: Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]] | None = None
+    """These changes alone, without what looks at the run."""
+    further: bool = False
+    """Whether the watched run was made before: this one shows no warnings."""
     own_steps: bool = True
     """Whether the steps are the loop's own, and counted as such."""
 
@@ -99,6 +110,8 @@ def run(make: Make, plan: RunPlan) -> Record:
 
 def _run(make: Make, plan: RunPlan) -> Record:
     with preserved(), modes_kept(), contextlib.ExitStack() as precision:
+        if plan.further:
+            _show_no_warnings(plan)
         torch.set_grad_enabled(True)
         wide = precision.enter_context(double_precision()) if plan.double else None
         precision.enter_context(plan.around())
@@ -165,6 +178,19 @@ def _run(make: Make, plan: RunPlan) -> Record:
         how = "fit came back without taking a batch; it must iterate over the batches it is given"
         raise loop.located(UsageError(how))
     return record
+
+
+def _show_no_warnings(plan: RunPlan) -> None:
+    """Until the warning filters are restored.
+
+    Warnings of the loop's own data were shown in the watched run, and act as they did there: a filter may make them
+    errors. Those of what a check gives the loop are none of the user's.
+    """
+    warnings.showwarning = lambda *_args, **_kwargs: None
+    as_it_is = RunPlan()
+    own = plan.items is None and plan.stream is None and plan.prepare is as_it_is.prepare and not plan.double
+    if not own:
+        warnings.simplefilter("ignore")
 
 
 def stepless(record: Record) -> bool:

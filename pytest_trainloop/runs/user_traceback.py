@@ -42,7 +42,18 @@ def _text(error: BaseException) -> str:
 
 
 def _strip(shown: traceback.TracebackException) -> None:
-    kept = [frame for frame in shown.stack if not _ours(frame.filename)]
+    kept: list[traceback.FrameSummary] = []
+    after_ours = False
+    for frame in shown.stack:
+        if _ours(frame.filename):
+            after_ours = True
+            continue
+        known = [tuple(before)[:3] for before in kept[-2:]]  # the line, and the function of torch that it calls
+        if after_ours and (same := tuple(frame)[:3]) in known:  # such a frame stands in for its caller (as_caller)
+            del kept[len(kept) - len(known) + known.index(same) + 1 :]
+        else:
+            kept.append(frame)
+        after_ours = False
     shown.stack = traceback.StackSummary.from_list(kept)
     for linked in (shown.__cause__, shown.__context__):
         if linked is not None:

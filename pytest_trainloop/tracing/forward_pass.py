@@ -117,8 +117,26 @@ class ForwardPass(WatchingMode):
         WatchingMode.__init__(self)
 
     def plan(self, base: RunPlan, **changed: Any) -> RunPlan:
-        """The run of this pass: until the first step."""
-        return replace(base, prepare=moved_a_little, contexts=self.contexts, enough=_over, **changed)
+        """The run of this pass: until the first step. ``fit`` may raise after what is judged."""
+        if self.eval_mode:
+            changed = {"varied": "in evaluation mode", "varying": self._modes_only, **changed}
+        return replace(base, prepare=moved_a_little, contexts=self.contexts, enough=_over, may_raise=True, **changed)
+
+    def _modes_only(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        """The pass in evaluation mode, with nothing else of what this class does."""
+
+        def enter(module: nn.Module, _args: Any, _kwargs: Any) -> None:
+            self._depth += 1
+            if self._depth == 1:
+                self._switch_modes(module)
+
+        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+            self._depth -= 1
+            if not self._depth:
+                self._close()
+
+        self._depth = 0
+        return (around_modules([module for _, module in watch.table.named_modules()], enter, leave),)
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
         return (self.watching(watch), self, NoRandomness(self._draws), switched(without))

@@ -14,6 +14,7 @@ import pickle
 import threading
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -585,7 +586,7 @@ def warnings_recorded(project):
         torch.ones(1).std()
         F.softmax(torch.ones(2, 2))
         project.optimizer.zero_grad()
-    return [w.category.__name__ for w in caught]
+    return [(w.category.__name__, Path(w.filename).name, w.lineno) for w in caught]
 
 
 @action("modes")

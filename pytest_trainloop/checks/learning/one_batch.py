@@ -247,6 +247,7 @@ class OneBatch:
             enough=patience.enough,
             contexts=contexts,
             own_steps=own_steps,
+            may_raise=True,
         )
         record = self.run(plan)
         return Curve(tuple(Losses(record).read()), _rates(record), record)

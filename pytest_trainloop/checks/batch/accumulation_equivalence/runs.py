@@ -53,7 +53,7 @@ class Runs:
         ``fit`` raises on them, unless it may."""
         if key not in self._records:
             plan = from_same_start(self._plan_of({"accumulate": accumulate}), self._start, lambda _loop: items())
-            record = self._run_plan(replace(plan, fit_seed=fit_seed, double=self._float64))
+            record = self._run_plan(replace(plan, fit_seed=fit_seed, double=self._float64, may_raise=True))
             if record.raised is not None and self._float64 and not self._records:
                 self._float64, self._start = False, SameStart()
                 return self.made(key, accumulate, items, fit_seed=fit_seed, may_raise=may_raise)

@@ -47,11 +47,11 @@ class LabelRows:
         found = cls()
         for open_inputs in (True, False):
             seen = ForwardPass(at_loss=found._look, open_inputs=open_inputs, draws=frozenset({"randperm"}))
-            record = evidence.rerun(
-                seen.plan(evidence.plan(), before_item=lambda n, item, seen=seen: found._number(seen, n, item))
-            )
+            plan = seen.plan(evidence.plan(), before_item=lambda n, item, seen=seen: found._number(seen, n, item))
+            record = evidence.rerun(plan)
             if found.pairs or record.raised is None:
-                break
+                return found
+        evidence.require_returned(plan, record)
         return found
 
     @property

@@ -52,7 +52,7 @@ class RowPasses:
     """The passes behind ``batch_independence``."""
 
     def __init__(self, evidence: Evidence) -> None:
-        self._seen, self._plan, self._run = evidence.run(), evidence.plan(), evidence.rerun
+        self._seen, self._plan, self._evidence = evidence.run(), evidence.plan(), evidence
         self._own_data = evidence.shared(makes_own_data)
         self._batch_dim = evidence.fresh_loop().batch_dim if self._own_data else None
         self._few: FewRows | None = None
@@ -91,7 +91,10 @@ class RowPasses:
         """What the pass shows, in the first of the ways in which the model returns something to judge."""
         while True:
             judged, ops = self._once(look_closer, changed)
-            if judged.outputs or judged.pairwise or changed or len(self._ways) == 1:
+            if judged.outputs or judged.pairwise or changed:
+                return judged, ops
+            if len(self._ways) == 1:
+                self._evidence.require_returned(*self._last)
                 return judged, ops
             self._ways.pop(0)
 
@@ -130,7 +133,10 @@ class RowPasses:
         seen = ForwardPass(at_end=look, eval_mode=True, open_inputs=open_inputs, **changed)
         if self._own_data:
             seen.at_call, seen.at_loss = take_few, look_at_targets
-        self._run(seen.plan(self._plan if self._own_data else replace(self._plan, stream=stream)))
+            plan = seen.plan(self._plan, varied="with few rows in each call of the model", varying=None)
+        else:
+            plan = seen.plan(replace(self._plan, stream=stream))
+        self._last = plan, self._evidence.rerun(plan)
         return judged, ops
 
 

@@ -52,7 +52,7 @@ class CausalPasses:
     """The passes behind ``causality``."""
 
     def __init__(self, evidence: Evidence) -> None:
-        self._plan, self._run = evidence.plan(), evidence.rerun
+        self._plan, self._evidence = evidence.plan(), evidence
         self._open_inputs = True
 
     def leak(self) -> Leak | None:
@@ -107,10 +107,12 @@ class CausalPasses:
                 open_inputs=open_inputs,
                 replacements=replacements or {},
             )
-            record = self._run(seen.plan(self._plan))
+            plan = seen.plan(self._plan)
+            record = self._evidence.rerun(plan)
             if found.ahead or record.raised is None or replacements:
-                break  # a model may refuse inputs that require a gradient
-            self._open_inputs = False
+                return found
+            self._open_inputs = False  # a model may refuse inputs that require a gradient
+        self._evidence.require_returned(plan, record)
         return found
 
 

@@ -214,7 +214,9 @@ class Edges:
             return itertools.cycle([*([self.batch] if full else []), compose(loop)])
 
         steps = 2 * STEPS if full else STEPS
-        made = replace(plan or self.plan, stream=stream, contexts=contexts, enough=lambda r: r.rounds >= steps)
+        made = replace(
+            plan or self.plan, stream=stream, contexts=contexts, enough=lambda r: r.rounds >= steps, may_raise=True
+        )
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about the shapes and deviations of single values

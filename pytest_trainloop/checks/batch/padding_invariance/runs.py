@@ -372,7 +372,7 @@ class PaddingRuns:
             self._start,
             lambda _loop: [cut(self._batch, self._padded, chosen, count=self._count)] * self._window,
         )
-        plan = replace(plan, double=self._precision == "float64", enough=lambda r: r.rounds >= 1)
+        plan = replace(plan, double=self._precision == "float64", enough=lambda r: r.rounds >= 1, may_raise=True)
         record = self._run_plan(replace(plan, contexts=mode.contexts, fit_seed=fit_seed))
         return record, mode.flow
 

@@ -102,7 +102,7 @@ class InitialRuns:
         """With inputs scaled to unit size, and the root mean square of the largest original one."""
         found, unit = InitialLosses(), UnitInputs()
         contexts = lambda watch: (*unit.contexts(watch), *found.contexts(watch))  # noqa: E731
-        self._evidence.rerun(contexts=contexts, enough=lambda r: r.begun)
+        self._evidence.rerun(contexts=contexts, enough=lambda r: r.begun, varied="with inputs of unit size")
         return found.recorded, unit.largest
 
 

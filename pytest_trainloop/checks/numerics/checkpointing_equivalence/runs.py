@@ -273,6 +273,7 @@ class Checkpointing:
             enough=self._enough,
             double=self._double,
             fit_seed=fit_seed,
+            may_raise=True,
         )
         try:
             record = self._rerun(plan)

@@ -31,7 +31,7 @@ class EnabledScaler:
         device = next((p.device for p in evidence.run().parameters), "cpu").partition(":")[0]
         knobs = plan.knobs if knob is None else {**plan.knobs, knob: HALF}
         self.how = "with a scaler for this device" if knob is None else f"with {knob}={HALF!r}"
-        self._plan = replace(plan, knobs=knobs, around=lambda: scalers_built_with(device=device))
+        self._plan = replace(plan, knobs=knobs, around=lambda: scalers_built_with(device=device), may_raise=True)
         self._record = self._made()
 
     def _made(self) -> Record:

@@ -127,7 +127,7 @@ class RescaledRuns:
         origins = NonFiniteOrigins()
         count = max(tries, self._plan.count)
         with scalers_built_with(init_scale=LOWEST, growth_interval=NEVER):
-            record = self._rerun(contexts=origins.contexts, count=count, enough=enough)
+            record = self._rerun(contexts=origins.contexts, count=count, enough=enough, may_raise=True)
         made = [m for t in traces(record) for m in t.made] if self._begun_at(record, LOWEST) else []
         return AtLowest(len(made), made.count(False), origins.first)
 
@@ -136,7 +136,7 @@ class RescaledRuns:
             return bool(record.steps) and all(len(steps_of(record, o)) >= n for o, n in wanted.items())
 
         with scalers_built_with(init_scale=scale, **{"growth_interval": NEVER, **how}):
-            return self._rerun(enough=enough)
+            return self._rerun(enough=enough, may_raise=True)
 
     def _begun_at(self, record: Record, scale: float) -> bool:
         """Whether every scaler began at this scale (one that was loaded has another), and the run went as before."""

@@ -107,7 +107,7 @@ class WeightAverages:
         trained = {self._record.name(i): self._record.parameters[i] for i in self._record.held}
         wide = _Float64Run()
         contexts = lambda watch: (_entries(watch, wide, {*copies, *trained}), _FirstWrite(watch, wide, set(copies)))  # noqa: E731
-        self._rerun(double=True, contexts=contexts)
+        self._rerun(double=True, contexts=contexts, may_raise=True)
         by_dtype: dict[str, list[LostAverage]] = defaultdict(list)
         for name, copy in copies.items():
             partners = [n for n, p in trained.items() if p.shape == copy.shape]

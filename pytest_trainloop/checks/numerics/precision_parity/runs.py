@@ -108,7 +108,9 @@ class LowPrecisionRuns:
             return choices.complete
 
         plan = replace(self._plan, prepare=self._start, before_item=self._batches.keep, enough=enough)
-        self.record = self._rerun(replace(plan, around=lambda: self._inside(RecordChoices(self._choices))))
+        self.record = self._rerun(
+            replace(plan, around=lambda: self._inside(RecordChoices(self._choices)), may_raise=True)
+        )
 
     @contextlib.contextmanager
     def _inside(self, *modes: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
@@ -129,7 +131,7 @@ class LowPrecisionRuns:
         outer = self._plan.contexts
         plan = replace(self._plan, prepare=self._start, contexts=lambda w: (*outer(w), *contexts(w)))
         enough = lambda record: record.rounds >= 1 or record.skipped >= 1  # noqa: E731
-        return self._rerun(replace(plan, enough=enough, around=self._inside))
+        return self._rerun(replace(plan, enough=enough, around=self._inside, may_raise=True))
 
     @functools.cached_property
     def reference(self) -> Record:
@@ -160,6 +162,7 @@ class LowPrecisionRuns:
             contexts=lambda watch: (*outer(watch), *contexts(watch)),
             enough=lambda record: record.rounds >= 1,
             around=lambda: self._inside(replay, *inner),
+            may_raise=True,
         )
         try:
             record = self._rerun(plan)

@@ -69,6 +69,7 @@ def repetition(evidence: Evidence) -> Repetition:
 
 
 def _repetition(first: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -> Repetition:
+    plan = replace(plan, may_raise=True)  # once and not again is a difference
     difference = first_difference(first, run(plan))
     if difference is None:
         return Repetition(None)
@@ -103,6 +104,9 @@ def first_difference(a: Record, b: Record) -> Difference | None:
             if found := _steps(a, mine, other):
                 return Difference(*found, steps, str(mine.place))
             steps += 1
+    raised = [record.raised for record in (a, b) if record.raised is not None]
+    if len(raised) == 1:
+        return Difference(f"whether fit raises ({raised[0].summary})", "fit", steps, str(raised[0].place))
     return None
 
 

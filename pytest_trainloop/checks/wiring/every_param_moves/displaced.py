@@ -46,4 +46,10 @@ def displaced_run(evidence: Evidence, names: Sequence[str]) -> Record:
 def displaced_run_at_high_lr(evidence: Evidence, names: Sequence[str]) -> Record:
     """A run of five times as many steps in which they start elsewhere, at a far higher learning rate."""
     enough, count = (lambda r: r.rounds >= 5 * FULL_ROUNDS), 5 * evidence.plan().count
-    return evidence.rerun(prepare=displaced(names), contexts=lr_times(RAISED), enough=enough, count=count)
+    return evidence.rerun(
+        prepare=displaced(names),
+        contexts=lr_times(RAISED),
+        enough=enough,
+        count=count,
+        varied="with a higher learning rate",
+    )

@@ -165,4 +165,6 @@ def _traced(
     evidence: Evidence, names: Sequence[str], chosen: Sequence[Candidate] = (), *, nudge: bool = False
 ) -> tuple[Record, Tracer]:
     tracer = Tracer(chosen, nudge=nudge)
-    return evidence.rerun(enough=until_stepped(evidence, names), contexts=tracer.contexts), tracer
+    return evidence.rerun(
+        enough=until_stepped(evidence, names), contexts=tracer.contexts, may_raise=bool(chosen)
+    ), tracer

@@ -81,12 +81,13 @@ def _level(evidence: Evidence, found: Evaluation, first: Record, plan: RunPlan) 
     """
     replaced = LineProbe(found.site, "other results")
     training, evaluating = LineProbe(found.site), LineProbe(found.site, "evaluation mode")
-    other = evidence.rerun(plan, contexts=replaced.contexts)
+    other = evidence.rerun(plan, contexts=replaced.contexts, may_raise=True)
     used = replaced.scored or replaced.taken_out
     if other.raised is not None or not used or not _same_until_steered(first, other):
         return None
-    for probe in (training, evaluating):
-        evidence.rerun(plan, contexts=probe.contexts)
+    evidence.rerun(plan, contexts=training.contexts)
+    if evidence.rerun(plan, contexts=evaluating.contexts, may_raise=True).raised is not None:
+        return None
     if training.same_result(evaluating) or (training.samples and not training.normed):
         return None
     if not replaced.scored and not training.held_out:
@@ -98,7 +99,7 @@ def _level(evidence: Evidence, found: Evaluation, first: Record, plan: RunPlan) 
 def trained_on(evidence: Evidence, site: object, first: Record, plan: RunPlan) -> bool:
     """Whether what the loop backpropagates depends on the results of the forward passes on a line: rollouts, targets
     and pseudo-labels are no evaluation."""
-    other = evidence.rerun(plan, contexts=LineProbe(site, "other results").contexts)
+    other = evidence.rerun(plan, contexts=LineProbe(site, "other results").contexts, may_raise=True)
     return not _same_until_steered(first, other)
 
 
@@ -157,5 +158,5 @@ def declared_evaluation(evidence: Evidence) -> Forward | None:
     if found is None:
         return None
     probe = LineProbe(found.site, "other results")
-    evidence.rerun(plan, contexts=probe.contexts)
+    evidence.rerun(plan, contexts=probe.contexts, may_raise=True)
     return found if probe.scored else None

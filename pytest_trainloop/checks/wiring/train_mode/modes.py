@@ -70,7 +70,7 @@ def in_eval(evidence: Evidence) -> Judged | None:
         found = trained_in_eval(record, kinds.norms, kinds.own_train)
         if found:
             own_data = found.unscored is not None and trained_on(evidence, found.unscored, record, plan)
-            other = evidence.rerun(plan, contexts=_in_training_mode(set(found.modules)))
+            other = evidence.rerun(plan, contexts=_in_training_mode(set(found.modules)), varied="in training mode")
             return Judged(found, _difference(record, other), "advice" if own_data else "fault")
     return None
 
