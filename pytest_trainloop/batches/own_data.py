@@ -55,6 +55,7 @@ def makes_own_data(evidence: Evidence) -> bool:
         before_item=other.note,
         contexts=other.contexts,
         enough=lambda r: other.read or r.rounds >= STEPS or len(r.backwards()) >= LONGEST,
+        may_raise=True,
     )
     if other.read or not other.changed or record.raised is not None:
         return False
