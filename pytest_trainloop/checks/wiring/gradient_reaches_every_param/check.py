@@ -18,7 +18,8 @@ How it decides
     head of another task) is one where the batch holds a target for it, a tensor of that shape that nothing reads. What
     takes no part is a fault where frozen= is given and does not name it, since all else is then declared to train: of
     what no operation used at all (an expert, the head of another task) with batches= or ``frozen=()``. Undeclared, both
-    are advice.
+    are advice. So is a module that ``model=`` names, that is never called and that no loss depends on: a target network
+    that the loop updates, or one that it does not touch at all (an average of weights is updated and not called).
     A zero gradient is a fault where one operation is shown to make it (with that operation passed through, the gradient
     is there), or where the loss has a slope: central differences in float64 with two steps agree, and no hook of the
     project's own is on the gradient. A flat loss is advice: a gate at zero, an expert without tokens. So is a softmax
@@ -117,6 +118,10 @@ CAUSES = {
         repair="x = self.module(x): use what it returns, add its loss, or take the module out of the optimizer",
         explains=(*_PARTS, "input_dependence", *TRAINING),
     ),
+    "module_uncalled": Cause(
+        proof="a module that model= names is never called in training, and no loss depends on it",
+        repair="compute with it what it is for (the goal with the target network), or leave it out of model=",
+    ),
     "frozen_by_mistake": Cause(
         proof="frozen= says what is meant to be frozen, and a layer's weight outside of it does not require grad",
         repair=(
@@ -165,6 +170,7 @@ def gradient_reaches_every_param(evidence: Evidence) -> Iterator[Finding]:
         frozen_by_mistake,
         untrainable_model,
     )
+    from pytest_trainloop.checks.wiring.gradient_reaches_every_param.uncalled_modules import uncalled_modules
 
     record = evidence.run()
     attached = adapters(record)
@@ -178,6 +184,8 @@ def gradient_reaches_every_param(evidence: Evidence) -> Iterator[Finding]:
         return
     if names := frozen_by_mistake(record):
         yield findings.of_frozen_by_mistake(names, record.frozen or ())
+    for name, parameters, moved in uncalled_modules(evidence, record):
+        yield findings.of_uncalled(name, parameters, moved=moved)
     refused = _refused_backward(record)
     if not record.autograd_passes() and not refused:
         raise CannotDecide(f"no backward pass was seen in {record.items} batches")

@@ -261,6 +261,18 @@ def of_unused(names: tuple[str, ...], frozen: Sequence[str] | None) -> Finding:
     )
 
 
+def of_uncalled(name: str, parameters: tuple[str, ...], *, moved: bool) -> Finding:
+    how = "is updated and never called" if moved else "is never called"
+    return Finding(
+        cause="module_uncalled",
+        level="advice",
+        summary=f"{name}, which model= names, {how}: no loss depends on it",
+        measured=f"0 calls in training, and moving its {len(parameters)} parameters does not change the loss",
+        shown_by="no module in it was called, with or without gradients",
+        culprits=(name,),
+    )
+
+
 def _not_declared(names: tuple[str, ...], frozen: Sequence[str]) -> str:
     return f"frozen={tuple(frozen)} declares what does not train, and does not name {them(names)}"
 
