@@ -77,7 +77,6 @@ CAUSES = {
         "what it is among other rows",
         repair="name the axis: squeeze(-1), squeeze(1); or flatten(1), which keeps rows",
         change=("seen",),
-        settle="the project's DataLoader as batches= says whether one row comes: if it does, this is a fault",
     ),
     "leftover_batch": Cause(
         proof="the loader's own last batch ends the loop or makes its weights NaN, and full ones do not",
@@ -198,7 +197,15 @@ def _row_axis_squeezed(edges: Edges, row: SqueezedRow) -> Finding:
         culprits=names,
         where=str(first.place),
         smallest="1 row",
+        repair="" if must_work else f"{CAUSES['row_axis_squeezed'].repair}; {_no_single_row(edges)}",
     )
+
+
+def _no_single_row(edges: Edges) -> str:
+    """What settles it where no batch of one row is known to come."""
+    if edges.ending.leaves_none:
+        return f"drop_last=True, since {edges.ending.rows} rows are left over today and one may be tomorrow"
+    return "the project's DataLoader as batches= says whether one row comes: if it does, this is a fault"
 
 
 def _shape(shape: tuple[int, ...]) -> str:
