@@ -73,6 +73,8 @@ def _described(cause: registry.Cause) -> str:
     lines = [cause.proof]
     if cause.repair:
         lines.append(f"Repair: {cause.repair}")
+    if cause.settle:
+        lines.append(f"Where it may be meant: {cause.settle}")
     if cause.explains:
         lines.append(f"May fail with it: {', '.join(cause.explains)}")
     return "".join(textwrap.indent(textwrap.fill(line, _WIDTH - 4), "    ") + "\n" for line in lines)
@@ -118,6 +120,8 @@ def markdown_page(check: registry.Check) -> str:
         lines.append(f"### `{slug}`\n\n{_sentence(_inline(cause.proof, ()))}\n")
         if cause.repair:
             lines.append(f"*Repair*: {_sentence(_inline(cause.repair, ()))}\n")
+        if cause.settle:
+            lines.append(f"*Where it may be meant*: {_sentence(_inline(cause.settle, ()))}\n")
         if cause.explains:
             lines.append(f"*May fail with it*: {', '.join(_to_page(name) for name in cause.explains)}\n")
     return "\n".join(lines).rstrip() + "\n"
