@@ -49,6 +49,7 @@ def assert_complete(findings: Sequence[Finding]) -> None:
         assert finding.culprits
         assert "\n" not in finding.summary
         assert_readable(finding)
+        assert_headline_is_measured(finding)
         assert Finding.from_json(json.loads(json.dumps(finding.to_json()))) == finding
 
 
@@ -56,6 +57,24 @@ def assert_readable(finding: Finding) -> None:
     """No word at which a reader stops."""
     text = "\n".join((finding.summary, finding.measured, finding.shown_by, finding.repair, finding.do_not))
     assert not (found := STOPPING_WORDS.search(text)), f"{found[0]!r} in: {text}"
+
+
+NUMBER = re.compile(r"(?<![\w.=(\[])(?<!= )(\d+(?:\.\d+)?(?:e[+-]?\d+)?)( ?%| times)?")
+
+
+def assert_headline_is_measured(finding: Finding) -> None:
+    """Shares, factors and decimals of the summary stand in the evidence, or follow from two numbers there."""
+    evidence = " ".join((finding.measured, finding.shown_by, finding.smallest))
+    known = [float(n) for n, _ in re.findall(r"(?<![\w.])(\d+(?:\.\d+)?(?:e[+-]?\d+)?)()", evidence)]
+    for written, unit in NUMBER.findall(re.sub(r"[\w.]*\[[^]]*\]|\b[\w]+\.[\w.]+", "", finding.summary)):
+        if not unit and "." not in written and "e" not in written:
+            continue
+        value = float(written) / (100.0 if "%" in unit else 1.0)
+        rounding = 10 ** -len(written.partition(".")[2]) / (100.0 if "%" in unit else 1.0)
+        quotients = [a / b for a in known for b in known if b]
+        derived = [*known, *(k / 100 for k in known), *quotients, *(1 - q for q in quotients)]
+        close = any(abs(d - value) <= max(rounding, 0.02 * abs(value)) for d in derived)
+        assert close, f"{written}{unit} of the headline is not in: {evidence}"
 
 
 def assert_survives_json(report: Report) -> None:

@@ -132,9 +132,13 @@ def scaled(made: Accumulation, split: Split, wrong: Sequence[Split], factor: flo
     by_count = all(abs(w.windows[0].ratio * w.accumulate**-power - 1) < CLOSE for w in wrong)
     shown = f"the factor is exactly {exact}" if by_count else f"the factor is {factor:.3g}"
     sizes = " and ".join(", ".join(str(w.accumulate) for w in wrong).rsplit(", ", 1))
+    whole = abs(split.windows[0].ratio / factor - 1) < CLOSE
     return Diagnosis(
         "loss_not_divided" if factor > 1 else "divided_twice",
-        f"{split.accumulate} micro-batches give {factor:.2f} times the gradient of the same examples in one batch",
+        f"{split.accumulate} micro-batches give {factor:.2f} times the gradient of the same examples in one batch"
+        if whole
+        else f"{split.accumulate} micro-batches all weigh the same, and in the mean {factor:.2f} times what they do in "
+        "one batch",
         f"{shown} for splits into {sizes}" if len(wrong) == tried else shown,
     )
 

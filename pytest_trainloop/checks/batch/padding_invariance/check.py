@@ -396,7 +396,8 @@ def _finding(
             + ("" if level == "fault" or made.declared else "; if padding must not count, declare padding=Padding(...)")
         ),
         measured=(
-            f"|g| with padding / without = {found.agreement.ratio:.4g}, {direction(found.agreement.cosine)}, "
+            f"relative difference {share(found.agreement.difference)}; |g| with padding / without = "
+            f"{found.agreement.ratio:.4g}, {direction(found.agreement.cosine)}, "
             f"loss {found.losses[0]:.5g} and {found.losses[1]:.5g}, all {found.parameters} parameters, "
             f"{found.precision}"
         ),

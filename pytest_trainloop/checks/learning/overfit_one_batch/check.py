@@ -272,7 +272,7 @@ def _clipped(found: Learning, clip: Clip, helped: Remedy) -> Finding:
     return Finding(
         cause="gradients_clipped_away",
         summary=f"the clip leaves {clip.share:.1g} of the gradient, and the loop does not learn its batch",
-        measured=f"{_reached(found)}; the clip's bound is {clip.limit:g}",
+        measured=f"{_reached(found)}; the clip's bound is {clip.limit:g}, its share {clip.share:.1g}",
         shown_by=f"at {helped.factor:g} times the learning rate the batch is learned in {helped.steps} steps",
         culprits=(clip.by,),
         where=clip.where,

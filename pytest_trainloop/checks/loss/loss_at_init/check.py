@@ -134,7 +134,7 @@ def loss_at_init(evidence: Evidence) -> Iterator[Finding]:
             cause="below_chance",
             level="advice",
             summary=f"{lowest.name} is {lowest.value:.4g} before the first step, below the entropy of its labels",
-            measured=f"entropy {lowest.entropy:.4g}; {lowest.below:.0f} standard errors above the loss",
+            measured=f"loss {lowest.value:.4g}, entropy {lowest.entropy:.4g}: {lowest.below:.0f} standard errors apart",
             shown_by="no step was made yet, and other random weights under four more seeds give it too",
             culprits=(lowest.name,),
             where=lowest.where,

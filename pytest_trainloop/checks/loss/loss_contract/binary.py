@@ -124,7 +124,7 @@ def _imbalance(call: Call, target: torch.Tensor) -> Iterator[Judgement]:
             f"{share:.1%} of the labels given to {call.name} are positive, and no pos_weight is given",
             level="advice",
             in_every_call=True,
-            measured=f"{target.numel()} labels per call",
+            measured=f"{int((target > 0.5).sum())} of {target.numel()} labels of a call",
             shown_by="the targets of every recorded call",
             repair=f"nothing, if that is meant; else pos_weight=negatives / positives (here {1 / share - 1:.0f})",
         )

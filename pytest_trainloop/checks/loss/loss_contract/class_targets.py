@@ -202,7 +202,7 @@ def indices(call: Call) -> Iterator[Judgement]:
             f"the head is {count / top:.0f} times wider than the labels: {count} classes, and no label above {top - 1}",
             level="advice",
             in_every_call=True,
-            measured=f"labels seen up to {top - 1}, classes 0 to {count - 1}",
+            measured=f"{count} classes for labels up to {top - 1}: {count / top:.0f} times {top}",
             shown_by="all targets of the recorded steps",
         )
 

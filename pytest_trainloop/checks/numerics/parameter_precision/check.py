@@ -161,7 +161,7 @@ def _updates(evidence: Evidence, record: Record, counted: Sequence[LostUpdates])
             cause="updates_lost_in_part",
             level="advice",
             summary=f"{number:.0%} of all updates of {notable[0].dtype} weights are lost to rounding",
-            measured=f"{size:.0%} of their summed size; {_one(notable[0])}",
+            measured=f"{number:.0%} of the updates, {size:.0%} of their summed size; {_one(notable[0])}",
             shown_by=_shown_by(notable[0]),
             culprits=tuple(f.name for f in notable),
             where=record.step_line(),
@@ -247,9 +247,9 @@ def _averages(evidence: Evidence, record: Record) -> Iterator[Finding]:
                 f"{verb(found.names, 'move')}: weight {found.weight:.1g} of each update is below its rounding"
             ),
             measured=(
-                f"bit-equal after {record.rounds} steps; {found.names[0]}: an update moves it by at most "
-                f"{found.largest:.1e}, its ULP is {found.ulp:.1e}; it moves once the weight is {found.needed:.1f} "
-                "times its own size away"
+                f"weight {found.weight:.1g}, bit-equal after {record.rounds} steps; {found.names[0]}: an update moves "
+                f"it by at most {found.largest:.1e}, its ULP is {found.ulp:.1e}; it moves once the weight is "
+                f"{found.needed:.1f} times its own size away"
             ),
             shown_by="the same run in float64 moves it by this share of the distance, which this dtype cannot hold",
             culprits=found.names,

@@ -269,7 +269,8 @@ def _backward_under_autocast(made: Sequence[tuple[Record, Again]]) -> Iterator[F
             level="fault" if change else "advice",
             summary="backward() runs inside the autocast block, which "
             + (f"changes the gradient by {change:.1g} of its size" if change else "torch advises against"),
-            measured=f"{len(inside)} of {len(record.backwards())} backward passes under {inside[0].autocast}",
+            measured=f"{len(inside)} of {len(record.backwards())} backward passes under {inside[0].autocast}"
+            + (f"; relative difference of the first gradient {change:.1g}" if change else ""),
             shown_by="with the block ended before backward, and nothing else changed, the first gradient is "
             + ("another one" if change else "the same, bit for bit"),
             culprits=("autocast",),

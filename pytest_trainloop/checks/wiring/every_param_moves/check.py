@@ -181,7 +181,8 @@ def _most_entries(evidence: Evidence, record: Record, low: Sequence[Parameter]) 
             f"each update is below half a ULP of {first.dtype} and rounds away"
         ),
         measured=(
-            f"bit-equal entries of {len(low)} tensor{'s' if len(low) > 1 else ''} after {record.rounds} steps; "
+            f"{lost / sum(sizes.values()):.0%} bit-equal entries of {len(low)} tensor{'s' if len(low) > 1 else ''} "
+            f"after {record.rounds} steps; "
             f"{first.name}: typical update {first.update:.1e}, ULP {first.ulp:.1e}"
         ),
         shown_by="in float64 the largest entry of any step on these tensors is below half a ULP at these values",
