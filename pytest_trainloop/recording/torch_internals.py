@@ -37,6 +37,7 @@ __all__ = [
     "has_step_hooks",
     "has_step_pre_hooks",
     "has_values",
+    "hooks_of",
     "is_functorch",
     "is_initialised",
     "is_patched_by_scheduler",
@@ -250,6 +251,15 @@ def is_patched_by_scheduler(step: Any) -> bool:
     Hides ``_wrapped_by_lr_sched``.
     """
     return bool(getattr(step, "_wrapped_by_lr_sched", False))
+
+
+def hooks_of(tensor: torch.Tensor) -> list[dict[int, Any]]:
+    """The hooks of a tensor by their keys, those on its gradient and those that run once it is added up.
+
+    Hides ``_backward_hooks`` and ``_post_accumulate_grad_hooks``.
+    """
+    found = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return [hooks for hooks in found if hooks]
 
 
 DROPOUT_MODULES = torch.nn.modules.dropout._DropoutNd

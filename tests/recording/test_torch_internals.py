@@ -18,6 +18,7 @@ from pytest_trainloop.recording.torch_internals import (
     has_gradient_hooks,
     has_step_hooks,
     has_step_pre_hooks,
+    hooks_of,
     is_functorch,
     is_initialised,
     is_patched_by_scheduler,
@@ -172,6 +173,17 @@ def test_hooks_of_an_optimizer():
     assert not has_step_pre_hooks(optimizer)
     optimizer.register_step_pre_hook(lambda *_: None)
     assert has_step_pre_hooks(optimizer)
+
+
+def test_hooks_of_a_tensor():
+    weight = nn.Parameter(torch.ones(1))
+    assert hooks_of(weight) == []
+    weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    weight.register_post_accumulate_grad_hook(lambda tensor: None)
+    assert [len(hooks) for hooks in hooks_of(weight)] == [1, 1]
+    hooks_of(weight)[0].clear()
+    weight.sum().backward()
+    assert weight.grad.item() == 1.0
 
 
 def test_what_is_no_optimizer_of_torch():

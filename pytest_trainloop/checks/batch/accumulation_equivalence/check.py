@@ -16,6 +16,12 @@ How it decides
     the first micro-batch is cleared. [.5, .5] against [.52, .48]: a mean of means. Where more than 1e-9 of the whole
     batch's gradient lies outside the span of the g_i, examples interact and nothing is judged: on the loops of our
     tests separable losses leave at most 2e-15 there, others at least 1e-3 (python scripts/span_residuals.py).
+    What the weights do not explain is left out, one thing after another, in two more runs: what the loop writes to
+    gradients between the micro-batches of a window (a clip), what it changes there in an average or target network, in
+    weights, in a statistic, the schedule of the optimizer's options, the hooks on parameters. Where windows and one
+    batch agree without it to rounding, it is the cause. A statistic that a layer keeps of each of its forward passes is
+    no fault: so do batch norms. Rates that differ at the same steps and do not move inside a window are advice: they
+    may be to scale with it. What agrees without none of these is advice too, and says what was ruled out.
     A loop whose gradients differ and whose weights do not is right: its learning rate is scaled to match, or its
     optimizer gathers gradients. Each optimizer is judged by itself: next to one that waits for the end of the window,
     one may step with each micro-batch's own gradient, undivided. Where the factor is 1/k, windows of k whole batches
@@ -38,7 +44,8 @@ Fixed
 
 Known limits
     Losses in which examples interact (contrastive ones) are skipped: the gradients need not be equal. So are loops that
-    draw with python's or numpy's generators. An uneven last window is advice. Without the knob only the declared
+    draw with python's or numpy's generators. An uneven last window is advice. An average that no run calls is looked at
+    where ``TrainLoop.model`` declares it. Without the knob only the declared
     ``loss`` is looked at, for a note.
 
 References
@@ -61,6 +68,7 @@ from pytest_trainloop.checks.batch.accumulation_equivalence.diagnosis import (
     scaled,
     stepped_inside,
 )
+from pytest_trainloop.checks.batch.accumulation_equivalence.inside_window import RULED_OUT, settled
 from pytest_trainloop.checks.batch.accumulation_equivalence.weights import CLOSE, all_equal
 from pytest_trainloop.checks.batch.explained import LEARNING
 from pytest_trainloop.errors import CannotDecide
@@ -122,6 +130,38 @@ CAUSES = {
         explains=LEARNING,
         change=("seen",),
     ),
+    "clipped_inside_window": Cause(
+        proof="with gradients clipped after the last micro-batch of a window only, windows and one batch agree",
+        repair="clip once, after the last micro-batch of a window and before the step",
+        change=("seen",),
+        explains=LEARNING,
+    ),
+    "scheduled_inside_window": Cause(
+        proof="the schedule moves on between the micro-batches of a window; with the optimizer's options held, windows "
+        "and one batch agree",
+        repair="step the scheduler once for each optimizer step, right after it",
+        change=("seen",),
+        explains=LEARNING,
+    ),
+    "averaged_inside_window": Cause(
+        proof="with the average or target network moved once for each step, windows and one batch agree",
+        repair="update the average right after optimizer.step(), not with every micro-batch",
+        change=("seen",),
+        explains=LEARNING,
+    ),
+    "statistic_inside_window": Cause(
+        proof="with the statistic updated once for each step, windows and one batch agree",
+        repair="update it once for each optimizer step, from the whole window",
+        change=("seen",),
+        explains=LEARNING,
+    ),
+    "changed_inside_window": Cause(
+        proof="with what the loop writes to gradients or weights between micro-batches left out, windows and one batch "
+        "agree",
+        repair="do it once, after the last micro-batch of a window and before the step",
+        change=("seen",),
+        explains=LEARNING,
+    ),
     "last_window_lost": Cause(
         proof="the micro-batches after the last full window are never stepped",
         repair="step once more after the loop when a window is open, or drop the remainder on purpose",
@@ -158,7 +198,6 @@ _AT_THE_STEP = ("stepped_inside_window", "carried_over")
 def accumulation_equivalence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.batches.own_data import makes_own_data
     from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation
-    from pytest_trainloop.checks.batch.accumulation_equivalence.shrink import smallest
 
     if "accumulate" not in evidence.knobs:
         yield from _declared_loss(evidence)
@@ -171,14 +210,42 @@ def accumulation_equivalence(evidence: Evidence) -> Iterator[Finding]:
         yield from _counted(evidence, wrong)
         return
     if wrong:
-        found = _explained(evidence, made, wrong, splits)
-        if found is not None:
-            yield found if found.cause == "update_differs" else replace(found, smallest=smallest(made, wrong[0]))
+        yield from _first_cause(evidence, made, wrong, splits)
         return
     yield from _last_window(evidence)
-    moved = [s for s in splits if s.equal and s.updates > CLOSE and s.lr_differs]
+    moved = [s for s in splits if s.equal and s.updates > CLOSE]
     if moved:
-        yield _lr_differs(moved[0])
+        inside = settled(made, moved[0])
+        if inside is not None and inside.finding is not None:
+            yield inside.finding
+        elif inside is None and moved[0].lr_differs:
+            yield _lr_differs(moved[0])
+
+
+def _first_cause(
+    evidence: Evidence, made: Accumulation, wrong: Sequence[Split], splits: Sequence[Split]
+) -> Iterator[Finding]:
+    """What the weights of the micro-batches prove; else what the loop does inside a window, if windows and one batch
+    agree without it."""
+    from pytest_trainloop.checks.batch.accumulation_equivalence.shrink import smallest
+
+    first, found, undecided = wrong[0], None, None
+    try:
+        found = _explained(evidence, made, wrong, splits)
+        if found is None:
+            return
+    except CannotDecide as reason:
+        undecided = reason
+    if found is not None and found.cause != "update_differs":
+        yield replace(found, smallest=smallest(made, first))
+        return
+    inside = None if first.steps_too_early else settled(made, first)
+    if inside is not None:
+        yield from [inside.finding] if inside.finding else []
+    elif undecided is not None:
+        raise undecided
+    elif found is not None:
+        yield found
 
 
 def _counted(evidence: Evidence, wrong: Sequence[Split]) -> Iterator[Finding]:
@@ -197,8 +264,8 @@ def _explained(
     evidence: Evidence, made: Accumulation, wrong: Sequence[Split], splits: Sequence[Split]
 ) -> Finding | None:
     """The first cause that an observation proves; None where the loop brings gradients to a length."""
-    from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import require_windows_of_one_size
     from pytest_trainloop.checks.batch.accumulation_equivalence.knob_use import knob_unused
+    from pytest_trainloop.checks.batch.accumulation_equivalence.windows import require_windows_of_one_size
 
     first = wrong[0]
     if first.steps_too_early:
@@ -242,8 +309,6 @@ def _unprepared(evidence: Evidence, found: Finding) -> Finding:
 
 def _later_window(made: Accumulation, split: Split) -> Finding:
     """The first window is right, the second is not."""
-    if split.lr_differs:
-        return _lr_differs(split)
     excess = made.excess_of_second_window(split)
     if excess and excess.residual < OUTSIDE and min(excess.weights) > CLOSE and all_equal(excess.weights):
         diagnosis = Diagnosis(
@@ -252,6 +317,8 @@ def _later_window(made: Accumulation, split: Split) -> Finding:
             f"the excess is the sum of the first window's micro-batches, with weights {listed(excess.weights)}",
         )
         return _finding(split, diagnosis)
+    if split.lr_differs:
+        return _lr_differs(split)
     raise CannotDecide(
         "the gradients of the first window agree and those of the second do not, for no reason that is known here: "
         "some state besides the weights lives on from window to window"
@@ -313,10 +380,12 @@ def _unexplained(split: Split, weighing: Weighing) -> Finding:
         summary=f"{k} micro-batches give another gradient than the same examples in one batch, {others}",
         measured=f"|g_{k}| / |g_1| = {split.windows[0].ratio:.3f}, {direction(split.windows[0].cosine)}; "
         + (listed_weights(weighing) if within else f"{outside:.1e} of it lies outside the span of their gradients"),
-        shown_by="not determined; ruled out: a wrong factor, cleared micro-batches, a mean of means, random numbers",
+        shown_by="not determined; ruled out: a wrong factor, cleared micro-batches, a mean of means, random numbers, "
+        + RULED_OUT,
         culprits=("loss.backward()",),
         where=split.place,
-        repair="" if within else "look for what runs once for each micro-batch besides the loss: a penalty, a hook",
+        repair="look for what the loop keeps by itself and moves on with every micro-batch: the weight of a term, a "
+        "temperature, a running value",
     )
 
 

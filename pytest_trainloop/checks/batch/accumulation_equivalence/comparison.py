@@ -17,8 +17,15 @@ import torch
 from pytest_trainloop.batches import totals
 from pytest_trainloop.batches.micro_batches import MicroBatches, UncutBatches
 from pytest_trainloop.batches.own_data import makes_own_data
+from pytest_trainloop.checks.batch.accumulation_equivalence.left_out import LeftOut
 from pytest_trainloop.checks.batch.accumulation_equivalence.runs import Runs, bound, precision, separable
-from pytest_trainloop.checks.batch.accumulation_equivalence.weights import Weighing
+from pytest_trainloop.checks.batch.accumulation_equivalence.weights import CLOSE, Weighing
+from pytest_trainloop.checks.batch.accumulation_equivalence.windows import (
+    WINDOWS,
+    agreements,
+    require_steps,
+    worst,
+)
 from pytest_trainloop.errors import CannotDecide, Unreliable
 from pytest_trainloop.gradients.compare import (
     Agreement,
@@ -36,7 +43,6 @@ from pytest_trainloop.gradients.compare import (
     step_count,
     step_place,
     updates_apart,
-    window_sizes,
 )
 from pytest_trainloop.gradients.tolerances import RESEEDED
 from pytest_trainloop.gradients.vectors import Combination, Gradient, combination, consumed, vectors
@@ -44,12 +50,13 @@ from pytest_trainloop.runs.process_state import preserved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
+    from pytest_trainloop.checks.batch.accumulation_equivalence.left_out import Kind
     from pytest_trainloop.nested import Path
     from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
-
-WINDOWS = 2
 
 _Items = Literal["whole", "micro", "copies", "reversed"]
 
@@ -156,9 +163,9 @@ class Accumulation:
             whole = self._run("whole", k, count)
             loop_splits = cuts_by_itself(one, whole, k)
             many = whole if loop_splits else many
-        _require_steps(one, many, k)
+        require_steps(one, many, k)
         judged = [o for o in optimizers(one) if not self._steps_with_each(one, many, o, k, count)]
-        optimizer = max(judged, key=lambda o: _worst(one, many, o))
+        optimizer = max(judged, key=lambda o: worst(one, many, o))
         comparable = many.rounds == one.rounds or moving_steps(many) == moving_steps(one)
         backward = first_backward(many, optimizer)
         return Split(
@@ -170,7 +177,7 @@ class Accumulation:
             steps_expected=step_count(one, optimizer),
             first_window=micro_batches(one, many, optimizer),
             backwards=passes(many, optimizer)[1] // max(1, passes(one, optimizer)[1]),
-            windows=tuple(_agreements(one, many, optimizer)),
+            windows=tuple(agreements(one, many, optimizer)),
             updates=updates_apart(one, many) if comparable else float("inf"),
             lr_differs=learning_rates(one, optimizer, WINDOWS) != learning_rates(many, optimizer, WINDOWS),
             bound=bound(one, many),
@@ -246,6 +253,44 @@ class Accumulation:
         sizes = {key: float(torch.linalg.vector_norm(v)) for key, v in excess.items()}
         steady = all(0.5 < sizes[k, 1] / max(sizes[k, 0], 1e-300) < 2.0 for k in (2, 4))
         return steady and float(torch.linalg.vector_norm(excess[4, 0] - 3 * excess[2, 0])) <= 1e-6 * sizes[4, 0]
+
+    def many(self, split: Split) -> Record:
+        """The run over micro-batches."""
+        return self._many(split)
+
+    def agrees_without(self, split: Split, kind: Kind) -> LeftOut | None:
+        """Whether windows and one batch give the same gradients and the same weights once changes of this kind are left
+        out; what was left out over the micro-batches then, and None where they still differ."""
+        left: list[LeftOut] = []
+
+        def around(record: Record) -> Callable[[Watch], AbstractContextManager[Any]]:
+            number = passes(record, split.optimizer)[1]
+
+            def enter(watch: Watch) -> AbstractContextManager[Any]:
+                left.append(LeftOut(watch, kind, split.optimizer, number))
+                return left[-1].on()
+
+            return enter
+
+        one, many = self._one(split.rows), self._many(split)
+        items: _Items = "whole" if split.loop_splits else "micro"
+        key = self._key(split.accumulate, split.rows, kind)
+        if kind in ("rates", "hooks"):
+            one = self._runs.made(
+                ("one", *key), 1, lambda: self.cut.whole(split.rows), may_raise=True, around=around(one)
+            )
+        many = self._runs.made(
+            (items, *key),
+            split.accumulate,
+            self._items(items, split.accumulate, split.rows),
+            may_raise=True,
+            around=around(many),
+        )
+        if one.raised or many.raised or many.rounds != one.rounds or not left[-1].any:
+            return None
+        found = agreements(one, many, split.optimizer)
+        equal = bool(found) and all(a.difference <= split.bound for a in found)
+        return left[-1] if equal and updates_apart(one, many) <= CLOSE else None
 
     def divides_by_a_constant(self, split: Split) -> bool:
         """Whether a window of k copies of the whole batch gives the one batch's gradient: the loop then divides by a
@@ -331,15 +376,19 @@ class Accumulation:
         self, what: _Items, accumulate: int, count: int, *, fit_seed: int | None = None, again: bool = False
     ) -> Record:
         """The run with the knob at ``accumulate`` over what is made of ``count`` rows."""
-        items: dict[_Items, Callable[[], list[Any]]] = {
+        items = self._items(what, accumulate, count)
+        return self._runs.made(
+            self._key(what, accumulate, count, fit_seed, again), accumulate, items, fit_seed=fit_seed
+        )
+
+    def _items(self, what: _Items, accumulate: int, count: int) -> Callable[[], list[Any]]:
+        made: dict[_Items, Callable[[], list[Any]]] = {
             "whole": lambda: self.cut.whole(count),
             "micro": lambda: self.cut.split(accumulate, count),
             "copies": lambda: [batch for batch in self.cut.whole(count) for _ in range(accumulate)],
             "reversed": lambda: self.cut.reversed(count),
         }
-        return self._runs.made(
-            self._key(what, accumulate, count, fit_seed, again), accumulate, items[what], fit_seed=fit_seed
-        )
+        return made[what]
 
     def _key(self, *key: object) -> tuple[object, ...]:
         return self.cut.valid.order, self.cut.recount, *key
@@ -350,36 +399,3 @@ def _cut(evidence: Evidence) -> MicroBatches:
     kind = UncutBatches if evidence.shared(makes_own_data) else MicroBatches
     with preserved():
         return kind.of(loop, seen, WINDOWS)
-
-
-def require_windows_of_one_size(evidence: Evidence, window: int) -> None:
-    """Windows that grow step by step up to the knob are a warm-up of the batch size: raises ``CannotDecide``."""
-    sizes = window_sizes(evidence.run(accumulate=window))[:-1]  # the last may be what is left of the data
-    if sizes == sorted(sizes) and len(set(sizes)) > 2:
-        shown = ", ".join(map(str, sizes))
-        raise CannotDecide(f"windows grow during training ({shown} backward passes a step): no two runs are comparable")
-
-
-def _require_steps(one: Record, many: Record, k: int) -> None:
-    made, expected = many.steps, one.steps
-    if not any(step_count(one, o) >= WINDOWS for o in optimizers(one)):
-        raise CannotDecide(
-            f"with accumulate=1 the loop made {expected} steps over {WINDOWS} batches, where {WINDOWS} are due"
-        )
-    if made < expected:
-        raise CannotDecide(
-            f"with accumulate={k} the loop made {made} steps over {WINDOWS * k} micro-batches, where {expected} "
-            "are due: it counts its windows in another way, or collects more batches before it steps"
-        )
-
-
-def _agreements(one: Record, many: Record, optimizer: int) -> list[Agreement]:
-    pairs = [(consumed(one, optimizer, n), consumed(many, optimizer, n)) for n in range(WINDOWS)]
-    return [agreement(*vectors([a, b])) for a, b in pairs if a is not None and b is not None]
-
-
-def _worst(one: Record, many: Record, optimizer: int) -> float:
-    """How far the windows differ; infinite where the optimizer stepped another number of times."""
-    if step_count(one, optimizer) != step_count(many, optimizer):
-        return float("inf")
-    return max((a.difference for a in _agreements(one, many, optimizer)), default=0.0)

@@ -9,14 +9,17 @@ import torch
 
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.tolerances import ROUNDING
+from pytest_trainloop.runs.no_randomness import NoRandomness
 from pytest_trainloop.runs.run import RunPlan, canonical
 from pytest_trainloop.runs.same_start import SameStart, from_same_start
 
 if TYPE_CHECKING:
+    import contextlib
     from collections.abc import Callable, Mapping, Sequence
 
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
 
@@ -48,11 +51,14 @@ class Runs:
         *,
         fit_seed: int | None = None,
         may_raise: bool = False,
+        around: Callable[[Watch], contextlib.AbstractContextManager[Any]] | None = None,
     ) -> Record:
         """The run over these items with the knob at ``accumulate``, known by its key. Raises ``CannotDecide`` where
-        ``fit`` raises on them, unless it may."""
+        ``fit`` raises on them, unless it may. ``around`` is entered around ``fit``."""
         if key not in self._records:
             plan = from_same_start(self._plan_of({"accumulate": accumulate}), self._start, lambda _loop: items())
+            if around is not None:
+                plan = replace(plan, contexts=lambda watch: (NoRandomness(), around(watch)))
             record = self._run_plan(replace(plan, fit_seed=fit_seed, double=self._float64, may_raise=True))
             if record.raised is not None and self._float64 and not self._records:
                 self._float64, self._start = False, SameStart()

@@ -318,9 +318,10 @@ def scheduled(each_micro_batch):
 pair(
     "schedule_by_micro_batch",
     "accumulation_equivalence",
-    "update_differs",
-    level="advice",
+    "scheduled_inside_window",
+    where="scheduler.step()",
     culprits=("scheduler.step()",),
     faulty=scheduled(each_micro_batch=True),
     fixed=scheduled(each_micro_batch=False),
+    quick=True,
 )

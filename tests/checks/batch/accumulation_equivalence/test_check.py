@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,6 +50,7 @@ class Windows:
         self, made, weights=(), *, outside=0.0, by_counts=False, carried=None, grows=False, noise=1e-16, **more
     ):
         self._by_a_constant = more.get("by_a_constant", False)
+        self._kind, self._without = more.get("without", ("", None))
         self._made, self._weights, self._outside, self._by_counts = made, weights, outside, by_counts
         self._carried, self._grows, self._noise = carried, grows, noise
 
@@ -67,6 +69,12 @@ class Windows:
 
     def excess_of_second_window(self, _split):
         return self._carried and Combination(*self._carried)
+
+    def many(self, _split):
+        return record([parameter(0, "w")], held=[0], gradients={0: ONE})
+
+    def agrees_without(self, _split, kind):
+        return self._without if kind == self._kind else None
 
     def grows_with_windows(self, _split):
         return self._grows
@@ -192,6 +200,26 @@ def test_a_second_window_that_holds_the_first():
 def test_a_second_window_that_differs_by_the_rate():
     made = split(second=Agreement(1.0, 0.99, 0.01), lr_differs=True)
     assert found(made) == [("update_differs", "advice")]
+
+
+@pytest.mark.parametrize(("by_loop", "expected"), [(True, [("statistic_inside_window", "fault")]), (False, [])])
+def test_a_statistic_is_a_fault_where_the_loop_updates_it_itself(by_loop, expected):
+    left = SimpleNamespace(by_loop=by_loop, place=None)
+    assert found(apart(), (HALVES, (0.2, 0.9)), without=("statistic", left)) == expected
+    assert found(split(second=Agreement(1.0, 0.99, 0.01)), without=("statistic", left)) == expected
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_rates_are_a_fault_where_they_move_inside_a_window(inside):
+    left = SimpleNamespace(by_loop=inside, place=None)
+    made = split(second=Agreement(1.0, 0.99, 0.01), lr_differs=True)
+    expected = ("scheduled_inside_window", "fault") if inside else ("update_differs", "advice")
+    assert found(made, without=("rates", left)) == [expected]
+
+
+def test_hooks_that_every_micro_batch_passes():
+    left = SimpleNamespace(by_loop=False, place=None)
+    assert found(apart(), (HALVES, (0.2, 0.9)), without=("hooks", left)) == [("changed_inside_window", "fault")]
 
 
 def test_a_second_window_that_differs_by_nothing_known_is_skipped():
