@@ -58,6 +58,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pytest_trainloop.checks.batch.accumulation_equivalence.causes import CAUSES, REPAIRS_IN
 from pytest_trainloop.checks.batch.accumulation_equivalence.diagnosis import (
     OUTSIDE,
     Diagnosis,
@@ -70,10 +71,9 @@ from pytest_trainloop.checks.batch.accumulation_equivalence.diagnosis import (
 )
 from pytest_trainloop.checks.batch.accumulation_equivalence.inside_window import RULED_OUT, settled
 from pytest_trainloop.checks.batch.accumulation_equivalence.weights import CLOSE, all_equal
-from pytest_trainloop.checks.batch.explained import LEARNING
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
-from pytest_trainloop.registry import Cause, check
+from pytest_trainloop.registry import check
 from pytest_trainloop.wording import direction, share
 
 if TYPE_CHECKING:
@@ -89,106 +89,6 @@ WINDOW = 4
 NORMALISED = 1e-2
 """How near the lengths of two gradients of one direction are where the loop divides them by their norm plus some
 epsilon. No cause changes a gradient by so little, and no learning rate is set more finely."""
-
-CAUSES = {
-    "loss_not_divided": Cause(
-        proof="every micro-batch, or one term of its loss, weighs k times what it does in one batch",
-        repair="loss = loss / accumulate before backward(); with unequal token counts divide the summed loss by the "
-        "number of all tokens",
-        explains=LEARNING,
-        change=("seen",),
-    ),
-    "divided_twice": Cause(
-        proof="micro-batches weigh 1/k of what they do in one batch, or less with every later one",
-        repair="divide once only: either the loss, or the gradients after the last micro-batch",
-        explains=LEARNING,
-        change=("seen",),
-    ),
-    "only_last_counts": Cause(
-        proof="the first micro-batches of a window weigh nothing",
-        repair="call zero_grad() once for each step, right after it, not once for each micro-batch",
-        explains=LEARNING,
-        change=("seen",),
-    ),
-    "mean_of_means": Cause(
-        proof="all micro-batches weigh the same, where in one batch each weighs by its valid targets",
-        repair="sum the loss over tokens (reduction='sum') and divide by the number of valid targets in the whole "
-        "window",
-        explains=LEARNING,
-        change=("seen",),
-    ),
-    "carried_over": Cause(
-        proof="the second window holds gradients of the first one's micro-batches",
-        repair="call zero_grad() right after every step, before the next micro-batch's backward()",
-        explains=LEARNING,
-        change=("seen",),
-    ),
-    "stepped_inside_window": Cause(
-        proof="a step comes before all micro-batches of the window have had their backward pass",
-        repair="step after the last micro-batch of a window only: if (i + 1) % accumulate == 0; pass the knob on to "
-        "the loop",
-        explains=LEARNING,
-        change=("seen",),
-    ),
-    "clipped_inside_window": Cause(
-        proof="with gradients clipped after the last micro-batch of a window only, windows and one batch agree",
-        repair="clip once, after the last micro-batch of a window and before the step",
-        change=("seen",),
-        explains=LEARNING,
-    ),
-    "scheduled_inside_window": Cause(
-        proof="the schedule moves on between the micro-batches of a window; with the optimizer's options held, windows "
-        "and one batch agree",
-        repair="step the scheduler once for each optimizer step, right after it",
-        change=("seen",),
-        explains=LEARNING,
-    ),
-    "averaged_inside_window": Cause(
-        proof="with the average or target network moved once for each step, windows and one batch agree",
-        repair="update the average right after optimizer.step(), not with every micro-batch",
-        change=("seen",),
-        explains=LEARNING,
-    ),
-    "statistic_inside_window": Cause(
-        proof="with the statistic updated once for each step, windows and one batch agree",
-        repair="update it once for each optimizer step, from the whole window",
-        change=("seen",),
-        explains=LEARNING,
-    ),
-    "changed_inside_window": Cause(
-        proof="with what the loop writes to gradients or weights between micro-batches left out, windows and one batch "
-        "agree",
-        repair="do it once, after the last micro-batch of a window and before the step",
-        change=("seen",),
-        explains=LEARNING,
-    ),
-    "last_window_lost": Cause(
-        proof="the micro-batches after the last full window are never stepped",
-        repair="step once more after the loop when a window is open, or drop the remainder on purpose",
-        change=("seen",),
-    ),
-    "update_differs": Cause(
-        proof="the gradients of the first window agree, and the weights after it do not",
-        repair="look for what weighs or scales each micro-batch alone: a clip inside the window, a weight, a schedule",
-        change=("seen",),
-    ),
-}
-
-_REPAIRS_IN = {
-    ("transformers", "loss_not_divided"): (
-        "the Trainer leaves the division to a model that takes num_items_in_batch, and this one does not divide: sum "
-        "the loss and divide by num_items_in_batch, or set loss_is_scaled_for_ga = False on the Trainer's class"
-    ),
-    ("transformers", "divided_twice"): "do not divide in compute_loss: the Trainer divides already",
-    ("lightning", "divided_twice"): (
-        "do not divide in training_step: a Trainer with accumulate_grad_batches divides what it returns"
-    ),
-    ("accelerate", "divided_twice"): "do not divide before accelerator.backward(loss), which divides",
-    ("accelerate", "stepped_inside_window"): (
-        "with accelerator.accumulate(model): around each micro-batch; outside of it a prepared optimizer always steps"
-    ),
-}
-"""What to change where a framework's code calls backward."""
 
 _AT_THE_STEP = ("stepped_inside_window", "carried_over")
 """Causes that lie at the optimizer's step; the others lie at the backward pass."""
@@ -251,7 +151,7 @@ def _first_cause(
 def _counted(evidence: Evidence, wrong: Sequence[Split]) -> Iterator[Finding]:
     """Of a loop that makes its own data: what the number of its steps shows."""
     from pytest_trainloop.batches.own_data import require_given_data
-    from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import require_windows_of_one_size
+    from pytest_trainloop.checks.batch.accumulation_equivalence.windows import require_windows_of_one_size
 
     early = [s for s in wrong if s.steps_too_early]
     if not early:
@@ -339,7 +239,7 @@ def _finding(split: Split, found: Diagnosis, weighing: Weighing | None = None) -
         shown_by="; ".join(part for part in (found.shown, listed_weights(weighing) if weighing else "") if part),
         culprits=("optimizer.step()",) if at_the_step else ("loss.backward()",),
         where=split.step_place if at_the_step else split.place,
-        repair=found.repair or _REPAIRS_IN.get((split.library, found.cause), ""),
+        repair=found.repair or REPAIRS_IN.get((split.library, found.cause), ""),
     )
 
 

@@ -258,3 +258,40 @@ pair(
     fixed=windowed(after=cool, net=Scaled),
     quick=True,
 )
+
+
+# A number of the loop's own, which nothing but its effect shows: how much a penalty weighs.
+
+
+def annealed(each_micro_batch):
+    def make(accumulate=1):
+        model = mlp(6, 24, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def fit(batches):
+            moved = 0
+            for i, (x, y) in enumerate(batches, start=1):
+                out = model(x)
+                loss = F.cross_entropy(out, y) + min(1.0, moved / 10) * out.square().mean()
+                (loss / accumulate).backward()
+                due = i % accumulate == 0 or i == len(batches)
+                if due:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                moved += due or each_micro_batch
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "penalty_grows_inside_a_window",
+    "accumulation_equivalence",
+    "update_differs",
+    level="advice",
+    mentions=("not determined; ruled out", "a clip, a schedule of the rates", "the weight of a term"),
+    faulty=annealed(each_micro_batch=True),
+    fixed=annealed(each_micro_batch=False),
+    quick=True,
+)
