@@ -23,7 +23,7 @@ How it decides
     A zero gradient is a fault where one operation is shown to make it (with that operation passed through, the gradient
     is there), or where the loss has a slope: central differences in float64 with two steps agree, and no hook of the
     project's own is on the gradient. A flat loss is advice: a gate at zero, an expert without tokens. So is a softmax
-    over the one key of the example batch, unless the project's own batches= have no more, and one number that its clamp
+    over one key, where the batch has no more (a memory that begins with one entry), and one number that its clamp
     holds, in pretrained weights: it may have come there.
 
 Faulty
@@ -354,7 +354,6 @@ def _arrives_as_zero(evidence: Evidence, record: Record, zero: Sequence[Paramete
         op = cut.candidate.op
         one_key = "softmax" in op and not cut.candidate.by_shape  # attention over the one key that the batch has
         one_key = one_key and any(record.reached(p.index) for p in record.parameters)
-        one_key = one_key and "batches" not in evidence.offers
         scalar = op.rstrip("_") in _CLAMPS and all(left[n] == 1 for n in chosen)
         learned = scalar and evidence.shared(pretrained)  # the scale of a trained CLIP has reached its bound
         yield findings.of_zeroed(chosen, cut, one_key=one_key, bound=scalar, learned=learned)

@@ -325,7 +325,7 @@ def of_zeroed(names: tuple[str, ...], cut: Cut, *, one_key: bool, bound: bool, l
     elif constant and "norm" in op:
         repair = "a norm over one entry is always its bias: check the normalised shape"
     if one_key:
-        repair = "give batches= with more than one key; where they have one each too, this is a fault"
+        repair = "give batches= with more than one key; where no batch ever has more, these weights never train"
     elif bound:
         repair = (
             f"initialise it within its bounds; or name it in frozen=({names[0]!r},), if it has reached them for good"
