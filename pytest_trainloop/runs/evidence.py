@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pytest_trainloop.errors import BrokenRun, CannotDecide, TimeRanOut, UsageError
 from pytest_trainloop.loop import TrainLoop
-from pytest_trainloop.recording.events import Backward
 from pytest_trainloop.recording.watch import FULL_ROUNDS
 from pytest_trainloop.runs import own_exceptions
 from pytest_trainloop.runs.build import Make, build, require_fresh, require_on_cuda
@@ -181,7 +180,8 @@ class Evidence:
 
     def _long_enough(self, key: tuple[tuple[str, Any], ...], plan: RunPlan) -> Record:
         """The run, made again with more batches where it read ahead or accumulated over more than it was given."""
-        record = self._made(plan)
+        first = plan, self._made(plan)
+        record = first[1]
         for count in READ_AHEAD_BUDGETS:
             if record.steps >= ENOUGH_ROUNDS or stepless(record) or not _could_step(record):
                 break
@@ -189,6 +189,8 @@ class Evidence:
                 break
             plan = replace(plan, count=count, read_ahead=None)
             record = self._made(plan)
+        if not record.steps and not record.autograd_passes():
+            plan, record = first  # more batches brought nothing
         if record.raised is not None:
             own_exceptions.require_own(self.make, plan, record.raised)
         self._plans[key] = plan
@@ -196,4 +198,6 @@ class Evidence:
 
 
 def _could_step(record: Record) -> bool:
-    return (bool(record.of(Backward)) or record.raised is not None) and not record.moved_outside_steps()
+    """Whether more batches may bring steps: the loop accumulates, reads ahead, or has not begun to train (a replay
+    buffer that fills first)."""
+    return not (record.moved_outside_steps() or (record.changed() and not record.autograd_passes()))

@@ -17,6 +17,8 @@ How it decides
     it assigns, except where one is assigned once and used by every step while backward passes bring others. Momentum
     kept in ``.grad`` is scaled, not identical; SAM moves the weights between backward and zeroing; by-product
     gradients of another network's parameters are cleared unused; batches skipped openly come in no regular windows.
+    A loop trains nothing if 400 batches bring neither backward pass nor step. Weights or buffers that it changes itself
+    (closed forms, evolution), ``autograd.grad`` and tensors besides the model that get gradients excuse it.
 
 Faulty
     >>> for x, y in batches:
@@ -101,6 +103,14 @@ CAUSES = {
         explains=TRAINING,
         change=("seen",),
     ),
+    "nothing_trains": Cause(
+        proof=(
+            "in 400 batches there is no backward pass and no optimizer step, and no weight or buffer of the model "
+            "changes in any other way"
+        ),
+        repair="call loss.backward() and optimizer.step() for each batch that fit is given",
+        explains=TRAINING,
+    ),
     "step_before_backward": Cause(
         proof="the step runs between the forward pass and its backward",
         repair="order: zero_grad(), forward, backward(), step()",
@@ -150,16 +160,20 @@ CAUSES = {
 @check(needs={"fit"}, causes=CAUSES, rank=30)
 def step_order(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.step_order import findings
+    from pytest_trainloop.checks.wiring.step_order.untrained import untrained
     from pytest_trainloop.checks.wiring.step_order.windows import cleared_inside
     from pytest_trainloop.records.gradient_ledger import gradient_ledger
     from pytest_trainloop.records.windows import left_open
 
     record = evidence.run()
     order = list(_call_order(record))
+    if not order and not record.steps and (idle := evidence.shared(untrained)):
+        yield findings.of_step_without_optimizer(idle) if idle.backwards else findings.of_untrained(idle)
+        return
     if not order and not record.backwards() and not record.steps:
         raise CannotDecide(
-            f"no backward pass and no optimizer step was seen in {record.items} batches; an exception swallowed "
-            "inside the loop would look like this"
+            f"no backward pass and no optimizer step was seen in {record.items} batches: weights that change in other "
+            "ways have no order of calls"
         )
     ledger = gradient_ledger(record)
     misused = list(_gradient_use(evidence, record, ledger))

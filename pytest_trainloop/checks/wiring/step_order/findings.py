@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.wiring.step_order.late_backwards import LateBackwards, RefusedBackward
     from pytest_trainloop.checks.wiring.step_order.missing_calls import MissingBackward, MissingStep
     from pytest_trainloop.checks.wiring.step_order.reused_gradients import Kept, Repeated, Stale
+    from pytest_trainloop.checks.wiring.step_order.untrained import Untrained
     from pytest_trainloop.checks.wiring.step_order.windows import ClearedInside
     from pytest_trainloop.recording.events import Raised, ScalerCall
     from pytest_trainloop.recording.record import Record
@@ -28,6 +29,40 @@ def of_missing_backward(found: MissingBackward) -> Finding:
         shown_by="no gradient arrived or was assigned, and every parameter is as it was",
         culprits=("loss.backward()",),
         where=str(found.first.place),
+    )
+
+
+def of_untrained(found: Untrained) -> Finding:
+    many = f"{found.batches} batch{'' if found.batches == 1 else 'es'}"
+    if found.swallowed:
+        shown = f"the exception was raised {found.times} times inside fit, and never left it"
+    elif found.never_reached:
+        shown = "this call of backward() stands in the code that ran, and was never reached"
+    else:
+        shown = "the functions that ran hold no call of backward()" if found.place else ""
+    return Finding(
+        cause="nothing_trains",
+        summary=f"fit trains nothing: no backward pass and no optimizer step in {many}"
+        + (f"; it swallows {found.swallowed}" if found.swallowed else ""),
+        measured=f"0 backward passes, 0 steps, {many}; no weight and no buffer of the model changed",
+        shown_by=shown,
+        culprits=("loss.backward()", "optimizer.step()"),
+        where=str(found.place or ""),
+        repair="let the exception out, and mend what raises it" if found.swallowed else "",
+    )
+
+
+def of_step_without_optimizer(found: Untrained) -> Finding:
+    return Finding(
+        cause="step_missing",
+        summary=(
+            f"{found.backwards} backward passes made gradients, and no optimizer step was made: no optimizer is given, "
+            "and none was seen"
+        ),
+        measured=f"{found.backwards} backward passes, 0 steps; no weight and no buffer of the model changed",
+        shown_by="gradients arrive, no step uses them, and no parameter differs from its start",
+        culprits=("optimizer.step()", *found.parameters),
+        where=str(found.first.place) if found.first else "",
     )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from pytest_trainloop.checks.wiring.step_order.check import step_order
+from pytest_trainloop.checks.wiring.step_order.untrained import untrained
 from pytest_trainloop.records.clips import LOGGED_NORM
 from tests.helpers.record_builder import RecordBuilder
 from tests.helpers.records import FakeEvidence
 
 
 def found(build: RecordBuilder, **how):
-    return list(step_order(FakeEvidence(build.record(**how))))
+    return list(step_order(FakeEvidence(build.record(**how), shared={untrained: None})))
 
 
 def causes(build: RecordBuilder, **how):
