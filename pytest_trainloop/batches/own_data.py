@@ -81,7 +81,8 @@ class _OtherNumbers:
     """Whether any number could be changed."""
     read: bool = False
     """Whether a tensor of theirs reached a model."""
-    _addresses: set[int] = field(default_factory=set)
+    _given: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The tensors of the batches by address, which no other may take meanwhile."""
 
     def stream(self, loop: TrainLoop) -> Iterator[Any]:
         batches = [nested.copy(batch) for batch in first_batches(loop, 1 if loop.batches is None else TAKEN)]
@@ -90,24 +91,24 @@ class _OtherNumbers:
         return itertools.cycle(batches)
 
     def note(self, _number: int, item: Any) -> None:
-        self._addresses |= {t.data_ptr() for t in nested.tensors(item) if t.numel() and not t.is_nested}
+        self._given |= {t.data_ptr(): t for t in nested.tensors(item) if _has_address(t)}
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
         def leave(_module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
-            given = (
-                t
-                for t in nested.tensors((args, kwargs))
-                if has_values(t) and t.layout is torch.strided and not t.is_nested
-            )
-            self.read = self.read or any(t.numel() and t.data_ptr() in self._addresses for t in given)
+            given = (t for t in nested.tensors((args, kwargs)) if has_values(t) and _has_address(t))
+            self.read = self.read or any(t.data_ptr() in self._given for t in given)
 
         return (hooked(after_modules(unless_suspended(watch, leave), with_kwargs=True)),)
+
+
+def _has_address(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and tensor.numel() > 0
 
 
 def _change(tensor: torch.Tensor) -> bool:
     """Put other numbers into a tensor, those that it holds where they differ: on a GPU an id outside of its table ends
     the process."""
-    if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel() or tensor.is_meta:
+    if not _has_address(tensor) or not has_values(tensor):
         return False
     with torch.no_grad():
         before = tensor.detach().clone()
