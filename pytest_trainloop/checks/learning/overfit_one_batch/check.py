@@ -264,7 +264,9 @@ def _too_slow(found: Finding, steps: int) -> Finding:
         found,
         level="fault",
         summary=f"{found.summary}, and steps={steps} declares that it is learned by then",
-        repair="another learning rate, momentum or initialisation, until the batch is learned; or more steps=",
+        repair="another learning rate, momentum or initialisation, until the batch is learned; or more steps="
+        if found.cause == "learns_slowly"
+        else found.repair,
     )
 
 
