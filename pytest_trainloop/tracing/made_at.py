@@ -147,7 +147,8 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
     names = finding.culprits
     record, made = evidence.run(), evidence.shared(MadeAt.of)
     known = {p.name: p for p in record.parameters}
-    own = [name for name in names if name in known]
+    owners = {name.rpartition(".")[0] for name in names if name in {s.name for s in record.statistics}}
+    own = [name for name in names if name in known] or [name for name, p in known.items() if p.owner in owners]
     index = next((o for name in own for o in record.held.get(known[name].index, ())), 0)
     owner = next((known[name].owner for name in own), next((name for name in names if made.module(name)), ""))
     lines: dict[Part, Callable[[], str]] = {

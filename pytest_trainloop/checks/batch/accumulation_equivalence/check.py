@@ -137,6 +137,8 @@ def _first_cause(
     except CannotDecide as reason:
         undecided = reason
     if found is not None and found.cause != "update_differs":
+        if found.cause == "only_last_counts" and "cleared" in found.summary:
+            found = replace(found, change=_clearing(evidence, first.accumulate))
         yield replace(found, smallest=smallest(made, first))
         return
     inside = None if first.steps_too_early else settled(made, first)
@@ -205,6 +207,18 @@ def _unprepared(evidence: Evidence, found: Finding) -> Finding:
         "a prepared optimizer steps once a window inside accelerator.accumulate(model)",
         do_not="count micro-batches by hand: accumulate() does",
     )
+
+
+def _clearing(evidence: Evidence, k: int) -> str:
+    """The line that clears gradients between the first two micro-batches."""
+    from pytest_trainloop.recording.events import GradWrite
+
+    record = evidence.run(accumulate=k)
+    first, second = record.backwards()[:2] if len(record.backwards()) > 1 else (None, None)
+    if first is None or second is None:
+        return ""
+    between = [w for w in record.of(GradWrite) if first.at < w.at < second.at and w.how in ("none", "zero")]
+    return str(between[0].place) if between else ""
 
 
 def _later_window(made: Accumulation, split: Split) -> Finding:

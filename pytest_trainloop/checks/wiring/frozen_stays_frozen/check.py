@@ -97,7 +97,8 @@ CAUSES = {
     ),
     "statistics_drift": Cause(
         proof="the running statistics of a norm whose weights are all frozen change in the training forward pass",
-        repair="call eval() on the frozen part after every train() of the whole model",
+        change=("freeze",),
+        repair="eval() on the frozen part (model.backbone.eval()), after every train() of the whole model",
         explains=("update_ratio",),
     ),
 }
@@ -193,4 +194,5 @@ def _drift(record: Record, level: Level, names: Sequence[str], drift: Drift) -> 
         shown_by="all weights of these norms are frozen through the run, and their statistics differ from the start",
         culprits=tuple(names),
         where=drift.place,
+        change=drift.switched,
     )

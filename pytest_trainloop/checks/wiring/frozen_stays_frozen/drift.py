@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pytest_trainloop.recording.events import ModeCall
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -17,6 +19,8 @@ class Drift:
 
     names: tuple[str, ...]
     place: str
+    switched: str = ""
+    """The ``train()`` before it that put the norm into training mode, if it was called inside ``fit``."""
 
 
 def drifting(record: Record) -> tuple[Drift, Drift]:
@@ -38,8 +42,13 @@ def drifting(record: Record) -> tuple[Drift, Drift]:
 
 def _drift(record: Record, drifted: Sequence[Statistics]) -> Drift:
     owners = {s.owner for s in drifted}
-    place = next((str(f.place) for f in record.root_forwards() if owners & set(f.in_training)), "")
-    return Drift(tuple(s.name for s in drifted), place)
+    forward = next((f for f in record.root_forwards() if owners & set(f.in_training)), None)
+    if forward is None:
+        return Drift(tuple(s.name for s in drifted), "")
+    calls = [c for c in record.of(ModeCall) if c.on and c.at < forward.at]
+    covering = [c for c in calls if not c.below or any(lies_below(record, c.below, owner) for owner in owners)]
+    switched = str(covering[-1].place) if covering else ""
+    return Drift(tuple(s.name for s in drifted), str(forward.place), switched)
 
 
 def _frozen(record: Record, owner: str) -> bool:
