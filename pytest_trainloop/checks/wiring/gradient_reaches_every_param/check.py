@@ -15,11 +15,12 @@ How it decides
     first). No gradient and no dependence is no cut: an expert without tokens, another task's head, LoRA's A in its
     first step, a teacher. Gradients that user code takes by ``torch.autograd.grad`` and assigns count as arrived.
     A result that its module's parent drops is a fault. One that the model gives out beside others (a pooled state, the
-    head of another task) is one where the batch holds a target for it, a tensor of that shape that nothing reads. What
-    takes no part is a fault where frozen= is given and does not name it, since all else is then declared to train: of
-    what no operation used at all (an expert, the head of another task) with batches= or ``frozen=()``. Undeclared, both
-    are advice. So is a module that ``model=`` names, that is never called and that no loss depends on: a target network
-    that the loop updates, or one that it does not touch at all (an average of weights is updated and not called).
+    head of another task) is one where the batch holds a target for it, a tensor of its shape and with a word of its
+    name that nothing reads. What takes no part is a fault where frozen= is given and does not name it, since all else
+    is then declared to train: of what no operation used at all (an expert, the head of another task) with batches= or
+    ``frozen=()``. Undeclared, both are advice. So is a module that ``model=`` names, that is never called and that no
+    loss depends on: a target network that the loop updates, or one that it does not touch at all (an average of weights
+    is updated and not called).
     A zero gradient is a fault where one operation is shown to make it (with that operation passed through, the gradient
     is there), or where the loss has a slope: central differences in float64 with two steps agree, and no hook of the
     project's own is on the gradient. A flat loss is advice: a gate at zero, an expert without tokens. So is a softmax

@@ -1,12 +1,14 @@
 """Which tensor of the batch has the shape of a target for an unused result, and is read by nothing that trains.
 
 A head whose result no loss uses may belong to a task that is not in the batch. Where the batch holds a tensor that fits
-the head's result, and what the loop backpropagates is the same, bit for bit, with other rows in it, the task is there
-and its loss is missing.
+the head's result, bears its name, and makes no difference, bit for bit, to what the loop backpropagates, the task is
+there and its loss is missing. Shape alone is not enough: a policy that is cloned from recorded steps has a head for
+values, and its batch holds the rewards; an id of a camera fits every head that is wide enough.
 """
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
+_ANY = frozenset("weight bias head heads model net module layer batch target targets label labels out output".split())
+"""Words that say nothing of a task."""
+
 
 class UnreadTargets:
     """The search for targets that no loss reads. Finds nothing where the loop cannot be run again."""
@@ -32,7 +37,8 @@ class UnreadTargets:
     def fitting(self, names: Sequence[str], results: Collection[Shape]) -> str:
         """Where in the batch a target of one of these shapes of results stands that nothing reads; "" if nowhere.
 
-        ``names`` are the parameters behind the results: runs end once an optimizer that holds them has stepped.
+        ``names`` are the parameters behind the results: a word of theirs must be one of its name, and runs end once an
+        optimizer that holds them has stepped.
         """
         if not self._evidence.repeatable or not results:
             return ""
@@ -40,7 +46,8 @@ class UnreadTargets:
 
         def list_candidates(number: int, item: Any) -> None:
             if number == 0:
-                candidates.extend(p for p, t in nested.paths(item) if any(_fits(t, shape) for shape in results))
+                named = [(p, t) for p, t in nested.paths(item) if _words(nested.shown(p)) & _words(" ".join(names))]
+                candidates.extend(p for p, t in named if any(_fits(t, shape) for shape in results))
 
         unchanged = self._roots(names, list_candidates)
         for path in candidates:
@@ -51,6 +58,11 @@ class UnreadTargets:
     def _roots(self, names: Sequence[str], before_item: Callable[[int, Any], None]) -> list[list[float]]:
         record = self._evidence.rerun(before_item=before_item, enough=until_stepped(self._evidence, names))
         return [[root.value for root in b.roots] for b in record.autograd_passes()]
+
+
+def _words(text: str) -> set[str]:
+    """The words of a dotted name, without those that stand in any."""
+    return {word for word in re.findall(r"[a-z]{3,}", text.lower()) if word not in _ANY}
 
 
 def _repeating(path: Path, row: int) -> Callable[[int, Any], None]:

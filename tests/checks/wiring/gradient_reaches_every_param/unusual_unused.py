@@ -455,3 +455,30 @@ def teacher_scores_beside_an_unused_head() -> TrainLoop:
 
     batch = {"x": x, "kind": y, "scores": torch.randn(len(x), 3)}
     return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=fit)
+
+
+class ActorCritic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.policy, self.value = relu_mlp(8, 16, 12), nn.Linear(12, 4), nn.Linear(12, 1)
+
+    def forward(self, x):
+        hidden = self.body(x)
+        return self.policy(hidden), self.value(hidden)[:, 0]
+
+
+@odd(notes="a policy is cloned from recorded steps before reinforcement: their rewards are there, values are for later")
+def policy_cloned_from_recorded_steps() -> TrainLoop:
+    model = ActorCritic()
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    x, y = points()
+
+    def fit(batches):
+        for batch in batches:
+            scores, _value = model(batch["states"])
+            optimizer.zero_grad()
+            F.cross_entropy(scores, batch["actions"]).backward()
+            optimizer.step()
+
+    batch = {"states": x, "actions": y, "rewards": x.sum(1), "camera": torch.arange(len(x)) % 3}
+    return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=fit)
