@@ -93,6 +93,8 @@ if TYPE_CHECKING:
     from pytest_trainloop.finding import Level
     from pytest_trainloop.runs.evidence import Evidence
 
+_SETTLE = "padding=Padding(...) makes it a fault"
+
 CAUSES = {
     "padded_keys_attended": Cause(
         proof="with padded keys left out of attention both gradients are equal",
@@ -100,6 +102,7 @@ CAUSES = {
         "Face models",
         explains=LEARNING,
         change=("seen",),
+        settle=_SETTLE,
     ),
     "padding_pooled": Cause(
         proof="with pooling, and reading at the ends, over real positions only both gradients are equal",
@@ -107,30 +110,34 @@ CAUSES = {
         "position",
         explains=LEARNING,
         change=("seen",),
+        settle=_SETTLE,
     ),
     "positions_shifted": Cause(
         proof="with positions counted from the first real one both gradients are equal",
         repair="position_ids = (mask.cumsum(1) - 1).clamp(min=0), or pad on the right",
         explains=LEARNING,
         change=("seen",),
+        settle=_SETTLE,
     ),
     "mean_over_padding": Cause(
         proof="the gradient is exactly the share of real positions times that without padding",
         repair="divide by the number of real positions: (loss * mask).sum() / mask.sum()",
         explains=LEARNING,
         change=("seen",),
+        settle=_SETTLE,
     ),
     "padded_targets": Cause(
         proof="without the gradient of outputs at padded positions it is, and with it is not",
         repair="take padded positions out before the mean: ignore_index, or (loss * mask).sum() / mask.sum()",
         explains=LEARNING,
         change=("seen",),
+        settle=_SETTLE,
     ),
     "padding_counts": Cause(
         proof="the gradient changes with padding, and no single path explains it",
-        repair='mask padded positions before positions are mixed; if this is meant, skip={"padding_invariance:'
-        'padding_counts": "why"}',
+        repair="mask padded positions before positions are mixed",
         change=("seen",),
+        settle=_SETTLE,
     ),
 }
 
@@ -341,7 +348,7 @@ def _padding_counts(made: PaddingRuns, found: Comparison, through: PathCall | No
         culprit=first.op if first else "loss.backward()",
         where=str(first.place) if first else "",
         level="fault" if made.declared and not drawn else "advice",
-        repair=_unless_meant(made, "padding_counts", reason, _PACK if reason else ""),
+        repair=_unless_meant(made, "padding_counts", reason or "padding is data here", _PACK if reason else ""),
         holds=lambda _smaller: True,
     )
 

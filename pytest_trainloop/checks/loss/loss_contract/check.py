@@ -263,7 +263,8 @@ CAUSES = {
         change=("seen",),
     ),
     "padding_counted": Cause(
-        proof="positions that are padding in the input, all of one label, count in the loss",
+        proof="positions that are padding in the input count in the loss, all with one label where padding is not "
+        "declared",
         repair="label padded positions with ignore_index, or leave them out of the mean",
         explains=(*LEARNING, "padding_invariance"),
         change=("seen",),

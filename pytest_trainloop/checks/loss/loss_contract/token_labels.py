@@ -104,8 +104,10 @@ def _counted(call: Call, inside: torch.Tensor, counted: torch.Tensor, ignored: i
         return
     if bool(wrong.any()):
         values = torch.unique(target[wrong])
-        if values.numel() == 1:  # labels that differ may be meant
-            yield _padding(call, float(values[0]), ignored, wrong, counted)
+        declared = call.tokens is not None and call.tokens.declared is not None
+        if values.numel() == 1 or declared:  # labels that differ may be meant
+            label = float(values[0]) if values.numel() == 1 else None
+            yield _padding(call, label, ignored, wrong, counted)
     elif kept is not None and call.weights is not None:
         each = call.weights.detach()[counted].double()
         if bool(((each * counted.numel() - 1).abs() <= 1e-4).all()):
@@ -119,9 +121,11 @@ def _counted(call: Call, inside: torch.Tensor, counted: torch.Tensor, ignored: i
             )
 
 
-def _padding(call: Call, label: float, ignored: int, wrong: torch.Tensor, counted: torch.Tensor) -> Judgement:
+def _padding(call: Call, label: float | None, ignored: int, wrong: torch.Tensor, counted: torch.Tensor) -> Judgement:
+    """``label`` is that of all padded positions; None where these have several, and the padding is declared."""
     share = float(wrong.sum()) / float(counted.sum())
-    mismatch, over_classes = ignored != -100, "ignore_index" in call.given
+    mismatch, over_classes = label is not None and ignored != -100, "ignore_index" in call.given
+    labels = "labels of several values" if label is None else f"{label:g} as label"
     if mismatch:
         repair = f"ignore_index={label:g}, or label padded positions {ignored}"
     elif over_classes:
@@ -136,7 +140,7 @@ def _padding(call: Call, label: float, ignored: int, wrong: torch.Tensor, counte
         f"{share:.0%} of the positions that count in {call.name} are padding"
         + (f": ignore_index is {ignored}, and padded positions are labelled {label:g}" if mismatch else ""),
         measured=f"{int(wrong.sum())} of {int(counted.sum())} positions{_loss_without(call, wrong, counted)}",
-        shown_by=f"all of them hold the padding in the model's input, and {label:g} as label",
+        shown_by=f"all of them hold the padding in the model's input, and {labels}",
         culprit=f"ignore_index={ignored}" if over_classes else "",
         repair=repair,
     )

@@ -389,3 +389,12 @@ def declared_and_not_there() -> TrainLoop:
 @odd(notes="the capacity of experts is large enough for all real tokens, whatever padding comes with them")
 def declared_experts_with_room_for_all() -> TrainLoop:
     return declared(Experts(), ("ids",), tag_loss)
+
+
+@odd(notes="losses of real tokens, over as many as batches have by the settings: a constant")
+def declared_constant_divisor_of_one_length() -> TrainLoop:
+    def loss_of(model, batch):
+        each = F.cross_entropy(model(batch["ids"]).transpose(1, 2), tags_of(batch["ids"]), reduction="sum")
+        return each / (len(batch["ids"]) * LENGTH)
+
+    return declared(nn.Sequential(nn.Embedding(16, 16), nn.Tanh(), nn.Linear(16, 5)), ("ids",), loss_of)

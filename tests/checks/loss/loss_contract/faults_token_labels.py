@@ -126,3 +126,28 @@ pair(
     faulty=language(mean_of_all, padding=Padding(pad_id=PAD)),
     fixed=language(mean_of_tokens, padding=Padding(pad_id=PAD)),
 )
+
+
+# The same with labels that are rolled: behind a text of full length its own first token follows.
+
+
+def rolled(kept):
+    def loss_of(model, ids):
+        ids = ids[:, :-1]
+        labels = ids.roll(-1, 1)
+        if kept:
+            labels = labels.masked_fill((ids == PAD) | (labels == PAD), -100)
+            labels[:, -1] = -100
+        return F.cross_entropy(model(ids).transpose(1, 2), labels)
+
+    return loss_of
+
+
+pair(
+    "labels_rolled_over_declared_padding",
+    "loss_contract",
+    "padding_counted",
+    mentions=("labels of several values",),
+    faulty=language(rolled(kept=False), padding=Padding(pad_id=PAD)),
+    fixed=language(rolled(kept=True), padding=Padding(pad_id=PAD)),
+)
