@@ -168,6 +168,17 @@ def test_private_names_of_torch_stand_in_one_file(file):
 
 
 @every_file
+def test_hooks_of_torch_are_put_on_in_one_file(file):
+    """Those put on elsewhere would not stand aside while torch traces, or be copied with the project's model."""
+    if module_of(file) == "recording.hooks":
+        return
+    for node in ast.walk(parsed(file)):
+        name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+        own = {"register_step_pre_hook"} if module_of(file) == "recording.steps" else set()  # for the length of a step
+        assert not (name.startswith("register_") and name.endswith("hook") and name not in own), name
+
+
+@every_file
 def test_no_private_name_is_read_that_the_package_does_not_define(file):
     """``func._schema``, ``optimizer._optimizer_step_pre_hooks``: torch's private names on objects of any name."""
     if module_of(file) == PRIVATE_NAMES or module_of(file).startswith(OF_FRAMEWORKS):

@@ -8,14 +8,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch._C import _len_torch_function_stack
 from torch._subclasses import FakeTensor
 from torch.fx import _symbolic_trace
+from torch.nn.modules import module
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -32,6 +35,7 @@ __all__ = [
     "apply_of",
     "checkpoint_generators",
     "default_device",
+    "exporters",
     "function_class",
     "has_gradient_hooks",
     "has_step_hooks",
@@ -51,6 +55,7 @@ __all__ = [
     "take_off",
     "tree_leaves",
     "tree_map",
+    "without_ours",
 ]
 
 
@@ -146,7 +151,15 @@ def _modes() -> list[TorchFunctionMode]:
 
 
 def _is_ours(mode: TorchFunctionMode) -> bool:
-    return type(mode).__module__.partition(".")[0] == __name__.partition(".")[0]
+    return type(mode).__module__.partition(".")[0] == _PACKAGE
+
+
+def _is_our_function(function: Any) -> bool:
+    """Also of a wrapper that has taken the names of what it wraps."""
+    return str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")[0] == _PACKAGE
+
+
+_PACKAGE = __name__.partition(".")[0]
 
 
 @contextlib.contextmanager
@@ -164,6 +177,43 @@ def on_in_engine(mode: TorchFunctionMode) -> Iterator[None]:
         yield
     finally:
         torch.autograd._engine_run_backward = original  # type: ignore[attr-defined]
+
+
+def exporters() -> list[tuple[Any, str]]:
+    """Where ``torch.export`` is called, as module and name: what a project may have imported calls the second."""
+    inner = sys.modules.get("torch.export._trace")
+    return [(torch.export, "export"), *([(inner, "_export")] if hasattr(inner, "_export") else [])]
+
+
+@contextlib.contextmanager
+def without_ours() -> Iterator[None]:
+    """Take off the function modes and the hooks of modules of this package: a compiler that reads them refuses them.
+
+    Hides torch's dictionaries of global hooks, and the functions that take modes off and on.
+    """
+    hooks = [module._global_forward_pre_hooks, module._global_forward_hooks]
+    kept = [dict(given) for given in hooks]
+    modes, call = _modes(), nn.Module.__call__
+    for _ in modes:
+        _pop_mode()  # type: ignore[no-untyped-call]
+    for mode in modes:
+        if not _is_ours(mode):
+            _push_mode(mode)  # type: ignore[no-untyped-call]
+    for given in hooks:
+        for key in [key for key, hook in given.items() if _is_our_function(hook)]:
+            del given[key]
+    nn.Module.__call__ = inspect.unwrap(call, stop=lambda f: not _is_our_function(f))  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        for given, before in zip(hooks, kept, strict=True):
+            given.clear()
+            given.update(before)
+        for _ in _modes():
+            _pop_mode()  # type: ignore[no-untyped-call]
+        for mode in modes:
+            _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 def default_device() -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import warnings
 from collections import defaultdict
@@ -23,7 +24,7 @@ from pytest_trainloop.recording.schedulers import Scalers, Schedules
 from pytest_trainloop.recording.steps import Optimizers
 from pytest_trainloop.recording.threads import Thread
 from pytest_trainloop.recording.torch_functions import Functions
-from pytest_trainloop.recording.torch_internals import no_torch_function
+from pytest_trainloop.recording.torch_internals import exporters, no_torch_function, without_ours
 from pytest_trainloop.recording.train_mode import Modes
 from pytest_trainloop.recording.weight_changes import WeightChanges
 
@@ -89,6 +90,7 @@ class Watch:
             self._scalers = Scalers(self, self._patches)
             self._modes = Modes(self, self._patches)
             self._checkpoints = Checkpoints(self, self._patches)
+            self._leave_exports_alone()
             self._enter_declared()
             self._modules = Modules(self)
             undo.callback(self._modules.remove)
@@ -109,6 +111,18 @@ class Watch:
             self._exit.close()
             self.items = lambda: 0  # the batches hold the project's DataLoader
         self._finish()
+
+    def _leave_exports_alone(self) -> None:
+        def around(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def export(*args: Any, **kwargs: Any) -> Any:
+                with without_ours():
+                    return original(*args, **kwargs)
+
+            return export
+
+        for owner, name in exporters():
+            self._patches.put(owner, name, around)
 
     def _enter_declared(self) -> None:
         modules, optimizers = self._declared

@@ -191,8 +191,9 @@ class Evidence:
             record = self._made(plan)
         if not record.steps and not record.autograd_passes():
             plan, record = first  # more batches brought nothing
-        if record.raised is not None:
-            own_exceptions.require_own(self.make, plan, record.raised)
+        if record.raised is not None and not own_exceptions.is_own(self.make, plan):
+            record = self._made(plan)  # once more: the first run may have imported what is patched from then on
+            own_exceptions.require_returned_watched(record)
         self._plans[key] = plan
         return record
 

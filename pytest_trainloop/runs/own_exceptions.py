@@ -55,10 +55,15 @@ def require_returned(make: Make, plan: RunPlan, record: Record, seen: Record) ->
     raise CannotDecide(f"fit raised {raised.summary} {_given(plan)}, and not in the watched run")
 
 
-def require_own(make: Make, plan: RunPlan, raised: Raised) -> None:
-    """Raise ``BrokenRun`` where ``fit`` raised in the watched run and comes back where nothing watches it."""
-    if all(_comes_back(make, plan) for _ in range(TRIES)):
-        _blame_the_run(raised, "only while the run was watched")
+def is_own(make: Make, plan: RunPlan) -> bool:
+    """Whether ``fit``, which raised in the watched run, raises where nothing watches it as well."""
+    return not all(_comes_back(make, plan) for _ in range(TRIES))
+
+
+def require_returned_watched(record: Record) -> None:
+    """Raise ``BrokenRun`` where ``fit`` raised although it does not unwatched."""
+    if record.raised is not None:
+        _blame_the_run(record.raised, "only while the run was watched")
 
 
 def _blame_the_run(raised: Raised, when: str) -> NoReturn:

@@ -244,6 +244,12 @@ def export(project):
 
 
 @action("exports")
+def export_strict(project):
+    program = torch.export.export(project.model, (project.ids,), strict=True)
+    return same(program.module()(project.ids), project.model(project.ids))
+
+
+@action("exports")
 def compile_eager(project):
     compiled = torch.compile(project.model, backend="eager")
     return same(compiled(project.ids), project.model(project.ids))

@@ -19,7 +19,7 @@ from pytest_trainloop.runs.process_state import preserved, seed_all
 from tests.loops.actions_in_fit import ACTIONS, LENGTH, ROWS, TOKENS, Net, Project
 
 GROUPS = sorted({action.group for action in ACTIONS.values()})
-SLOW = {"export", "make_fx"}
+SLOW = {"export", "export_strict", "make_fx"}
 """Actions that take a second each time: in the plain run, and under all checks with ``-m corpus``."""
 
 

@@ -56,7 +56,11 @@ class UnreadTargets:
         return ""
 
     def _roots(self, names: Sequence[str], before_item: Callable[[int, Any], None]) -> list[list[float]]:
-        record = self._evidence.rerun(before_item=before_item, enough=until_stepped(self._evidence, names))
+        record = self._evidence.rerun(
+            before_item=before_item,
+            enough=until_stepped(self._evidence, names),
+            varied="with one row in place of all rows of a target",
+        )
         return [[root.value for root in b.roots] for b in record.autograd_passes()]
 
 
