@@ -6,11 +6,10 @@ import contextlib
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pytest_trainloop.recording.events import Backward, Place, Step
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
+from pytest_trainloop.recording.hooks import after_modules, before_modules, before_steps
 from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.recording.source import here, place_of
 from pytest_trainloop.recording.torch_internals import hooks_of
@@ -62,7 +61,7 @@ class LeftOut(FunctionMode):
                 stack.enter_context(self)
             if self._kind in (*STATES, "rates"):
                 enter, leave = (unless_suspended(self._watch, h) for h in (self._enter, self._leave))
-                handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave)
+                handles = before_modules(enter), after_modules(leave)
                 stack.enter_context(hooked(*handles))
             yield
 
@@ -167,7 +166,7 @@ class LeftOut(FunctionMode):
                 self.any |= any(group.get(name) != value for name, value in first.items())
                 group.update(first)
 
-        with hooked(register_optimizer_step_pre_hook(enter)):
+        with hooked(before_steps(enter)):
             yield
 
     def _compare_options(self) -> None:
