@@ -137,7 +137,7 @@ class TrainLoop:
     nondeterministic: bool | None = None
     _modules: dict[str, nn.Module] = field(init=False, repr=False)
     _seed: int = field(init=False, repr=False, default=0)
-
+    _kept: Any = field(init=False, repr=False, default=None)
     _place: tuple[str, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -171,8 +171,13 @@ class TrainLoop:
         """The seed that the loop was built under, which its data are drawn by."""
         return self._seed
 
-    def built_under(self, seed: int) -> None:
-        self._seed = seed
+    @property
+    def kept(self) -> Any:
+        """The batches of its DataLoader that an earlier run read, if any are kept."""
+        return self._kept
+
+    def built_under(self, seed: int, kept: Any = None) -> None:
+        self._seed, self._kept = seed, kept
 
     @property
     def optimizers(self) -> list[Any]:

@@ -13,6 +13,7 @@ from pytest_trainloop import nested
 from pytest_trainloop.errors import UsageError, UserCodeError
 from pytest_trainloop.fields import require_dimension
 from pytest_trainloop.runs.float64 import widen_batch
+from pytest_trainloop.runs.kept_batches import has_workers
 from pytest_trainloop.runs.process_state import SeededApart
 from pytest_trainloop.runs.user_traceback import user_error
 
@@ -189,6 +190,8 @@ def _source(loop: TrainLoop, count: int) -> Iterator[Any]:
         gave = " is" if given is loop.batches else f"({count}) gave"
         how = "a DataLoader, an iterable, or a function batches(n) is needed"
         raise loop.located(UsageError(f"TrainLoop.batches{gave} {nested.describe(given)}; {how}"))
+    if loop.kept is not None and has_workers(given):
+        return iter(loop.kept.through(given))
     return iter(given)
 
 

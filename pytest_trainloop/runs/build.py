@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -19,10 +19,13 @@ from pytest_trainloop.recording.record import within
 from pytest_trainloop.runs.process_state import seed_all
 from pytest_trainloop.runs.user_traceback import user_error
 
+if TYPE_CHECKING:
+    from pytest_trainloop.runs.kept_batches import KeptBatches
+
 Make = Callable[..., Any]
 
 
-def build(make: Make, knobs: Mapping[str, Any], seed: int) -> TrainLoop:
+def build(make: Make, knobs: Mapping[str, Any], seed: int, kept: KeptBatches | None = None) -> TrainLoop:
     """A fresh loop. Raises ``UsageError`` for what is no loop and ``UserCodeError`` where the user's function
     raised."""
     seed_all(seed)
@@ -43,7 +46,7 @@ def build(make: Make, knobs: Mapping[str, Any], seed: int) -> TrainLoop:
         _require_loop(loop)
     except UsageError as error:
         raise loop.located(error) from None
-    loop.built_under(seed)
+    loop.built_under(seed, kept)
     return loop
 
 

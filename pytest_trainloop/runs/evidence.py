@@ -10,6 +10,7 @@ from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.recording.watch import FULL_ROUNDS
 from pytest_trainloop.runs import own_exceptions
 from pytest_trainloop.runs.build import Make, build, require_fresh, require_on_cuda
+from pytest_trainloop.runs.kept_batches import LoaderBatches
 from pytest_trainloop.runs.process_state import preserved
 from pytest_trainloop.runs.run import ENOUGH_ROUNDS, READ_AHEAD_BUDGETS, RunPlan, run, stepless
 
@@ -61,6 +62,7 @@ class Evidence:
         self._refused: dict[object, UsageError | TimeRanOut | BrokenRun] = {}
         self._plans: dict[tuple[tuple[str, Any], ...], RunPlan] = {}
         self._shared: dict[Callable[..., Any], Any] = {}
+        self._kept = LoaderBatches()
         self._declared: dict[str, Any] = {}
         self._offers: frozenset[str] | None = None
         self.own_steps = 0
@@ -146,7 +148,8 @@ class Evidence:
     def fresh_loop(self, *, other_seed: int = 0) -> TrainLoop:
         """A loop that no other caller gets, built under the seed of the runs plus ``other_seed``."""
         with preserved():
-            return build(self.make, self._fixed, self._seed + other_seed)
+            seed = self._seed + other_seed
+            return build(self.make, self._fixed, seed, self._kept.of(seed, self._fixed))
 
     def _first_look(self) -> frozenset[str]:
         first, second = self.fresh_loop(), self.fresh_loop(other_seed=1)
@@ -174,6 +177,7 @@ class Evidence:
             knobs={**self._fixed, **user},
             seed=self._seed,
             timeout=self._timeout,
+            kept=self._kept,
             count=FULL_ROUNDS + 1 if accumulate == 1 else WINDOWS * accumulate + 1,
             read_ahead=2 * accumulate + 8,
         )

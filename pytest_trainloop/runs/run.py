@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.recording.events import Raised
     from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.runs.kept_batches import KeptBatches, LoaderBatches
 
 READ_AHEAD_BUDGETS = (25, 100, 400)
 """Batches given to a loop that reads ahead, on fresh loops, until it has made enough steps
@@ -90,6 +91,8 @@ class RunPlan:
     """These changes alone, without what looks at the run."""
     further: bool = False
     """Whether the watched run was made before: this one shows no warnings."""
+    kept: LoaderBatches | None = None
+    """Batches of DataLoaders with worker processes that earlier runs read; None to read them again."""
     own_steps: bool = True
     """Whether the steps are the loop's own, and counted as such."""
 
@@ -115,7 +118,7 @@ def _run(make: Make, plan: RunPlan) -> Record:
         torch.set_grad_enabled(True)
         wide = precision.enter_context(double_precision()) if plan.double else None
         precision.enter_context(plan.around())
-        loop = build(make, plan.knobs, plan.seed)
+        loop = build(make, plan.knobs, plan.seed, _kept(plan))
         precision.enter_context(generators_kept(loop))
         if wide is not None:
             widen(loop)
@@ -191,6 +194,13 @@ def _show_no_warnings(plan: RunPlan) -> None:
     own = plan.items is None and plan.stream is None and plan.prepare is as_it_is.prepare and not plan.double
     if not own:
         warnings.simplefilter("ignore")
+
+
+def _kept(plan: RunPlan) -> KeptBatches | None:
+    """The batches that other runs like this one read: nobody knows what building does inside ``around``."""
+    if plan.kept is None or plan.around is not contextlib.nullcontext:
+        return None
+    return plan.kept.of(plan.seed, plan.knobs, double=plan.double)
 
 
 def stepless(record: Record) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import multiprocessing
+import os
 import sys
 
 import pytest
@@ -16,10 +17,8 @@ from torch.utils.data import dataloader as of_torch
 
 from pytest_trainloop import TrainLoop, check_loop
 from pytest_trainloop.errors import UserCodeError
+from pytest_trainloop.runs.kept_batches import LoaderBatches
 from pytest_trainloop.runs.run import RunPlan, run
-
-MOST_STARTS = 40
-"""Times that a battery starts the workers of a loader, at most: 20 to 30 were seen, and no run starts them twice."""
 
 
 class Numbers(IterableDataset):
@@ -215,8 +214,10 @@ def test_no_frame_that_a_stop_passed_through_is_kept():
     assert not [o for o in gc.get_objects() if type(o) is Held]
 
 
-@pytest.mark.parametrize("fit", [train, inside], ids=["given", "inside"])
-def test_how_often_a_battery_starts_workers(monkeypatch, fit):
+@pytest.mark.parametrize(("fit", "most"), [(train, 8), (inside, 60)], ids=["given", "inside"])
+def test_how_often_a_battery_starts_workers(monkeypatch, fit, most):
+    """A loader that is given is read once for each way to build it, and again for determinism; one that fit iterates
+    over in each run."""
     starts = []
     iterator = of_torch._MultiProcessingDataLoaderIter
     start = iterator.__init__
@@ -228,7 +229,7 @@ def test_how_often_a_battery_starts_workers(monkeypatch, fit):
     monkeypatch.setattr(iterator, "__init__", counted)
     report = check_loop(loop_with(fit, LOADERS["shuffled"]), raises=False)
     assert not [r for r in report.results if r.outcome in ("failed", "error")]
-    assert 0 < len(starts) <= MOST_STARTS
+    assert 0 < len(starts) <= most
     assert multiprocessing.active_children() == []
 
 
@@ -239,3 +240,66 @@ def test_what_a_check_is_skipped_for_keeps_no_loader():
     subject = Subject("it", loop_with(loader=LOADERS["persistent"]), settings=Settings())
     assert subject.run_check("padding_invariance").outcome == "skipped"
     assert multiprocessing.active_children() == []
+
+
+class Seen(list):
+    """What a loop was given, in each run."""
+
+    def loop(self, loader):
+        def fit(model, optimizer, batches, own):
+            self.append([batch[0].clone() for batch in batches])
+
+        return loop_with(fit, loader)
+
+    @property
+    def same(self):
+        return all(len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in itertools.pairwise(self))
+
+
+@pytest.mark.parametrize("name", ["shuffled", "persistent", "endless"])
+@pytest.mark.parametrize("counts", [(5, 5), (3, 12), (20, 11)], ids=str)
+def test_kept_batches_are_those_that_the_loader_gives(name, counts):
+    """Also where the second run goes on behind what the first one read, and where the loader begins again."""
+    for count in counts:
+        fresh, seen, kept = Seen(), Seen(), LoaderBatches()
+        run(fresh.loop(LOADERS[name]), RunPlan(count=count))
+        for other in (*counts, count):
+            seen.clear()
+            run(seen.loop(LOADERS[name]), RunPlan(count=other, kept=kept))
+        assert Seen([*fresh, *seen]).same
+
+
+def test_under_another_seed_knob_or_precision_other_batches_are_read():
+    kept = LoaderBatches()
+    ways = [(0, {}, False), (1, {}, False), (0, {"accumulate": 2}, False), (0, {}, True)]
+    assert len({id(kept.of(seed, knobs, double=double)) for seed, knobs, double in ways}) == 4
+    assert kept.of(0, {}) is kept.of(0, {})
+
+
+def test_a_loader_of_another_class_is_read_each_time():
+    """Accelerate's counts, while it is iterated over, where gradients are to be synchronized."""
+    read = []
+
+    class Counting(DataLoader):
+        def __iter__(self):
+            read.append(1)
+            return super().__iter__()
+
+    kept = LoaderBatches()
+    for _ in range(2):
+        run(loop_with(loader=lambda: Counting(rows(), 8, num_workers=1)), RunPlan(count=3, kept=kept))
+    assert len(read) == 2
+
+
+def test_data_that_differ_each_time_are_found_all_the_same():
+    class FromTheSystem(torch.utils.data.Dataset):
+        def __len__(self):
+            return 24
+
+        def __getitem__(self, index):
+            noise = torch.frombuffer(bytearray(os.urandom(3)), dtype=torch.uint8) / 255
+            return noise, torch.ones(1)
+
+    loop = loop_with(loader=lambda: DataLoader(FromTheSystem(), 8, num_workers=1))
+    (result,) = check_loop(loop, only=["determinism"], raises=False).results
+    assert result.outcome == "failed"

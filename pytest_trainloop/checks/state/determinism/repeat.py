@@ -65,7 +65,7 @@ def repetition(evidence: Evidence) -> Repetition:
     """Make the watched run again and compare the two; look for the source where they differ."""
     first = evidence.run()
     with preserved():
-        return _repetition(first, evidence.plan(), evidence.rerun)
+        return _repetition(first, replace(evidence.plan(), kept=None), evidence.rerun)
 
 
 def _repetition(first: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -> Repetition:
