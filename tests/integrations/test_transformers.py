@@ -11,7 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from pytest_trainloop.adapters import from_trainer
+from pytest_trainloop.api import check_loop
 from pytest_trainloop.errors import UsageError
+from pytest_trainloop.runs.evidence import Evidence
+from pytest_trainloop.tracing.made_at import MadeAt
 
 transformers = pytest.importorskip("transformers")
 
@@ -353,3 +356,26 @@ def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UsageError, match="from_trainer needs the package transformers"):
         from_trainer(object())
+
+
+class WithoutEmbeddings(transformers.Trainer):
+    """Faulty: the groups of the project's own optimizer leave the embeddings out."""
+
+    def create_optimizer(self, *_model):
+        kept = [p for name, p in self.model.named_parameters() if "embeddings" not in name]
+        self.optimizer = torch.optim.AdamW(kept, lr=1e-3)
+        return self.optimizer
+
+
+def test_the_line_that_built_the_optimizer_is_the_projects(tmp_path):
+    make = partial(classifier, tmp_path, trainer_class=WithoutEmbeddings)
+    results = check_loop(make, only=["optimizer_holds_every_param"], raises=False).results
+    (fault,) = results[0].faults
+    assert fault.cause == "not_in_optimizer"
+    assert "torch.optim.AdamW(kept, lr=1e-3)" in fault.change
+
+
+def test_an_optimizer_that_the_trainer_built_is_changed_where_the_trainer_was(tmp_path):
+    made = MadeAt.of(Evidence(partial(classifier, tmp_path)))
+    assert "test_transformers.py" in made.optimizer()
+    assert "test_transformers.py" in made.scheduler()
