@@ -11,11 +11,11 @@ Why is this bad?
     and are wrong where the model gets one example.
 
 How it decides
-    The gradient of output row i with respect to input row j is exactly 0 for i other than j, in every kernel and every
-    order of summation: products with zero rows give zeros. There is no tolerance. Outputs are judged, not the loss, so
-    losses in which examples interact are no exception; batch norms with running statistics keep rows apart. The number
-    of rows is one that no other axis has, and all weights are moved a little first: a layer that starts at zero passes
-    nothing on.
+    The gradient of output row i with respect to input row j is exactly 0 for i other than j, in every kernel and
+    every order of summation: products with zero rows give zeros. There is no tolerance. Outputs are judged, not the
+    loss, so losses in which examples interact are no exception; batch norms with running statistics keep rows apart,
+    those without are a fault where rows_interact=False is declared. The number of rows is one that no other axis has,
+    and all weights are moved a little first: a layer that starts at zero passes nothing on.
     Rows may interact on purpose (graphs, points, prototypes, attention over the batch, statistics of a minibatch). So a
     cause is named only where one operation done otherwise keeps all rows apart: the softmax or the norm along another
     axis, a transpose in place of the view, ``batch_first`` flipped, statistics as constants where they scale or shift a
@@ -135,7 +135,7 @@ def batch_independence(evidence: Evidence) -> Iterator[Finding]:
         yield _mismatched(labels)
         return
     found = evidence.shared(RowPasses).interaction()
-    if found is None or found.why == "batch_norm":
+    if found is None or (found.why == "batch_norm" and declared is None):
         return
     through = f", through {found.ops[0].named} ({found.ops[0].place})" if found.ops else ""
     if found.why in _CAUSE_OF and found.rows_known:

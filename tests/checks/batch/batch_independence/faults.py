@@ -280,6 +280,30 @@ pair(
 )
 
 
+# A batch norm that keeps no running statistics: in evaluation, too, an example sees the others.
+
+
+class Normed(nn.Module):
+    def __init__(self, keeps):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 16), nn.Linear(16, 3)
+        self.norm = nn.BatchNorm1d(16, track_running_stats=keeps)
+
+    def forward(self, x):
+        return self.head(self.norm(self.body(x)).tanh())
+
+
+pair(
+    "statistics_of_the_batch_in_evaluation_though_declared_apart",
+    "batch_independence",
+    "rows_interact",
+    culprits=("batch_norm in norm",),
+    where="self.norm(self.body(x))",
+    faulty=lambda: loop(Normed(keeps=False), data.labelled(), cross_entropy, rows_interact=False),
+    fixed=lambda: loop(Normed(keeps=True), data.labelled(), cross_entropy, rows_interact=False),
+)
+
+
 # Statistics that may be meant, as a discriminator's.
 
 

@@ -53,7 +53,14 @@ def test_the_operation_that_keeps_rows_apart_names_the_cause(why, cause, level):
     assert named(interaction(why, "roll")) == [(cause, level)]
 
 
-@pytest.mark.parametrize(("why", "cause"), [("data_normalised", "normalised_over_rows"), ("unknown", "rows_interact")])
+@pytest.mark.parametrize(
+    ("why", "cause"),
+    [
+        ("data_normalised", "normalised_over_rows"),
+        ("unknown", "rows_interact"),
+        ("batch_norm", "rows_interact"),
+    ],
+)
 def test_rows_that_are_declared_apart_must_be(why, cause):
     assert named(interaction(why, "roll"), declared=False) == [(cause, "fault")]
 
