@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.loss.loss_contract.tokens import Embedded
     from pytest_trainloop.recording.events import Site
     from pytest_trainloop.tracing.provenance import Node
+    from pytest_trainloop.tracing.provenance_queries import Layout
 
 SHIFTS = (-1, 0, 1, 2, 3)
 
@@ -55,6 +56,9 @@ _SUMMARY = {
     -1: "labels are shifted the wrong way: a causal model is asked for the previous token",
     2: "labels are shifted twice: the output of a causal model is compared with the token two positions ahead",
 }
+
+GATHER = "gather"
+"""The entries of log-softmaxes at the labels: a cross entropy that is written out."""
 
 Way = Literal["rows first", "positions first", "flat"]
 
@@ -175,8 +179,9 @@ class LabelShifts:
         self.found: dict[tuple[str, Site, str | None, str, Way], ComparedLabels] = {}
 
     def compare(self, call: Call) -> None:
-        target = call.tensor("target")
-        if target is None or target.is_floating_point() or _shifted_at_once(call.node("target")):
+        target = labels_of(call)
+        name = "index" if call.name == GATHER else "target"
+        if target is None or target.is_floating_point() or _shifted_at_once(call.node(name)):
             return
         for table in dict.fromkeys(one.table for one in call.embedded):
             for way, read in readings(call, target, [one for one in call.embedded if one.table == table]):
@@ -243,26 +248,40 @@ def _ahead(read: Reading, by: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inside, read.ids[read.row[inside], at[inside]]
 
 
+def labels_of(call: Call) -> torch.Tensor | None:
+    """The labels of a call: one for each row of scores."""
+    if call.name != GATHER:
+        return call.tensor("target")
+    index, given = call.tensor("index"), call.tensor("input")
+    if index is None or given is None or call.given.get("dim") != given.dim() - 1:
+        return None
+    return index.squeeze(-1) if index.shape == (*given.shape[:-1], 1) else None
+
+
+def _class_axis(call: Call) -> int:
+    return -1 if call.name == GATHER else 1
+
+
 def readings(call: Call, target: torch.Tensor, embedded: list[Embedded]) -> Iterator[tuple[Way, Reading]]:
     """The labels that count next to the latest ids of one embedding, for each way to read the axes of the scores."""
     found = layout(call.node("input"))
     if found is None or not found.leading or found.position.dim() != target.dim() + 1:
         return
-    flat = found.position.select(1, 0)
+    flat = found.position.select(_class_axis(call), 0)
     if flat.shape != target.shape:
         return
     where = target != call.given.get("ignore_index", -100)
     counted = call.counted()
-    if counted is not None and counted.shape == where.shape:
-        where = where & counted
+    if counted is not None and counted.numel() == where.numel():
+        where = where & counted.reshape(where.shape)
     if not bool(where.any()):
         return
-    at = found.coordinates(flat.to(target.device)[where])
+    leading, at = _before_head(found, found.coordinates(flat.to(target.device)[where]))
     for one in reversed(embedded):
         ids = one.ids.ids if one.ids.ids.dim() == 2 else one.ids.ids[None]
         if torch.unique(ids).numel() < KINDS:
             continue
-        read = list(_ways(found.leading, ids, at))
+        read = list(_ways(leading, ids, at))
         for way, row, position in read:
             turned = way == "positions first"
             yield (
@@ -271,6 +290,28 @@ def readings(call: Call, target: torch.Tensor, embedded: list[Embedded]) -> Iter
             )
         if read:
             return
+
+
+def _before_head(found: Layout, at: list[torch.Tensor]) -> tuple[tuple[int, ...], list[torch.Tensor]]:
+    """The axes of what the head is given before it is flattened, or some positions are picked from it, and where the
+    entries lie on them."""
+    node, moves = found.layer.parents[0], []
+    while node.moves and node.parents:
+        moves += [node] if node.replay is not None else []
+        node = node.parents[0]
+    if len(found.leading) != 1 or not moves or len(node.shape) != 3:
+        return found.leading, at
+    flat = torch.arange(node.shape[0] * node.shape[1]).reshape(*node.shape[:2], 1).expand(node.shape)
+    try:
+        for move in reversed(moves):
+            assert move.replay is not None
+            flat = move.replay(flat)
+    except (RuntimeError, TypeError):  # a move that numbers cannot make, or an index on another device
+        return found.leading, at
+    if flat.dim() != 2 or flat.shape[0] != found.leading[0]:
+        return found.leading, at
+    position = flat[:, 0].to(at[0].device)[at[0]]
+    return node.shape[:2], [position // node.shape[1], position % node.shape[1]]
 
 
 def _ways(
@@ -303,7 +344,7 @@ def last_input(read: Reading, call: Call) -> int | None:
     chosen = torch.zeros_like(read.where)
     chosen[read.where] = read.position == middle
     with torch.enable_grad():
-        scores = given.movedim(1, -1)[chosen].double()
+        scores = given.movedim(_class_axis(call), -1)[chosen].double()
         total = (scores * torch.linspace(0.5, 1.5, scores.shape[-1], dtype=torch.float64, device=scores.device)).sum()
         try:
             (slope,) = torch.autograd.grad(total, read.out, retain_graph=True, allow_unused=True)
@@ -323,7 +364,7 @@ def _shifted_at_once(node: Node | None) -> bool:
         if node is None or not node.moves or not node.parents:
             return False
         parent = node.parents[0]
-        if node.op == "__getitem__" and node.replay is not None and len(parent.shape) == 2:
+        if node.op == "__getitem__" and node.replay is not None and not node.picks and len(parent.shape) == 2:
             first = node.replay(torch.arange(math.prod(parent.shape)).reshape(parent.shape)).flatten()[:1]
             if first.numel() and int(first) % parent.shape[1] >= 2:
                 return True

@@ -290,7 +290,7 @@ class LossCallRecorder(WatchingMode):
 
     def _compare_labels(self, call: Call) -> Iterator[Judgement]:
         """Nothing yet: labels are collected over all calls."""
-        if call.name in ("cross_entropy", "nll_loss"):
+        if call.name in ("cross_entropy", "nll_loss", "gather"):
             self.shifts.compare(call)
         yield from ()
 
@@ -326,6 +326,8 @@ def operation(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     if isinstance(dim, int):
         dim = dim % max(given.dim(), 1)
-    elif name in ("log_softmax", "logsumexp"):
+    if name == "gather":
+        return name, {"input": given, "dim": dim, "index": args[2] if len(args) > 2 else kwargs.get("index")}
+    if name in ("log_softmax", "logsumexp"):
         dim = given.dim() - 1
     return name, {"input": given, "dim": dim}
