@@ -60,6 +60,7 @@ CAUSES = {
     "nonfinite_on_one_row": Cause(
         proof="a single row gives a non-finite result, and more rows do not",
         repair="leave out what needs two rows (a standard deviation, a mean over the others) where there is one",
+        settle="LossContract(min_rows=2) says that one row never comes",
     ),
     "nonfinite_on_one_class": Cause(
         proof="targets of a single class give a non-finite result, and mixed ones do not",
@@ -85,10 +86,12 @@ CAUSES = {
         proof="entries around 200 (10 for values) give a non-finite result, small ones do not, and float32 can "
         "represent the true value",
         repair="use log_softmax, logsumexp, logsigmoid or softplus in place of log and exp",
+        settle="LossContract(output_range=(low, high)) says which outputs come",
     ),
     "nonfinite_when_saturated": Cause(
         proof="probabilities of exactly 0 and 1 give a non-finite result, and those between do not",
         repair="clamp probabilities to [eps, 1 - eps] before the logarithm, or take logits",
+        settle="LossContract(output_range=(low, high)) says which outputs come",
     ),
     "nonfinite_when_some_ignored": Cause(
         proof="some ignored targets give a non-finite result, and the same rows without ignored targets do not",

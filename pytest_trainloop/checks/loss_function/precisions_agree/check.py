@@ -58,6 +58,7 @@ CAUSES = {
     "out_of_range": Cause(
         proof="the result can be represented and is not finite: an intermediate number is too large",
         repair="compute the loss in float32 (output.float()), as autocast does for torch's own losses",
+        settle="LossContract(output_range=(low, high)) says which outputs come",
     ),
     "loses_digits": Cause(
         proof="the difference to float64 is larger than all roundings on the way explain",

@@ -64,6 +64,7 @@ CAUSES = {
     "not_reduced": Cause(
         proof="several numbers are returned where the contract says mean or sum",
         repair="reduce it, or say reduction='none' in the contract",
+        settle="LossContract(reduction=...) says which one it is, and other values are then a fault",
     ),
     "sum_is_not_the_sum": Cause(
         proof="the entries under none add up to something other than the sum",
@@ -72,10 +73,12 @@ CAUSES = {
     "mean_is_a_sum": Cause(
         proof="twice the rows give twice the value under mean, and its parts add up to the whole",
         repair="divide by the number of rows, or say reduction='sum' in the contract",
+        settle="LossContract(reduction=...) says which one it is, and other values are then a fault",
     ),
     "sum_is_a_mean": Cause(
         proof="twice the rows give the same value under sum, and the whole is the mean of its parts",
         repair="do not divide, or say reduction='mean' in the contract",
+        settle="LossContract(reduction=...) says which one it is, and other values are then a fault",
     ),
     "mean_is_no_mean": Cause(
         proof="sum / mean differs between two outputs under the same targets",
