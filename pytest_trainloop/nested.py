@@ -261,6 +261,28 @@ def require_batch(batch: Any, field: str) -> None:
         raise UsageError(f"TrainLoop.{field} is empty: {describe(batch)}; at least one row is needed")
 
 
+def without_tensors(batch: Any) -> str:
+    """Why the rows of a batch cannot be told, where it holds other data than tensors (arrays, text); else empty."""
+    if any(True for _ in tensors(batch)):
+        return ""
+    kinds: dict[str, None] = {}
+    todo, seen = [batch], set()
+    while todo:
+        value = todo.pop(0)
+        held = [] if isinstance(value, _NO_NEST) or hasattr(value, "__array__") else children(value)
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if held:
+            todo.extend(held)
+        else:
+            kinds[type(value).__name__] = None
+    return (
+        f"the batch holds no tensors but {', '.join(list(kinds)[:3])}, so that its rows cannot be told: hand over "
+        "tensors (torch.from_numpy, ids in place of text) and convert nothing in fit"
+    )
+
+
 def _has_numbers(batch: Any) -> bool:
     """Whether a batch without tensors still holds data that a loop's collate may turn into tensors (numpy arrays,
     numbers)."""

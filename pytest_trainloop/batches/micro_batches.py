@@ -46,6 +46,8 @@ class MicroBatches:
         axis = loop.batch_dim if isinstance(loop.batch_dim, int) else 0
         batches = [nested.copy(b) for b in first_batches(loop, count)]
         rows = min(nested.rows(b, axis) for b in batches)
+        if rows < 2 and (why := nested.without_tensors(batches[0])):
+            raise CannotDecide(why, needs="a batch of tensors")
         if rows < 2:
             raise CannotDecide(
                 f"the batch ({nested.describe(batches[0])}) has {rows} rows along axis {axis}: micro-batches take at "

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import textwrap
 
 import pytest
 
+from pytest_trainloop import check_loop
+from tests.helpers.plugin_sessions import HEAD
 from tests.helpers.refusals import judged
 
 NEEDS_TENSOR = "a batch with at least one tensor is needed"
@@ -140,6 +143,36 @@ SPLITS = {
         "a tuple with tensors of shapes (8, 4), (8, 1)",
     ),
 }
+
+TAKEN = {
+    "arrays": (
+        "import numpy as np\n"
+        "def fit(m, o, b):\n    train(m, o, ([torch.from_numpy(a) for a in batch] for batch in b))\n"
+        "return loop(fit, batch=tuple(t.numpy() for t in rows()))",
+        "ndarray",
+    ),
+    "text": (
+        "def fit(m, o, b):\n    train(m, o, ((torch.tensor([[*map(float, x)] for x in xs]), y) for xs, y in b))\n"
+        "return loop(lambda m, o, b: fit(m, o, ((x, torch.ones(2, 1)) for x in b)), batch=['1234', '5678'])",
+        "str",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_rows_of_other_data_than_tensors_cannot_be_told(name):
+    scope: dict = {}
+    source, kinds = TAKEN[name]
+    exec(textwrap.dedent(HEAD) + "def make():\n" + textwrap.indent(source, "    "), scope)
+    report = check_loop(scope["make"], only=["batch_independence", "edge_batches", "input_dependence"], raises=False)
+    assert [(r.outcome, r.reason) for r in report.results] == 3 * [
+        (
+            "skipped",
+            f"the batch holds no tensors but {kinds}, so that its rows cannot be told: hand over tensors "
+            "(torch.from_numpy, ids in place of text) and convert nothing in fit",
+        )
+    ]
+
 
 REFUSED = {
     name: (source if "return" in source else f"return {source}", sentence)

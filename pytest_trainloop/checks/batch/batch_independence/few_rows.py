@@ -69,6 +69,8 @@ def _chosen(batch: Any, batch_dim: Any, sizes: Sequence[int], counts: Sequence[i
     """How many rows there are and how many of them are taken, along which axis, and whether that is one of rows."""
     axis = batch_dim if isinstance(batch_dim, int) else 0
     count = nested.rows(batch, axis)
+    if count < 2 and (why := nested.without_tensors(batch)):
+        raise CannotDecide(why, needs="a batch of tensors")
     if count < 2:
         raise CannotDecide(
             f"the batch ({nested.describe(batch)}) has {count} rows along axis {axis}: at least 2 are needed to see "

@@ -160,9 +160,15 @@ class InputRuns:
         if not self.own_data and self._evidence.shared(makes_own_data):
             self.own_data = True
             return self.unused()
+        if why := self._no_tensors():
+            raise CannotDecide(why, needs="a batch of tensors")
         if self.own_data:
             given = "fit makes its own data, and rows do not differ in what its models are called with"
         raise CannotDecide(f"{given}: whether inputs are used cannot be seen")
+
+    def _no_tensors(self) -> str:
+        loop = self._evidence.fresh_loop()
+        return nested.without_tensors(first_batches(loop, 1)[0] if loop.batch is None else loop.batch)
 
     def _read_behind(
         self, unused: Sequence[BatchTensor], passed: Sequence[BatchTensor], unchanged: _Run
