@@ -128,7 +128,7 @@ class Subject:
         try:
             return self._decided(check, evidence, options, reporter)
         except TimeRanOut as late:
-            return Result(check=check.name, outcome="skipped", reason=str(late), needs="--trainloop-timeout=")
+            return Result(check=check.name, outcome="skipped", reason=str(late))
 
     def _decided(self, check: Check, evidence: Any, options: dict[str, Any], reporter: str) -> Result:
         verdict = self._verdict(check, evidence, options)

@@ -281,7 +281,7 @@ def test_the_time_is_up(monkeypatch):
 
     monkeypatch.setattr(guard, "GRACE", 0.1)
     (result,) = check_loop(Loops(spin), timeout=0.1, only=["step_order"]).results
-    assert (result.outcome, result.needs) == ("skipped", "--trainloop-timeout=")
+    assert result.outcome == "skipped"
     assert result.reason.startswith("time ran out after 0 steps: give --trainloop-timeout=0.2 or more")
 
 
