@@ -34,11 +34,13 @@ Part = Literal[
     "cast",
     "module",
     "layer",
+    "forward",
     "backward",
 ]
 """What a line belongs to: where the fault is "seen"; what built the optimizer, gave it a group, froze a parameter,
 built the scheduler, the scaler or the data loader, cast the weights, made the module, made the layer of torch that an
-operation lies in; the ``step`` of an optimizer class of the project's own; the first backward pass."""
+operation lies in; the ``forward`` that holds the parameters and the optimizer's ``step``, where they are the project's
+own; the first backward pass."""
 
 FAMILIES = ("wiring", "loss", "numerics", "batch", "learning", "state", "loss_function", "project")
 """The families in causal order: a fault in an earlier one may explain failures in a later one.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import linecache
+import os
 import re
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,6 +40,7 @@ class MadeAt:
         self._groups: dict[int, Place] = {}
         self._steps: dict[int, Place] = {}
         self._modules: dict[str, Place] = {}
+        self._forwards: dict[str, Place] = {}
         self._attributes: dict[str, Place] = {}
         self._frozen: dict[str, Place] = {}
         self._casts: dict[str, Place] = {}
@@ -98,6 +100,14 @@ class MadeAt:
         inside = path in self._modules and operation not in code_of(finding.where)
         return self.module(path) if inside else ""
 
+    def forward(self, owners: Sequence[str]) -> str:
+        """The ``forward`` of the project's own that holds all of these modules, or the nearest one above."""
+        path = os.path.commonpath([owner.replace(".", "/") for owner in owners]) if owners else ""
+        path = path.replace("/", ".")
+        while path and path not in self._forwards:
+            path = path.rpartition(".")[0]
+        return _text(self._forwards.get(path))
+
     def attribute(self, name: str) -> str:
         """The line that puts a parameter of this name into a list, a dict or an object among a module's attributes."""
         return _text(self._attributes.get(name)) or self.module(name.rpartition(".")[0])
@@ -126,10 +136,11 @@ class MadeAt:
         for index, optimizer in watch.optimizers.indexed():
             _put(self._optimizers, index, noted.made.of(optimizer) or noted.trainer)
             _put(self._groups, index, noted.groups.of(optimizer))
-            _put(self._steps, index, _own_step(optimizer))
+            _put(self._steps, index, _own_method(optimizer, "step"))
         modules = dict(watch.table.named_modules())
         for path, module in modules.items():
             _put(self._modules, path, noted.made.of(module))
+            _put(self._forwards, path, _own_method(module, "forward"))
         for name in (entry.name for entry in watch.table.entries if entry.role == "unregistered"):
             owner, _, attribute = name.partition("[")[0].rpartition(".")
             _put(self._attributes, name, _assignment(modules.get(owner), attribute))
@@ -161,6 +172,7 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
         "loader": made.loader,
         "cast": lambda: made.cast(own),
         "module": lambda: made.module(owner) if owner else "",
+        "forward": lambda: made.forward([known[name].owner for name in own]),
         "layer": lambda: made.layer_of(finding),
         "backward": lambda: next((str(b.place) for b in record.backwards()), ""),
     }
@@ -190,9 +202,9 @@ def _assignment(module: Any, attribute: str) -> Place | None:
     return None
 
 
-def _own_step(optimizer: Any) -> Place | None:
-    """The ``def step`` of an optimizer class of the project's own."""
-    code = getattr(inspect.unwrap(type(optimizer).step), "__code__", None)
+def _own_method(thing: Any, name: str) -> Place | None:
+    """The line that defines a method, in a class of the project's own."""
+    code = getattr(inspect.unwrap(getattr(type(thing), name)), "__code__", None)
     if code is None or layer(code.co_filename) != 2:
         return None
     line = code.co_firstlineno  # of its first decorator

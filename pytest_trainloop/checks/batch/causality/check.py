@@ -217,6 +217,6 @@ def _finding(found: Leak, evaluates: bool) -> Finding:
         shown_by=shown,
         culprits=tuple(dict.fromkeys(a.op.named for a in found.operations)),
         where=str(first.place) if first is not None else found.loss_place,
-        change="\n".join(dict.fromkeys(str(a.op.place) for a in found.operations)),
+        change="\n".join(dict.fromkeys(str(a.op.place) for a in found.operations if first and a.op.name == first.name)),
         smallest=f"{found.length} positions",
     )

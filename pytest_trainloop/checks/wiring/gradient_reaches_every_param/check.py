@@ -117,6 +117,7 @@ CAUSES = {
     "parameter_unused": Cause(
         proof="the parameter is computed with in the training forward pass, and the result goes nowhere",
         repair="x = self.module(x): use what it returns, add its loss, or take the module out of the optimizer",
+        change=("forward",),
         explains=(*_PARTS, "input_dependence", *TRAINING),
     ),
     "module_uncalled": Cause(

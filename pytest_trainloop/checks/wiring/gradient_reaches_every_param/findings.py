@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.wiring.consequences import TRAINING
 from pytest_trainloop.finding import Finding
-from pytest_trainloop.wording import be, some, them, they, verb
+from pytest_trainloop.wording import be, count, some, them, they, verb
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,11 +99,11 @@ def of_cut(
 ) -> Finding:
     """A cut graph, by the operation that cuts it if one was found. ``wanted``: its result is used twice, and once
     rightly. ``refused``: torch refused the backward pass."""
-    measured = (
-        f"0 gradients arrived there in {len(record.autograd_passes())} backward passes; moving {them(names)} changes "
-        f"the loss by {change:.1e}"
-    )
-    summary = f"{some(names)} {verb(names, 'get')} no gradient although the loss depends on {them(names)}"
+    measured = f"0 gradients arrived there in {count(len(record.autograd_passes()), 'backward pass')}"
+    summary = f"{some(names)} {verb(names, 'get')} no gradient"
+    if change:  # a loss of whole numbers may stay as it is where its parameters move a little
+        measured += f"; moving {them(names)} changes the loss by {change:.1e}"
+        summary += f" although the loss depends on {them(names)}"
     raised_at = str(record.raised.place) if refused and record.raised else ""
     ending = ", and torch refuses to backpropagate a loss without history" if refused else ""
     if cut is None:
@@ -343,4 +343,5 @@ def of_zeroed(names: tuple[str, ...], cut: Cut, *, one_key: bool, bound: bool, l
         culprits=names,
         where=str(cut.candidate.place),
         repair=repair,
+        tried="" if repair else f"with {op} giving back its input in the backward pass the gradient arrives",
     )
