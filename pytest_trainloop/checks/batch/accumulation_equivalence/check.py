@@ -55,6 +55,7 @@ References
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -72,7 +73,7 @@ from pytest_trainloop.checks.batch.accumulation_equivalence.diagnosis import (
 from pytest_trainloop.checks.batch.accumulation_equivalence.inside_window import RULED_OUT, settled
 from pytest_trainloop.checks.batch.accumulation_equivalence.weights import CLOSE, all_equal
 from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.finding import Finding
+from pytest_trainloop.finding import Finding, code_of
 from pytest_trainloop.registry import check
 from pytest_trainloop.wording import direction, share
 
@@ -139,6 +140,9 @@ def _first_cause(
     if found is not None and found.cause != "update_differs":
         if found.cause == "only_last_counts" and "cleared" in found.summary:
             found = replace(found, change=_clearing(evidence, first.accumulate))
+        whole = found.cause == "loss_not_divided" and "times the gradient" in found.summary and not found.repair
+        if whole and (line := _divided(evidence, found.where)):
+            found = replace(found, repair=f"{line}\n{CAUSES[found.cause].repair}")
         yield replace(found, smallest=smallest(made, first))
         return
     inside = None if first.steps_too_early else settled(made, first)
@@ -207,6 +211,13 @@ def _unprepared(evidence: Evidence, found: Finding) -> Finding:
         "a prepared optimizer steps once a window inside accelerator.accumulate(model)",
         do_not="count micro-batches by hand: accumulate() does",
     )
+
+
+def _divided(evidence: Evidence, where: str) -> str:
+    """The line of the backward pass with the loss divided by the knob of the project."""
+    divided = rf"(\1 / {evidence.knobs['accumulate']}).backward()"
+    line, made = re.subn(r"\b(\w+)\.backward\(\)", divided, code_of(where))
+    return line if made == 1 else ""
 
 
 def _clearing(evidence: Evidence, k: int) -> str:

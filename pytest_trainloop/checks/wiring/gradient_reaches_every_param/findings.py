@@ -202,7 +202,9 @@ def _repair_of_cut(cut: Cut, wanted: Wanted | None) -> str:
     if op in ("argmax", "argmin", "round", "gt", "lt", "ge", "le", "eq", "ne", "sign", "topk", "sort"):
         return f"{op}() has no gradient: use a loss of the scores themselves (cross_entropy in place of accuracy)"
     if op == "detach" and ".detach()" in code:
-        return f"{code.replace('.detach()', '')}\nor use {_op(cut)} for logging only"
+        written = code.replace(".detach()", "")
+        empty = re.fullmatch(r"([\w.]+) = \1", written)
+        return f"{'remove this line' if empty else written}\nor use {_op(cut)} for logging only"
     return f"keep the tensor and its history on the loss path; use {_op(cut)} for logging only"
 
 

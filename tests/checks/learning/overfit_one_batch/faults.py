@@ -93,6 +93,7 @@ pair(
     culprits=("lr",),
     where="optimizer.step()",
     mentions=("held at its peak",),
+    change="StepLR(optimizer, step_size=1, gamma=0.5)",
     faulty=language_model(per_batch=True),
     fixed=language_model(per_batch=False),
 )

@@ -289,6 +289,7 @@ pair(
     raises="index out of range",
     culprits=("token",),
     mentions=("rows 0 to 11", "ids 0 to 15"),
+    change="self.token = nn.Embedding(vocab, width)",
     faulty=vocabulary(12),
     fixed=vocabulary(16),
 )

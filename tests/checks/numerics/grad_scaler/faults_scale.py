@@ -56,6 +56,7 @@ pair(
     "grad_scaler",
     "scaler_recreated",
     level="advice",
+    change='torch.amp.GradScaler("cpu"',
     faulty=anew(keep=False, init_scale=2.0**8),
     fixed=anew(keep=True, init_scale=2.0**8),
 )

@@ -51,6 +51,7 @@ pair(
     "statistics_drift",
     culprits=("features.1.running_mean", "features.5.running_var"),
     where="model(x)",
+    change="model.train()",
     faulty=transfer(rest=False),
     fixed=transfer(rest=True),
 )

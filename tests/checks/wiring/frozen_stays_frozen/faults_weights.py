@@ -199,6 +199,7 @@ pair(
     "halves_alternate_under_one_momentum",
     "frozen_stays_frozen",
     "momentum",
+    change="resting.requires_grad_(False)",
     faulty=alternating_faulty,
     fixed=alternating_fixed,
 )

@@ -128,6 +128,7 @@ pair(
     CHECK,
     "nothing_trainable",
     raises=COMPLAINT,
+    change="p.requires_grad = False",
     faulty=transfer(freeze_all),
     fixed=transfer(freeze_trunk),
 )

@@ -63,6 +63,7 @@ pair(
     CHECK,
     "not_registered",
     mentions=("blocks",),
+    change="self.blocks = self.hold(",
     faulty=loop(ListGPT, data.tokens, lm_loss, torch.optim.AdamW, lr=3e-3),
     fixed=loop(ModuleListGPT, data.tokens, lm_loss, torch.optim.AdamW, lr=3e-3),
 )

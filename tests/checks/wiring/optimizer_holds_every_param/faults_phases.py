@@ -214,6 +214,7 @@ pair(
     CHECK,
     "not_in_optimizer",
     culprits=("blocks.0.down.weight", "blocks.0.up.weight"),
+    change="torch.optim.AdamW(model.parameters(), lr=3e-3)",
     faulty=adapted(attach_first=False),
     fixed=adapted(attach_first=True),
 )

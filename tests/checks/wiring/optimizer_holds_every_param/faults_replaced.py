@@ -103,6 +103,7 @@ pair(
     CHECK,
     "swapped_after_optimizer",
     culprits=("token.weight", "head.weight"),
+    change="self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)",
     faulty=resized(resize_late=True),
     fixed=resized(resize_late=False),
 )

@@ -228,6 +228,7 @@ pair(
     "step_order",
     "two_optimizers",
     culprits=("head.weight", "head.bias"),
+    change="self.trunk_optimizer = torch.optim.SGD(",
     faulty=image_trainer(lambda model: model.parameters()),
     fixed=image_trainer(lambda model: model.features.parameters()),
 )
