@@ -94,6 +94,20 @@ class Batches(Sequence[Any]):
             return [self[i] for i in range(*index.indices(self._count))]
         return self._give(self._fresh(range(self._count)[index]))
 
+    def __copy__(self) -> Batches:
+        return self
+
+    def __deepcopy__(self, _memo: Any) -> Batches:
+        """Itself: a copy of the trainer that holds it goes on with the batches of the run."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """A pickle of it is the list of its batches."""
+        drawn: list[Any] = []
+        with contextlib.suppress(IndexError):
+            drawn.extend(self._fresh(position) for position in range(self._count))
+        return list, (drawn,)
+
     @property
     def at_end(self) -> int | None:
         """How many requests there were so far, if the last one was answered by the end of the batches."""

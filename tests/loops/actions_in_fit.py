@@ -54,6 +54,8 @@ class Project:
     ids: torch.Tensor
     """The inputs of the present batch."""
     labels: torch.Tensor
+    batches: Any
+    """The loader, of which a trainer keeps hold."""
 
     def loss(self, model=None):
         return F.cross_entropy((model or self.model)(self.ids).flatten(0, 1), self.labels.flatten())
@@ -126,14 +128,14 @@ def deepcopy_of_the_scheduler(project):
 
 @action("copies", skips=TWO_OPTIMIZERS)
 def deepcopy_of_the_project(project):
-    model, optimizer, scheduler = copy.deepcopy((project.model, project.optimizer, project.scheduler))
-    same_weights(model, project.model)
-    optimizer.zero_grad()
-    loss = project.loss(model)
+    other = copy.deepcopy(project)
+    same_weights(other.model, project.model)
+    other.optimizer.zero_grad()
+    loss = other.loss()
     loss.backward()
-    optimizer.step()
-    scheduler.step()
-    return loss.item(), scheduler.get_last_lr()
+    other.optimizer.step()
+    other.scheduler.step()
+    return loss.item(), other.scheduler.get_last_lr(), len(other.batches) > 0
 
 
 @action("copies")
@@ -185,6 +187,12 @@ def averaged_model(project):
     average = torch.optim.swa_utils.AveragedModel(project.model)
     average.update_parameters(project.model)
     return same(average(project.ids), project.model(project.ids))
+
+
+@action("copies")
+def copies_of_the_loader(project):
+    loaders = [copy.copy(project.batches), copy.deepcopy(project.batches), pickle.loads(pickle.dumps(project.batches))]
+    return [len(loader) == len(project.batches) and len(loader[0]) for loader in loaders]
 
 
 @action("copies")
@@ -478,6 +486,49 @@ def feature_extractor(project):
         project.model(project.ids)
     handle.remove()
     return kept["out"]
+
+
+@action("modules")
+def global_hooks_of_the_user(project):
+    seen = []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, args, out: seen.append(type(m).__name__))
+    project.model(project.ids)
+    handle.remove()
+    return seen
+
+
+@action("modules")
+def hook_of_many_gradients(project):
+    seen = []
+    model = copy.deepcopy(project.model)
+    weights = [model.head.weight, model.head.bias]
+    handle = torch.autograd.graph.register_multi_grad_hook(weights, lambda grads: seen.append(len(grads)))
+    project.loss(model).backward()
+    handle.remove()
+    return seen
+
+
+@action("modules")
+def data_parallel(project):
+    return same(nn.DataParallel(project.model)(project.ids), project.model(project.ids))
+
+
+@action("modules")
+def compiled_in_place(project):
+    model = copy.deepcopy(project.model)
+    model.compile(backend="eager")
+    return same(model(project.ids), project.model(project.ids))
+
+
+@action("modules")
+def own_call(project):
+    class Doubled(Net):
+        def __call__(self, ids):
+            return 2 * super().__call__(ids)
+
+    model = Doubled()
+    model.load_state_dict(project.model.state_dict())
+    return same(model(project.ids), 2 * project.model(project.ids))
 
 
 @action("modules")

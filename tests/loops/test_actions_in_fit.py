@@ -48,7 +48,7 @@ def loop_of(names, log):
         def fit(batches):
             try:
                 for number, (ids, labels) in enumerate(batches):
-                    project = Project(model, optimizer, scheduler, ids, labels)
+                    project = Project(model, optimizer, scheduler, ids, labels, batches)
                     if number < 2:
                         act(project)
                     optimizer.zero_grad()
