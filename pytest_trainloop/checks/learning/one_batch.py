@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop import nested
+from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.checks.learning.limits import OWN_STEPS
 from pytest_trainloop.checks.learning.loss_curve import (
     PHASES,
@@ -126,7 +127,14 @@ class OneBatchRuns:
         if steps not in self._made:
             seen = evidence.run()
             progress: Progress = lambda *at: evidence.progress(*at)  # noqa: E731  it may be another by then
-            self._made[steps] = OneBatch(seen, evidence.plan(), evidence.rerun, progress, steps)
+            self._made[steps] = OneBatch(
+                seen,
+                evidence.plan(),
+                evidence.rerun,
+                progress,
+                steps,
+                own_data=lambda: evidence.shared(makes_own_data),
+            )
         return self._made[steps]
 
 
@@ -135,7 +143,7 @@ class OneBatch:
     """The runs, each made when it is first asked for. ``seen`` is the watched run, ``plan`` how it was made; ``run``
     makes one by a plan; ``progress`` is called with how far they are. ``most`` is how many own steps there are;
     ``reached`` says whether a step of the reference optimizer found a gradient, ``differing`` in how many tensors of
-    the batch rows differ."""
+    the batch rows differ, ``own_data`` that the loop reads nothing of that batch."""
 
     seen: Record
     plan: RunPlan
@@ -143,6 +151,7 @@ class OneBatch:
     progress: Progress
     most: int
     ratios: Ratios = field(default_factory=Ratios)
+    own_data: Callable[[], bool] = lambda: False
     rows: int = 0
     differing: int = 0
     _made: dict[object, Curve] = field(default_factory=dict)

@@ -134,6 +134,7 @@ CAUSES = {
 
 @check(needs={"run"}, causes=CAUSES, rank=20)
 def overfit_one_batch(evidence: Evidence, *, steps: int | None = None) -> Iterator[Finding]:
+    from pytest_trainloop.batches.own_data import require_given_data
     from pytest_trainloop.checks.learning.one_batch import OneBatchRuns
     from pytest_trainloop.checks.learning.outcome import learning, require_a_curve, single_loss
     from pytest_trainloop.checks.learning.overfit_one_batch.input_use import unused
@@ -161,6 +162,7 @@ def overfit_one_batch(evidence: Evidence, *, steps: int | None = None) -> Iterat
     if equal_rows is not None:
         yield _unused(batch, found, equal_rows)
     elif found.hopeless:
+        require_given_data(evidence, "whether the model uses its input cannot be seen")
         raise CannotDecide(
             f"plain Adam takes no more than {found.start - found.reference:.2g} off the loss of {found.start:.3g} "
             "either (little to learn, or few weights that train); give a batch that the model can learn by heart"

@@ -30,10 +30,11 @@ def unused(batch: OneBatch, found: Learning) -> float | None:
     """The loss that is reached with all rows alike, if the model cannot use its input.
 
     Nothing is said where plain Adam halves the loss; where fewer weights train than twice the rows (a small model may
-    learn next to nothing of many rows); where targets are made by weights that are not trained but moved. Where plain
+    learn next to nothing of many rows); where targets are made by weights that are not trained but moved; where the
+    loop makes its own data, so that the rows of the batch are none of the model's. Where plain
     Adam hardly lowers the loss at all, the batch must hold labels that differ, and no other net may make targets.
     """
-    if found.start <= 0 or found.reference <= found.start / 2:
+    if found.start <= 0 or found.reference <= found.start / 2 or batch.own_data():
         return None
     if _trained(batch.seen) < 2 * batch.rows or batch.seen.moved_outside_steps() - set(batch.seen.held):
         return None
