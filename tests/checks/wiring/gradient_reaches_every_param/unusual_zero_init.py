@@ -300,7 +300,7 @@ def fixup_residual_branches() -> TrainLoop:
     )
 
 
-@odd(notes="attention over a memory that holds one entry in this batch, and more in others: its weights are all 1")
+@odd(notes="attention over a memory that holds one entry in these batches, and more in others: its weights are all 1")
 def memory_of_one_entry() -> TrainLoop:
     class Reader(nn.Module):
         def __init__(self):
@@ -325,4 +325,6 @@ def memory_of_one_entry() -> TrainLoop:
             F.mse_loss(model(x, memory), y).backward()
             optimizer.step()
 
-    return TrainLoop(model=model, optimizer=optimizer, batch=draw(), fit=fit)
+    return TrainLoop(
+        model=model, optimizer=optimizer, batch=draw(), batches=lambda n: [draw() for _ in range(n)], fit=fit
+    )
