@@ -172,12 +172,12 @@ def _plan(
 def _reported(name: str, results: Sequence[Result], raises: bool) -> Report:
     from pytest_trainloop.registry import registered
     from pytest_trainloop.report import Report
-    from pytest_trainloop.report.text import failure_text
+    from pytest_trainloop.report.text import failure_texts
 
     report = Report.of(name, results)
     if raises and not report.ok:
         bad = [r for r in results if r.outcome in ("failed", "error")]
-        raise CheckFailed("\n\n".join(failure_text(r, registered()[r.check].proofs) for r in bad), results)
+        raise CheckFailed(failure_texts(bad, {r.check: registered()[r.check].proofs for r in bad}), results)
     return report
 
 

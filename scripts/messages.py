@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pytest_trainloop import registry
 from pytest_trainloop.api import check_loop
-from pytest_trainloop.report.text import failure_text, finding_text
+from pytest_trainloop.report.text import failure_texts, finding_text
 from tests.helpers.every_pair import quick
 from tests.loops.corpus import PAIRS
 
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 def texts(pair: Any, *, whole: bool) -> Iterator[str]:
     """What a user reads of this pair's faulty loop."""
     report = check_loop(pair.faulty, only=None if whole else [pair.check], raises=False)
+    proofs = {name: check.proofs for name, check in registry.registered().items()}
+    failed = [r for r in report.results if r.outcome in ("failed", "error")]
+    if failed:
+        yield failure_texts(failed, proofs)
     for result in report.results:
-        proofs = registry.registered()[result.check].proofs
-        if result.outcome in ("failed", "error"):
-            yield f"[{result.check}] FAILED\n{failure_text(result, proofs)}"
-        yield from (f"[{result.check}] advice\n{finding_text(advice, proofs)}" for advice in result.advice)
+        yield from (f"advice\n{finding_text(advice, proofs[result.check])}" for advice in result.advice)
     if whole:
         yield str(report)
 

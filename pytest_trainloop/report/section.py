@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pytest_trainloop.report.entry import by_loop
+from pytest_trainloop.report.roots import root_causes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.finding import Finding, Result
     from pytest_trainloop.report.entry import Entry
 
-    Above = Mapping[str, tuple[str, int] | None]
 
 Style = Literal["plain", "good", "bad", "warn", "loud"]
 
@@ -126,58 +126,14 @@ def _open_questions(loops: Sequence[tuple[str, Sequence[Result]]]) -> Iterator[L
 
 def _root_causes(failed: Sequence[Result]) -> Iterator[Line]:
     """A failed check that another one explains is a consequence, listed under its root cause."""
-    above = {result.check: _above(result, failed) for result in failed}
-    for result in failed:
-        if _root(result.check, above) != result.check:
-            continue
+    for cause in root_causes(failed):
+        result = cause.result
         if result.reason or not result.faults:
             yield Line(f"  {result.check}: {result.reason or 'failed'}", "bad")
-        below = [check for check in above if check != result.check and _root(check, above) == result.check]
-        for i, fault in enumerate(result.faults):
+        for fault, followed in zip(result.faults, cause.followed, strict=True):
             yield _cause(fault, result.check)
-            explained = [check for check in below if _first_step(check, above, result.check) == i]
-            if explained:
-                yield Line(f"    also fails for it: {', '.join(explained)}")
-
-
-def _above(result: Result, failed: Sequence[Result]) -> tuple[str, int] | None:
-    """The check that explains this one, and by which of its faults. Where two explain each other, the earlier one is
-    the cause."""
-    before = True
-    for other in failed:
-        if other.check == result.check:
-            before = False
-            continue
-        mutual = any(_follows(other, fault) for fault in result.faults)
-        for i, fault in enumerate(other.faults):
-            if _follows(result, fault) and (before or not mutual):
-                return other.check, i
-    return None
-
-
-def _follows(result: Result, fault: Finding) -> bool:
-    return result.check in fault.explains or any(fault.accounts_for(result.check, f.cause) for f in result.faults)
-
-
-def _root(check: str, above: Above) -> str:
-    """The root cause of a failed check; of checks that explain one another in a ring the earliest."""
-    path = [check]
-    while (up := above[path[-1]]) is not None:
-        if up[0] in path:
-            ring = path[path.index(up[0]) :]
-            return min(ring, key=list(above).index)
-        path.append(up[0])
-    return path[-1]
-
-
-def _first_step(check: str, above: Above, root: str) -> int:
-    """Which of the root's faults leads to a check."""
-    for _ in above:
-        up = above[check]
-        if up is None or up[0] == root:
-            return up[1] if up else 0
-        check = up[0]
-    return 0
+            if followed:
+                yield Line(f"    also fails for it: {', '.join(followed)}")
 
 
 def _cause(fault: Finding, check: str) -> Line:

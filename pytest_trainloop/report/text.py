@@ -4,14 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.wording import some
+from pytest_trainloop.report.roots import root_causes
+from pytest_trainloop.wording import some, verb
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from pytest_trainloop.finding import Finding, Result
 
 _LABEL = 11
+
+
+def failure_texts(results: Sequence[Result], proofs: Mapping[str, Mapping[str, str]]) -> str:
+    """The texts of several failed checks of one loop: each root cause, with what fails for it in one line; then the
+    errors. ``proofs`` has the texts of the causes by check."""
+    texts = []
+    for cause in root_causes([r for r in results if r.outcome == "failed"]):
+        followed = list(dict.fromkeys(check for checks in cause.followed for check in checks))
+        text = failure_text(cause.result, proofs[cause.result.check])
+        if followed:
+            text += "\n" + _field("also", f"{', '.join(followed)} {verb(followed, 'fail')} for it")
+        texts.append(text)
+    errors = [r for r in results if r.outcome == "error"]
+    return "\n\n".join([*texts, *(failure_text(r, proofs[r.check]) for r in errors)])
 
 
 def failure_text(result: Result, causes: Mapping[str, str]) -> str:

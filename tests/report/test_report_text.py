@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_trainloop.finding import Finding, Result, UserError
-from pytest_trainloop.report.text import failure_text
+from pytest_trainloop.report.text import failure_text, failure_texts
 
 CAUSES = {"stale": "a gradient is consumed twice"}
 
@@ -66,6 +66,29 @@ def test_the_repair_says_whether_it_was_tried():
     assert "repair     a = b\ntried      with this" in failure_text(failed(tried), CAUSES)
     untried = Finding(cause="stale", summary="old", repair="a = b", do_not="clamp: it hides the zero")
     assert "tried      no\ndo not     clamp: it hides" in failure_text(failed(untried), CAUSES)
+
+
+def test_of_several_failures_roots_stand_in_full_and_what_follows_in_one_line():
+    root = Result(
+        check="step_order",
+        outcome="failed",
+        findings=(Finding(cause="stale", summary="old", explains=("finite", "overfit:slow")),),
+    )
+    others = [
+        Result(check=check, outcome="failed", findings=(Finding(cause="slow", summary=f"{check} fails"),))
+        for check in ("finite", "overfit", "alone")
+    ]
+    text = failure_texts([root, *others], {key: {} for key in ("step_order", "finite", "overfit", "alone")})
+    assert text.splitlines() == [
+        "old",
+        "cause      stale",
+        "more       pytest --trainloop-explain step_order",
+        "also       finite, overfit fail for it",
+        "",
+        "alone fails",
+        "cause      slow",
+        "more       pytest --trainloop-explain alone",
+    ]
 
 
 def test_further_lines_are_aligned():
