@@ -32,15 +32,28 @@ def is_declared(loop: TrainLoop, batch: Any, padded: PaddingMask) -> bool:
     of anything else (regions of a picture, frames) is not."""
     if loop.padding is None or loop.padding.pad_id is None:
         return loop.padding is not None
-    masks = {p.grid: p.mask for p in read(loop, batch)}
-    about = [
-        grid
-        for grid, mask in masks.items()
-        for leaf in (leaf.under(grid) for leaf in leaves(batch))
-        if leaf.time is not None and leaf.whole and not leaf.two_valued
-        if bool((leaf.at(mask) == loop.padding.pad_id).all())
-    ]
+    about = [p.grid for p in read(loop, batch) if _stands_there(loop.padding.pad_id, batch, p)]
     return not about or padded.grid in about
+
+
+def is_configured(loop: TrainLoop, batch: Any, padded: PaddingMask) -> bool:
+    """Whether a model's configuration names the id that stands there (``config.pad_token_id``, as in transformers).
+
+    As sure as a mask of the batch: models with such a configuration take a mask, and are not to attend to padding.
+    """
+    configs = (getattr(m, "config", None) for module in loop.modules.values() for m in module.modules())
+    ids = {i for config in configs if isinstance(i := getattr(config, "pad_token_id", None), int)}
+    return any(_stands_there(i, batch, padded) for i in ids)
+
+
+def _stands_there(pad_id: int, batch: Any, padded: PaddingMask) -> bool:
+    """Whether ids of the batch are padded with this one."""
+    found = (leaf.under(padded.grid) for leaf in leaves(batch))
+    return any(
+        bool((leaf.at(padded.mask) == pad_id).all())
+        for leaf in found
+        if leaf.time is not None and leaf.whole and not leaf.two_valued
+    )
 
 
 def lengths(given: list[Any], batch: Any, padded: PaddingMask) -> frozenset[int]:

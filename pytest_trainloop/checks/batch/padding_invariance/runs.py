@@ -22,7 +22,7 @@ from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import (
     PaddingFlow,
     PathCall,
 )
-from pytest_trainloop.checks.batch.padding_invariance.known import is_declared, lengths, read
+from pytest_trainloop.checks.batch.padding_invariance.known import is_configured, is_declared, lengths, read
 from pytest_trainloop.checks.batch.padding_invariance.slices import BatchSlice, cut, slices
 from pytest_trainloop.errors import CannotDecide, DoesNotApply, Unreliable, UsageError
 from pytest_trainloop.gradients.compare import Agreement, agreement, first_step_difference, optimizers
@@ -114,7 +114,8 @@ def _nothing_padded(loop: TrainLoop, batches: Sequence[Any]) -> CannotDecide:
 class PaddingRuns:
     """The runs behind ``padding_invariance``, each made once.
 
-    ``declared``: the project's ``padding=`` is about this padding. ``lengths``: those of the batches that were looked
+    ``declared``: the project's ``padding=`` is about this padding. ``configured``: the model's configuration is.
+    ``lengths``: those of the batches that were looked
     at, or none where the project gives a single one.
     """
 
@@ -126,6 +127,7 @@ class PaddingRuns:
         evidence: Evidence,
         *,
         declared: bool,
+        configured: bool,
         lengths: frozenset[int],
     ) -> None:
         self._batch = batch
@@ -137,7 +139,7 @@ class PaddingRuns:
         self._count: int | None = None
         self._precision = "float64"
         self._runs_through = False
-        self.declared = declared
+        self.declared, self._configured = declared, configured
         self.varying = len(lengths) > 1
         self._several = bool(lengths)
 
@@ -170,7 +172,15 @@ class PaddingRuns:
         batch = nested.copy(found[0][0])
         others = [] if loop.batches is None else given
         return [
-            cls(batch, p, window, evidence, declared=is_declared(loop, batch, p), lengths=lengths(others, batch, p))
+            cls(
+                batch,
+                p,
+                window,
+                evidence,
+                declared=is_declared(loop, batch, p),
+                configured=is_configured(loop, batch, p),
+                lengths=lengths(others, batch, p),
+            )
             for p in found[0][1]
         ]
 
@@ -183,7 +193,7 @@ class PaddingRuns:
     def sure(self) -> bool:
         """Whether the project itself marks this as padding; a mask next to features may be of observations."""
         by_batch = self._padded.source == "lengths" or (self._padded.source == "mask" and self._padded.of_ids)
-        return self.declared or self.varying or by_batch
+        return self.declared or self.varying or self._configured or by_batch
 
     @property
     def by_lengths(self) -> bool:
@@ -214,7 +224,7 @@ class PaddingRuns:
                 refused = found or refused
                 continue
             compared += 1
-            if not found.equal and found.within_float32:
+            if not found.equal and found.within_float32 and not self._is_mixed_in(found):
                 rounded = found.agreement.difference
             elif not found.equal and (not self._ends_a_text(found) or self._takes_a_path(found)):
                 return found
@@ -277,6 +287,11 @@ class PaddingRuns:
         """Whether one padded position makes the difference, and more of them none."""
         kept = self.compare(found.full, keep=1) if found.full.padded > 1 else None
         return kept is not None and kept.equal
+
+    def _is_mixed_in(self, found: Comparison) -> bool:
+        """Whether padding takes part by attention or pooling: exact, however small, as in a net at its start."""
+        mixing = ({"attention"}, {"pooling"}, {"attention", "pooling"})
+        return any(self.explained_by(found, frozenset(paths)) for paths in mixing)
 
     def _takes_a_path(self, found: Comparison) -> bool:
         return self.flow(found).inverted is not None or any(self.explained_by(found, frozenset({p})) for p in PATHS)

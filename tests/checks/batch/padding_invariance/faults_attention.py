@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.loops.padded_texts import Encoder, class_loss, loop, texts
+from tests.loops.padded_texts import PAD, Encoder, class_loss, loop, texts
 from tests.loops.pairs import pair
 
 MASKED = ("input_ids", "attention_mask", "labels")
@@ -297,4 +299,33 @@ pair(
     where="return self.head((scores.softmax(dim=1) * x).sum(1))",
     faulty=lambda: loop(Weighed(masked=False), MASKED, class_loss),
     fixed=lambda: loop(Weighed(masked=True), MASKED, class_loss),
+)
+
+
+# The id of padding stands in the model's configuration, and the mask of the batch, made elsewhere, has ones only.
+
+
+class Configured(Weighed):
+    def __init__(self, masked):
+        super().__init__(masked)
+        self.config = SimpleNamespace(pad_token_id=PAD)
+        self.embed = nn.Embedding(16, 16, padding_idx=self.config.pad_token_id)
+
+
+def with_mask_of(mask_of):
+    def make():
+        made = loop(Configured(masked=True), MASKED, class_loss)
+        made.batch["attention_mask"] = mask_of(made.batch["input_ids"])
+        return made
+
+    return make
+
+
+pair(
+    "mask_of_ones_over_a_configured_padding_id",
+    "padding_invariance",
+    "padded_keys_attended",
+    mentions=("the padding_idx 0 stands there",),
+    faulty=with_mask_of(torch.ones_like),
+    fixed=with_mask_of(lambda ids: (ids != PAD).long()),
 )

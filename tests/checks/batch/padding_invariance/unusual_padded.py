@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -373,3 +375,20 @@ def end_of_text_once() -> TrainLoop:
         return F.cross_entropy(model(ids)[:, :-1].transpose(1, 2), labels)
 
     return trained(Reader(Causal()), some(texts(), "ids"), loss_of, padding=Padding(pad_id=PAD))
+
+
+@odd(notes="the configuration names the id of padding, the net sums all words, padding as zeros")
+def bag_of_words_with_a_configured_padding_id() -> TrainLoop:
+    class Bag(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.config = SimpleNamespace(pad_token_id=PAD)
+            self.embed, self.head = nn.Embedding(16, 16, padding_idx=PAD), nn.Linear(16, 3)
+
+        def forward(self, ids):
+            return self.head(self.embed(ids).sum(1).tanh())
+
+    def loss_of(model, batch):
+        return F.cross_entropy(model(batch["ids"]), batch["classes"])
+
+    return trained(Bag(), some(texts(), "ids", "classes"), loss_of)
