@@ -6,14 +6,18 @@ import inspect
 import math
 import numbers
 import operator
+import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import nn
 
-from pytest_trainloop import nested
+from pytest_trainloop import nested, places
 from pytest_trainloop.errors import UsageError
+from pytest_trainloop.knobs import nearest
 
 CALLS = {
     "fit": ("fit(batches)", 1),
@@ -77,16 +81,37 @@ def named_modules(model: Any, field: str = "TrainLoop.model") -> dict[str, nn.Mo
     return named
 
 
-def require_dimension(batch_dim: Any, batch: Any) -> None:
-    """Raise ``UsageError`` where no tensor of the batch has the dimension along which its rows are declared to lie."""
-    if batch_dim is None:
-        return
+def require_dimensions(loop: Any, batch: Any) -> None:
+    """Raise ``UsageError`` where no tensor of the batch has a dimension along which its rows, or its padded positions,
+    are declared to lie."""
     dims = [t.dim() for t in nested.tensors(batch)]
-    if dims and not any(-dim <= batch_dim < dim for dim in dims):
-        raise UsageError(
-            f"TrainLoop.batch_dim is {batch_dim}, and no tensor of the batch has such a dimension "
-            f"({nested.describe(batch)}); the one that its rows lie along is needed"
-        )
+    given = [("TrainLoop.batch_dim", loop.batch_dim, "the one that its rows lie along")]
+    dim = getattr(loop.padding, "dim", 1)
+    if dim != 1:  # the default may go with rows that fit pads itself
+        given.append(("TrainLoop.padding: dim", dim, "the one that is padded"))
+    for name, number, needed in given:
+        if number is not None and dims and not any(-dim <= number < dim for dim in dims):
+            raise UsageError(
+                f"{name} is {number}, and no tensor of the batch has such a dimension ({nested.describe(batch)}); "
+                f"{needed} is needed"
+            )
+
+
+def slip_in_the_call(error: BaseException, kind: type, required: Mapping[str, str]) -> UsageError | None:
+    """The refusal of a call of ``kind``, a dataclass, that Python refuses: a field that it does not have or that is not
+    given, or fields by position. None for any other exception."""
+    raised, name = str(error), kind.__name__
+    if not isinstance(error, TypeError) or f"{name}.__init__()" not in raised:
+        return None
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    named = re.findall(r"'(\w+)'", raised)
+    if "unexpected keyword" in raised:
+        message = f"{name} has no field {named[0]!r}; {nearest(named[0], [f.name for f in fields(kind) if f.init])}"
+    elif "missing" in raised and named:
+        message = f"{name}.{named[0]} is not given; {required.get(named[0], 'a value is needed')}"
+    else:
+        message = f"{name} takes its fields by keyword only, as in {name}({', '.join(f'{f}=...' for f in required)})"
+    return UsageError(message, place=places.shown(last.filename, last.lineno or 0))
 
 
 def is_whole(value: Any) -> bool:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from pytest_trainloop import places
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.knobs import nearest
 
@@ -90,7 +91,12 @@ class LossContract:
     min_rows: int = 1
 
     def __post_init__(self) -> None:
-        _validate(self)
+        try:
+            _validate(self)
+        except UsageError as error:
+            field = str(error).removeprefix("LossContract.").partition(" ")[0]
+            place = places.of_keyword(*places.caller(), "LossContract", field)
+            raise UsageError(str(error), place=place) from None
 
 
 def _validate(contract: LossContract) -> None:

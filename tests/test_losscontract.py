@@ -42,6 +42,27 @@ def test_what_cannot_be_judged_is_refused_in_one_sentence(name):
 
 
 @pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: LossContract(criterion=F.mse_loss, expect="values"), r"has no field 'expect'; the .* is 'expects'"),
+        (
+            lambda: LossContract(expects="values"),
+            r"LossContract.criterion is not given; a function criterion\(output, ",
+        ),
+        (
+            lambda: LossContract(F.mse_loss, "values"),
+            r"takes its fields by keyword only, as in LossContract\(criterion=",
+        ),
+        (lambda: LossContract(criterion=F.mse_loss, expects=3), "expects is 3; one of"),
+        (lambda: 3, "<lambda> returned a int; it must return a LossContract"),
+    ],
+)
+def test_a_slip_in_the_call_is_one_sentence_with_its_line(make, sentence):
+    with pytest.raises(UsageError, match=sentence + r".* \(tests/test_losscontract\.py:\d+\)$"):
+        check_loss(make)
+
+
+@pytest.mark.parametrize(
     ("contract", "output", "target"),
     [
         ({"expects": "logits", "num_classes": 3}, (4, 3), (4,)),

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pytest_trainloop import places
 from pytest_trainloop.errors import UsageError, UserCodeError
+from pytest_trainloop.fields import slip_in_the_call
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.losscontract import LossContract
 from pytest_trainloop.losses.calls import Caller, CriterionRaised, kind
@@ -28,6 +30,12 @@ from pytest_trainloop.strategies.losses import MOST_ROWS, cases
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
+
+
+_REQUIRED = {
+    "criterion": "a function criterion(output, target) or a module is needed",
+    "expects": "what the output is is needed, as in expects='logits'",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +157,14 @@ class LossEvidence:
         except UsageError:
             raise
         except (Exception, SystemExit) as error:
+            if slip := slip_in_the_call(error, LossContract, _REQUIRED):
+                raise slip from None
             raise UserCodeError(user_error(error, "building the loss")) from error
         if not isinstance(contract, LossContract):
             name = getattr(getattr(self._make, "func", self._make), "__qualname__", "the function")
-            raise UsageError(f"{name} returned {kind(contract)}; it must return a LossContract")
+            other = " (for a loop the marker is trainloop)" if type(contract).__name__ == "TrainLoop" else ""
+            place = places.of_function(self._make)
+            raise UsageError(f"{name} returned {kind(contract)}; it must return a LossContract{other}", place=place)
         return contract
 
     def _in_float64(self) -> LossContract:

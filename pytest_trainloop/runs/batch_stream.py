@@ -11,7 +11,7 @@ import torch
 
 from pytest_trainloop import nested
 from pytest_trainloop.errors import UsageError, UserCodeError
-from pytest_trainloop.fields import require_dimension
+from pytest_trainloop.fields import require_dimensions
 from pytest_trainloop.runs.float64 import widen_batch
 from pytest_trainloop.runs.kept_batches import has_workers
 from pytest_trainloop.runs.process_state import SeededApart
@@ -180,7 +180,7 @@ class Batches(Sequence[Any]):
                 item = self._next()
                 if self._loop.batches is not None:
                     nested.require_batch(item, f"batches[{len(self._cache)}]")
-                    require_dimension(self._loop.batch_dim, item)
+                    require_dimensions(self._loop, item)
                 self._cache.append(item)
             except StopIteration:
                 if not self._cache:

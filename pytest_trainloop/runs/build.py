@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +9,7 @@ from torch import nn
 
 from pytest_trainloop import nested, places
 from pytest_trainloop.errors import UsageError, UserCodeError
-from pytest_trainloop.fields import require_dimension
-from pytest_trainloop.knobs import nearest
+from pytest_trainloop.fields import require_dimensions, slip_in_the_call
 from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.losscontract import LossContract
 from pytest_trainloop.recording.record import within
@@ -24,6 +21,8 @@ if TYPE_CHECKING:
 
 Make = Callable[..., Any]
 
+_REQUIRED = {"model": "a torch.nn.Module is needed, or a list or dict of modules"}
+
 
 def build(make: Make, knobs: Mapping[str, Any], seed: int, kept: KeptBatches | None = None) -> TrainLoop:
     """A fresh loop. Raises ``UsageError`` for what is no loop and ``UserCodeError`` where the user's function
@@ -34,8 +33,8 @@ def build(make: Make, knobs: Mapping[str, Any], seed: int, kept: KeptBatches | N
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
-        if isinstance(error, TypeError) and (slip := _slip_in_the_call(str(error))):
-            raise UsageError(slip, place=_line(error)) from None
+        if slip := slip_in_the_call(error, TrainLoop, _REQUIRED):
+            raise slip from None
         raise UserCodeError(user_error(error, "building the loop")) from error
     if not isinstance(loop, TrainLoop):
         other = " (for a loss the marker is trainloop_loss)" if isinstance(loop, LossContract) else ""
@@ -99,7 +98,7 @@ def _require_loop(loop: TrainLoop) -> None:
         raise UsageError("TrainLoop got neither batch nor batches; an example batch is needed")
     if loop.batch is not None:
         nested.require_batch(loop.batch, "batch")
-        require_dimension(loop.batch_dim, loop.batch)
+        require_dimensions(loop, loop.batch)
     for prefix in loop.frozen or ():
         names = [n for n, t in _parts(loop) if n.startswith("the parameter ")]
         if not any(within(n.removeprefix("the parameter "), [prefix]) for n in names):
@@ -107,23 +106,6 @@ def _require_loop(loop: TrainLoop) -> None:
                 f"TrainLoop.frozen: no parameter is {prefix!r} or lies below it; the first names are "
                 f"{_first_names(names)}"
             )
-
-
-def _slip_in_the_call(raised: str) -> str:
-    """What is wrong with the fields of a call of ``TrainLoop``, from Python's own words; empty where it is not that."""
-    if "TrainLoop.__init__()" not in raised:
-        return ""
-    if unknown := re.search(r"unexpected keyword argument '(\w+)'", raised):
-        return f"TrainLoop has no field {unknown[1]!r}; {nearest(unknown[1], TrainLoop.field_names())}"
-    if "missing" in raised:
-        return "TrainLoop.model is not given; a torch.nn.Module is needed, or a list or dict of modules"
-    return "TrainLoop takes its fields by keyword only, as in TrainLoop(model=model, optimizer=optimizer)"
-
-
-def _line(error: BaseException) -> str:
-    """The line that raised."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return places.shown(last.filename, last.lineno or 0)
 
 
 def _hidden_parameters(loop: TrainLoop) -> bool:

@@ -98,6 +98,11 @@ BATCH = {
         "TrainLoop.batch_dim is 2, and no tensor of the batch has such a dimension (a tuple with tensors of shapes "
         "(8, 4), (8, 1)); the one that its rows lie along is needed",
     ),
+    "padded-dimension-out-of-range": (
+        "from pytest_trainloop import Padding\nreturn loop(padding=Padding(pad_id=0, dim=2))",
+        "TrainLoop.padding: dim is 2, and no tensor of the batch has such a dimension (a tuple with tensors of shapes "
+        "(8, 4), (8, 1)); the one that is padded is needed",
+    ),
     "dimension-string": (
         "loop(batch_dim='1')",
         "TrainLoop.batch_dim is '1'; the number of a dimension is needed, as in batch_dim=1",

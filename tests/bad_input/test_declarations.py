@@ -219,7 +219,7 @@ OTHERS = {
     ),
     "by-position": (
         "return TrainLoop(mlp())  # here",
-        "TrainLoop takes its fields by keyword only, as in TrainLoop(model=model, optimizer=optimizer)",
+        "TrainLoop takes its fields by keyword only, as in TrainLoop(model=...)",
     ),
     "model-not-given": ("return TrainLoop(batch=rows())  # here", f"TrainLoop.model is not given; {NEEDS_A_MODEL}"),
 }

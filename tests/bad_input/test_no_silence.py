@@ -48,6 +48,13 @@ def test_an_evaluate_that_raises_is_an_error_with_the_users_traceback(run):
     result.stdout.fnmatch_lines(["FAILED test_a.py::test_it[[]train_mode[]]*"])
 
 
+def test_a_loss_that_raises_next_to_fit_is_an_error_of_its_own(run):
+    source = builds("return loop(loss=lambda model, batch: 1 / 0)")
+    result = run(source, "--trainloop-only=step_order,accumulation_equivalence")
+    result.assert_outcomes(failed=1, passed=2)
+    assert failure(result)[0] == "TrainLoop.loss raised ZeroDivisionError: division by zero"
+
+
 OBSERVED = """
     def test_script(trainloop):
         with trainloop.observe() as record:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.errors import CannotDecide, UserCodeError
+from pytest_trainloop.finding import UserError
 from pytest_trainloop.gradients.tolerances import ROUNDING
 from pytest_trainloop.runs.no_randomness import NoRandomness
 from pytest_trainloop.runs.run import RunPlan, canonical
@@ -32,6 +33,8 @@ class Runs:
         self._start = SameStart()
         self._float64 = True
         self._records: dict[object, Record] = {}
+        self._calls = "fit"
+        """What the runs call of the project's."""
 
     @classmethod
     def of(cls, evidence: Evidence) -> Runs:
@@ -41,7 +44,9 @@ class Runs:
     def of_loss(cls, evidence: Evidence) -> Runs:
         """Of a plain loop over the declared loss, which has no knob."""
         plan = replace(evidence.plan(), fit=_plain_fit)
-        return cls(lambda _knobs: plan, evidence.rerun)
+        made = cls(lambda _knobs: plan, evidence.rerun)
+        made._calls = "TrainLoop.loss"
+        return made
 
     def made(
         self,
@@ -54,7 +59,8 @@ class Runs:
         around: Callable[[Watch], contextlib.AbstractContextManager[Any]] | None = None,
     ) -> Record:
         """The run over these items with the knob at ``accumulate``, known by its key. Raises ``CannotDecide`` where
-        ``fit`` raises on them, unless it may. ``around`` is entered around ``fit``."""
+        ``fit`` raises on them, unless it may, and ``UserCodeError`` where the declared loss does on a whole batch, which
+        no other check calls. ``around`` is entered around ``fit``."""
         if key not in self._records:
             plan = from_same_start(self._plan_of({"accumulate": accumulate}), self._start, lambda _loop: items())
             if around is not None:
@@ -63,10 +69,15 @@ class Runs:
             if record.raised is not None and self._float64 and not self._records:
                 self._float64, self._start = False, SameStart()
                 return self.made(key, accumulate, items, fit_seed=fit_seed, may_raise=may_raise)
+            if record.raised is not None and self._calls != "fit" and not self._records:
+                raised = record.raised
+                error = UserError(stage=self._calls, summary=raised.summary, traceback=raised.traceback)
+                raise UserCodeError(error, one_check=True)
             if record.raised is not None and not may_raise:
+                part = "part of the batch" if accumulate > 1 else "the batch"
                 raise CannotDecide(
-                    f"fit raised {record.raised.summary} on {'part of ' if accumulate > 1 else ''}the batch; give "
-                    "batch_dim= or split_batch= if its rows lie along another axis"
+                    f"{self._calls} raised {record.raised.summary} on {part}; give batch_dim= or split_batch= if its "
+                    "rows lie along another axis"
                 )
             self._records[key] = record
         return self._records[key]

@@ -237,7 +237,7 @@ class InputRuns:
 
         def before_item(number: int, item: Any) -> None:
             if number == 0:
-                addresses.extend(t.data_ptr() for t in nested.tensors(item))
+                addresses.extend(t.data_ptr() for t in nested.tensors(item) if has_values(t))
 
         def contexts(watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
             yield _watching(watch, run, addresses)
@@ -319,7 +319,7 @@ def _watching(watch: Watch, run: _Run, addresses: list[int]) -> Iterator[None]:
 def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, str]:
     """The name of each tensor that is an argument of its own, by address."""
     given = named_arguments(module, args, kwargs)
-    return {value.data_ptr(): name for name, value in given.items() if isinstance(value, torch.Tensor)}
+    return {value.data_ptr(): n for n, value in given.items() if isinstance(value, torch.Tensor) and has_values(value)}
 
 
 def _as_passed(tensor: BatchTensor, address: int, run: _Run) -> BatchTensor:
