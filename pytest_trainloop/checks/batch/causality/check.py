@@ -219,4 +219,7 @@ def _finding(found: Leak, evaluates: bool) -> Finding:
         where=str(first.place) if first is not None else found.loss_place,
         change="\n".join(dict.fromkeys(str(a.op.place) for a in found.operations if first and a.op.name == first.name)),
         smallest=f"{found.length} positions",
+        tried="in a run without the later positions there no output depends on a later input"
+        if found.confirmed and found.kind in ("attention", "softmax", "views")
+        else "",
     )

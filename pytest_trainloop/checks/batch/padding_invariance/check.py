@@ -414,4 +414,5 @@ def _finding(
         where=where or made.backward(found),
         smallest=f"{rows} row{'s' if rows > 1 else ''} of {total} positions, {real} of them real",
         repair=repair,
+        tried="in a run with that both gradients are equal" if "both gradients are equal" in shown else "",
     )
