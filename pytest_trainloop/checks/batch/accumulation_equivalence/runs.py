@@ -59,8 +59,8 @@ class Runs:
         around: Callable[[Watch], contextlib.AbstractContextManager[Any]] | None = None,
     ) -> Record:
         """The run over these items with the knob at ``accumulate``, known by its key. Raises ``CannotDecide`` where
-        ``fit`` raises on them, unless it may, and ``UserCodeError`` where the declared loss does on a whole batch, which
-        no other check calls. ``around`` is entered around ``fit``."""
+        ``fit`` raises on them, unless it may, and ``UserCodeError`` where the declared loss does on a whole batch: no
+        other check calls it. ``around`` is entered around ``fit``."""
         if key not in self._records:
             plan = from_same_start(self._plan_of({"accumulate": accumulate}), self._start, lambda _loop: items())
             if around is not None:
