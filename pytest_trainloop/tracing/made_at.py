@@ -109,8 +109,10 @@ class MadeAt:
         return _text(self._forwards.get(path))
 
     def attribute(self, name: str) -> str:
-        """The line that puts a parameter of this name into a list, a dict or an object among a module's attributes."""
-        return _text(self._attributes.get(name)) or self.module(name.rpartition(".")[0])
+        """The line that assigns a parameter, or the list, dict or object that holds it, to an attribute of a module of
+        the project's own; else the line that made its module."""
+        owner = name.rpartition(".")[0]
+        return _text(self._attributes.get(name)) or (self.module(owner) if owner else "")
 
     def froze(self, names: Sequence[str]) -> str:
         """The line that switched ``requires_grad`` off for the first of these parameters."""
@@ -141,9 +143,10 @@ class MadeAt:
         for path, module in modules.items():
             _put(self._modules, path, noted.made.of(module))
             _put(self._forwards, path, _own_method(module, "forward"))
-        for name in (entry.name for entry in watch.table.entries if entry.role == "unregistered"):
-            owner, _, attribute = name.partition("[")[0].rpartition(".")
-            _put(self._attributes, name, _assignment(modules.get(owner), attribute))
+        for entry in watch.table.entries:
+            if entry.role == "unregistered" or not entry.layer:
+                owner, _, attribute = entry.name.partition("[")[0].rpartition(".")
+                _put(self._attributes, entry.name, _assignment(modules.get(owner), attribute))
         for entry, tensor in zip(watch.table.entries, watch.table.tensors, strict=True):
             _put(self._frozen, entry.name, noted.frozen.of(tensor))
             _put(self._casts, entry.name, noted.casts.of(tensor))
@@ -171,7 +174,7 @@ def line_of(part: Part, finding: Finding, evidence: Evidence) -> str:
         "scaler": made.scaler,
         "loader": made.loader,
         "cast": lambda: made.cast(own),
-        "module": lambda: made.module(owner) if owner else "",
+        "module": lambda: made.attribute(own[0]) if own else made.module(owner) if owner else "",
         "forward": lambda: made.forward([known[name].owner for name in own]),
         "layer": lambda: made.layer_of(finding),
         "backward": lambda: next((str(b.place) for b in record.backwards()), ""),

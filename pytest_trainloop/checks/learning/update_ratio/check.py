@@ -48,6 +48,7 @@ References
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.errors import CannotDecide
@@ -94,6 +95,7 @@ def update_ratio(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.learning.outcome import learning, require_a_curve, single_loss
     from pytest_trainloop.checks.learning.remedies import higher, lower, undecayed, usual_eps
     from pytest_trainloop.records.clips import clipped_to
+    from pytest_trainloop.tracing.made_at import MadeAt
 
     yield from _same_lr(evidence)
     single_loss(evidence.run())
@@ -112,7 +114,7 @@ def update_ratio(evidence: Evidence) -> Iterator[Finding]:
         return
     clip = clipped_to(batch.seen)
     if found.peak == 0:
-        yield _nothing(batch, found)
+        yield replace(_nothing(batch, found), change=evidence.shared(MadeAt.of).scheduler())
     elif found.too_far:
         helped = lower(batch, found)
         if helped is not None:

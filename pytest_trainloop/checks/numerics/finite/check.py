@@ -251,6 +251,7 @@ def _loss_masked(masked: MaskedLoss) -> Finding:
         shown_by=f"the value that was replaced comes from {source}",
         culprits=(masked.op,),
         where=str(masked.place),
+        change=str(masked.origin.place) if masked.origin else "",
     )
 
 
@@ -263,4 +264,5 @@ def _gradient_masked(write: GradWrite, origin: NonFiniteOrigin | None) -> Findin
         + (f"{origin} at {origin.place}" if origin else "an operation that was not determined"),
         culprits=(write.by,),
         where=str(write.place),
+        change=str(origin.place) if origin else "",
     )
