@@ -162,3 +162,17 @@ def test_a_run_that_was_only_observed_knows_nothing_without_its_instrument(name)
     from pytest_trainloop.runs.single_run import SingleRun
 
     assert getattr(MadeAt.of(SingleRun(Record())), name)() == ""
+
+
+def test_a_script_that_is_observed_has_its_lines_too():
+    from pytest_trainloop import observe
+
+    with observe() as record:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            F.cross_entropy(model(torch.randn(8, 4)), torch.randint(0, 2, (8,))).backward()
+            optimizer.step()
+    (result,) = record.check("optimizer_holds_every_param", raises=False).results
+    assert result.faults[0].change.endswith("optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)")
