@@ -296,7 +296,7 @@ def make_fx(project):
 def fake_tensors(project):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with torch.autocast("cpu", enabled=False), FakeTensorMode(allow_non_fake_inputs=True) as mode:  # it keeps weights
         out = project.model(mode.from_tensor(project.ids))
         loss = out.sum()
     return tuple(out.shape), loss.item() if not isinstance(loss, torch.Tensor) else "fake"
