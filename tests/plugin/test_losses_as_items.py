@@ -137,7 +137,7 @@ def test_a_fault_fails_with_its_smallest_call_and_reaches_the_reports(pytester, 
         [
             "mean_of_all: ignored targets count in the mean: it divides by 2 where 1 targets are left",
             "cause      counted_in_mean: *",
-            "where      *test_criteria.py:*def mean_of_all(logits, target):",
+            "seen at    *test_criteria.py:*def mean_of_all(logits, target):",
             "smallest   2 rows, 3 classes, target *-100*, some targets ignored, values of seed 0",
             "more       pytest --trainloop-explain ignored_positions",
             "*= trainloop =*",
