@@ -204,7 +204,8 @@ def _repair_of_cut(cut: Cut, wanted: Wanted | None) -> str:
     if op == "detach" and ".detach()" in code:
         written = code.replace(".detach()", "")
         empty = re.fullmatch(r"([\w.]+) = \1", written)
-        return f"{'remove this line' if empty else written}\nor use {_op(cut)} for logging only"
+        alternative = f"or use {_op(cut)} for logging only"
+        return f"remove this line, {alternative}" if empty else f"{written}\n{alternative}"
     return f"keep the tensor and its history on the loss path; use {_op(cut)} for logging only"
 
 
