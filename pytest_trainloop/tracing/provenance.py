@@ -164,6 +164,8 @@ class Lineage:
         elif name == "normalize":
             given = kwargs.get("dim", args[2] if len(args) > 2 else 1)
             node.dim = given % result.dim() if isinstance(given, int) and result.dim() else None
+        elif not node.floating and result.dim() == 1 and not node.moves:
+            node.place = here()[0]  # lengths, and what else is counted of each row
         return node
 
 

@@ -85,11 +85,13 @@ class Call:
         culprit: str = "",
         source: Node | None = None,
         repair: str = "",
+        do_not: str = "",
+        change: Place | None = None,
         level: Level = "fault",
         in_every_call: bool = False,
     ) -> Judgement:
         """A judgement of this call. ``culprit`` is the function by default; ``source`` is the operation whose line is
-        shown in place of the call's."""
+        shown in place of the call's; ``change`` is the line that the repair goes to, where that is another."""
         finding = Finding(
             cause=cause,
             level=level,
@@ -99,6 +101,8 @@ class Call:
             culprits=(culprit or self.name,),
             where=str((source and source.place) or self.place),
             repair=repair,
+            do_not=do_not,
+            change=str(change or ""),
         )
         return Judgement(finding, in_every_call)
 

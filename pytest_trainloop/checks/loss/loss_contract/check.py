@@ -258,7 +258,8 @@ CAUSES = {
     ),
     "alignment_impossible": Cause(
         proof="a target of a CTC loss has more labels than its input has frames",
-        repair="check the lengths (frames after downsampling, labels without padding), or use fewer downsampling steps",
+        repair="give the lengths after the model as input_lengths, without padding as target_lengths; where the model "
+        "itself leaves too few frames, use fewer downsampling steps",
         explains=(*LEARNING, "finite"),
         change=("seen",),
     ),

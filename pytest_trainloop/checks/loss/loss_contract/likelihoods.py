@@ -21,6 +21,9 @@ from pytest_trainloop.tracing.provenance_queries import LAYERS, behind, constant
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pytest_trainloop.recording.events import Place
+    from pytest_trainloop.tracing.provenance import Node
+
 
 @judges("gaussian_nll_loss")
 def variance(call: Call) -> Iterator[Judgement]:
@@ -130,19 +133,7 @@ def ctc_targets(call: Call) -> Iterator[Judgement]:
             shown_by="the labels within target_lengths",
             repair=f"number the labels without {blank}, or give another blank=",
         )
-    short = [(row, frames) for row, frames in zip(rows, _ints(call.given.get("input_lengths")), strict=False)
-             if frames < _frames_needed(row)]  # fmt: skip
-    if short:
-        row, frames = short[0]
-        dropped = bool(call.given.get("zero_infinity"))
-        yield call.judged(
-            "alignment_impossible",
-            f"{len(short)} of {len(rows)} targets of ctc_loss are longer than their inputs: no alignment exists, and "
-            + ("they are left out" if dropped else "the loss is infinite"),
-            level="advice" if dropped and len(short) < len(rows) else "fault",
-            measured=f"{_frames_needed(row)} frames needed for {len(row)} labels, {frames} given, of {given.shape[0]}",
-            shown_by="labels and repeats within target_lengths, against input_lengths",
-        )
+    yield from _short_inputs(call, rows, given.shape[0])
     classes = given.shape[-1]
     beyond = [row for row in rows if any(label >= classes or label < 0 for label in row)]
     if beyond:
@@ -153,6 +144,51 @@ def ctc_targets(call: Call) -> Iterator[Judgement]:
             shown_by="the labels within target_lengths",
             repair="widen the head, or remap the labels",
         )
+
+
+def _short_inputs(call: Call, rows: list[list[int]], given: int) -> Iterator[Judgement]:
+    """Targets that are longer than their inputs, of which ``given`` frames are there: by their lengths, or in truth.
+
+    The longest row of a batch has all frames, but for rounding. Counted after one more step of downsampling than the
+    model makes it has half of them, rounded up, at most.
+    """
+    lengths = _ints(call.given.get("input_lengths"))
+    short = [(row, frames) for row, frames in zip(rows, lengths, strict=False) if frames < _frames_needed(row)]
+    if not short:
+        return
+    row, frames = max(short, key=lambda pair: _frames_needed(pair[0]))
+    needed, longest, dropped = _frames_needed(row), max(lengths), bool(call.given.get("zero_infinity"))
+    miscounted = needed <= given and longest <= (given + 1) // 2
+    if miscounted:
+        repair = f"input_lengths is too small: give the lengths after the model (here up to {given})"
+    elif needed > given:
+        repair = (
+            f"the model gives {given} frames, and {needed} are needed: use fewer downsampling steps; or target_lengths "
+            "counts padding as labels"
+        )
+    else:
+        repair = (
+            "check input_lengths (frames after the model) and target_lengths (labels without padding); if both are "
+            "right, leave such rows out"
+        )
+    yield call.judged(
+        "alignment_impossible",
+        f"{len(short)} of {len(rows)} targets of ctc_loss are longer than their inputs: no alignment exists, and "
+        + ("they are left out" if dropped else "the loss is infinite"),
+        level="advice" if dropped and len(short) < len(rows) else "fault",
+        measured=f"log_probs has {given} frames, input_lengths says {frames}, and {len(row)} labels need {needed}"
+        + (" (a blank stands between equal ones)" if needed > len(row) else ""),
+        shown_by="labels and repeats within target_lengths, against input_lengths",
+        repair=repair,
+        change=_computed_at(call.node("input_lengths")) if miscounted else None,
+    )
+
+
+def _computed_at(node: Node | None) -> Place | None:
+    """The line that computed whole numbers; what only moves or casts them is passed over."""
+    while node is not None and node.moves and node.parents:
+        node = node.parents[0]
+    return None if node is None else node.place
 
 
 def _listed(row: list[int]) -> str:

@@ -125,13 +125,18 @@ def _padding(call: Call, label: float | None, ignored: int, wrong: torch.Tensor,
     """``label`` is that of all padded positions; None where these have several, and the padding is declared."""
     share = float(wrong.sum()) / float(counted.sum())
     mismatch, over_classes = label is not None and ignored != -100, "ignore_index" in call.given
+    target, do_not = call.tensor("target"), ""
+    alike = int((target[counted & ~wrong] == label).sum()) if target is not None and label is not None else 0
     labels = "labels of several values" if label is None else f"{label:g} as label"
-    if mismatch:
-        repair = f"ignore_index={label:g}, or label padded positions {ignored}"
+    filled = f"labels.masked_fill({_padded_in_code(call)}, {ignored})"
+    if mismatch and alike:
+        repair = f"label padded positions {ignored}: {filled}"
+        do_not = f"set ignore_index={label:g}: {alike} real positions have label {label:g} as well"
+    elif mismatch:
+        repair = f"ignore_index={label:g}, or label padded positions {ignored}: {filled}"
     elif over_classes:
         repair = (
-            f"labels = labels.masked_fill(is_padding, {ignored})\n"
-            f"label {ignored} also what else the model is not to write: the prompt, in fine-tuning"
+            f"labels = {filled}\nlabel {ignored} also what else the model is not to write: the prompt, in fine-tuning"
         )
     else:
         repair = "loss = (each * mask).sum() / mask.sum(), with mask 0 at padded positions"
@@ -143,7 +148,14 @@ def _padding(call: Call, label: float | None, ignored: int, wrong: torch.Tensor,
         shown_by=f"all of them hold the padding in the model's input, and {labels}",
         culprit=f"ignore_index={ignored}" if over_classes else "",
         repair=repair,
+        do_not=do_not,
     )
+
+
+def _padded_in_code(call: Call) -> str:
+    """What says of the labels which are padding, in the batch's own names."""
+    at = target_positions(call)
+    return "is_padding" if at is None or call.tokens is None else call.tokens.padded_in_code(at.shape)
 
 
 def _loss_without(call: Call, wrong: torch.Tensor, counted: torch.Tensor) -> str:

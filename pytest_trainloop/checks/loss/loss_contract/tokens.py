@@ -10,6 +10,7 @@ from pytest_trainloop.batches.padding import Ids, Proof, read_padding
 if TYPE_CHECKING:
     import torch
 
+    from pytest_trainloop.batches.padding import PaddingMask
     from pytest_trainloop.loop import Padding
 
 
@@ -34,6 +35,19 @@ class Tokens:
     def padded(self, shape: tuple[int, int]) -> torch.Tensor | None:
         """Which of (rows, positions) are padding; None where that is not proven. Labels are no proof: those of
         padded positions are what is judged."""
-        inputs = [found.ids for found in self.embedded if tuple(found.ids.ids.shape) == shape]
-        found = read_padding(self.batch, at_least=Proof.INPUTS, shape=shape, declared=self.declared, inputs=inputs)
+        found = self._read(shape)
         return None if found is None else found.mask
+
+    def padded_in_code(self, shape: tuple[int, int]) -> str:
+        """The same as an expression of the batch's own names, ``attention_mask == 0``; ``is_padding`` where none of two
+        plain values says so."""
+        found = self._read(shape)
+        if found is None or found.source != "mask":
+            return "is_padding"
+        name, _, value = found.reason.removesuffix(" there").rpartition(" is ")
+        written = {"False": f"~{name}", "True": name}
+        return written.get(value) or (f"{name} == {float(value):g}" if float(value) in (0, 1) else "is_padding")
+
+    def _read(self, shape: tuple[int, int]) -> PaddingMask | None:
+        inputs = [found.ids for found in self.embedded if tuple(found.ids.ids.shape) == shape]
+        return read_padding(self.batch, at_least=Proof.INPUTS, shape=shape, declared=self.declared, inputs=inputs)

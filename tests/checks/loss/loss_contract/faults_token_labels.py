@@ -89,11 +89,33 @@ pair(
     "another_label_is_ignored_than_that_of_padding",
     "loss_contract",
     "ignore_index_mismatch",
-    mentions=("ignore_index is -1", "labelled 0"),
+    mentions=(
+        "ignore_index is -1",
+        "labelled 0",
+        "label padded positions -1: labels.masked_fill(attention_mask == 0, -1)",
+    ),
     faulty=tagging(as_they_are, ("attention_mask",), ignore_index=-1),
     fixed=tagging(
         lambda b: b["labels"].masked_fill(b["attention_mask"] == 0, -1), ("attention_mask",), ignore_index=-1
     ),
+)
+
+
+def tags_from_one(batch):
+    """Tags 1 to 4, and 0 at padded positions only."""
+    return (batch["labels"] % 4 + 1) * batch["attention_mask"]
+
+
+pair(
+    "another_label_is_ignored_than_that_of_padding_alone",
+    "loss_contract",
+    "ignore_index_mismatch",
+    mentions=(
+        "labelled 0",
+        "ignore_index=0, or label padded positions -1: labels.masked_fill(attention_mask == 0, -1)",
+    ),
+    faulty=tagging(tags_from_one, ("attention_mask",), ignore_index=-1),
+    fixed=tagging(tags_from_one, ("attention_mask",), ignore_index=PAD),
 )
 
 

@@ -172,13 +172,14 @@ def recognition(prepare=lambda s: F.log_softmax(s, -1).transpose(0, 1), change=l
     return make
 
 
-def ctc_pair(name, cause, *, mentions=(), **faulty):
+def ctc_pair(name, cause, *, mentions=(), change_at=None, **faulty):
     pair(
         name,
         "loss_contract",
         cause,
         mentions=mentions,
         where="return F.ctc_loss(" if cause != "wrong_axis" else None,
+        change=change_at,
         faulty=recognition(**faulty),
         fixed=recognition(),
     )
@@ -203,6 +204,15 @@ ctc_pair(
 ctc_pair(
     "frames_counted_after_too_much_pooling",
     "alignment_impossible",
-    change=lambda b: b | {"frame_lengths": b["frame_lengths"] // 8},
-    mentions=("no alignment exists",),
+    change=lambda b: b | {"frame_lengths": (b["frame_lengths"] // 8).int()},
+    change_at='b["frame_lengths"] // 8',
+    mentions=("no alignment exists", "log_probs has 20 frames, input_lengths says 2", "input_lengths is too small"),
+)
+ctc_pair(
+    "too_few_frames_left_by_the_model",
+    "alignment_impossible",
+    prepare=lambda s: F.log_softmax(s[:, ::10], -1).transpose(0, 1),
+    change=lambda b: b | {"frame_lengths": torch.full_like(b["frame_lengths"], 2)},
+    change_at="return F.ctc_loss(",
+    mentions=("log_probs has 2 frames", "the model gives 2 frames, and 6 are needed: use fewer downsampling steps"),
 )
