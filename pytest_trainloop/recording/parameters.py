@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -116,7 +116,7 @@ class ParameterTable:
                     self.entries[index].layer = type(module).__module__.startswith("torch.")
         registered = {id(m) for m in root.modules()}
         for path, module in list(root.named_modules(prefix=prefix)):
-            for name, hidden in _hidden(module):
+            for name, hidden, _ in _hidden(module):
                 self._add_hidden(f"{path}.{name}" if path else name, hidden, registered)
         return list(range(before, len(self.entries)))
 
@@ -164,17 +164,35 @@ class ParameterTable:
         return self.modules.get(id(module), "") or type(module).__name__
 
 
-def _hidden(module: nn.Module) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
-    """Modules and parameters in the plain lists, tuples, sets and dicts among a module's attributes."""
+class PlainObject(NamedTuple):
+    """An object that is no module and carries layers: its path, and its class."""
+
+    path: str
+    kind: type
+
+
+def plain_objects(module: nn.Module, path: str) -> Iterator[tuple[str, PlainObject]]:
+    """What plain objects among a module's attributes carry, by its path, with the nearest such object."""
+    prefix = f"{path}." if path else ""
+    for name, _, within in _hidden(module):
+        if within is not None:
+            yield prefix + name, PlainObject(prefix + within.path, within.kind)
+
+
+def _hidden(module: nn.Module) -> Iterator[tuple[str, nn.Module | torch.Tensor, PlainObject | None]]:
+    """Modules and parameters in the plain lists, tuples, dicts and objects among a module's attributes, with the
+    nearest object."""
     for name, value in list(vars(module).items()):
         if name.startswith("_") and name in _NN_INTERNALS:
             continue
-        for path, item in _items(name, value):
+        for path, item, within in _items(name, value):
             if isinstance(item, (nn.Module, nn.Parameter)):
-                yield path, item
+                yield path, item, within
 
 
-def _items(name: str, value: Any, depth: int = 2) -> Iterable[tuple[str, Any]]:
+def _items(
+    name: str, value: Any, depth: int = 2, within: PlainObject | None = None
+) -> Iterable[tuple[str, Any, PlainObject | None]]:
     if depth == 0:
         return
     dotted = False
@@ -183,15 +201,15 @@ def _items(name: str, value: Any, depth: int = 2) -> Iterable[tuple[str, Any]]:
     elif isinstance(value, (list, tuple)):
         pairs = enumerate(value)
     elif _is_plain_object(value):
-        pairs, dotted = vars(value).items(), True
+        pairs, dotted, within = vars(value).items(), True, PlainObject(name, type(value))
     else:
         return
     for key, item in list(pairs)[:256]:
         path = f"{name}.{key}" if dotted else f"{name}[{key!r}]"
         if isinstance(item, (nn.Module, nn.Parameter)):
-            yield path, item
+            yield path, item, within
         else:
-            yield from _items(path, item, depth - 1)
+            yield from _items(path, item, depth - 1, within)
 
 
 def _is_plain_object(value: Any) -> bool:

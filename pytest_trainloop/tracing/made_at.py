@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
 from pytest_trainloop.finding import code_of
 from pytest_trainloop.recording.construction import Construction
+from pytest_trainloop.recording.parameters import plain_objects
 from pytest_trainloop.recording.source import layer, place_of
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.finding import Finding
     from pytest_trainloop.recording.events import Place
+    from pytest_trainloop.recording.parameters import PlainObject
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.registry import Part
     from pytest_trainloop.runs.evidence import Evidence
@@ -42,6 +44,7 @@ class MadeAt:
         self._modules: dict[str, Place] = {}
         self._forwards: dict[str, Place] = {}
         self._attributes: dict[str, Place] = {}
+        self._plain: dict[str, PlainObject] = {}
         self._frozen: dict[str, Place] = {}
         self._casts: dict[str, Place] = {}
         self._last: dict[type, Place] = {}
@@ -114,6 +117,10 @@ class MadeAt:
         owner = name.rpartition(".")[0]
         return _text(self._attributes.get(name)) or (self.module(owner) if owner else "")
 
+    def plain_object(self, name: str) -> PlainObject | None:
+        """The object that is no module and carries the parameter of this name."""
+        return next((plain for path, plain in self._plain.items() if f"{name}.".startswith(f"{path}.")), None)
+
     def froze(self, names: Sequence[str]) -> str:
         """The line that switched ``requires_grad`` off for the first of these parameters."""
         return _text(next((self._frozen[name] for name in names if name in self._frozen), None))
@@ -143,6 +150,7 @@ class MadeAt:
         for path, module in modules.items():
             _put(self._modules, path, noted.made.of(module))
             _put(self._forwards, path, _own_method(module, "forward"))
+            self._plain.update(plain_objects(module, path))
         for entry in watch.table.entries:
             if entry.role == "unregistered" or not entry.layer:
                 owner, _, attribute = entry.name.partition("[")[0].rpartition(".")
@@ -203,6 +211,18 @@ def _assignment(module: Any, attribute: str) -> Place | None:
                 if re.match(rf"\s*self\.{re.escape(attribute)}\b[^=]*=[^=]", line):
                     return place_of(file, number)
     return None
+
+
+def class_line(kind: type) -> str:
+    """The line that begins a class of the project's own; empty where its source is not known."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    if file is None or layer(file) != 2:
+        return ""
+    with contextlib.suppress(OSError, TypeError):
+        lines, first = inspect.getsourcelines(kind)
+        number = next((n for n, line in enumerate(lines, first) if line.lstrip().startswith("class ")), first)
+        return str(place_of(file, number))
+    return ""
 
 
 def _own_method(thing: Any, name: str) -> Place | None:

@@ -40,6 +40,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.wiring.consequences import TRAINING
+from pytest_trainloop.checks.wiring.optimizer_holds_every_param.unregistered import not_registered
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, check
@@ -86,7 +87,8 @@ CAUSES = {
         explains=TRAINING,
     ),
     "not_registered": Cause(
-        proof="the parameter is in a plain list, tuple or dict, where parameters() does not find it",
+        proof="what holds the parameter is no nn.Module (a list, tuple, dict or plain object), and parameters() does "
+        "not find it there",
         repair=(
             "nn.ModuleList([...]) in place of the list (nn.ModuleDict of a dict, nn.ParameterList of parameters), so "
             "that parameters(), to() and state_dict() find them"
@@ -122,18 +124,7 @@ def optimizer_holds_every_param(evidence: Evidence) -> Iterator[Finding]:
     unregistered = tuple(p.name for p in missing if p.role == "unregistered")
     registered = [p for p in missing if p.role != "unregistered"]
     if unregistered:
-        yield Finding(
-            cause="not_registered",
-            summary=(
-                f"{some(unregistered)} {verb(unregistered, 'get')} gradients but {be(unregistered)} in no optimizer: "
-                f"the model never registered {them(unregistered)}"
-            ),
-            measured=f"{len(unregistered)} parameters in plain lists, tuples or dicts",
-            shown_by="gradients arrive there, and model.parameters() does not have them",
-            culprits=unregistered,
-            where=_first_step(record),
-            change=_made(evidence).attribute(unregistered[0]),
-        )
+        yield from not_registered(_made(evidence), unregistered, _first_step(record))
     if registered and left_over:
         yield _replaced(evidence, record, registered, left_over)
     elif registered and not _follows_later(evidence, record, registered):

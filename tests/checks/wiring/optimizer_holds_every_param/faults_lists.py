@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -223,9 +225,49 @@ pair(
     "layers_in_a_plain_object",
     CHECK,
     "not_registered",
-    mentions=("embedder",),
+    mentions=(
+        "the object at embedder is of class Embedder, which is no nn.Module",
+        "class Embedder(nn.Module):",
+        "super().__init__()",
+        "rename __call__ to forward",
+    ),
+    change="class Embedder:",
     faulty=loop(lambda: Recurrent(Embedder), data.tokens, lm_loss),
     fixed=loop(lambda: Recurrent(EmbedderModule), data.tokens, lm_loss),
+)
+
+
+# Namespaces and dataclasses that group layers cannot become modules by a base class.
+
+
+def embed_with(parts, ids):
+    return F.gelu(parts.lift(parts.table(ids)))
+
+
+class Grouped(nn.Module):
+    def __init__(self, group):
+        super().__init__()
+        self.parts = group(table=nn.Embedding(16, 20), lift=nn.Linear(20, 20))
+        self.out = nn.Linear(20, 16)
+
+    def forward(self, ids):
+        return self.out(embed_with(self.parts, ids))
+
+
+class ModuleParts(nn.Module):
+    def __init__(self, table, lift):
+        super().__init__()
+        self.table, self.lift = table, lift
+
+
+pair(
+    "layers_in_a_namespace",
+    CHECK,
+    "not_registered",
+    mentions=("the object at parts is of class SimpleNamespace", "an nn.ModuleDict in place of SimpleNamespace"),
+    change="self.parts = group(",
+    faulty=loop(lambda: Grouped(types.SimpleNamespace), data.tokens, lm_loss),
+    fixed=loop(lambda: Grouped(ModuleParts), data.tokens, lm_loss),
 )
 
 
