@@ -299,7 +299,8 @@ def _kinds(check: Check, finding: Finding, evidence: Any) -> tuple[str, ...]:
     paths = {".".join(p.owner.split(".")[:n]) for p in record.parameters for n in range(1, p.owner.count(".") + 2)}
     modules = dict.fromkeys(paths - {""}, "module")
     inputs = {name: "input" for name in finding.culprits if name.startswith("batch")}
-    return tuple({**modules, **known, **inputs}.get(name, "operation") for name in finding.culprits)
+    calls = {name: "call" for name in finding.culprits if name.endswith(")")}
+    return tuple({**modules, **calls, **known, **inputs}.get(name, "operation") for name in finding.culprits)
 
 
 def _line_to_change(cause: Cause, finding: Finding, evidence: Any) -> str:

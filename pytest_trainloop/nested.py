@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from pytest_trainloop.errors import UsageError
+from pytest_trainloop.wording import some
 
 
 def tensors(nest: Any) -> Iterator[torch.Tensor]:
@@ -278,7 +279,7 @@ def without_tensors(batch: Any) -> str:
         else:
             kinds[type(value).__name__] = None
     return (
-        f"the batch holds no tensors but {', '.join(list(kinds)[:3])}, so that its rows cannot be told: hand over "
+        f"the batch holds no tensors but {some(list(kinds), most=3)}, so that its rows cannot be told: hand over "
         "tensors (torch.from_numpy, ids in place of text) and convert nothing in fit"
     )
 
@@ -307,6 +308,6 @@ def describe(batch: Any) -> str:
     if isinstance(batch, type) or inspect.isroutine(batch):
         return f"the {'class' if isinstance(batch, type) else 'function'} {getattr(batch, '__name__', batch)}"
     shapes = ["nested" if t.is_nested else str(tuple(t.shape)) for t in tensors(batch)]
-    held = f" with tensors of shapes {', '.join(shapes[:4])}" if shapes else " without tensors"
+    held = f" with tensors of shapes {some(shapes, most=4)}" if shapes else " without tensors"
     name = type(batch).__name__
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}{held}"

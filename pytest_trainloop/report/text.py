@@ -51,7 +51,7 @@ def finding_text(finding: Finding, causes: Mapping[str, str]) -> str:
         "smallest": finding.smallest,
         "change": finding.change,
         "repair": finding.repair,
-        "tried": (finding.tried or "no") if finding.repair else "",
+        "tried": finding.tried,
         "do not": finding.do_not,
     }
     return "\n".join([finding.summary, *(_field(label, text) for label, text in fields.items() if text)])

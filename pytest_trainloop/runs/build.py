@@ -15,6 +15,7 @@ from pytest_trainloop.losscontract import LossContract
 from pytest_trainloop.recording.record import within
 from pytest_trainloop.runs.process_state import seed_all
 from pytest_trainloop.runs.user_traceback import user_error
+from pytest_trainloop.wording import some
 
 if TYPE_CHECKING:
     from pytest_trainloop.runs.kept_batches import KeptBatches
@@ -119,7 +120,7 @@ def _hidden_parameters(loop: TrainLoop) -> bool:
 
 
 def _first_names(names: list[str]) -> str:
-    return ", ".join(n.removeprefix("the parameter ") for n in names[:4])
+    return some([n.removeprefix("the parameter ") for n in names], most=4)
 
 
 def _what(value: Any) -> str:

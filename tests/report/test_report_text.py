@@ -61,11 +61,11 @@ def test_parameters_modules_and_operations_are_told_apart():
     assert "parameters" not in failure_text(failed(few), CAUSES)
 
 
-def test_the_repair_says_whether_it_was_tried():
+def test_what_was_tried_stands_there_only_where_it_was():
     tried = Finding(cause="stale", summary="old", repair="a = b", tried="with this change the check passes")
     assert "repair     a = b\ntried      with this" in failure_text(failed(tried), CAUSES)
     untried = Finding(cause="stale", summary="old", repair="a = b", do_not="clamp: it hides the zero")
-    assert "tried      no\ndo not     clamp: it hides" in failure_text(failed(untried), CAUSES)
+    assert "repair     a = b\ndo not     clamp: it hides" in failure_text(failed(untried), CAUSES)
 
 
 def test_of_several_failures_roots_stand_in_full_and_what_follows_in_one_line():

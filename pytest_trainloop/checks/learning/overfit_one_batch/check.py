@@ -125,7 +125,7 @@ CAUSES = {
     ),
     "learns_slowly": Cause(
         proof="the loss stands on a plateau in steps in which plain Adam goes much further",
-        repair="nothing, if that is meant; else another learning rate, or momentum",
+        repair="another learning rate, or momentum",
         change=("optimizer",),
         settle='overfit_one_batch={"steps": 400} declares in how many steps it must be learned',
     ),

@@ -92,12 +92,12 @@ CAUSES = {
     ),
     "above_chance": Cause(
         proof="the loss is above that of an uninformed input, or far above it by a scale that no weight sets",
-        repair="nothing, if a scale or a margin is meant; else a smaller initialisation of the last layer",
+        repair="a smaller initialisation of the last layer",
         settle="expected_init_loss= says what the first loss must be, and is judged in place of chance",
     ),
     "below_chance": Cause(
         proof="under five seeds the loss is five standard errors below the entropy of the labels at the start",
-        repair="nothing for pretrained weights or a copying task; else look whether the input contains the labels",
+        repair="look whether the input contains the labels; pretrained weights and copying tasks may start below",
         settle="expected_init_loss= says what the first loss must be, and is judged in place of chance",
     ),
 }

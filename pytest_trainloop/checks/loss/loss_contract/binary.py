@@ -126,7 +126,7 @@ def _imbalance(call: Call, target: torch.Tensor) -> Iterator[Judgement]:
             in_every_call=True,
             measured=f"{int((target > 0.5).sum())} of {target.numel()} labels of a call",
             shown_by="the targets of every recorded call",
-            repair=f"nothing, if that is meant; else pos_weight=negatives / positives (here {1 / share - 1:.0f})",
+            repair=f"pos_weight=negatives / positives (here {1 / share - 1:.0f})",
         )
 
 

@@ -278,7 +278,7 @@ CAUSES = {
     ),
     "real_class_ignored": Cause(
         proof="a label of real positions is the ignored one",
-        repair="nothing, if that class is not to be learned; else label padding -100",
+        repair="label padding -100, the default of ignore_index, so that every class is learned",
         change=("seen",),
     ),
     "shifted_twice": Cause(
@@ -322,8 +322,7 @@ CAUSES = {
     ),
     "head_too_wide": Cause(
         proof="no label of the run lies in the lower eighth of the head",
-        repair="nothing, if the others occur in other batches; else size the head by the labels, or look at the "
-        "mapping",
+        repair="size the head by the labels, or look at the mapping from names to labels",
         change=(
             "module",
             "seen",
@@ -332,7 +331,7 @@ CAUSES = {
     ),
     "classes_imbalanced": Cause(
         proof="fewer than 5 % of the labels are positive, without a weight",
-        repair="nothing, if that is meant; else give pos_weight=negatives / positives",
+        repair="give pos_weight=negatives / positives",
         change=("seen",),
     ),
 }

@@ -132,7 +132,7 @@ def _advice(call: Call, given: torch.Tensor) -> Iterator[Judgement]:
             level="advice",
             measured="the input has no history, the target has",
             shown_by="which of the two arguments requires grad",
-            repair="nothing, if the reverse is meant; else kl_div(log_softmax(student), softmax(teacher))",
+            repair="kl_div(log_softmax(student), softmax(teacher))",
         )
     if call.reduction == "mean" and given.dim() > 1:
         yield call.judged(

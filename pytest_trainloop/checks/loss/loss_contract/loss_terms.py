@@ -61,7 +61,7 @@ def _sign_flipped(call: Call, *, alone: bool) -> Judgement:
         measured=f"{call.name} {value:.4g}, backpropagated {call.root:.4g}",
         shown_by="the gradient of what is backpropagated with respect to it"
         + (", and their values: no other term is in it" if alone else ""),
-        repair="" if alone else "nothing, if it is to grow; else add it",
+        repair="" if alone else "add it in place of subtracting it",
     )
 
 

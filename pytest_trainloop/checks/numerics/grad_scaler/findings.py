@@ -150,7 +150,7 @@ def unscaled_inside_window(found: ScaleDependence, unscale: ScalerCall, backward
         measured=_measured(found),
         shown_by=f"unscale_ at {_line(unscale.place)}, then backward at {_line(backward.place)}; the gradient that the "
         "step reads depends on the scale",
-        culprits=("scaler.unscale_(optimizer)", *found.names[:8]),
+        culprits=("scaler.unscale_(optimizer)", *found.names),
         where=str(unscale.place),
     )
 
@@ -162,7 +162,7 @@ def not_unscaled(record: Record, found: ScaleDependence) -> Finding:
         summary=f"{kind}.step() is called directly on gradients that carry the loss scale: {_extent(found)}",
         measured=_measured(found),
         shown_by=f"{_THREE_RUNS} grows with the scale",
-        culprits=("optimizer.step()", *found.names[:8]),
+        culprits=("optimizer.step()", *found.names),
         where=record.step_line() if step is None else str(step.place),
     )
 
@@ -177,7 +177,7 @@ def not_scaled(record: Record, found: ScaleDependence) -> Finding:
             "them too small by this factor",
             measured=_measured(found),
             shown_by=f"{_THREE_RUNS} falls as the scale grows",
-            culprits=(write.by, *found.names[:8]),
+            culprits=(write.by, *found.names),
             where=str(write.place),
         )
     scales = sum(c.what == "scale" for c in record.scaler_calls())
@@ -188,7 +188,7 @@ def not_scaled(record: Record, found: ScaleDependence) -> Finding:
         summary=f"gradients of {some(found.names)} that were never scaled are unscaled all the same: {_extent(found)}",
         measured=f"{_measured(found)}; {scales} losses scaled, {len(record.backwards())} backward passes in the run",
         shown_by=f"{_THREE_RUNS} falls as the scale grows",
-        culprits=("scaler.scale(loss)", *found.names[:8]),
+        culprits=("scaler.scale(loss)", *found.names),
         where=str(at.place) if at is not None else record.step_line(),
     )
 

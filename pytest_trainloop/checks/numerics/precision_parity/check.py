@@ -208,7 +208,9 @@ def _finding(runs: LowPrecisionRuns, parity: Parity, found: Located, *, fault: b
 
 def _settled_by(runs: LowPrecisionRuns) -> str:
     if runs.imposed:
-        return "nothing, if the loop stays in float32; a knob precision= that its autocast follows makes this a fault"
+        return (
+            "where the loop is to run in low precision, a knob precision= that its autocast follows makes this a fault"
+        )
     return "the block in float32 settles it: up to twice what rounding explains passes"
 
 

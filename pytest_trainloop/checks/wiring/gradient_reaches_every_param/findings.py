@@ -25,14 +25,14 @@ def of_untrainable_model(parameters: Sequence[Parameter]) -> Finding:
         summary=f"nothing trains: none of the {len(parameters)} parameters requires grad",
         measured=f"0 of {len(parameters)} parameters require grad",
         shown_by="requires_grad is False on every parameter when the loop starts, and no gradient arrives anywhere",
-        culprits=tuple(p.name for p in parameters[:8]),
+        culprits=tuple(p.name for p in parameters),
     )
 
 
 def of_frozen_by_mistake(names: tuple[str, ...], declared: Sequence[str]) -> Finding:
     return Finding(
         cause="frozen_by_mistake",
-        summary=f"{some(names)} {be(names)} frozen and not among what frozen= names: {', '.join(declared)}",
+        summary=f"{some(names)} {be(names)} frozen and not among what frozen= names: {some(declared, most=4)}",
         measured=f"{len(names)} weights of layers do not require grad and lie below none of the declared paths",
         shown_by="their modules run in the training forward pass, and requires_grad is False on them",
         culprits=names,
@@ -48,7 +48,7 @@ def of_frozen_adapters(record: Record, adapters: Sequence[Parameter]) -> Finding
         ),
         measured=f"0 of {len(adapters)} adapter parameters require grad; {others} others do",
         shown_by="requires_grad is False on every adapter when the loop starts",
-        culprits=tuple(p.name for p in adapters[:8]),
+        culprits=tuple(p.name for p in adapters),
     )
 
 

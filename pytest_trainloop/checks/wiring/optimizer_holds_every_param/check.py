@@ -203,7 +203,7 @@ def _replaced(
             where=_first_step(record, holder),
             change=made.optimizer(holder),
         )
-    shapes = ", ".join(str(p.shape) for p in left_over[:3])
+    shapes = some([str(p.shape) for p in left_over], most=3)
     return Finding(
         cause="swapped_after_optimizer",
         summary=(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from pytest_trainloop.checks.wiring.consequences import LEARNING, TRAINING
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.wording import be, count, some, they
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pytest_trainloop.checks.wiring.step_order.call_order import EarlyScheduler, LateClips
     from pytest_trainloop.checks.wiring.step_order.empty_steps import EmptySteps
     from pytest_trainloop.checks.wiring.step_order.late_backwards import LateBackwards, RefusedBackward
@@ -21,13 +23,24 @@ if TYPE_CHECKING:
     from pytest_trainloop.records.gradient_ledger import BackwardOutcome
 
 
+class _Names(TypedDict):
+    culprits: tuple[str, ...]
+    kinds: tuple[str, ...]
+
+
+def _without(*calls: str, parameters: Sequence[str] = ()) -> _Names:
+    """The names of a fault that lies in calls that are never made."""
+    kinds = ("missing call",) * len(calls) + ("parameter",) * len(parameters)
+    return {"culprits": (*calls, *parameters), "kinds": kinds}
+
+
 def of_missing_backward(found: MissingBackward) -> Finding:
     return Finding(
         cause="backward_missing",
         summary=f"{found.steps} optimizer steps found no gradient: no backward pass ever ran",
         measured=f"0 backward passes, {found.steps} steps, no parameter changed",
         shown_by="no gradient arrived or was assigned, and every parameter is as it was",
-        culprits=("loss.backward()",),
+        **_without("loss.backward()"),
         where=str(found.first.place),
     )
 
@@ -46,7 +59,7 @@ def of_untrained(found: Untrained) -> Finding:
         + (f"; it swallows {found.swallowed}" if found.swallowed else ""),
         measured=f"0 backward passes, 0 steps, {many}; no weight and no buffer of the model changed",
         shown_by=shown,
-        culprits=("loss.backward()", "optimizer.step()"),
+        **_without("loss.backward()", "optimizer.step()"),
         where=str(found.place or ""),
         repair="let the exception out, and mend what raises it" if found.swallowed else "",
     )
@@ -61,7 +74,7 @@ def of_step_without_optimizer(found: Untrained) -> Finding:
         ),
         measured=f"{found.backwards} backward passes, 0 steps; no weight and no buffer of the model changed",
         shown_by="gradients arrive, no step uses them, and no parameter differs from its start",
-        culprits=("optimizer.step()", *found.parameters),
+        **_without("optimizer.step()", parameters=found.parameters),
         where=str(found.first.place) if found.first else "",
     )
 
@@ -93,7 +106,7 @@ def of_missing_step(found: MissingStep) -> Finding:
         ),
         measured=f"{found.backwards} backward passes, 0 steps, 0 of {len(found.parameters)} parameters changed",
         shown_by="gradients arrive, no step uses them, and no parameter differs from its start",
-        culprits=("scaler.step(optimizer)" if found.scaled else "optimizer.step()", *found.parameters),
+        **_without("scaler.step(optimizer)" if found.scaled else "optimizer.step()", parameters=found.parameters),
         where=str(found.first.place),
         repair="call scaler.step(optimizer) and scaler.update() after backward()" if found.scaled else "",
     )
@@ -270,7 +283,7 @@ def of_unstepped_scaler(update: ScalerCall, scaled: int, raised: Raised | None) 
         summary="the loss is scaled and the scaler updated, and scaler.step(optimizer) is never called: nothing trains",
         measured=f"{count(scaled, 'loss')} scaled, 0 steps",
         shown_by=f"torch raised: {raised.summary if raised else ''}",
-        culprits=("scaler.step(optimizer)",),
+        **_without("scaler.step(optimizer)"),
         where=str(update.place),
         repair="scaler.step(optimizer) before this line",
         explains=(*LEARNING, "grad_scaler"),
