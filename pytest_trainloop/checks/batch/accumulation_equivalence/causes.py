@@ -83,9 +83,8 @@ CAUSES = {
         change=("seen",),
     ),
     "update_differs": Cause(
-        proof="the gradients of the first window agree, and the weights after it do not",
+        proof="windows and one batch give another gradient or update, and none of the other causes explains it",
         repair="look for what weighs or scales each micro-batch alone: a clip inside the window, a weight, a schedule",
-        change=("seen",),
     ),
 }
 

@@ -167,7 +167,7 @@ def precision_parity(evidence: Evidence) -> Iterator[Finding]:
         if parity is not None and parity.ratio > (FAILS if runs.imposed else PASSES):
             found = locate(runs, parity)
             sure = parity.ratio >= FAILS or found.left <= parity.measured / 2
-            yield _finding(runs, parity, found, fault=sure and not runs.imposed)
+            yield _finding(evidence, runs, parity, found, fault=sure and not runs.imposed)
             break
     inside = list(_backward_under_autocast(made))
     yield from inside
@@ -175,34 +175,51 @@ def precision_parity(evidence: Evidence) -> Iterator[Finding]:
         raise (undecided or absent)[0]
 
 
-def _finding(runs: LowPrecisionRuns, parity: Parity, found: Located, *, fault: bool) -> Finding:
+def _finding(evidence: Evidence, runs: LowPrecisionRuns, parity: Parity, found: Located, *, fault: bool) -> Finding:
     from pytest_trainloop.checks.numerics.precision_parity.replay import LOW
     from pytest_trainloop.recording.events import Backward
+    from pytest_trainloop.tracing.made_at import MadeAt
 
     operation, record = found.operation, runs.record
     dtype = found.low.dtype if found.low is not None and found.low.dtype in LOW else parity.dtype
     name = str(dtype).removeprefix("torch.")
-    place, culprits, repair = "", found.names, ""
+    place, culprits, repair, scaler = "", found.names, "", ""
     if operation is not None:
         place, culprits = str(operation.place), tuple(c for c in (operation.module, operation.name) if c)
     else:  # the first pass that gave a gradient, also one that accumulates nowhere
         place = str((record.backwards() or list(record.of(Backward)))[0].place)
-        repair = (
-            "use bfloat16, or compute in float32 where values are small or large (autocast(enabled=False), .float())"
-            if any(call.enabled for call in record.scaler_calls())
-            else "scale the loss (torch.amp.GradScaler), or use bfloat16"
-        )
+        scaler, repair = _loss_scale(runs)
     if not fault:
         repair = f"{repair or CAUSES[found.kind].repair}; {_settled_by(runs)}"
     return Finding(
         cause=found.kind,
         level="fault" if fault else "advice",
         summary=_summary(found, name) + (f" ({runs.name})" if runs.name != "as it is" else ""),
-        measured=_measured(parity, found, name, record),
+        measured=_measured(parity, found, name, record) + (f"; {scaler}" if scaler else ""),
         shown_by=found.shown_by or "the first operation that is farther from float64 than its inputs explain",
         culprits=culprits,
         where=place,
+        change=evidence.shared(MadeAt.of).scaler() if scaler else "",
         repair=repair,
+    )
+
+
+def _loss_scale(runs: LowPrecisionRuns) -> tuple[str, str]:
+    """How a scaler of the loop leaves the loss as it is, "" where it does not; and the repair."""
+    calls = runs.record.scaler_calls()
+    if not calls:
+        return "", "scale the loss (torch.amp.GradScaler), or use bfloat16"
+    if not any(call.enabled for call in calls):
+        return (
+            "the loop's GradScaler is disabled: the loss is scaled by 1",
+            "GradScaler(..., enabled=True) wherever autocast is in float16 (torch disables a scaler for a device that the "
+            "machine lacks: give it the device of the model); or use bfloat16",
+        )
+    if not runs.rescaled and all(call.factor == 1.0 for call in calls if call.what == "scale" and call.enabled):
+        return "the loop's GradScaler has the scale 1", "GradScaler(..., init_scale=2.0**16), its default; or bfloat16"
+    return (
+        "",
+        "use bfloat16, or compute in float32 where values are small or large (autocast(enabled=False), .float())",
     )
 
 

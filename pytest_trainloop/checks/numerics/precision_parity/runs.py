@@ -121,6 +121,11 @@ class LowPrecisionRuns:
                 stack.enter_context(mode)
             yield
 
+    @property
+    def rescaled(self) -> bool:
+        """Whether the loop's scaler begins at another scale than the loop's own, which was too large."""
+        return self._scale is not None
+
     @functools.cached_property
     def low(self) -> torch.dtype | None:
         """The least precise dtype of what was computed; None where nothing was in low precision."""

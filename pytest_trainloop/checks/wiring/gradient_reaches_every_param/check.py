@@ -122,7 +122,8 @@ CAUSES = {
     ),
     "module_uncalled": Cause(
         proof="a module that model= names is never called in training, and no loss depends on it",
-        repair="compute with it what it is for (the goal with the target network), or leave it out of model=",
+        repair="call it under torch.no_grad() before this line and put its output in the loss, or leave it out of model=",
+        change=("seen",),
     ),
     "frozen_by_mistake": Cause(
         proof="frozen= says what is meant to be frozen, and a layer's weight outside of it does not require grad",
@@ -173,6 +174,7 @@ def gradient_reaches_every_param(evidence: Evidence) -> Iterator[Finding]:
         untrainable_model,
     )
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param.uncalled_modules import uncalled_modules
+    from pytest_trainloop.tracing.made_at import MadeAt
 
     record = evidence.run()
     attached = adapters(record)
@@ -187,7 +189,7 @@ def gradient_reaches_every_param(evidence: Evidence) -> Iterator[Finding]:
     if names := frozen_by_mistake(record):
         yield findings.of_frozen_by_mistake(names, record.frozen or ())
     for name, parameters, moved in uncalled_modules(evidence, record):
-        yield findings.of_uncalled(name, parameters, moved=moved)
+        yield findings.of_uncalled(record, name, parameters, moved=moved, made=evidence.shared(MadeAt.of).module(name))
     refused = _refused_backward(record)
     if not record.autograd_passes() and not refused:
         raise CannotDecide(f"no backward pass was seen in {record.items} batches")

@@ -264,15 +264,20 @@ def of_unused(names: tuple[str, ...], frozen: Sequence[str] | None) -> Finding:
     )
 
 
-def of_uncalled(name: str, parameters: tuple[str, ...], *, moved: bool) -> Finding:
+def of_uncalled(record: Record, name: str, parameters: tuple[str, ...], *, moved: bool, made: str) -> Finding:
+    """``made`` is the line that made the module."""
+    first = next(iter(record.backwards()), None)
     how = "is updated and never called" if moved else "is never called"
     return Finding(
         cause="module_uncalled",
         level="advice",
         summary=f"{name}, which model= names, {how}: no loss depends on it",
         measured=f"0 calls in training, and moving its {len(parameters)} parameters does not change the loss",
-        shown_by="no module in it was called, with or without gradients",
+        shown_by="no module in it was called, with or without gradients" + (f"; it was made at {made}" if made else ""),
         culprits=(name,),
+        where=str(first.place) if first else "",
+        repair=f"call {name}(x) under torch.no_grad() before this line and put its output in the loss; or leave it out "
+        "of model=",
     )
 
 

@@ -91,11 +91,11 @@ pair(
 # A loss of small numbers: its gradients are below the smallest number of float16.
 
 
-def small_loss(*, scaled):
+def small_loss(*, scaled=True, scale=2.0**16):
     def make(precision="fp16"):
         model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-        scaler = torch.amp.GradScaler("cpu", enabled=scaled and precision == "fp16")
+        scaler = torch.amp.GradScaler("cpu", enabled=scaled and precision == "fp16", init_scale=scale)
         x = torch.randn(64, 8, generator=draws(2))
         batch = {"x": x, "y": 1e-3 * x[:, :1] + 1e-3}
 
@@ -119,8 +119,18 @@ pair(
     "precision_parity",
     "underflow",
     faulty=small_loss(scaled=False),
-    fixed=small_loss(scaled=True),
-    mentions=("float16",),
+    fixed=small_loss(),
+    mentions=("float16", "the loop's GradScaler is disabled"),
+    change='scaler = torch.amp.GradScaler("cpu", enabled=scaled',
+)
+pair(
+    "float16_with_a_scaler_that_begins_at_one",
+    "precision_parity",
+    "underflow",
+    faulty=small_loss(scale=1.0),
+    fixed=small_loss(),
+    mentions=("the loop's GradScaler has the scale 1",),
+    change='scaler = torch.amp.GradScaler("cpu", enabled=scaled',
 )
 
 
