@@ -36,6 +36,7 @@ from pytest_trainloop.recording.torch_names import (
 from pytest_trainloop.runs.hooks import around_steps, hooked, unless_suspended
 from pytest_trainloop.tracing.arguments import floats, in_place
 from pytest_trainloop.tracing.mode import WatchingMode
+from pytest_trainloop.tracing.optimizer_state import described, in_float16
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -118,6 +119,10 @@ class BadStep:
     """The largest gradient entry before it."""
     state: str = ""
     """Dtypes of the optimizer's state of the first weight, and the share of it that is zero or not finite."""
+    narrow: str = ""
+    """The state of the first weight that is kept in float16, where the weight is not."""
+    weights: str = ""
+    """The dtype of the first weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +226,16 @@ class NonFiniteOrigins(WatchingMode):
         if bad and watch is not None:
             table = watch.table
             names = [table.entries[i].name for p in bad if (i := table.index(p)) is not None]
-            state = _described(optimizer.state.get(bad[0], {}))
-            self.bad_step = BadStep(type(optimizer).__name__, tuple(names), watch.record.steps, largest, state)
+            state, dtype = optimizer.state.get(bad[0], {}), str(bad[0].dtype).removeprefix("torch.")
+            self.bad_step = BadStep(
+                type(optimizer).__name__,
+                tuple(names),
+                watch.record.steps,
+                largest,
+                described(state),
+                "" if dtype == "float16" else in_float16(state),
+                dtype,
+            )
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watch = self.watch
@@ -371,17 +384,6 @@ class NonFiniteOrigins(WatchingMode):
                 dropped = [origin for t, origin in self._known.values() if self._may_be_loss(t) and t.requires_grad]
                 if dropped:
                     self.masked.append(MaskedLoss("a new tensor", here()[0], dropped[-1], watch.record.steps))
-
-
-def _described(state: Any) -> str:
-    """Dtypes of the state that an optimizer keeps for a parameter, and the share of it that is zero or not finite."""
-    parts = []
-    for name, value in state.items() if isinstance(state, dict) else ():
-        for t in floats([value]) if isinstance(value, torch.Tensor) and value.numel() > 1 else ():
-            zero, bad = float((t == 0).float().mean()), float((~t.isfinite()).float().mean())
-            shares = [f"{share:.0%} {word}" for share, word in ((zero, "zero"), (bad, "not finite")) if share]
-            parts.append(", ".join([f"{name} in {str(t.dtype).removeprefix('torch.')}", *shares]))
-    return "; ".join(parts)
 
 
 def _finite(tensor: torch.Tensor) -> bool:

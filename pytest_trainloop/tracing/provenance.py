@@ -150,6 +150,7 @@ class Lineage:
         elif name in VIEWS or name in INDEXING:
             node.replay = _replay(func, args, kwargs, number)
             node.picks = name in INDEXING and not _plain_index(name, args)
+            node.place = here()[0] if node.picks else None
         elif name in LOSSES:
             node.place = here()[0]
         elif name in _PLACED:

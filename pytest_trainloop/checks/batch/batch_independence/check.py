@@ -101,9 +101,8 @@ CAUSES = {
     ),
     "labels_of_other_rows": Cause(
         proof="outputs that depend on one row are compared with targets of others, in no fixed order",
-        repair="bring outputs and targets into one order: put sorted rows back, transpose both or neither",
+        repair="bring outputs and targets into one order",
         explains=EXPLAINS,
-        change=("seen",),
     ),
 }
 
@@ -165,6 +164,16 @@ def batch_independence(evidence: Evidence) -> Iterator[Finding]:
 
 def _mismatched(labels: LabelRows) -> Finding:
     label, row = labels.mismatched[0]
+    shown = "the gradient of each output, and the rows of the batch that targets were taken from"
+    repair = change = ""
+    if labels.order == "permuted":
+        shown += ": the outputs are those of all rows, in another order"
+        repair = "put sorted rows back before they are returned: out = out[order.argsort()]; or sort the targets too"
+        change = labels.reordered[0] if len(labels.reordered) == 1 else ""
+    elif labels.order == "swapped":
+        shown += ": outputs of several rows meet the labels of one"
+        repair = "transpose both outputs and targets before this line, or neither: scores.transpose(0, 1)"
+        change = labels.where
     return Finding(
         cause="labels_of_other_rows",
         summary=f"{labels.loss} compares outputs with the labels of other rows",
@@ -172,9 +181,11 @@ def _mismatched(labels: LabelRows) -> Finding:
             f"{len(labels.mismatched)} of {len(labels.pairs)} outputs that were followed; the label of row {label} is "
             f"compared with an output that depends on row {row} alone"
         ),
-        shown_by="the gradient of each output, and the rows of the batch that targets were taken from",
+        shown_by=shown,
         culprits=(labels.loss,),
         where=labels.where,
+        change=change,
+        repair=repair,
         smallest=f"{labels.rows} rows",
     )
 

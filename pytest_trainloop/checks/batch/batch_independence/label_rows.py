@@ -7,7 +7,7 @@ taken from; an output by its gradient, which is exactly 0 at all rows but those 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,11 @@ from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import BINARY_LOSSES, CLASS_LOSSES, DISTANCE_LOSSES
 from pytest_trainloop.tracing.arguments import bound_arguments
 from pytest_trainloop.tracing.forward_pass import DataInput, ForwardPass, grads, weighted_sum
-from pytest_trainloop.tracing.provenance_queries import same_shaped
+from pytest_trainloop.tracing.provenance_queries import ancestors, same_shaped
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.tracing.provenance import Node
 
@@ -41,6 +43,8 @@ class LabelRows:
     loss: str = ""
     where: str = ""
     rows: int = 0
+    reordered: tuple[str, ...] = ()
+    """Lines between the batch and the outputs that put rows into another order by an index."""
 
     @classmethod
     def of(cls, evidence: Evidence) -> LabelRows:
@@ -60,6 +64,15 @@ class LabelRows:
         shifted against each other on purpose (the next row, another row's negative)."""
         shifts = {(label - row) % max(self.rows, 1) for label, row in self.pairs}
         return [(label, row) for label, row in self.pairs if label != row] if len(shifts) > 1 else []
+
+    @property
+    def order(self) -> Literal["permuted", "swapped", "unknown"]:
+        """How rows meet: "permuted" where each row's label meets the output of one row, and no two that of the same;
+        "swapped", as by axes in another order, where the labels of a row meet outputs of several."""
+        labels, rows = {label for label, _ in self.pairs}, {row for _, row in self.pairs}
+        if len(set(self.pairs)) > len(labels):
+            return "swapped"
+        return "permuted" if len(labels) == len(rows) else "unknown"
 
     def _number(self, seen: ForwardPass, number: int, item: Any) -> None:
         """Number the rows of the first batch's tensors, unless another axis is as long."""
@@ -90,6 +103,8 @@ class LabelRows:
             self.pairs.clear()  # a re-entrant checkpoint refuses it
         if self.pairs:
             self.loss, self.where = name, str(here()[0])
+            sources = (seen.lineage.of(scores), *(e.source for e in seen.data_inputs if e.source is not None))
+            self.reordered = tuple(dict.fromkeys(_reorderings(sources, self.rows)))
 
     def _follow(
         self,
@@ -101,7 +116,8 @@ class LabelRows:
     ) -> None:
         asked = range(len(labels)) if kept is None else kept.nonzero().flatten().tolist()
         unknown = [e for e in seen.data_inputs if all(e is not k for k, _ in known)]
-        for at in list(asked)[:: max(1, len(asked) // ASKED)]:
+        apart = max(2, 2 * len(asked) // ASKED)
+        for at in [at for n, at in enumerate(asked) if n % apart < 2]:  # neighbours: of one row, if it has several
             total = weighted_sum(each[at])
             if any(s is not None and bool((s != 0).any()) for s in grads(total, [e.leaf for e in unknown])):
                 continue
@@ -121,6 +137,21 @@ def _one_by_one(name: str, scores: torch.Tensor, target: torch.Tensor) -> torch.
             return None
         return scores.movedim(1, -1).reshape(-1, scores.shape[1])
     return scores.reshape(-1, 1) if scores.shape == target.shape else None
+
+
+def _reorderings(sources: Iterable[Node], rows: int) -> Iterator[str]:
+    """The lines of indices that put as many rows into another order, each one whole."""
+    for node in (n for source in sources for n in ancestors(source)):
+        if not node.picks or node.replay is None or node.parents[0].shape[:1] != (rows,) or node.shape[:1] != (rows,):
+            continue
+        shape = node.parents[0].shape
+        try:
+            moved = node.replay(torch.arange(rows).reshape(-1, *[1] * (len(shape) - 1)).expand(shape))
+        except (RuntimeError, TypeError, IndexError):
+            continue
+        order = moved.reshape(rows, -1)
+        if bool((order == order[:, :1]).all()) and sorted(first := order[:, 0].tolist()) == list(range(rows)) != first:
+            yield str(node.place)
 
 
 def _rows_of(entry: DataInput) -> torch.Tensor | None:

@@ -128,7 +128,7 @@ CAUSES = {
         settle=_SETTLE,
     ),
     "padded_targets": Cause(
-        proof="without the gradient of outputs at padded positions it is, and with it is not",
+        proof="without the gradient of outputs at padded positions, only that of the real positions is left",
         repair="take padded positions out before the mean: ignore_index, or (loss * mask).sum() / mask.sum()",
         explains=LEARNING,
         change=("seen",),
@@ -312,18 +312,19 @@ def _padded_targets(evidence: Evidence, made: PaddingRuns, found: Comparison) ->
     if without is None:
         return None
     in_the_mean = without.factor > 0 and made.sure
-    other = "a penalty on outputs, or a first token predicted from the padding before it"
+    token = made.left and made.of_ids
+    other = "a first token predicted from the padding before it" if token else "a penalty on outputs"
+    reduced = made.flow(found).reduced
     return _finding(
         made,
         found,
         "padded_targets",
         "outputs at padded positions count in the loss",
         shown="without their gradient, that of the real positions alone is left"
-        + (", divided by all positions" if without.factor else f": {other}, may be meant"),
+        + (", divided by all positions" if without.factor else f": {other} may be meant"),
         level="fault" if in_the_mean or made.declared or evidence.root_causes("padding_invariance") else "advice",
-        repair=""
-        if without.factor
-        else _unless_meant(made, "padded_targets", other, _FIRST_TOKEN if made.left else ""),
+        repair="" if without.factor else _unless_meant(made, "padded_targets", other, _FIRST_TOKEN if token else ""),
+        change=str(reduced.place) if reduced else "",
         holds=lambda smaller: made.without_outputs(smaller) is not None,
     )
 
@@ -389,6 +390,7 @@ def _finding(
     holds: Callable[[Comparison], bool],
     culprit: str = "loss.backward()",
     where: str = "",
+    change: str = "",
     repair: str = "",
 ) -> Finding:
     """A finding at a call, or else where the loss is backpropagated; ``holds`` says whether a smaller batch shows the
@@ -412,6 +414,7 @@ def _finding(
         shown_by=f"{shown}; these positions are padding: {made.reason}",
         culprits=(culprit,),
         where=where or made.backward(found),
+        change=change,
         smallest=f"{rows} row{'s' if rows > 1 else ''} of {total} positions, {real} of them real",
         repair=repair,
         tried="in a run with that both gradients are equal" if "both gradients are equal" in shown else "",

@@ -66,6 +66,9 @@ class PaddingFlow:
     """Where attention looks at padding and at nothing real."""
     spread: bool = False
     """Whether what was pooled goes back to every position, as in a norm or a gate."""
+    reduced: PathCall | None = None
+    """The last call before backward that takes results by position and gives one without positions: the reduction of a
+    loss by position."""
     length_is_target: bool = False
     """Whether the number of real positions is the target of a loss."""
 
@@ -105,6 +108,7 @@ class BlockedPaths(WatchingMode, NoRandomness):
             with watch.suspended():
                 self._look(watch, name, args, kwargs, out)
                 self._follow(args, kwargs, out)
+                self._reduces(watch, name, args, kwargs, out)
         return out
 
     def _without(
@@ -154,6 +158,17 @@ class BlockedPaths(WatchingMode, NoRandomness):
             made = [t for t in tensors_in(out) if t.is_floating_point() and t.requires_grad]
             self.flow.spread |= any(self._span.of(size) is not None for t in made for size in t.shape[1:])
             self._pooled |= {id(t): t for t in made}
+
+    def _reduces(self, watch: Watch, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if watch.backward is not None or not isinstance(out, torch.Tensor) or not out.requires_grad:
+            return
+        given = [t for t in tensors_in(args, kwargs) if t.requires_grad]
+        if not self._by_position(out) and any(self._by_position(t) for t in given):
+            self.flow.reduced = PathCall("reduction", name, here()[0])
+
+    def _by_position(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has entries for each position, on an axis of their own or one with the rows."""
+        return any(self._span.of(size) or (size and size % self._span.total == 0) for size in tensor.shape)
 
     def _is_zero(self, given: attention.Given) -> bool:
         """Whether the padded positions of a call's input are all zero."""

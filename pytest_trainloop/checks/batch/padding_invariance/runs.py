@@ -199,6 +199,11 @@ class PaddingRuns:
     def by_lengths(self) -> bool:
         return self._padded.source == "lengths" and not self.declared
 
+    @property
+    def of_ids(self) -> bool:
+        """Whether what is padded are ids."""
+        return self._padded.of_ids
+
     def of_one_length(self, calls: list[PathCall]) -> bool:
         """Whether no batch can be of another length: several are given, all of one, and a table of positions has as
         many entries, or one more for padding. Positions counted from the left edge are then counted from the end too.

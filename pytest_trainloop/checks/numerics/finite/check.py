@@ -184,10 +184,14 @@ def _bad_step(record: Record, step: BadStep) -> Finding:
         cause="weights_lost",
         summary=f"step {step.step} of {step.kind} leaves {some(step.names)} non-finite, from finite gradients",
         measured=f"largest gradient before it {step.largest:.3g}; {len(step.names)} weights are not finite after it"
-        + (f"; state of {step.names[0]}: {step.state}" if step.state else ""),
+        + (f"; state of {step.names[0]}: {step.state}" if step.state else "")
+        + (f"; the weights are {step.weights}" if step.narrow else ""),
         shown_by="in a second run weights and gradients are finite before this step, and nothing went wrong earlier",
         culprits=step.names,
         where=record.step_line(),
+        repair=f"keep {step.narrow} of the optimizer in {step.weights} (or bfloat16): float16 holds no small squares"
+        if step.narrow
+        else "",
     )
 
 

@@ -166,10 +166,15 @@ def _divided(record: Record, found: Sequence[DividedByZero]) -> Finding:
         measured=(
             f"step {first.step}: {first.count} of {first.entries} entries of {first.name} are not finite after it"
             f"{without}; their second moment is 0 in {first.dtype}"
+            + (f"; the loop keeps {first.state} in {first.dtype}, and the weights are {first.weights}" * first.narrowed)
         ),
         shown_by="parameter and gradient were finite before the step, and the second moment of these entries is 0",
         culprits=names,
         where=record.step_line(),
+        change=first.cast,
+        repair=f"keep {first.state} in {first.weights} (or bfloat16): leave out the cast of the state; or eps=1e-4"
+        if first.narrowed
+        else "",
     )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.checks.numerics.optimizer_numerics.first_steps import root_of, zero_eps
+from pytest_trainloop.checks.numerics.optimizer_numerics.state_casts import StateCasts
 from pytest_trainloop.optimizers.replay import kind_of
 from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.runs.hooks import around_steps
@@ -41,6 +42,17 @@ class DividedByZero:
     without: int
     """Those of them with a gradient of exactly zero."""
     entries: int
+    state: str = ""
+    """The name of the second moment."""
+    weights: str = ""
+    """The dtype of the parameter."""
+    cast: str = ""
+    """The line of the loop that brought the second moment to its dtype."""
+
+    @property
+    def narrowed(self) -> bool:
+        """Whether the state is in float16 and the weights are not: the loop casts it, torch keeps both alike."""
+        return self.dtype == "float16" != self.weights and bool(self.weights)
 
 
 class ZeroDenominators:
@@ -48,17 +60,20 @@ class ZeroDenominators:
 
     def __init__(self, evidence: Evidence) -> None:
         self._found: dict[int, DividedByZero] = {}
-        record = evidence.rerun(contexts=lambda watch: (self._watching(watch),))
+        self._casts = StateCasts()
+        record = evidence.rerun(contexts=lambda watch: (self._watching(watch), *self._casts.contexts(watch)))
         self.found = [replace(found, name=record.name(index)) for index, found in self._found.items()]
 
     @contextlib.contextmanager
     def _watching(self, watch: Watch) -> Iterator[None]:
         steps: dict[int, int] = {}
+        self._cast_at: dict[int, str] = {}
 
         def take(optimizer: Any) -> Finite | None:
             if not watch.full or kind_of(optimizer) is None:
                 return None
             steps[id(optimizer)] = steps.get(id(optimizer), 0) + 1
+            self._look(watch, optimizer)
             return [(p, group) for group in optimizer.param_groups for p in group["params"] if _finite(p)]
 
         def use(optimizer: Any, finite: Finite) -> None:
@@ -67,10 +82,20 @@ class ZeroDenominators:
                 index = watch.table.index(p)
                 found = _divided(kind.__name__ if kind else "", p, group, optimizer.state.get(p, {}))
                 if found is not None and index is not None and index not in self._found:
-                    self._found[index] = replace(found, step=steps[id(optimizer)])
+                    cast = self._cast_at.get(index, "")
+                    self._found[index] = replace(found, step=steps[id(optimizer)], cast=cast)
 
         with around_steps(watch, take, use):
             yield
+
+    def _look(self, watch: Watch, optimizer: Any) -> None:
+        """Note the lines that made what the optimizer finds as its state."""
+        for p, state in optimizer.state.items():
+            index = watch.table.index(p) if isinstance(p, torch.Tensor) else None
+            for value in state.values() if index is not None and isinstance(state, dict) else ():
+                place = self._casts.place_of(value) if isinstance(value, torch.Tensor) else None
+                if index is not None and place is not None:
+                    self._cast_at[index] = str(place)
 
 
 def _finite(p: torch.Tensor) -> bool:
@@ -84,9 +109,20 @@ def _divided(kind: str, p: torch.Tensor, group: dict[str, Any], state: dict[str,
     known = zero_eps(kind, group, state)
     if known is None or p.grad is None:
         return None
-    root = state[root_of(kind, group)]
+    name = root_of(kind, group)
+    root = state[name]
     bad = (root == 0) & ~p.isfinite() if root.shape == p.shape else torch.zeros(1, dtype=torch.bool)
     if not bool(bad.any()):
         return None
     without = int((bad & (p.grad == 0)).sum())
-    return DividedByZero("", kind, *known, step=0, count=int(bad.sum()), without=without, entries=p.numel())
+    return DividedByZero(
+        "",
+        kind,
+        *known,
+        step=0,
+        count=int(bad.sum()),
+        without=without,
+        entries=p.numel(),
+        state=name,
+        weights=str(p.dtype).removeprefix("torch."),
+    )

@@ -122,7 +122,7 @@ CAUSES = {
     ),
     "module_uncalled": Cause(
         proof="a module that model= names is never called in training, and no loss depends on it",
-        repair="call it under torch.no_grad() before this line and put its output in the loss, or leave it out of model=",
+        repair="call it under no_grad() before this line and put its output in the loss, or leave it out of model=",
         change=("seen",),
     ),
     "frozen_by_mistake": Cause(

@@ -383,6 +383,8 @@ pair(
     "batch_independence",
     "labels_of_other_rows",
     where='F.cross_entropy(m(b["x"], b["lengths"]), b["labels"])',
+    change="pack_padded_sequence(x[order]",
+    mentions=("put sorted rows back",),
     faulty=by_length(restores=False),
     fixed=by_length(restores=True),
 )
@@ -391,6 +393,7 @@ pair(
     "batch_independence",
     "labels_of_other_rows",
     where="return F.cross_entropy(scores.flatten(0, 1), labels.flatten())",
+    mentions=("scores.transpose(0, 1)", "meet the labels of one"),
     faulty=per_step(restores=False),
     fixed=per_step(restores=True),
 )

@@ -85,6 +85,18 @@ def test_rows_that_are_declared_to_interact_are_not_looked_at():
         named(interaction("softmax", "softmax"), declared=True)
 
 
+@pytest.mark.parametrize(
+    ("pairs", "order"),
+    [
+        ([(0, 3), (3, 1), (1, 0)], "permuted"),
+        ([(0, 0), (0, 1), (1, 2)], "swapped"),
+        ([(0, 1), (1, 1), (2, 3)], "unknown"),
+    ],
+)
+def test_rows_in_another_order_are_told_from_swapped_axes(pairs, order):
+    assert LabelRows(pairs=pairs, rows=5).order == order
+
+
 def test_labels_of_other_rows_come_first_unless_all_are_shifted_alike():
     found = interaction("softmax", "softmax")
     assert named(found, pairs=[(0, 0), (1, 3)]) == [("labels_of_other_rows", "fault")]

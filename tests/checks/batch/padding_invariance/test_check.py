@@ -31,6 +31,7 @@ class Runs:
 
     def __init__(self, found, paths=(), calls=(), *, cut=None, **more):
         self._found, self._paths, self._cut = found, frozenset(paths), cut
+        self.of_ids = True
         self.reason, self._one_length = "mask is 0 there", more.pop("one_length", False)
         self.declared, self.varying, self.left = (more.pop(k, False) for k in ("declared", "varying", "left"))
         self.sure, self.by_lengths = more.pop("sure", True), not self.declared

@@ -66,3 +66,10 @@ def test_an_input_is_named_where_no_operation_made_the_value():
     (finding,) = found(from_input=origin())
     assert finding.cause == "nonfinite_input"
     assert "3 losses that were backpropagated are not finite" in finding.measured
+
+
+def test_a_bad_step_from_state_in_float16_says_so():
+    step = BadStep("Adam", ("w",), 2, 0.5, "exp_avg_sq in float16, 100% zero", "exp_avg_sq", "float32")
+    (finding,) = found(bad_step=step, root=origin())
+    assert finding.measured.endswith("the weights are float32")
+    assert finding.repair.startswith("keep exp_avg_sq of the optimizer in float32")

@@ -71,7 +71,8 @@ pair(
     "state_kept_in_float16",
     "optimizer_numerics",
     "eps_underflows",
-    mentions=("float16",),
+    mentions=("the loop keeps exp_avg_sq in float16, and the weights are float32", "keep exp_avg_sq in float32"),
+    change='state["exp_avg_sq"].to(dtype)',
     faulty=shrunken(torch.float16),
     fixed=shrunken(torch.bfloat16),
 )
