@@ -212,8 +212,8 @@ def _loss_scale(runs: LowPrecisionRuns) -> tuple[str, str]:
     if not any(call.enabled for call in calls):
         return (
             "the loop's GradScaler is disabled: the loss is scaled by 1",
-            "GradScaler(..., enabled=True) wherever autocast is in float16 (torch disables a scaler for a device that the "
-            "machine lacks: give it the device of the model); or use bfloat16",
+            "GradScaler(..., enabled=True) where autocast is in float16; or use bfloat16 (torch disables a scaler for "
+            "a device that the machine lacks: give it that of the model)",
         )
     if not runs.rescaled and all(call.factor == 1.0 for call in calls if call.what == "scale" and call.enabled):
         return "the loop's GradScaler has the scale 1", "GradScaler(..., init_scale=2.0**16), its default; or bfloat16"

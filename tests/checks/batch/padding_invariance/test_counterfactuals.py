@@ -18,7 +18,7 @@ RIGHT, LEFT = Span(TOTAL, 0, REAL), Span(TOTAL, TOTAL - REAL, TOTAL)
 
 
 def watch():
-    return SimpleNamespace(is_suspended=False, stepping=0, suspended=contextlib.nullcontext)
+    return SimpleNamespace(is_suspended=False, stepping=0, backward=None, suspended=contextlib.nullcontext)
 
 
 def run(compute, x, span, *paths):
