@@ -37,7 +37,8 @@ def cut(name, network, batch, broken, whole, *, culprits=(), where=None, raises=
         CHECK,
         "graph_cut",
         culprits=culprits,
-        where=where,
+        where=None if raises else where,  # torch raises at the backward pass
+        change=where,
         raises=raises,
         faulty=loop(network, batch, broken),
         fixed=loop(network, batch, whole),
