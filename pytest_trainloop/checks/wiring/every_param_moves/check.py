@@ -126,9 +126,9 @@ def _whole_tensors(evidence: Evidence, record: Record, unmoved: Sequence[Paramet
     if any(u.name not in sure and u.dtype in LOW for u in lost) and _keeps_lost_updates(evidence, record):
         lost = [u for u in lost if u.name in sure or u.dtype not in LOW]
     if faults := [u for u in lost if u.name in sure]:
-        yield _lost(record, faults, "fault")
+        yield _lost(evidence, record, faults, "fault")
     if advice := [u for u in lost if u.name not in sure]:
-        yield _lost(record, advice, "advice")
+        yield _lost(evidence, record, advice, "advice")
 
 
 def _keeps_lost_updates(evidence: Evidence, record: Record) -> bool:
@@ -191,10 +191,13 @@ def _most_entries(evidence: Evidence, record: Record, low: Sequence[Parameter]) 
     )
 
 
-def _lost(record: Record, unmoved: Sequence[Unmoved], level: Level) -> Finding:
+def _lost(evidence: Evidence, record: Record, unmoved: Sequence[Unmoved], level: Level) -> Finding:
+    from pytest_trainloop.tracing.made_at import MadeAt
+
     names = tuple(u.name for u in unmoved)
     first = max(unmoved, key=lambda u: u.ulp / u.update)
     held = sum(p.index in record.held for p in record.parameters)
+    group = next((o for p in record.parameters if p.name == first.name for o in record.held.get(p.index, ())), 0)
     return Finding(
         cause="lost_to_rounding",
         level=level,
@@ -209,6 +212,7 @@ def _lost(record: Record, unmoved: Sequence[Unmoved], level: Level) -> Finding:
         shown_by="the same steps in float64 move them by less than half a ULP each",
         culprits=names,
         where=record.step_line(),
+        change="" if first.dtype in LOW else evidence.shared(MadeAt.of).group(group),
         repair="" if first.dtype in LOW else "raise the learning rate of this group, if it is meant to train",
     )
 
