@@ -51,8 +51,7 @@ NAMED = {
     "float": (
         fit(BACKWARD.format("mse(model, batch).item()")),
         "gradient_reaches_every_param",
-        "0.weight, 0.bias* get no gradient although the loss depends on them: the graph is cut by "
-        "item(), and torch refuses *",
+        "0.weight, 0.bias* get no gradient: the graph is cut by item(), and torch refuses *",
     ),
     "loss-without-history": (
         builds("return loop(fit=None, loss=lambda model, batch: mse(model, batch).detach())"),

@@ -10,7 +10,7 @@ from pytest_trainloop.batches.padding import Ids, Proof, padding_ids, read_paddi
 from pytest_trainloop.batches.roles import read
 from pytest_trainloop.batches.valid_targets import valid_targets
 from pytest_trainloop.checks.batch.edge_batches.runs import lengths_of
-from pytest_trainloop.checks.loss.loss_contract.tokens import Tokens
+from pytest_trainloop.checks.loss.loss_contract.tokens import Embedded, Tokens
 from pytest_trainloop.loop import Padding, TrainLoop
 from pytest_trainloop.recording.record import Record
 from tests.helpers.padded_batches import FEATURES, IDS, KINDS, LABELS, LENGTHS, PADDED, text, text_without_padding
@@ -105,7 +105,7 @@ def test_a_mask_goes_before_the_pad_id_since_the_first_may_end_a_text():
     batch = {"ids": IDS, "mask": mask}
     assert empty(batch, DECLARED).lengths == (4, 5, 3)
     assert read(batch, DECLARED).lengths == (4, 5, 3)
-    assert Tokens(DECLARED, batch, [(Ids(IDS, 0), IDS)]).padded((3, 5)).tolist() == (mask == 0).tolist()
+    assert Tokens(DECLARED, batch, [Embedded(Ids(IDS, 0), IDS, "0")]).padded((3, 5)).tolist() == (mask == 0).tolist()
 
 
 def test_ids_and_features():
@@ -222,7 +222,7 @@ def test_every_user_of_the_reader_agrees(kind):
     batch, left = KINDS[kind], kind == "left"
     expected = PADDED.flip(1) if left else PADDED
     time_first = "time" in kind
-    inputs = [(Ids(IDS.flip(1) if left else IDS), IDS)]
+    inputs = [Embedded(Ids(IDS.flip(1) if left else IDS), IDS, "0")]
     loop = TrainLoop(model=nn.Linear(1, 1), batch=batch, fit=lambda batches: None)
 
     strategies = read(batch)

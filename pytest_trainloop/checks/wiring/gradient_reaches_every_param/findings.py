@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.wiring.consequences import TRAINING
 from pytest_trainloop.finding import Finding
+from pytest_trainloop.recording.torch_names import ATEN_COMPARISONS
 from pytest_trainloop.wording import be, count, some, them, they, verb
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ def _repair_of_cut(cut: Cut, wanted: Wanted | None) -> str:
         return f"leave {_op(cut)} out here: compute with the tensor itself, and use {_op(cut)} for logging only"
     if cut.candidate.kind == "custom":
         return f"return a gradient for every input that needs one from {op}.backward()"
-    if op in ("argmax", "argmin", "round", "gt", "lt", "ge", "le", "eq", "ne", "sign", "topk", "sort"):
+    if op in ATEN_COMPARISONS or op in ("argmax", "argmin", "round", "eq", "ne", "sign", "topk", "sort"):
         return f"{op}() has no gradient: use a loss of the scores themselves (cross_entropy in place of accuracy)"
     if op == "detach" and ".detach()" in code:
         written = code.replace(".detach()", "")
