@@ -252,7 +252,9 @@ class ForwardPass(WatchingMode):
         ids = next((t for t in op.inputs if not t.is_floating_point()), None)
         leaf = out.detach().clone().requires_grad_()
         self.data_inputs.append(DataInput(leaf, ids, None if ids is None else self.lineage.of(ids)))
-        return leaf.clone()
+        if not out.requires_grad:
+            return leaf.clone()
+        return leaf + (out - out.detach())  # zeros, by which the table gets the gradient that the loop may read
 
 
 def _over(record: Record) -> bool:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.recording.source import layer, place_of
 from pytest_trainloop.runs.run import READ_AHEAD_BUDGETS, fit_of
 
@@ -138,7 +139,7 @@ def _watched_fit(loop: TrainLoop, look: _Look) -> Callable[[Any], None]:
 def _state(loop: TrainLoop) -> dict[str, torch.Tensor]:
     """Copies of all tensors of the declared modules."""
     held = ((f"{prefix}.{name}", t) for prefix, m in loop.modules.items() for name, t in m.state_dict().items())
-    return {name: t.detach().clone() for name, t in held if isinstance(t, torch.Tensor)}
+    return {name: t.detach().clone() for name, t in held if isinstance(t, torch.Tensor) and readable(t)}
 
 
 def _look_at_leaves(number: int, look: _Look) -> None:
@@ -146,7 +147,7 @@ def _look_at_leaves(number: int, look: _Look) -> None:
     if number not in (_EARLY, _LATER):
         return
     held = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and type(o) is not torch.nn.Parameter]
-    leaves = {id(t): t.detach() for t in held if t.is_leaf and t.requires_grad}
+    leaves = {id(t): t.detach() for t in held if readable(t) and t.is_leaf and t.requires_grad}
     if look.leaves is None:
         look.leaves = {at: t.clone() for at, t in leaves.items()}
         return
