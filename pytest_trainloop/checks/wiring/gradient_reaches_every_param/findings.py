@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import Cut
+    from pytest_trainloop.checks.wiring.gradient_reaches_every_param.stopped_side import OtherSide
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param.uses import Wanted
+    from pytest_trainloop.recording.events import Place
     from pytest_trainloop.recording.record import Parameter, Record
 
 _OPERATIONS = {"data": ".data", "__float__": "float()", "__int__": "int()", "__array__": "numpy", "numpy": ".numpy()"}
@@ -95,11 +97,12 @@ def of_cut(
     change: float,
     cut: Cut | None,
     wanted: Wanted | None = None,
+    side: OtherSide | None = None,
     *,
     refused: bool,
 ) -> Finding:
     """A cut graph, by the operation that cuts it if one was found. ``wanted``: its result is used twice, and once
-    rightly. ``refused``: torch refused the backward pass."""
+    rightly. ``side``: a comparison that takes it on the other side. ``refused``: torch refused the backward pass."""
     measured = f"0 gradients arrived there in {count(len(record.autograd_passes()), 'backward pass')}"
     summary = f"{some(names)} {verb(names, 'get')} no gradient"
     if change:  # a loss of whole numbers may stay as it is where its parameters move a little
@@ -147,12 +150,35 @@ def of_cut(
         culprits=names,
         where=raised_at or str(candidate.place),
         change="\n".join(dict.fromkeys(map(str, lines))),
-        repair=_repair_of_cut(cut, wanted),
-        tried=_tried(cut, wanted),
-        do_not=""
-        if wanted is None
-        else f"remove the {_op(cut)} at {candidate.place}: the loss of {wanted.other} is meant to stop there",
+        repair=_repair_of_cut(cut, wanted) if side is None else of_other_side(_op(cut), candidate.place, side),
+        tried=_tried(cut, wanted) if side is None else _MOVED,
+        do_not=_do_not(cut, wanted, side),
     )
+
+
+_MOVED = "with the other side detached in its place every parameter gets a gradient; learning was not tried"
+
+
+def _do_not(cut: Cut, wanted: Wanted | None, side: OtherSide | None) -> str:
+    if wanted is not None:
+        return f"remove the {_op(cut)} at {cut.candidate.place}: the loss of {wanted.other} is meant to stop there"
+    if side is not None:
+        return f"just delete the {_op(cut)}: both sides then train, and the outputs may collapse to a constant"
+    return ""
+
+
+_OPERAND = r"[\w.]+(?:\([^()]*\)|\[[^\[\]]*\])?"
+_SIDES = re.compile(rf"\((?:({_OPERAND})\.detach\(\), ({_OPERAND})|({_OPERAND}), ({_OPERAND})\.detach\(\))(?=[,)])")
+
+
+def of_other_side(op: str, cut_at: Place, side: OtherSide) -> str:
+    """The line with the stop-gradient on the other side; in words where the line does not hold both sides."""
+    written = cut_at.code
+    if cut_at == side.place:
+        written = _SIDES.sub(lambda m: f"({m[1]}, {m[2]}.detach()" if m[1] else f"({m[3]}.detach(), {m[4]}", written)
+    if written != cut_at.code:
+        return f"{written}\nthe gradient stops on the other side of {side.op}"
+    return f"detach the other side of {side.op} ({side.place.file}:{side.place.line}), and leave this {op} out"
 
 
 def _op(cut: Cut) -> str:

@@ -31,7 +31,7 @@ def loop(network, batch, loss, lr=5e-3):
     return make
 
 
-def cut(name, network, batch, broken, whole, *, culprits=(), where=None, raises=None):
+def cut(name, network, batch, broken, whole, *, culprits=(), where=None, raises=None, mentions=()):
     pair(
         name,
         CHECK,
@@ -40,6 +40,7 @@ def cut(name, network, batch, broken, whole, *, culprits=(), where=None, raises=
         where=None if raises else where,  # torch raises at the backward pass
         change=where,
         raises=raises,
+        mentions=mentions,
         faulty=loop(network, batch, broken),
         fixed=loop(network, batch, whole),
     )
@@ -308,6 +309,7 @@ cut(
     simsiam,
     culprits=("predictor.0.weight", "predictor.2.bias"),
     where="p1.detach()",
+    mentions=("F.cosine_similarity(p1, z2.detach()).mean() + F.cosine_similarity(p2, z1.detach()).mean()",),
 )
 
 
