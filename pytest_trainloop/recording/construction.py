@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader
 
 from pytest_trainloop.paths import BUILD_CALLER, FIT_CALLER
-from pytest_trainloop.recording.function_mode import FunctionMode
+from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.source import layer, place_of
 
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from pytest_trainloop.recording.events import Place
+
+_DRAWS = ("normal_", "uniform_", "kaiming_uniform_")
+"""What the other functions of nn.init end in."""
 
 _CASTS = ("to", "half", "bfloat16", "float", "double")
 
@@ -64,6 +67,8 @@ class Construction:
         """The last ``add_param_group`` of each optimizer after its constructor."""
         self.frozen = Lines()
         """The last line that set ``requires_grad`` of a tensor to False."""
+        self.drawn = Lines()
+        """The last line that drew the values of a parameter."""
         self.casts = Lines()
         """The last line that cast the module of a parameter."""
         self.prepared: Place | None = None
@@ -140,7 +145,8 @@ class Construction:
 
 
 class _Freezes(FunctionMode):
-    """Sees ``requires_grad_(False)`` and ``requires_grad = False``, on tensors and through modules."""
+    """Sees ``requires_grad_(False)`` and ``requires_grad = False``, on tensors and through modules, and values drawn in
+    place."""
 
     def __init__(self, found: Construction) -> None:
         super().__init__()
@@ -153,6 +159,8 @@ class _Freezes(FunctionMode):
             self._found.frozen.drop(args[0])
             if on is False and (place := maker(None)):
                 self._found.frozen.note(args[0], place)
+        if name in _DRAWS and (drawn := next(tensors_in(args, kwargs), None)) is not None and (place := maker(None)):
+            self._found.drawn.note(drawn, place)
         return super().call(name, func, args, kwargs)
 
 

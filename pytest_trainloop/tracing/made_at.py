@@ -47,6 +47,7 @@ class MadeAt:
         self._plain: dict[str, PlainObject] = {}
         self._frozen: dict[str, Place] = {}
         self._casts: dict[str, Place] = {}
+        self._drawn: dict[str, Place] = {}
         self._last: dict[type, Place] = {}
 
     @classmethod
@@ -125,6 +126,10 @@ class MadeAt:
         """The line that switched ``requires_grad`` off for the first of these parameters."""
         return _text(next((self._frozen[name] for name in names if name in self._frozen), None))
 
+    def drawn(self, name: str) -> str:
+        """The last line that drew the values of the parameter of this name."""
+        return _text(self._drawn.get(name))
+
     def cast(self, names: Sequence[str]) -> str:
         """The line that cast the module of the first of these parameters to its dtype."""
         return _text(next((self._casts[name] for name in names if name in self._casts), None))
@@ -158,6 +163,7 @@ class MadeAt:
         for entry, tensor in zip(watch.table.entries, watch.table.tensors, strict=True):
             _put(self._frozen, entry.name, noted.frozen.of(tensor))
             _put(self._casts, entry.name, noted.casts.of(tensor))
+            _put(self._drawn, entry.name, noted.drawn.of(tensor))
         for kind in (LRScheduler, GradScaler, DataLoader):
             _put(self._last, kind, noted.made.last(kind))
         if noted.trainer is not None:

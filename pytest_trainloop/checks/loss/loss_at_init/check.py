@@ -51,6 +51,7 @@ from typing import TYPE_CHECKING
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, check
+from pytest_trainloop.wording import be, some
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -76,8 +77,8 @@ DECLARED = 1.5
 CAUSES = {
     "too_high": Cause(
         proof="ten times the loss of an uninformed input, and the outputs shrink when the weights are halved",
-        repair="initialise the last layer smaller (std 0.02, or zero), put a norm before the head, divide by the "
-        "temperature once",
+        repair="look for a factor on the outputs (a temperature that is applied twice), or a stack of layers without a "
+        "norm; else initialise the last layer smaller (std 0.02)",
         explains=("update_ratio",),
     ),
     "not_as_declared": Cause(
@@ -177,12 +178,42 @@ def _high(evidence: Evidence, loss: InitialLoss, halved: InitialLoss) -> Finding
     by_tables = tables is not None and tables.outputs <= REMAINS * loss.outputs
     if not by_weights or by_tables or evidence.shared(pretrained):
         return finding
+    return _with_layer(
+        evidence,
+        loss,
+        replace(
+            finding,
+            cause="too_high",
+            level="fault",
+            summary=f"{loss.name} is {loss.value / loss.chance:.0f} times chance level before the first step",
+            shown_by=f"with all layers' weights halved it is {halved.value:.4g}: their size is the cause",
+        ),
+    )
+
+
+def _with_layer(evidence: Evidence, loss: InitialLoss, finding: Finding) -> Finding:
+    """With the weights that are drawn too wide, where these make the loss so high, and the line that draws them."""
+    from pytest_trainloop.checks.loss.loss_at_init.wide_weights import WideWeights
+    from pytest_trainloop.tracing.made_at import MadeAt
+
+    found = evidence.shared(WideWeights).causing(loss, ADVICE)
+    if found is None:
+        return replace(finding, shown_by=f"{finding.shown_by}; none that is drawn too wide explains it")
+    wide, narrow = found
+    first, names = wide[0], tuple(w.name for w in wide)
+    made = evidence.shared(MadeAt.of)
+    line = made.drawn(first.name) or made.module(first.name.rpartition(".")[0])
     return replace(
         finding,
-        cause="too_high",
-        level="fault",
-        summary=f"{loss.name} is {loss.value / loss.chance:.0f} times chance level before the first step",
-        shown_by=f"with all layers' weights halved it is {halved.value:.4g}: their size is the cause, no fixed scale",
+        summary=f"{finding.summary}: {some(names)} {be(names)} drawn too wide",
+        shown_by=f"with {first.name} at a standard deviation of {first.usual:.2g} in place of {first.std:.2g}"
+        + (f", and {len(wide) - 1} more at their usual one," if len(wide) > 1 else "")
+        + f" it is {narrow.value:.4g}",
+        culprits=(loss.name, *names),
+        change=line,
+        repair=f"initialise {first.name} with std={first.usual:.2g}, that of torch's own layers"
+        + (f"; and {some(names[1:])} likewise" if len(wide) > 1 else ""),
+        tried=f"with this change the loss is {narrow.value:.4g}, at chance level {narrow.chance:.4g}",
     )
 
 

@@ -46,7 +46,8 @@ pair(
     "too_high",
     culprits=("cross_entropy",),
     where="return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())",
-    mentions=("times chance level", "halved"),
+    mentions=("before the first step: head.weight is drawn too wide", "initialise head.weight with std=0.1"),
+    change="nn.init.normal_(model.head.weight, std=std)",
     faulty=language_model(8.0),
     fixed=language_model(0.02),
 )

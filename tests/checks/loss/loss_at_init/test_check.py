@@ -7,6 +7,7 @@ import pytest
 from pytest_trainloop.checks.loss.loss_at_init.chance_level import InitialLoss, InitialRuns
 from pytest_trainloop.checks.loss.loss_at_init.check import loss_at_init
 from pytest_trainloop.checks.loss.loss_at_init.first_loss import FirstLoss, FirstLosses, OverSeeds
+from pytest_trainloop.checks.loss.loss_at_init.wide_weights import WideWeights
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.runs.weight_origins import pretrained
 from tests.helpers.records import ONE, FakeEvidence, parameter, record
@@ -32,8 +33,14 @@ class Runs:
         return self._unit, 128.0
 
 
+class NoneWide:
+    def causing(self, loss, most):
+        return None
+
+
 def found(*plain, are_pretrained=False, **changed):
-    evidence = FakeEvidence(None, shared={InitialRuns: Runs(list(plain), **changed), pretrained: are_pretrained})
+    shared = {InitialRuns: Runs(list(plain), **changed), pretrained: are_pretrained, WideWeights: NoneWide()}
+    evidence = FakeEvidence(None, shared=shared)
     return [(f.cause, f.level) for f in loss_at_init(evidence)]
 
 
