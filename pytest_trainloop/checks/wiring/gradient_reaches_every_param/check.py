@@ -276,7 +276,6 @@ def _cut(evidence: Evidence, record: Record, cut_off: Sequence[Parameter], chang
     """One finding for each operation that cuts; what one operation explains is not looked at again."""
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param import findings
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import CutSearch
-    from pytest_trainloop.checks.wiring.gradient_reaches_every_param.stopped_side import other_side
 
     refused = _refused_backward(record)
     left = [p.name for p in cut_off]
@@ -286,7 +285,7 @@ def _cut(evidence: Evidence, record: Record, cut_off: Sequence[Parameter], chang
         names = tuple(explained or left)
         by_detach = cut is not None and cut.candidate.kind == "detach" and not cut.others
         wanted = evidence.shared(CutSearch).wanted_elsewhere(names, cut) if cut is not None and by_detach else None
-        side = other_side(evidence, names, cut) if cut is not None and wanted is None else None
+        side = evidence.shared(CutSearch).other_side(names, cut) if cut is not None and wanted is None else None
         yield findings.of_cut(record, names, change, cut, wanted, side, refused=refused)
         # of a refused pass the parameters of other optimizers are not known to be cut off
         left = [n for n in left if explained and n not in explained and not refused]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_candidates import Candidate, Kind, Tracer
+from pytest_trainloop.checks.wiring.gradient_reaches_every_param.stopped_side import other_side
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.uses import wanted_elsewhere
 from pytest_trainloop.gradients.dependence import (
     difference,
@@ -24,6 +25,7 @@ from pytest_trainloop.gradients.tolerances import CANCELLATION
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pytest_trainloop.checks.wiring.gradient_reaches_every_param.stopped_side import OtherSide
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param.uses import Wanted
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
@@ -86,6 +88,12 @@ class CutSearch:
     def wanted_elsewhere(self, names: Sequence[str], cut: Cut) -> Wanted | None:
         """The two uses of the cut's result, where one of them is meant to have no history."""
         return wanted_elsewhere(self._evidence, names, cut.candidate)
+
+    def other_side(self, names: Sequence[str], cut: Cut) -> OtherSide | None:
+        """The comparison on whose other side the gradient is to stop, where that is shown by a run."""
+        if cut.candidate.kind != "detach" or cut.gradient is None:
+            return None
+        return other_side(self._evidence, names, [cut.candidate, *cut.others], cut.reached)
 
 
 def _proven(evidence: Evidence, names: Sequence[str], candidates: list[Candidate]) -> Cut | None:

@@ -22,7 +22,7 @@ from pytest_trainloop.tracing.provenance import name_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import Cut
+    from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_candidates import Candidate
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
@@ -48,8 +48,8 @@ class OtherSide(NamedTuple):
 class _Moved(Tracer):
     """Leaves operations out, and detaches what their results are compared with."""
 
-    def __init__(self, cut: Cut) -> None:
-        super().__init__([cut.candidate, *cut.others])
+    def __init__(self, left_out: Sequence[Candidate]) -> None:
+        super().__init__(left_out)
         self._mine: list[torch.Tensor] = []
         self.met: list[OtherSide] = []
 
@@ -86,15 +86,15 @@ class _Moved(Tracer):
         )
 
 
-def other_side(evidence: Evidence, names: Sequence[str], cut: Cut) -> OtherSide | None:
+def other_side(
+    evidence: Evidence, names: Sequence[str], left_out: Sequence[Candidate], reached: frozenset[str]
+) -> OtherSide | None:
     """The first comparison with a history on its other side, where the stop-gradient there leaves no parameter without
-    a gradient."""
-    if cut.candidate.kind != "detach" or cut.gradient is None or not evidence.repeatable:
-        return None
-    moved = _Moved(cut)
+    a gradient. ``reached``: those of the names that get one with these operations left out."""
+    moved = _Moved(left_out)
     record = evidence.rerun(enough=until_stepped(evidence, names), contexts=moved.contexts, may_raise=True)
     before = {n for n in _arriving(evidence.run()) if n not in names}
-    return moved.met[0] if moved.met and {*before, *cut.reached} <= _arriving(record) else None
+    return moved.met[0] if moved.met and {*before, *reached} <= _arriving(record) else None
 
 
 def _arriving(record: Record) -> set[str]:
