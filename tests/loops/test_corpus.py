@@ -1,7 +1,7 @@
 """The corpora of loops: every fault is named, every repaired loop passes, every odd but correct loop is silent.
 
-By default a pair is judged by the check that names its fault, and an odd loop by an eighth of the checks, in turn, so
-that each check still meets an eighth of all odd loops. ``-m corpus`` judges every loop by the whole battery.
+By default a pair is judged by the check that names its fault, and an odd loop by a sixteenth of the checks, in turn, so
+that each check still meets a sixteenth of all odd loops. ``-m corpus`` judges every loop by the whole battery.
 """
 
 import pytest
@@ -15,7 +15,7 @@ from tests.loops.corpus import ODD, PAIRS
 SEEDS = 3
 """Seeds over which the odd loops are spread, each under one of them (scripts/seeds.py runs more)."""
 
-SHARE = 8
+SHARE = 16
 """Every how manieth check judges an odd loop by default."""
 
 LONG = dict.fromkeys(("overfit_one_batch", "update_ratio"), "takes long, and is explained by the fault")
