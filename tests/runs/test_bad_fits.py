@@ -6,6 +6,8 @@ import re
 import textwrap
 
 import pytest
+import torch
+from torch import nn
 
 from pytest_trainloop.runs import guard
 from tests.helpers.plugin_sessions import (  # noqa: F401  some are fixtures
@@ -222,6 +224,11 @@ def test_nothing_is_held_against_an_odd_but_right_loop(run, source):
 
 
 def test_a_loop_that_swallows_its_own_mistake_is_not_passed(run):
+    held = [  # whatever else is alive in the process, and can't be read or compared
+        nn.LazyLinear(2),
+        torch.eye(2).to_sparse().requires_grad_(),
+        torch.ones(2, device="meta", requires_grad=True),
+    ]
     result = run(
         fit("""
             for x, y in batches:
@@ -237,6 +244,7 @@ def test_a_loop_that_swallows_its_own_mistake_is_not_passed(run):
         "fit trains nothing: no backward pass and no optimizer step in 400 batches; it swallows RuntimeError: "
         "mat1 and mat2 shapes cannot be multiplied (8x3 and 4x8)"
     )
+    assert held
 
 
 def test_an_interrupt_ends_the_session_as_ever(pytester, monkeypatch):

@@ -147,12 +147,23 @@ def _look_at_leaves(number: int, look: _Look) -> None:
     if number not in (_EARLY, _LATER):
         return
     held = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and type(o) is not torch.nn.Parameter]
-    leaves = {id(t): t.detach() for t in held if readable(t) and t.is_leaf and t.requires_grad}
+    leaves = {id(t): t.detach() for t in held if _trains(t)}
     if look.leaves is None:
         look.leaves = {at: t.clone() for at, t in leaves.items()}
         return
     early = look.leaves
-    look.leaf_changed = any(at not in early or not torch.equal(early[at], t) for at, t in leaves.items())
+    look.leaf_changed = any(at not in early or not _same(early[at], t) for at, t in leaves.items())
+
+
+def _trains(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may be what trains. Any of the process is met here, also those that can't be compared: lazy,
+    fake, sparse."""
+    return readable(tensor) and tensor.layout is torch.strided and tensor.is_leaf and tensor.requires_grad
+
+
+def _same(early: torch.Tensor, later: torch.Tensor) -> bool:
+    """Whether nothing changed; the later one may be another tensor, made in the place of the first."""
+    return early.dtype == later.dtype and early.device == later.device and torch.equal(early, later)
 
 
 @contextlib.contextmanager
