@@ -90,7 +90,7 @@ CAUSES = {
     ),
     "lr_decays_too_early": Cause(
         proof="the learning rates add up to a few steps at their peak, and held there they learn the batch",
-        repair="give the schedule the number of steps that the loop makes, and step it as often as it counts",
+        repair="step the schedule as often as it counts (once an epoch?), or give it its lengths in optimizer steps",
         explains=("update_ratio",),
         change=(
             "scheduler",

@@ -80,9 +80,9 @@ CAUSES = {
     ),
     "step_count_saturates": Cause(
         proof="1 added to the step count gives the same count, in the dtype that it is kept in",
-        repair="keep state['step'] in float32, as torch creates it: do not cast the whole state",
+        repair="keep state['step'] in float32, as torch creates it, where the state is written, loaded or cast",
         explains=("update_ratio",),
-        change=("optimizer",),
+        change=("cast",),
     ),
     "betas_swapped": Cause(
         proof="copies stepped without gradients make ever larger steps",

@@ -218,6 +218,10 @@ def _repair_of_cut(cut: Cut, wanted: Wanted | None) -> str:
         return (
             f"{code.replace('.sample(', '.rsample(')}\nrsample() has a gradient for its parameters, sample() has none"
         )
+    if cut.candidate.kind == "grad_off" and "set_grad_enabled" in code:
+        return (
+            "let gradients be on in the training forward pass: make the condition true there, or leave the switch out"
+        )
     if cut.candidate.kind == "grad_off" and cut.gradient is not None:
         return "move the training forward pass out of torch.no_grad() / inference_mode()"
     if op == "detach" and re.search(r"-.*\)\.detach\(\)|\.detach\(\) *[-+]|[-+] *\w+\.detach\(\)", code):
