@@ -226,15 +226,17 @@ def _state_changed(verdict: Verdict) -> Finding:
 
 def _other_computation(verdict: Verdict) -> Finding:
     forward = verdict.difference is not None and verdict.difference.forward
+    left_out = verdict.difference.without_gradient if verdict.difference is not None else ()
+    only = f": {some(left_out)} {verb(left_out, 'get')} a gradient without it only" if left_out else ""
     return Finding(
         cause="other_computation",
-        summary="the loop computes another loss with checkpointing than without"
+        summary=f"the loop computes another loss with checkpointing than without{only}"
         if forward
         else "the loop's own recomputation gives other gradients for the same loss",
         shown_by="the loss of the first forward pass differs, before any recomputation"
         if forward
         else "the loss is the same and the gradients are not, also without random numbers",
-        culprits=_names(verdict) or ("loss",),
+        culprits=tuple(dict.fromkeys((*left_out, *_names(verdict)))) or ("loss",),
     )
 
 

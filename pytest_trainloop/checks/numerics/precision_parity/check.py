@@ -126,8 +126,8 @@ CAUSES = {
     ),
     "custom_backward": Cause(
         proof="the gradient comes into an autograd.Function of the project right, and leaves it wrong",
-        repair="save and compute in float32 in the Function, or put torch.amp.custom_fwd(cast_inputs=torch.float32) "
-        "and custom_bwd on it",
+        repair="save and compute in float32 in the Function, forward and backward; torch.amp.custom_fwd with "
+        "cast_inputs=torch.float32 does it where the Function casts nothing itself",
         explains=_EXPLAINS,
         change=("seen",),
     ),
