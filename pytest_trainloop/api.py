@@ -141,13 +141,17 @@ def check_loss(
 
 
 def _battery(subject: Subject, plan: Plan) -> list[Result]:
-    results = []
-    for check in plan.checks:
-        if check in plan.skip:
-            results.append(Result(check=check, outcome="skipped", reason=plan.skip[check]))
-        else:
-            results.append(plan.judge(subject.run_check(check, options=plan.options.get(check, {}))))
-    return results
+    return _by_plan(plan, lambda check, options: subject.run_check(check, options=options))
+
+
+def _by_plan(plan: Plan, result_of: Callable[[str, Mapping[str, Any]], Result]) -> list[Result]:
+    """The results of the plan's checks, each from its name and options, but for those that it leaves out."""
+    return [
+        Result(check=name, outcome="skipped", reason=plan.skip[name])
+        if name in plan.skip
+        else plan.judge(result_of(name, plan.options.get(name, {})))
+        for name in plan.checks
+    ]
 
 
 def _plan(
@@ -223,12 +227,7 @@ class Observation:
             raise UsageError("record.check() is called inside the block that it judges; call it after the block")
         evidence = SingleRun(self._watch.record, self._instruments)
         checks = of("loop")
-        results = [
-            Result(check=name, outcome="skipped", reason=plan.skip[name])
-            if name in plan.skip
-            else plan.judge(_once(checks[name], evidence, plan.options.get(name, {})))
-            for name in plan.checks
-        ]
+        results = _by_plan(plan, lambda name, options: _once(checks[name], evidence, options))
         if not any(result.faults for result in results) and _nothing_trained(self._watch.record):
             raise UsageError(
                 f"nothing trained in the observed block: {len(self._watch.record.backwards())} backward passes and no "
@@ -260,10 +259,8 @@ def _nothing_trained(record: Record) -> bool:
 def _once(check: Check, evidence: Any, options: Mapping[str, Any]) -> Result:
     absent = sorted(check.needs - evidence.offers)
     if absent:
-        return Result(
-            check=check.name,
-            outcome="skipped",
-            reason=f"watching once does not offer {absent[0]}: return a TrainLoop from a marked test",
+        return skipped(
+            check, CannotDecide(f"watching once does not offer {absent[0]}: return a TrainLoop from a marked test")
         )
     try:
         findings = tuple(checked(check, finding, evidence) for finding in check.decide(evidence, **options))

@@ -43,8 +43,7 @@ def section(entries: Sequence[Entry]) -> list[Line]:
     lines.extend(_open_questions(loops))
     if len(loops) > 1:
         results = [entry.result for entry in entries]
-        style: Style = "bad" if any(map(_is_bad, results)) else "good" if any(map(_ran, results)) else "loud"
-        lines.append(Line(f"{len(loops)} in all: {_counts(results)}", style))
+        lines.append(Line(f"{len(loops)} in all: {_counts(results)}", _style(results)))
     return lines
 
 
@@ -67,9 +66,12 @@ def _is_bad(result: Result) -> bool:
     return result.outcome in ("failed", "error")
 
 
+def _style(results: Sequence[Result]) -> Style:
+    return "bad" if any(map(_is_bad, results)) else "good" if any(map(_ran, results)) else "loud"
+
+
 def _loop(loop: str, results: Sequence[Result]) -> Iterator[Line]:
-    style: Style = "bad" if any(map(_is_bad, results)) else "good" if any(map(_ran, results)) else "loud"
-    yield Line(f"{loop}  {_counts(results)}", style)
+    yield Line(f"{loop}  {_counts(results)}", _style(results))
     yield from _root_causes([r for r in results if r.outcome == "failed"])
     yield from _errors([r for r in results if r.outcome == "error"])
     for result in results:
