@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pytest_trainloop import check_loop
 from tests.blind.cases import CASES, Case
+
+ROOT = Path(__file__).parents[1]
 
 TIMEOUT = 600.0
 """Seconds that one run of ``fit`` may take: no verdict shall depend on how busy the machine is."""
