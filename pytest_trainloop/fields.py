@@ -25,10 +25,18 @@ CALLS = {
     "loss": ("loss(model, batch)", 2),
     "evaluate": ("evaluate()", 0),
     "save": ("save()", 0),
-    "load": ("load(checkpoint)", 1),
+    "load": ("load(state)", 1),
     "split_batch": ("split_batch(batch, k)", 2),
 }
-"""How each function is called, and with how many arguments."""
+"""How each function is called, and with how many arguments; ``save`` may also take the path that it writes to."""
+
+RENEWABLE = ("optimizer", "scheduler", "scaler", "rng")
+"""What ``renews`` may name besides paths."""
+
+_PATHS = re.compile(r"path|file|fname|folder|dir(ectory|name)?$|(^|_)dir(_|$)", re.IGNORECASE)
+"""Names of parameters that are given a path."""
+
+_FOLDERS = re.compile(r"folder|(^|_)dir(ectory|name)?(_|$)|dir$", re.IGNORECASE)
 
 _DEPTH = 3
 """How far optimizers are looked for inside wrappers."""
@@ -43,6 +51,11 @@ def require_fields(loop: Any) -> None:
     _require_paths("frozen", loop.frozen)
     if loop.pretrained is not None and not isinstance(loop.pretrained, bool):
         _require_paths("pretrained", loop.pretrained)
+    _require_paths("renews", loop.renews, "'optimizer', 'scheduler', 'scaler', 'rng' or paths", "('optimizer',)")
+    if loop.renews is not None and loop.load is None:
+        raise UsageError(
+            f"TrainLoop.renews is given without load, which renews it; both are needed: {CALLS['load'][0]}"
+        )
     require_optimizers(loop.optimizers)
     _require_schedulers(loop.scheduler, loop.optimizers)
     for scaler in _listed(loop.scaler):
@@ -174,10 +187,48 @@ def _require_function(name: str, given: Any) -> None:
     signature = _signature(given)
     if signature is None:
         return
+    counts = (0, 1) if name == "save" else (count,)
+    if not any(_binds(signature, n) for n in counts):
+        also = " or save(path)" if name == "save" else ""
+        raise UsageError(f"TrainLoop.{name} takes {signature}, and is called as {how}{also}")
+
+
+def path_parameter(save: Callable[..., Any], load: Callable[..., Any]) -> str:
+    """The name of the parameter by which ``save`` takes the path that it writes to and ``load`` reads; empty where
+    ``save`` returns a state.
+
+    A parameter without a default decides; one with a default counts where its name says that it is a path, and that of
+    ``load`` says so too.
+    """
+    signature, loading = _signature(save), _signature(load)
+    first = _first_parameter(signature)
+    if signature is None or first is None:
+        return ""
+    if not _binds(signature, 0):
+        return first
+    other = _first_parameter(loading)
+    return first if _PATHS.search(first) and other is not None and _PATHS.search(other) else ""
+
+
+def is_folder(parameter: str) -> bool:
+    """Whether a parameter of this name is given the path of a folder."""
+    return _FOLDERS.search(parameter) is not None
+
+
+def _first_parameter(signature: inspect.Signature | None) -> str | None:
+    """The parameter that a single argument is given to."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = signature.parameters.values() if signature is not None else ()
+    return next((p.name for p in parameters if p.kind in kinds), None)
+
+
+def _binds(signature: inspect.Signature, count: int) -> bool:
+    """Whether a function can be called with so many arguments by position."""
     try:
         signature.bind(*[None] * count)
     except TypeError:
-        raise UsageError(f"TrainLoop.{name} takes {signature}, and is called as {how}") from None
+        return False
+    return True
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
@@ -189,14 +240,14 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
     return signature.replace(return_annotation=inspect.Signature.empty)
 
 
-def _require_paths(name: str, given: Any) -> None:
+def _require_paths(
+    name: str, given: Any, needed: str = "paths of modules or parameters", example: str = "('backbone.',)"
+) -> None:
     if isinstance(given, str):
         raise UsageError(f"TrainLoop.{name} is the string {given!r}; a tuple of paths is needed: ({given!r},)")
     for prefix in given if isinstance(given, Iterable) else () if given is None else (given,):
         if not isinstance(prefix, str):
-            raise UsageError(
-                f"TrainLoop.{name} names {a(prefix)}; paths of modules or parameters are needed, as in ('backbone.',)"
-            )
+            raise UsageError(f"TrainLoop.{name} names {a(prefix)}; {needed} are needed, as in {example}")
 
 
 def require_optimizers(optimizers: list[Any], field: str = "TrainLoop.optimizer") -> None:

@@ -104,7 +104,14 @@ class TrainLoop:
     pretrained
         which parts have pretrained weights. Accepted, and read by no check yet
     save, load
-        ``save()`` returns a checkpoint, ``load(checkpoint)`` resumes from it. Accepted, and read by no check yet
+        stopping and going on: ``save()`` returns a state and ``load(state)``, called on a fresh loop, takes it. Or
+        ``save(path)`` writes and ``load(path)`` reads: a ``pathlib.Path`` in an empty temporary folder, and the folder
+        itself where the parameter's name says folder or dir; it is removed afterwards. What else they write goes where
+        the project puts it
+    renews
+        what ``load`` is meant to begin anew, e.g. ``("optimizer", "scheduler")``: "optimizer", "scheduler", "scaler",
+        "rng", or paths as in failures of ``resume_equivalence`` (``"model.bank"``), with all that lies below them. The
+        resumed run is judged for the rest
     parts
         the terms of the loss by name. Accepted, and read by no check yet
 
@@ -124,8 +131,9 @@ class TrainLoop:
     scheduler: Any = None
     scaler: Any = None
     evaluate: Callable[[], Any] | None = None
-    save: Callable[[], Any] | None = None
+    save: Callable[..., Any] | None = None
     load: Callable[[Any], Any] | None = None
+    renews: Sequence[str] | None = None
     frozen: Sequence[str] | None = None
     padding: Padding | None = None
     batch_dim: Any = None
@@ -146,6 +154,8 @@ class TrainLoop:
             self._modules = named_modules(self.model)
             if isinstance(self.frozen, Iterator):
                 self.frozen = tuple(self.frozen)
+            if isinstance(self.renews, Iterator):
+                self.renews = tuple(self.renews)
             require_fields(self)
             _require_padding(self.padding)
         except UsageError as error:

@@ -207,11 +207,24 @@ OTHERS = {
     ),
     "save-without-load": (
         "loop(save=lambda: {})",
-        "TrainLoop.save is given without load; both are needed: load(checkpoint)",
+        "TrainLoop.save is given without load; both are needed: load(state)",
     ),
     "load-without-save": (
         "loop(load=lambda checkpoint: None)",
         "TrainLoop.load is given without save; both are needed: save()",
+    ),
+    "renews-without-load": (
+        "loop(renews=('optimizer',))",
+        "TrainLoop.renews is given without load, which renews it; both are needed: load(state)",
+    ),
+    "renews-string": (
+        "loop(renews='optimizer', save=dict, load=print)",
+        "TrainLoop.renews is the string 'optimizer'; a tuple of paths is needed: ('optimizer',)",
+    ),
+    "renews-module": (
+        "loop(renews=[mlp()], save=dict, load=print)",
+        "TrainLoop.renews names a Sequential; 'optimizer', 'scheduler', 'scaler', 'rng' or paths are needed, as in "
+        "('optimizer',)",
     ),
     "unknown-field": (
         "return TrainLoop(model=mlp(), optimisers=[], batch=rows())  # here",

@@ -112,13 +112,13 @@ FUNCTIONS = {
         "return loop(evaluate=lambda model: model.eval())  # here",
         "TrainLoop.evaluate takes (model), and is called as evaluate()",
     ),
-    "save-takes-a-path": (
-        "return loop(save=lambda path: None, load=print)  # here",
-        "TrainLoop.save takes (path), and is called as save()",
+    "save-takes-two": (
+        "return loop(save=lambda path, step: None, load=print)  # here",
+        "TrainLoop.save takes (path, step), and is called as save() or save(path)",
     ),
     "load-takes-nothing": (
         "return loop(save=dict, load=lambda: None)  # here",
-        "TrainLoop.load takes (), and is called as load(checkpoint)",
+        "TrainLoop.load takes (), and is called as load(state)",
     ),
 }
 
