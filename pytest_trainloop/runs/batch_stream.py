@@ -75,6 +75,7 @@ class Batches(Sequence[Any]):
         self._empty_passes = 0
         self._requests = 0
         self._ended = False
+        self._part: Batches | None = None
         self.taken = 0
         self.cut_short = False
         """Whether the run had been long enough before the loop was through."""
@@ -111,12 +112,56 @@ class Batches(Sequence[Any]):
     @property
     def at_end(self) -> int | None:
         """How many requests there were so far, if the last one was answered by the end of the batches."""
+        if self._part is not None:
+            return self._part.at_end
         return self._requests if self._ended else None
 
     def close(self) -> None:
         """Let go of the source: workers of a DataLoader end with it."""
         self._source = iter(())
         self._cache.clear()
+        self._part = None
+
+    def draw(self, count: int) -> None:
+        """Draw the first batches now; fewer, where there are fewer."""
+        with contextlib.suppress(IndexError):
+            self._nth(count - 1)
+
+    def part(
+        self,
+        first: int,
+        count: int,
+        *,
+        spent: Callable[[], bool],
+        stepped: Callable[[], bool],
+        stop: Callable[[], None],
+        before: Callable[[int], None] = lambda number: None,
+    ) -> Batches:
+        """``count`` of these batches from the given one on, as batches of their own for another call of ``fit``.
+
+        They begin again at the first one where these are fewer.
+        """
+        self.draw(first + count)
+
+        def numbered(number: int, item: Any) -> None:
+            before(number)
+            self._before(self.taken, item)
+            self.taken += 1
+
+        drawn = self._cache
+        self._part = Batches(
+            self._loop,
+            count,
+            stream=iter([drawn[(first + i) % len(drawn)] for i in range(count)]),
+            spent=spent,
+            stepped=stepped,
+            stop=stop,
+            out_of_time=self._out_of_time,
+            read_ahead=None,
+            before=numbered,
+            double=self._double,
+        )
+        return self._part
 
     def __iter__(self) -> Iterator[Any]:
         self._requests += 1
