@@ -100,14 +100,22 @@ def tensors_in(*values: Any) -> Iterator[torch.Tensor]:
     A dict is looked into where its keys are names: the memo of ``__deepcopy__`` holds what was copied before. Other
     objects are not: a hook may hold the whole project.
     """
+    found: list[torch.Tensor] = []
+    _collect(values, found)
+    return iter(found)
+
+
+def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
     for value in values:
         if isinstance(value, torch.Tensor):
             if not is_lazy(value):
-                yield value
+                found.append(value)
+        elif isinstance(value, (int, float, str, type(None))):
+            continue
         elif isinstance(value, (list, tuple, set, frozenset)):
-            yield from tensors_in(*value)
+            _collect(value, found)
         elif isinstance(value, dict):
             if all(isinstance(key, str) for key in value):
-                yield from tensors_in(*value.values())
+                _collect(value.values(), found)
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            yield from tensors_in(*(getattr(value, f.name, None) for f in dataclasses.fields(value)))
+            _collect((getattr(value, f.name, None) for f in dataclasses.fields(value)), found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import sys
@@ -46,7 +47,17 @@ def seed_all(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    if _has_accelerator():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
+@functools.cache
+def _has_accelerator() -> bool:
+    """Whether devices other than the CPU have generators to seed. Where there is none, ``torch.manual_seed`` keeps
+    three stack traces a call for the time that one is initialised, and they are never released."""
+    return torch.accelerator.is_available()
 
 
 class SeededApart:
