@@ -24,6 +24,12 @@ def parametrized(pairs: Mapping[str, Any]) -> Any:
     return _parametrized(pairs, lambda name: [pytest.mark.quick] if name in chosen else [])
 
 
+def parametrized_quick(pairs: Mapping[str, Any]) -> Any:
+    """The same for one cheap pair a cause; the others are a part of the marker ``corpus`` only."""
+    chosen = quick(pairs)
+    return _parametrized(pairs, lambda name: [pytest.mark.quick if name in chosen else pytest.mark.corpus])
+
+
 def parametrized_in_corpus(pairs: Mapping[str, Any]) -> Any:
     """The same for a test that is a part of the marker ``corpus`` only."""
     return _parametrized(pairs, lambda name: [pytest.mark.corpus])

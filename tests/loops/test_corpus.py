@@ -1,27 +1,28 @@
 """The corpora of loops: every fault is named, every repaired loop passes, every odd but correct loop is silent.
 
-By default a pair is judged by the check that names its fault, and an odd loop by a sixteenth of the checks, in turn, so
-that each check still meets a sixteenth of all odd loops. ``-m corpus`` judges every loop by the whole battery.
+By default a faulty loop is judged by the check that names its fault, the repaired one by the same check for one pair a
+cause, and an odd loop by one check in twenty-four, in turn. ``-m corpus`` judges every loop by the whole battery.
 """
 
 import pytest
 
 from pytest_trainloop import registry
 from pytest_trainloop.api import check_loop
-from tests.helpers.every_pair import parametrized, parametrized_in_corpus
+from tests.helpers.every_pair import parametrized, parametrized_in_corpus, parametrized_quick
 from tests.helpers.findings import assert_complete, assert_survives_json, described, named
 from tests.loops.corpus import ODD, PAIRS
 
 SEEDS = 3
 """Seeds over which the odd loops are spread, each under one of them (scripts/seeds.py runs more)."""
 
-SHARE = 16
+SHARE = 24
 """Every how manieth check judges an odd loop by default."""
 
 LONG = dict.fromkeys(("overfit_one_batch", "update_ratio"), "takes long, and is explained by the fault")
 
 
 every_pair = parametrized(PAIRS)
+quick_pairs = parametrized_quick(PAIRS)
 every_pair_in_corpus = parametrized_in_corpus(PAIRS)
 every_odd_loop = pytest.mark.parametrize(("name", "number"), [(name, n) for n, name in enumerate(sorted(ODD))])
 
@@ -50,7 +51,7 @@ def test_the_fault_is_named_by_its_check(pair):
     assert_named(pair, check_loop(pair.faulty, only=[pair.check], raises=False))
 
 
-@every_pair
+@quick_pairs
 def test_the_repaired_loop_passes_that_check(pair):
     report = check_loop(pair.fixed, only=[pair.check], raises=False)
     assert report.ok, described(report)
