@@ -141,6 +141,8 @@ class Record:
     """Whether the batches ended early, because enough was seen or no step was made."""
     wary: bool = False
     """Whether the loop tested values for being finite, or read one that is not finite."""
+    drops: bool = False
+    """Whether dropout acted in some call."""
     double: bool = False
     """Whether every operation was in float64."""
     lower: tuple[str, ...] = ()

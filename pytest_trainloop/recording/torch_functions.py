@@ -17,7 +17,9 @@ from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
 from pytest_trainloop.recording.source import frames_called, here
 from pytest_trainloop.recording.torch_internals import take_off
 from pytest_trainloop.recording.torch_names import (
+    ATTENTION,
     CLASS_LOSSES,
+    DROPOUTS,
     FINITENESS_TESTS,
     IN_PLACE_OPERATORS,
     LOSSES,
@@ -85,6 +87,8 @@ class Functions(FunctionMode):
             out = as_caller(func, args, kwargs)
             watch.record.wary = watch.record.wary or (isinstance(out, float) and not math.isfinite(out))
             return out
+        elif kind == "dropout":
+            watch.record.drops = watch.record.drops or _drops(name, args, kwargs)
         elif kind == "autograd" and func in watch.gradients.originals:
             return watch.gradients.during(watch.gradients.originals[func], func, args, kwargs)
         return as_caller(func, args, kwargs)
@@ -222,12 +226,19 @@ class Functions(FunctionMode):
         return out
 
 
+def _drops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the call drops anything, as far as its arguments are named."""
+    if name == "scaled_dot_product_attention":
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    return bool(kwargs.get("p", kwargs.get("dropout_p", 1.0)) and kwargs.get("training", True))
+
+
 def _asks_for_shape(name: str) -> bool:
     return name == "__get__" or name.endswith("_like") or name.startswith("new_") or name in SIZES
 
 
 @functools.cache
-def _kind(name: str) -> Literal["get", "set", "write", "loss", "wary", "number", "autograd", ""]:
+def _kind(name: str) -> Literal["get", "set", "write", "loss", "wary", "number", "dropout", "autograd", ""]:
     """What a function of this name may do that is recorded."""
     if name == "__get__":
         return "get"
@@ -241,6 +252,8 @@ def _kind(name: str) -> Literal["get", "set", "write", "loss", "wary", "number",
         return "wary"
     if name in ("item", "__float__"):
         return "number"
+    if name in DROPOUTS or name in ATTENTION:
+        return "dropout"
     return "autograd" if name in ("backward", "grad") else ""
 
 

@@ -8,7 +8,9 @@ switched. Where ``training=`` was written out, as Tacotron's prenets and dropout
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import inspect
 import sys
 import threading
 from dataclasses import dataclass
@@ -18,8 +20,9 @@ import torch
 from torch import nn
 
 from pytest_trainloop import nested
-from pytest_trainloop.recording.as_caller import is_stand_in
+from pytest_trainloop.recording.as_caller import as_caller, is_stand_in
 from pytest_trainloop.recording.hooks import after_modules, before_modules
+from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.recording.source import layer, place_of
 from pytest_trainloop.recording.torch_internals import DROPOUT_MODULES
@@ -69,6 +72,8 @@ class DropoutCall:
     forward_pass: int
     steps: int
     """Optimizer steps before it."""
+    switches: int
+    """Calls of ``train()`` and ``eval()`` before it."""
     trained_on: Forward | None
     """The forward pass, where gradients were on: it evaluates unless a backward pass answers it."""
 
@@ -129,13 +134,15 @@ class ActiveDropout:
 class DropoutInEvaluation(WatchingMode):
     """Notes each dropout that acts inside a module in evaluation mode, in a run that is made in its ``contexts``.
 
-    Of a pass with gradients it is known after the run only whether it evaluates: ask ``found`` or ``since`` then.
+    Of a pass with gradients it is known after the run only whether it evaluates: ask ``found`` or ``between`` then.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._depth = 0
         self._passes = 0
+        self._switches = 0
+        self._steps = 0
         self._thread = 0
         self.calls: list[DropoutCall] = []
 
@@ -159,8 +166,20 @@ class DropoutInEvaluation(WatchingMode):
             if threading.get_ident() == self._thread:
                 self._depth = max(0, self._depth - 1)
 
-        with super().watching(watch), hooked(before_modules(enter), after_modules(leave, always_call=True)):
-            yield
+        hooks = hooked(before_modules(enter), after_modules(leave, always_call=True))
+        with super().watching(watch), hooks, patched(nn.Module, "train", self._counted):
+            try:
+                yield
+            finally:
+                self._steps = watch.record.steps
+
+    def _counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def train(module: nn.Module, mode: bool = True) -> Any:
+            self._switches += 1
+            return as_caller(original, (module, mode), {})
+
+        return train
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (name in DROPOUTS or name in _WITH_OWN_DROPOUT) and len(self.calls) < _MOST_CALLS:
@@ -193,27 +212,35 @@ class DropoutInEvaluation(WatchingMode):
                 p=p,
                 place=place_of(user.f_code.co_filename, user.f_lineno),
                 why="unregistered" if dropout else _why(name, user),
-                on_input=_is_given_to_the_model(given, user, modules[-1]),
+                on_input=_is_given_to_the_model(given, modules[-1]),
                 given=_digest(given) if first else "",
                 repeated_rows=first and _rows_repeat(given),
                 forward_pass=self._passes,
                 steps=watch.record.steps,
+                switches=self._switches,
                 trained_on=forward,
             )
         )
 
     @property
     def found(self) -> list[ActiveDropout]:
-        """What acted in passes that evaluate, by line."""
-        return self.since(0)
+        """What acted in passes that evaluate, by line, in a whole run.
 
-    def since(self, position: int) -> list[ActiveDropout]:
-        """The same after a position in the record (``watch.tick()``)."""
-        calls = [c for c in self.calls if c.at > position and not (c.trained_on and c.trained_on.answered)]
+        Once the batches have ended a loop over epochs validates again and again without a step: inputs that come again
+        after the last step are samples only where nothing switched the mode in between.
+        """
+        return self._by_line([call for call in self.calls if _evaluates(call)], self._steps)
+
+    def between(self, start: int, end: int) -> list[ActiveDropout]:
+        """The same between two positions in the record (``watch.tick()``), those around one evaluation."""
+        return self._by_line([call for call in self.calls if start < call.at < end and _evaluates(call)], -1)
+
+    @staticmethod
+    def _by_line(calls: Sequence[DropoutCall], last_step: int) -> list[ActiveDropout]:
         lines: dict[tuple[Place, str], list[DropoutCall]] = {}
         for call in calls:
             lines.setdefault((call.place, call.function), []).append(call)
-        samples = _are_samples(calls)
+        samples = _are_samples(calls, last_step)
         return [
             ActiveDropout(
                 function=function,
@@ -281,17 +308,20 @@ def _modules_around() -> list[nn.Module]:
     return list(found.values())
 
 
-def _is_given_to_the_model(given: Any, caller: FrameType, model: nn.Module) -> bool:
-    """Whether a tensor is an argument of the outermost method of the model that is running."""
-    frame: FrameType | None = caller
-    arguments: list[Any] = []
+def _is_given_to_the_model(given: Any, model: nn.Module) -> bool:
+    """Whether a tensor is what the model itself was called with.
+
+    That stands in the frame of ``Module.__call__``: ``forward`` may have given its arguments' names to other values.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    called_with: list[Any] = []
     while frame is not None:
         code = frame.f_code
-        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        if names[:1] == ("self",) and layer(code.co_filename) and frame.f_locals.get("self") is model:
-            arguments = [frame.f_locals.get(name) for name in names[1:]]
+        if code.co_flags & inspect.CO_VARARGS and frame.f_locals.get("self") is model:
+            first = code.co_argcount + code.co_kwonlyargcount
+            called_with = [frame.f_locals.get(name) for name in code.co_varnames[first : first + 2]]
         frame = frame.f_back
-    return isinstance(given, torch.Tensor) and any(given is tensor for tensor in nested.tensors(arguments))
+    return isinstance(given, torch.Tensor) and any(given is tensor for tensor in nested.tensors(called_with))
 
 
 def _digest(given: Any) -> str:
@@ -308,12 +338,17 @@ def _rows_repeat(given: Any) -> bool:
     return 2 * len(torch.unique(rows, dim=0)) <= len(rows)
 
 
-def _are_samples(calls: Sequence[DropoutCall]) -> bool:
+def _evaluates(call: DropoutCall) -> bool:
+    return call.trained_on is None or not call.trained_on.answered
+
+
+def _are_samples(calls: Sequence[DropoutCall], last_step: int) -> bool:
     """Whether a pass is given what the pass before it was given, without a step between, or has its rows repeated."""
-    last: dict[Place, tuple[str, int]] = {}
+    last: dict[Place, tuple[str, int, int]] = {}
     for call in calls:
-        if call.given and last.get(call.place) == (call.given, call.steps):
-            return True
         if call.given:
-            last[call.place] = (call.given, call.steps)
+            now = (call.given, call.steps, call.switches if call.steps == last_step else -1)
+            if last.get(call.place) == now:
+                return True
+            last[call.place] = now
     return any(call.repeated_rows for call in calls)

@@ -1,8 +1,8 @@
 """Training runs in training mode, evaluation in evaluation mode.
 
 What it does
-    It records the mode of every module in every forward pass of the run, the calls that switch it, and whether
-    gradients are on. Where ``evaluate`` is given it is called once after a short run.
+    It records the mode of every module in every forward pass of the run, the calls that switch it, whether gradients
+    are on, and dropout that acts in evaluation mode. Where ``evaluate`` is given it is called once after a short run.
 
 Why is this bad?
     Under ``eval()`` dropout does nothing and batch norms use statistics that never learn; ``from_pretrained`` returns
@@ -45,7 +45,8 @@ Fixed
 Known limits
     A validation is seen where it comes within twelve steps, or at the end of an epoch of three batches. One that comes
     exactly once with each step, or uses the batch that was just trained on, is advice: it may show how training goes.
-    ``F.dropout`` with ``training=True`` written out has no mode that could be watched.
+    Dropout that is written by hand (a mask of ``torch.rand``) is not seen in evaluation mode. Before Python 3.11,
+    different calls of dropout on one line are advice.
 
 References
     https://docs.pytorch.org/docs/stable/notes/autograd.html#evaluation-mode-nn-module-eval
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.checks.wiring.train_mode.modes import Judged
     from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.tracing.dropout_in_evaluation import ActiveDropout
 
 CAUSES = {
     "trained_in_eval": Cause(
@@ -85,14 +87,27 @@ CAUSES = {
         change=("seen",),
         settle="evaluate= has the project's evaluation judged, as a promise",
     ),
+    "dropout_stays_on": Cause(
+        proof="dropout drops entries in a pass that trains nothing, in a module whose training is False",
+        repair="F.dropout(x, p, training=self.training)",
+        change=("seen",),
+    ),
 }
 
+INSTRUMENT = "pytest_trainloop.tracing.dropout_in_evaluation:DropoutInEvaluation"
 
-@check(needs={"fit"}, causes=CAUSES, rank=40)
+
+@check(needs={"fit"}, causes=CAUSES, rank=40, instrument=INSTRUMENT)
 def train_mode(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.train_mode.evaluations import declared_evaluation, evaluations
     from pytest_trainloop.checks.wiring.train_mode.modes import in_eval
+    from pytest_trainloop.checks.wiring.train_mode.phases import dropout_in_evaluation
 
+    acting = dropout_in_evaluation(evidence)
+    for dropout in acting:
+        yield _stays_on(dropout)
+    if acting and not evidence.repeatable:
+        return  # what is left takes further runs
     judged = in_eval(evidence)
     if judged is not None and judged.change > 0.0:
         yield _trained(judged)
@@ -144,6 +159,19 @@ def _trained(judged: Judged) -> Finding:
         culprits=found.modules[:12],
         where=found.call or found.forward,
         repair="remove this eval(), or call train() after it" if found.call and not left else "",
+    )
+
+
+def _stays_on(dropout: ActiveDropout) -> Finding:
+    return Finding(
+        cause="dropout_stays_on",
+        level=dropout.level,
+        summary=f"{dropout.summary}, in an evaluation inside fit",
+        measured=dropout.measured,
+        shown_by=dropout.shown_by,
+        culprits=(dropout.module,),
+        where=str(dropout.place),
+        repair=dropout.repair,
     )
 
 
