@@ -24,8 +24,8 @@ def blobs(n=64, width=12, classes=4, seed=0):
 
 
 def loaders(batch_size=8, width=12, classes=4):
-    train = TensorDataset(*blobs(64, width, classes, seed=1))
-    val = TensorDataset(*blobs(32, width, classes, seed=2))
+    x, y = blobs(96, width, classes, seed=1)
+    train, val = TensorDataset(x[:64], y[:64]), TensorDataset(x[64:], y[64:])
     return DataLoader(train, batch_size=batch_size, shuffle=True), DataLoader(val, batch_size=16)
 
 
