@@ -15,14 +15,18 @@ from pytest_trainloop.fields import a
 from pytest_trainloop.loop import TrainLoop
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
     from types import ModuleType
+
+_MANY = 1_000_000
+"""Epochs; more than any checkpoint was written after."""
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def from_lightning(
-    module: Any, trainer: Any = None, *, batch: Any = None, batches: Any = None, **fields: Any
+    module: Any, trainer: Any = None, *, datamodule: Any = None, batch: Any = None, batches: Any = None, **fields: Any
 ) -> TrainLoop:
     """A freshly built LightningModule as a loop: ``trainer.fit`` runs once over the batches that ``fit`` gets.
 
@@ -31,8 +35,11 @@ def from_lightning(
     ...     trainer = Trainer(accelerator="cpu", accumulate_grad_batches=accumulate, gradient_clip_val=1.0)
     ...     return from_lightning(MyModule(), trainer, batch=example_batch())
 
-    During the runs nothing is saved, logged or drawn. The module's own validation data count as one batch; a datamodule
-    is not read.
+    During the runs nothing is logged or drawn. Validation inside ``fit`` takes one batch; ``evaluate`` is
+    ``trainer.validate`` over two. ``save`` is ``trainer.save_checkpoint``, ``load`` is what
+    ``trainer.fit(ckpt_path=...)`` restores before it trains. A second ``fit`` goes on with the optimizers' states, the
+    epoch and the step count of the first; the schedule begins anew with the batches that it gets. A trainer with
+    ``enable_checkpointing=False`` is given neither ``save`` nor ``load``.
 
     Parameters
     ----------
@@ -40,8 +47,10 @@ def from_lightning(
         a ``LightningModule`` of ``lightning`` or ``pytorch_lightning``
     trainer
         its ``Trainer``; default: a quiet one on the device of the module
+    datamodule
+        a ``LightningDataModule``, for validation data and the default of ``batch``
     batch, batches
-        as in ``TrainLoop``; default: the first batch of the module's ``train_dataloader()``
+        as in ``TrainLoop``; default: the first batch of the datamodule's or the module's ``train_dataloader()``
     fields
         further fields of ``TrainLoop``, such as ``padding``
 
@@ -56,15 +65,89 @@ def from_lightning(
             f"from_lightning got {a(trainer)} as trainer; a {package.__name__}.Trainer is needed,"
             " as the module is of that package"
         )
+    if datamodule is not None and not isinstance(datamodule, package.LightningDataModule):
+        raise UsageError(
+            f"from_lightning got {a(datamodule)} as datamodule; a {package.__name__}.LightningDataModule is needed"
+        )
     if batch is None and batches is None:
-        batch = _first_batch(package, module)
+        batch = _first_batch(package, module, datamodule)
+    lightning = _Lightning(package, module, trainer, datamodule, batch)
     offered = {
         "model": module,
         "batch": batch,
         "batches": batches,
-        "fit": lambda given: _fit(package, module, trainer, given),
+        "fit": lambda given: lightning.fit(given),
+        **lightning.evaluating(),
+        **lightning.resuming(),
     }
     return TrainLoop(**{**offered, **fields})
+
+
+class _Lightning:
+    """A module, its trainer and its data: one training, however often ``fit`` is called."""
+
+    def __init__(self, package: ModuleType, module: Any, trainer: Any, datamodule: Any, batch: Any) -> None:
+        self.package, self.module, self.given, self.datamodule, self.batch = package, module, trainer, datamodule, batch
+
+    @property
+    def trainer(self) -> Any:
+        if self.given is None:
+            self.given = _quiet_trainer(self.package, self.module)
+        return self.given
+
+    def evaluating(self) -> dict[str, Callable[[], Any]]:
+        """``evaluate``, where there are validation data."""
+        base = self.package.LightningModule
+        limit = 1.0 if self.given is None else self.given.limit_val_batches
+        if type(self.module).validation_step is base.validation_step or not limit:
+            return {}
+        own = type(self.module).val_dataloader is not base.val_dataloader
+        other = type(self.datamodule).val_dataloader if self.datamodule is not None else None
+        if not own and other in (None, self.package.LightningDataModule.val_dataloader):
+            return {}
+        return {"evaluate": lambda: self.evaluate()}
+
+    def resuming(self) -> dict[str, Callable[[Path], None]]:
+        """``save`` and ``load`` of a trainer that writes checkpoints."""
+        if self.given is not None and not self.given.checkpoint_callbacks:
+            return {}
+        return {"save": lambda path: self.save(path), "load": lambda path: self.load(path)}
+
+    def fit(self, batches: Any) -> None:
+        with _quiet_warnings(self.package):
+            trainer = self.trainer
+            with _silenced(self.package, trainer), _moments_kept(trainer, self.module):
+                self._fit(_Loader(batches))
+
+    def _fit(self, loader: _Loader, **options: Any) -> None:
+        if self.datamodule is None:
+            self.trainer.fit(self.module, train_dataloaders=loader, **options)
+            return
+        with swapped(self.datamodule, train_dataloader=lambda: loader):
+            self.trainer.fit(self.module, datamodule=self.datamodule, **options)
+
+    def evaluate(self) -> Any:
+        with _quiet_warnings(self.package):
+            trainer = self.trainer
+            if trainer.state.status == "running":
+                return _validate_within_fit(trainer)
+            with _silenced(self.package, trainer, validation_batches=2):
+                return trainer.validate(self.module, datamodule=self.datamodule, verbose=False)
+
+    def save(self, path: Path) -> None:
+        trainer = self.trainer
+        with _quiet_warnings(self.package), _silenced(self.package, trainer):  # the callbacks of a run: no Checkpoint
+            type(trainer).save_checkpoint(trainer, path)
+
+    def load(self, path: Path) -> None:
+        """Have Lightning restore everything that it restores, and train nothing."""
+        with _quiet_warnings(self.package):
+            trainer = self.trainer
+            with (
+                _silenced(self.package, trainer),
+                swapped(trainer.fit_loop, run=lambda: None, max_epochs=_MANY),
+            ):
+                self._fit(_Loader([self.batch]), ckpt_path=path, weights_only=False)
 
 
 class _Loader:
@@ -92,22 +175,51 @@ def _package_of(module: Any) -> ModuleType:
     )
 
 
-def _first_batch(package: ModuleType, module: Any) -> Any:
-    if type(module).train_dataloader is not package.LightningModule.train_dataloader:
-        for batch, _, _ in package.utilities.CombinedLoader(module.train_dataloader(), "max_size_cycle"):
+def _first_batch(package: ModuleType, module: Any, datamodule: Any) -> Any:
+    loader = None
+    if datamodule is not None:
+        datamodule.prepare_data()
+        datamodule.setup("fit")
+        loader = datamodule.train_dataloader()
+    elif type(module).train_dataloader is not package.LightningModule.train_dataloader:
+        loader = module.train_dataloader()
+    if loader is not None:
+        for batch, _, _ in package.utilities.CombinedLoader(loader, "max_size_cycle"):
             return batch
+    owner = module if datamodule is None else datamodule
     raise UsageError(
-        f"from_lightning got no batch, and {type(module).__name__}.train_dataloader() gives none;"
+        f"from_lightning got no batch, and {type(owner).__name__}.train_dataloader() gives none;"
         " give from_lightning(..., batch=...)"
     )
 
 
-def _fit(package: ModuleType, module: Any, trainer: Any, batches: Sequence[Any]) -> None:
-    with _quiet_warnings(package):
-        if trainer is None:
-            trainer = _quiet_trainer(package, module)
-        with _silenced(package, trainer):
-            trainer.fit(module, train_dataloaders=_Loader(batches))
+@contextmanager
+def _moments_kept(trainer: Any, module: Any) -> Iterator[None]:
+    """Let the optimizers that ``fit`` configures go on with the states of those before; their groups' values, which a
+    new schedule begins from, are new."""
+    strategy = trainer.strategy
+    before = [optimizer.state_dict() for optimizer in trainer.optimizers] if trainer.lightning_module is module else []
+    configure = strategy.setup_optimizers
+
+    def setup_optimizers(*args: Any, **options: Any) -> None:
+        configure(*args, **options)
+        for optimizer, state in zip(strategy.optimizers, before, strict=False):
+            optimizer.load_state_dict({**state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+    with swapped(strategy, setup_optimizers=setup_optimizers):
+        yield
+
+
+def _validate_within_fit(trainer: Any) -> Any:
+    """As Lightning validates in the middle of an epoch."""
+    epoch, results = trainer.fit_loop.epoch_loop, trainer._logger_connector
+    first = results._first_loop_iter
+    trainer.validating = True
+    try:
+        return epoch.val_loop.run()
+    finally:
+        trainer.training = True
+        results._first_loop_iter = first
 
 
 def _quiet_trainer(package: ModuleType, module: Any) -> Any:
@@ -122,7 +234,7 @@ def _quiet_trainer(package: ModuleType, module: Any) -> Any:
 
 
 @contextmanager
-def _silenced(package: ModuleType, trainer: Any) -> Iterator[None]:
+def _silenced(package: ModuleType, trainer: Any, validation_batches: int = 1) -> Iterator[None]:
     """One pass over all the batches given; no files, no output; limits meant for the user's whole data do not apply."""
     callbacks = package.callbacks
     loud = (callbacks.Checkpoint, callbacks.ProgressBar, callbacks.ModelSummary)
@@ -139,7 +251,7 @@ def _silenced(package: ModuleType, trainer: Any) -> Iterator[None]:
             limit_train_batches=1.0,
             overfit_batches=0.0,
             num_sanity_val_steps=0,
-            limit_val_batches=1 if trainer.limit_val_batches else 0,
+            limit_val_batches=validation_batches if trainer.limit_val_batches else 0,
             val_check_interval=1.0,
             check_val_every_n_epoch=1,
         ),

@@ -14,7 +14,8 @@ from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.runs.accelerate_state import gradient_state_kept
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
 
 def from_trainer(trainer: Any, *, batch: Any = None, **fields: Any) -> TrainLoop:
@@ -25,8 +26,10 @@ def from_trainer(trainer: Any, *, batch: Any = None, **fields: Any) -> TrainLoop
     ...     args = TrainingArguments(tmp_path, gradient_accumulation_steps=accumulate)
     ...     return from_trainer(MyTrainer(model=my_model(), args=args, train_dataset=my_data()))
 
-    During the runs nothing is saved, logged, reported or evaluated; the schedule spans these batches; the project's
-    own callbacks run.
+    During the runs nothing is logged, reported or evaluated; the schedule spans these batches; the project's own
+    callbacks run. ``save`` is the Trainer's own way to write a checkpoint, ``load`` its own way to resume from it, but
+    for the data, which stay those that ``fit`` gets. A Trainer that writes no checkpoints one can resume from
+    (``save_strategy="no"``, ``save_only_model=True``) is given neither.
 
     Parameters
     ----------
@@ -50,6 +53,7 @@ def from_trainer(trainer: Any, *, batch: Any = None, **fields: Any) -> TrainLoop
         "batch": _first_batch(trainer) if batch is None else batch,
         "fit": lambda batches: _train(trainer, batches),
         "evaluate": (lambda: _evaluate(trainer)) if trainer.eval_dataset is not None else None,
+        **_resuming(trainer),
     }
     return TrainLoop(**{**offered, **fields})
 
@@ -91,6 +95,68 @@ def _train(trainer: Any, batches: Sequence[Any]) -> Any:
         swapped(trainer, args=args, get_train_dataloader=lambda: batches, model_init=None),
     ):
         return trainer.train()
+
+
+def _resuming(trainer: Any) -> dict[str, Callable[[Path], None]]:
+    """``save`` and ``load`` of a Trainer that writes checkpoints to resume from."""
+    if trainer.args.save_only_model or str(getattr(trainer.args.save_strategy, "value", "no")) == "no":
+        return {}
+    return {"save": lambda folder: _save(trainer, folder), "load": lambda folder: _load(trainer, folder)}
+
+
+def _save(trainer: Any, folder: Path) -> None:
+    """As in the middle of ``train()``: the checkpoint, and what callbacks write beside it."""
+    args = copy.copy(trainer.args)
+    args.output_dir, args.push_to_hub = str(folder), False
+    with gradient_state_kept(), _silenced(trainer), _untold(), swapped(trainer, args=args):
+        trainer._save_checkpoint(trainer.model, trial=None)
+        trainer.control = trainer.callback_handler.on_save(args, trainer.state, trainer.control)
+
+
+def _load(trainer: Any, folder: Path) -> None:
+    """``train(resume_from_checkpoint=...)`` with no epoch left to train; the random states are put back after it."""
+    checkpoint = import_module("transformers.trainer_utils").get_last_checkpoint(str(folder))
+    kept = import_module("transformers").TrainerState.load_from_json(f"{checkpoint}/trainer_state.json")
+    args = copy.copy(trainer.args)
+    args.num_train_epochs, args.max_steps = 1, -1
+    args.eval_on_start = args.load_best_model_at_end = False
+    epoch = _Nothing(kept.global_step * args.gradient_accumulation_steps)
+    with (
+        gradient_state_kept(),
+        _silenced(trainer),
+        _untold(),
+        swapped(trainer, args=args, get_train_dataloader=lambda: epoch, model_init=None),
+    ):
+        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer._load_rng_state(checkpoint)
+
+
+@contextmanager
+def _untold() -> Iterator[None]:
+    """No progress bar of files, and no word of tied weights that a checkpoint leaves out."""
+    logging = import_module("transformers.utils.logging")
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+class _Nothing:
+    """The batches of an epoch that is over."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
 
 
 def _evaluate(trainer: Any) -> Any:
