@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import math
 import random
 import time
@@ -357,7 +358,7 @@ def rotary_tables():
 
     def load(path):
         weights, state = torch.load(path)
-        missing, unexpected = model.load_state_dict(weights, strict=False)
+        unexpected = model.load_state_dict(weights, strict=False).unexpected_keys
         assert not unexpected, unexpected
         optimizer.load_state_dict(state)
 
@@ -381,7 +382,7 @@ def pretrained(*sizes):
     """What from_pretrained gives: the same weights each time."""
     g = torch.Generator().manual_seed(sum(sizes))
     layers = []
-    for a, b in zip(sizes, sizes[1:], strict=False):
+    for a, b in itertools.pairwise(sizes):
         layer = nn.Linear(a, b)
         with torch.no_grad():
             layer.weight.copy_(torch.randn(b, a, generator=g) / a**0.5)
