@@ -27,6 +27,7 @@ FLOORS = (
     ("strategies", "optimizers", "records"),
     ("gradients", "tracing", "batches", "adapters"),
     ("runs",),
+    ("reach",),
     ("recording",),
     ("loop", "fields", "losscontract", "nested", "selection", "knobs", "report", "registry"),
     ("errors", "finding", "wording", "paths", "places"),

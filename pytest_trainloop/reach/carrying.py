@@ -1,0 +1,207 @@
+"""Values of one loop into another that the same function built."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_trainloop.reach.copies import restore_tensor, set_state
+from pytest_trainloop.reach.slots import Entries, Fixed, Hooks, OfDict, OfList, OfMember, OfTensor
+from pytest_trainloop.reach.sorts import attributes, is_plain, sort_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pytest_trainloop.reach.copies import Copy
+    from pytest_trainloop.reach.places import Place
+    from pytest_trainloop.reach.slots import Slot
+    from pytest_trainloop.reach.walker import Walked
+
+
+class Carrying:
+    """Writes copies of a snapshot's values into the leaves of another loop."""
+
+    def __init__(self, copies: Mapping[str, Copy], into: Walked) -> None:
+        self.copies, self.into = copies, into
+        self.made: dict[int, Any] = {}
+        self.by_object: dict[int, list[str]] = {}
+        for path, copy in copies.items():
+            if not is_plain(copy.place.value):
+                self.by_object.setdefault(id(copy.place.value), []).append(path)
+
+    def carry(self, paths: list[str]) -> list[str]:
+        lengths = [path for path in paths if path in self.copies and self.copies[path].place.kind == "length"]
+        rest = [path for path in paths if path not in lengths]
+        return [path for path in [*lengths, *rest] if not self._carried(path)]
+
+    def _carried(self, path: str) -> bool:
+        if path not in self.copies:  # not there when the snapshot was taken: nor may it be there
+            place = self.into.places.get(path)
+            return place is None or (place.slot is not None and place.slot.take_out())
+        done = [self._write(self.copies[path], place) for place in self._targets(path)]
+        return all(done) if done else self._create(self.copies[path].place)
+
+    def _targets(self, path: str) -> list[Place]:
+        """Where a leaf is in the other loop: under its own path, and under those of the names that its owner has."""
+        found = {}
+        for candidate in self._paths(path):
+            place = self.into.places.get(candidate)
+            if place is not None:
+                found[id(place.node), place.path] = place
+        return list(found.values())
+
+    def _paths(self, path: str) -> list[str]:
+        """A path, and what it is where an object above it is taken by another name that leads elsewhere in the other
+        loop: ``optimizer`` may be what was declared, and ``trainer.optimizer`` the one that a load made."""
+        found = [path]
+        above = self.copies[path].place.within
+        while above is not None:
+            names = self.by_object.get(id(above.value), [])
+            for name in names:
+                other = self.into.places.get(name)
+                same = self.into.places.get(above.path)
+                if other is not None and name != above.path and (same is None or other.value is not same.value):
+                    real = self.into.objects.get(id(other.value)) or name
+                    found.append(path.replace(above.path, real, 1))
+            above = above.within
+        return list(dict.fromkeys(found))
+
+    def _write(self, copy: Copy, place: Place) -> bool:
+        slot, kind = place.slot, copy.place.kind
+        if slot is None:
+            return False
+        if isinstance(slot, Entries):
+            return slot.put(self._entries(copy.kept))
+        if isinstance(slot, Hooks):
+            return bool(len(slot.get()) == copy.value)  # functions of the other loop's objects
+        if kind == "reference":
+            target = self.into.places.get(copy.value)
+            return target is not None and (slot.get() is target.value or slot.put(target.value))
+        held = slot.get()
+        if copy.sort == "tensor":
+            if isinstance(held, torch.Tensor) and held.shape == copy.value.shape and held.dtype == copy.value.dtype:
+                return restore_tensor(held, copy.value, None)
+            return self._replace(place, self._tensor(copy))
+        if copy.sort == "array":
+            if sort_of(held) == "array" and held.shape == copy.value.shape and held.flags.writeable:
+                held[...] = copy.value
+                return True
+            return self._replace(place, copy.value.copy())
+        if copy.sort == "generator":
+            if sort_of(held) != "generator":
+                return False
+            set_state(held, copy.kept)
+            return True
+        return held is copy.value or self._replace(place, copy.value)
+
+    def _replace(self, place: Place, value: Any) -> bool:
+        if isinstance(place.slot, Fixed):
+            return self._create(self.copies[place.path].place) if place.path in self.copies else False
+        return place.slot is not None and place.slot.put(value)
+
+    def _create(self, place: Place) -> bool:
+        """Make what is missing in the other loop: the place itself, or the nearest container above it."""
+        if isinstance(place.slot, (OfTensor, Hooks, Entries, Fixed)):
+            above = place.within
+            if above is None or isinstance(place.slot, Hooks):
+                return False
+            if isinstance(place.slot, OfTensor) and above.path in self.into.places:
+                held = self.into.places[above.path].value
+                return isinstance(held, torch.Tensor) and bool(OfTensor(held, place.slot.name).put(self._value(place)))
+            return self._create(above)
+        if place.within is None or place.slot is None:
+            return False
+        if place.within.path not in self.into.places:
+            return self._create(place.within)
+        slot = self._slot(place.slot, self.into.places[place.within.path].value)
+        return slot is not None and slot.put(self._value(place))
+
+    def _slot(self, slot: Slot, owner: Any) -> Slot | None:
+        """The like slot of another object."""
+        if isinstance(slot, OfList) and sort_of(owner) == "list":
+            return OfList(owner, slot.index)
+        if isinstance(slot, OfMember):
+            return OfMember(slot.member, owner) if isinstance(owner, type(slot.owner)) else None
+        if not isinstance(slot, OfDict):
+            return None
+        if isinstance(owner, dict) and not isinstance(slot.key, str):
+            return OfDict(owner, self._rebuilt(slot.key))
+        if isinstance(owner, dict):
+            return OfDict(owner, slot.key)
+        held = attributes(owner)
+        for name in ("_parameters", "_buffers", "_modules"):
+            if sort_of(owner) == "module" and slot.key in held.get(name, ()):
+                return OfDict(held[name], slot.key)
+        return OfDict(held, slot.key)
+
+    def _value(self, place: Place) -> Any:
+        copy = self.copies[place.path]
+        if place.kind == "gradient" and copy.value is None:
+            return None
+        return self._rebuilt(place.value)
+
+    def _tensor(self, copy: Copy) -> Any:
+        value = copy.value.clone()
+        if isinstance(copy.place.value, torch.nn.Parameter):
+            return torch.nn.Parameter(value, requires_grad=copy.place.value.requires_grad)
+        return value.requires_grad_(copy.place.value.requires_grad and copy.place.value.is_leaf)
+
+    def _entries(self, kept: Any) -> Any:
+        if isinstance(kept, dict):
+            return {self._rebuilt(key): self._rebuilt(value) for key, value in kept.items()}
+        return type(kept)(self._rebuilt(value) for value in kept)
+
+    def _rebuilt(self, value: Any) -> Any:
+        """What stands for an object in the other loop: the object of its path there, else a copy made of the values in
+        the snapshot."""
+        if is_plain(value):
+            return value
+        if id(value) in self.made:
+            return self.made[id(value)]
+        for path in self.by_object.get(id(value), []):
+            other = self.into.places.get(path)
+            if other is not None and type(other.value) is type(value):
+                return other.value
+        made = self._made(value)
+        self.made[id(value)] = made
+        return made
+
+    def _made(self, value: Any) -> Any:
+        paths = self.by_object.get(id(value), [])
+        copies = [self.copies[path] for path in paths]
+        sort = sort_of(value)
+        if sort == "tensor":
+            copy = next((copy for copy in copies if copy.value is not None and copy.sort == "tensor"), None)
+            return value.detach().clone() if copy is None else self._tensor(copy)
+        if sort == "array":
+            return next((copy.value for copy in copies if copy.sort == "array"), value).copy()
+        if sort == "tuple":
+            entries = [self._rebuilt(entry) for entry in value]
+            return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+        if sort in ("dict", "list", "set"):
+            kept = next((copy.kept for path in paths if (copy := self.copies.get(f"len({path})"))), None)
+            return _filled(value, self._entries(_plain_copy(value) if kept is None else kept))
+        return value
+
+
+def _plain_copy(value: Any) -> Any:
+    return dict(value) if isinstance(value, dict) else list(value)
+
+
+def _filled(like: Any, entries: Any) -> Any:
+    """A container of the class of another one with these entries."""
+    if isinstance(like, deque):
+        return deque(entries, like.maxlen)
+    kind: Any = type(like)
+    made = kind.__new__(kind)
+    if isinstance(like, defaultdict):
+        made.default_factory = like.default_factory
+    if isinstance(made, dict):
+        made.update(entries)
+    elif isinstance(made, list):
+        made.extend(entries)
+    else:
+        made = type(like)(entries)
+    return made

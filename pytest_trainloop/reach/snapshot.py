@@ -1,0 +1,137 @@
+"""Copies of everything that a loop can touch: to compare, to put back, to carry over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from pytest_trainloop.reach.carrying import Carrying
+from pytest_trainloop.reach.copies import Copy, copied
+from pytest_trainloop.reach.leaves import Leaf, same_value
+from pytest_trainloop.reach.slots import OfList
+from pytest_trainloop.reach.walker import Walked, quiet, walk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from pytest_trainloop.reach.places import Place
+
+
+class Reached(Protocol):
+    """What holds a walk: a ``Reach``."""
+
+    @property
+    def walked(self) -> Walked: ...
+
+
+class Snapshot:
+    """The values of all leaves at one moment, and the objects that held them then.
+
+    It holds objects of the loop and is meant to be dropped after use. The copies are detached and share nothing with
+    the loop.
+    """
+
+    def __init__(self, walked: Walked) -> None:
+        self.walked = walked
+        self.leaves: Mapping[str, Leaf] = walked.leaves
+        self.places: Mapping[str, Place] = walked.places
+        self.cut = walked.cut
+        with quiet():
+            self.copies: dict[str, Copy] = {
+                path: copied(place, walked.objects) for path, place in walked.places.items()
+            }
+
+    def value(self, path: str) -> Any:
+        """The value that a leaf had: a copy of a tensor or an array, the state of a generator. Raises ``KeyError``."""
+        return self.copies[path].value
+
+    def object(self, path: str) -> Any:
+        """The object that was at a place; the loop's own, with whatever it holds by now."""
+        return self.places[path].value
+
+    def put_back(self, paths: Collection[str] | None = None) -> list[str]:
+        """Restore values in the loop that the snapshot is of: the object into its slot, and its value in place, so that
+        whoever else holds the object sees it too. Paths that have appeared since are taken out of their slots.
+
+        ``paths`` are those to restore, default all. Returns the paths that cannot be written to.
+        """
+        now = walk(self.walked.loop)
+        chosen = dict.fromkeys([*self.leaves, *now.leaves] if paths is None else paths)
+        process = {path for path in chosen if path in self.leaves and self.leaves[path].kind == "switch"}
+        for path in process:  # not inside quiet(), which restores the gradients' at its end
+            self.copies[path].into_slot()
+        chosen = {path: None for path in chosen if path not in process}
+        with quiet():
+            for path in chosen:
+                self._into_slot(path)
+            failed = [path for path in chosen if path in self.leaves and not self.copies[path].restore()]
+            failed += self._without([path for path in chosen if path not in self.leaves], now)
+        return failed
+
+    def _into_slot(self, path: str) -> None:
+        """The objects that held a leaf back into the slots that they were in, from the outermost on."""
+        place, chain = self.places.get(path), []
+        while place is not None:
+            chain.append(place)
+            place = place.within
+        for above in reversed(chain):
+            if above.path in self.copies:
+                self.copies[above.path].into_slot()
+
+    def _without(self, paths: Collection[str], now: Walked) -> list[str]:
+        """Take out what has appeared, of a list from its end on; or put back what was in its place."""
+        failed = []
+        found = [now.places[path] for path in paths if path in now.places]
+        for place in sorted(found, key=lambda p: p.slot.index if isinstance(p.slot, OfList) else 0, reverse=True):
+            above: Place | None = place
+            while above is not None and above.path not in self.places:
+                above = above.within
+            known = None if above is None else self.places[above.path]
+            if known is not None and known.value is not now.places[known.path].value:
+                self._into_slot(known.path)
+            elif place.slot is not None and place.kind != "length" and not place.slot.take_out():
+                failed.append(place.path)
+        return failed
+
+    def carry_over(self, into: Reached, paths: Collection[str] | None = None) -> list[str]:
+        """Write copies of the values into the leaves of another loop, by path.
+
+        Where an object is missing there, a copy of it is made. ``paths`` are those to carry, default all but the
+        process's switches. Returns the paths that could not be carried.
+        """
+        chosen = [p for p, leaf in self.leaves.items() if leaf.kind != "switch"] if paths is None else list(paths)
+        with quiet():
+            return Carrying(self.copies, into.walked).carry(chosen)
+
+
+@dataclass(slots=True)
+class Difference:
+    """A leaf that differs between two snapshots; ``before`` or ``after`` is None where it was not there."""
+
+    leaf: Leaf
+    before: Any
+    after: Any
+    how: Literal["changed", "appeared", "vanished"]
+
+
+def differences(
+    before: Snapshot, after: Snapshot, *, same: Callable[[Any, Any], bool] | None = None
+) -> list[Difference]:
+    """The leaves whose values are not the same in two snapshots, of one loop or of two that one function built.
+
+    ``same`` compares two values; default ``same_value``.
+    """
+    equal = same or same_value
+    found: list[Difference] = []
+    with quiet():
+        for path, leaf in before.leaves.items():
+            if path not in after.copies:
+                found.append(Difference(leaf, before.value(path), None, "vanished"))
+            elif not before.copies[path].is_same(after.copies[path], equal):
+                found.append(Difference(leaf, before.value(path), after.value(path), "changed"))
+        for path, leaf in after.leaves.items():
+            if path not in before.copies:
+                found.append(Difference(leaf, None, after.value(path), "appeared"))
+            elif path not in before.leaves and not before.copies[path].is_same(after.copies[path], equal):
+                found.append(Difference(leaf, before.value(path), after.value(path), "changed"))
+    return found
