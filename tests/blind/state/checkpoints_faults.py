@@ -92,7 +92,7 @@ def segmentation_script():
     thread="lightly-ai/lightly-train#301",
     check="resume_equivalence",
 )
-def warmup_trainer():
+def adamw_warmup():
     class Trainer:
         def __init__(self):
             self.model = mlp()
@@ -138,7 +138,7 @@ def warmup_trainer():
     thread="allenai/allennlp#1650",
     check="resume_equivalence",
 )
-def checkpointer_before_scheduler():
+def sentence_classifier():
     model = nn.Sequential(nn.Embedding(24, 12), nn.Flatten(), nn.Linear(120, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.7)
@@ -198,7 +198,7 @@ class EMA:
     thread="ai2cm/ace#349",
     check="resume_equivalence",
 )
-def ema_of_the_emulator():
+def emulator():
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     ema = EMA(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -236,7 +236,7 @@ def ema_of_the_emulator():
     thread="Megvii-BaseDetection/YOLOX#1318",
     check="resume_equivalence",
 )
-def detector_with_ema():
+def yolox_head():
     class Head(nn.Module):
         def __init__(self):
             super().__init__()
@@ -343,7 +343,7 @@ def amp_reference_script():
     thread="WenjieDu/PyPOTS#667",
     check="resume_equivalence",
 )
-def snapshot_in_memory():
+def series_regressor():
     class Snapshots:
         """The last good states, in memory: training returns to one where it diverges."""
 
@@ -390,7 +390,7 @@ def snapshot_in_memory():
     thread="pytorch/examples#1029",
     check="resume_equivalence",
 )
-def data_parallel_prefix():
+def data_parallel():
     net = mlp()
     parallel = nn.DataParallel(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
@@ -499,7 +499,7 @@ class TinyLM(nn.Module):
     thread="NVIDIA-NeMo/Automodel#2571",
     check="resume_equivalence",
 )
-def tied_language_model():
+def lm_recipe():
     class Recipe:
         def __init__(self):
             self.model = TinyLM()
@@ -534,7 +534,7 @@ def tied_language_model():
     thread="pytorch/tutorials#2522",
     check="resume_equivalence",
 )
-def assigned_weights():
+def mmap_loading():
     with torch.device("cpu"):
         model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -568,7 +568,7 @@ def assigned_weights():
     thread="facebookresearch/vissl#436",
     check="resume_equivalence",
 )
-def dino_centre():
+def dino():
     class DINOLoss(nn.Module):
         def __init__(self, out_dim):
             super().__init__()
@@ -617,7 +617,7 @@ def dino_centre():
     thread="lightly-ai/lightly#993",
     check="resume_equivalence",
 )
-def memory_bank():
+def nnclr():
     class NNCLR(nn.Module):
         def __init__(self, size=32, dim=8):
             super().__init__()
@@ -680,7 +680,7 @@ class LoRALinear(nn.Module):
     thread="huggingface/sentence-transformers#3980",
     check="resume_equivalence",
 )
-def lora_with_classifier():
+def lora_classifier():
     class Encoder(nn.Module):
         def __init__(self):
             super().__init__()
@@ -728,7 +728,7 @@ def lora_with_classifier():
     thread="OpenNMT/OpenNMT-py#617",
     check="resume_equivalence",
 )
-def optimizer_rebuilt():
+def opennmt_optim():
     class Optim:
         def __init__(self, method, lr):
             self.method, self.lr = method, lr
@@ -953,7 +953,7 @@ def off_policy_agent():
     thread="DLR-RM/rl-baselines3-zoo#386",
     check="resume_equivalence",
 )
-def normalized_observations():
+def policy_gradient():
     class RunningMeanStd:
         def __init__(self, shape):
             self.mean, self.var, self.count = torch.zeros(shape), torch.ones(shape), 1e-4
@@ -1002,7 +1002,7 @@ def normalized_observations():
     thread="junyanz/pytorch-CycleGAN-and-pix2pix#1380",
     check="resume_equivalence",
 )
-def cycle_generators():
+def cyclegan():
     def generator():
         return nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16))
 
@@ -1158,7 +1158,7 @@ def accumulating_trainer():
     thread="torch-points3d/torch-points3d#630",
     check="resume_equivalence",
 )
-def scheduler_sets_lr_back():
+def point_clouds():
     class Checkpointed:
         def __init__(self, checkpoint=None):
             self.model = nn.Sequential(nn.Linear(3, 24), nn.ReLU(), nn.Linear(24, 5))
@@ -1203,7 +1203,7 @@ def scheduler_sets_lr_back():
     thread="harubaru/waifu-diffusion#31",
     check="resume_equivalence",
 )
-def denoiser_saves_ema():
+def denoiser():
     class EMAModel:
         def __init__(self, parameters, decay=0.9):
             self.shadow_params = [p.clone().detach() for p in parameters]
@@ -1260,7 +1260,7 @@ def denoiser_saves_ema():
     thread="ai2cm/ace#690",
     check="resume_equivalence",
 )
-def noise_generator():
+def stepper():
     class Stepper:
         def __init__(self, seed=0):
             self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
@@ -1338,7 +1338,7 @@ def stochastic_weight_averaging():
     thread="ultralytics/ultralytics#2235",
     check="resume_equivalence",
 )
-def half_precision_checkpoint():
+def yolo_trainer():
     class DetectionTrainer:
         def __init__(self):
             self.model = nn.Sequential(nn.Linear(12, 32), nn.SiLU(), nn.Linear(32, 4))
@@ -1546,7 +1546,7 @@ def adversarial_enhancement():
     thread="KaiyangZhou/deep-person-reid#270",
     check="resume_equivalence",
 )
-def plateau_of_the_training_loss():
+def plateau_schedule():
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     parts = {"scheduler": ReduceLROnPlateau(optimizer, factor=0.3, patience=1, threshold=0.5)}

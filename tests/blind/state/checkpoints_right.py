@@ -883,21 +883,14 @@ def lookahead_in_state():
 
         @torch.no_grad()
         def step(self, closure=None):
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if "slow" not in self.state[p] and not self.state[p]:
-                        first = p.detach().clone()
-                        p._first = first
+            params = [p for group in self.param_groups for p in group["params"]]
+            first = {p: p.detach().clone() for p in params if "slow" not in self.state[p]}
             loss = super().step(closure)
-            for group in self.param_groups:
-                for p in group["params"]:
-                    state = self.state[p]
-                    if "slow" not in state:
-                        state["slow"] = p._first
-                        del p._first
-                    if int(state["step"]) % self.k == 0:
-                        state["slow"].lerp_(p, self.alpha)
-                        p.copy_(state["slow"])
+            for p in params:
+                slow = self.state[p].setdefault("slow", first.get(p))
+                if int(self.state[p]["step"]) % self.k == 0:
+                    slow.lerp_(p, self.alpha)
+                    p.copy_(slow)
             return loss
 
     model = mlp()

@@ -48,7 +48,7 @@ def classifier_step(model, optimizer, x, y):
     thread="kan-bayashi/ParallelWaveGAN#177",
     check="data_order",
 )
-def distributed_sampler():
+def wavegan_trainer():
     class Trainer:
         def __init__(self, rank=0, world_size=1):
             x, y = table()
@@ -74,8 +74,8 @@ def distributed_sampler():
     thread="DeepRegNet/DeepReg#159",
     check="data_order",
 )
-def seeded_sampler():
-    class SeededSampler(Sampler):
+def registration_pairs():
+    class PermutationSampler(Sampler):
         def __init__(self, data, seed=42):
             self.n, self.seed = len(data), seed
 
@@ -87,7 +87,7 @@ def seeded_sampler():
             return self.n
 
     pairs = TensorDataset(*table(rows=40))
-    loader = DataLoader(pairs, batch_size=4, sampler=SeededSampler(pairs))
+    loader = DataLoader(pairs, batch_size=4, sampler=PermutationSampler(pairs))
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
@@ -131,7 +131,7 @@ def streamed_rows():
     thread="xingyizhou/CenterNet#233",
     check="data_order",
 )
-def seeded_workers():
+def centernet_augment():
     class Augmented(Dataset):
         def __init__(self, x, y):
             self.x, self.y = x.numpy(), y
@@ -166,7 +166,7 @@ def seeded_workers():
     thread="Deci-AI/super-gradients#416",
     check="data_order",
 )
-def sorted_by_class():
+def image_folder():
     x, y = table(rows=64)
     order = y.argsort()
     folder = TensorDataset(x[order], y[order])
@@ -189,7 +189,7 @@ def sorted_by_class():
     thread="aidotse/LeakPro#315",
     check="data_order",
 )
-def labels_by_position():
+def attack_data():
     x, y = table(rows=48)
 
     class Attack:
@@ -222,7 +222,7 @@ def labels_by_position():
     thread="keras-team/keras#7520",
     check="data_order",
 )
-def two_permutations():
+def own_minibatches():
     class Minibatches:
         def __init__(self, images, labels, size=8):
             self.images, self.labels, self.size = list(images), list(labels), size
@@ -294,7 +294,7 @@ def images_and_poses():
     thread="pytorch/vision#680",
     check="data_order",
 )
-def normalized_in_place():
+def in_memory_images():
     class InMemory(Dataset):
         def __init__(self, data, targets):
             self.data, self.targets = data, targets
@@ -326,7 +326,7 @@ def normalized_in_place():
     thread="pytorch/pytorch#6179",
     check="data_order",
 )
-def used_up_generator():
+def three_epochs():
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     history = []
@@ -351,7 +351,7 @@ def used_up_generator():
     thread="leohsuofnthu/Pytorch-IterativeFCN#7",
     check="data_order",
 )
-def next_of_iter():
+def patch_sampling():
     class Patches(Dataset):
         def __init__(self):
             self.x, self.y = table(rows=40)
@@ -382,7 +382,7 @@ def next_of_iter():
     thread="ildoonet/unsupervised-data-augmentation#3",
     check="data_order",
 )
-def cycled_unlabelled():
+def uda():
     x, y = table(rows=80)
     labelled = TensorDataset(x[:48], y[:48])
 
@@ -419,7 +419,7 @@ def cycled_unlabelled():
     thread="huggingface/accelerate#1451",
     check="data_order",
 )
-def skipped_in_every_epoch():
+def resumable_run():
     class Run:
         def __init__(self, resume_step=2):
             self.model = mlp()
@@ -448,7 +448,7 @@ def skipped_in_every_epoch():
     thread="RasmussenLab/vamb#425",
     check="data_order",
 )
-def fewer_rows_than_a_batch():
+def contig_vae():
     g = torch.Generator().manual_seed(33)
     contigs = torch.rand(20, 8, generator=g)
     loader = DataLoader(TensorDataset(contigs), batch_size=32, shuffle=True, drop_last=True)
@@ -475,7 +475,7 @@ def fewer_rows_than_a_batch():
     thread="azavea/raster-vision#1029",
     check="data_order",
 )
-def last_batch_of_one():
+def batch_norm_classifier():
     loader = DataLoader(TensorDataset(*table(rows=33)), batch_size=8, shuffle=True)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -494,7 +494,7 @@ def last_batch_of_one():
     thread="d8ahazard/sd_dreambooth_extension#1058",
     check="data_order",
 )
-def bucket_sampler():
+def aspect_buckets():
     class BucketSampler(Sampler):
         def __init__(self, buckets, batch_size):
             self.buckets, self.batch_size = buckets, batch_size
@@ -535,7 +535,7 @@ def bucket_sampler():
     thread="OpenNMT/OpenNMT#66",
     check="data_order",
 )
-def minibatch_offsets():
+def translation_batches():
     x, y = table(rows=48)
     order = torch.randperm(48, generator=torch.Generator().manual_seed(35))
 
@@ -569,7 +569,7 @@ def minibatch_offsets():
     thread="fartashf/vsepp#36",
     check="data_order",
 )
-def sorted_by_length():
+def caption_gru():
     g = torch.Generator().manual_seed(36)
     captions = [torch.randint(1, 20, (int(n),), generator=g) for n in torch.randint(3, 9, (48,), generator=g)]
 
@@ -608,7 +608,7 @@ def sorted_by_length():
     thread="k2-fsa/icefall#221",
     check="data_order",
 )
-def seed_per_epoch():
+def asr_recipe():
     def fix_random_seed(seed):
         random.seed(seed)
         np.random.seed(seed)
@@ -643,7 +643,7 @@ def seed_per_epoch():
     thread="https://stackoverflow.com/questions/61718947",
     check="data_order",
 )
-def batch_written_in_place():
+def noisy_epochs():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 
