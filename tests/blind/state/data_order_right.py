@@ -249,7 +249,7 @@ def longest_first():
 
 @right(
     "data_order",
-    "the IterableDataset takes every n-th row in worker n of get_worker_info()",
+    "each worker takes its own share of one permutation, by get_worker_info(); the seed is common to the workers",
     thread="pytorch/pytorch#47577",
 )
 def split_over_workers():
@@ -260,7 +260,9 @@ def split_over_workers():
         def __iter__(self):
             info = get_worker_info()
             first, step = (info.id, info.num_workers) if info else (0, 1)
-            for i in range(first, len(self.x), step):
+            common = info.seed - info.id if info else int(torch.randint(2**31, ()))
+            order = torch.randperm(len(self.x), generator=torch.Generator().manual_seed(common)).tolist()
+            for i in order[first::step]:
                 yield self.x[i], self.y[i]
 
     model = mlp()
