@@ -15,7 +15,7 @@ from pytest_trainloop.fields import a
 from pytest_trainloop.loop import TrainLoop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
     from types import ModuleType
 
@@ -71,83 +71,23 @@ def from_lightning(
         )
     if batch is None and batches is None:
         batch = _first_batch(package, module, datamodule)
-    lightning = _Lightning(package, module, trainer, datamodule, batch)
+    writes = trainer is None or trainer.checkpoint_callbacks
+    if trainer is None:
+        with _quiet_warnings(package):
+            trainer = _quiet_trainer(package, module)
+    # The functions hold module, trainer and datamodule themselves: what they can touch is found by these names.
     offered = {
         "model": module,
         "batch": batch,
         "batches": batches,
-        "fit": lambda given: lightning.fit(given),
-        **lightning.evaluating(),
-        **lightning.resuming(),
+        "fit": lambda given: _fit(package, module, trainer, datamodule, given),
     }
+    if _validates(package, module, trainer, datamodule):
+        offered["evaluate"] = lambda: _validate(package, module, trainer, datamodule)
+    if writes:
+        offered["save"] = lambda path: _save(package, trainer, path)
+        offered["load"] = lambda path: _load(package, module, trainer, datamodule, path)
     return TrainLoop(**{**offered, **fields})
-
-
-class _Lightning:
-    """A module, its trainer and its data: one training, however often ``fit`` is called."""
-
-    def __init__(self, package: ModuleType, module: Any, trainer: Any, datamodule: Any, batch: Any) -> None:
-        self.package, self.module, self.given, self.datamodule, self.batch = package, module, trainer, datamodule, batch
-
-    @property
-    def trainer(self) -> Any:
-        if self.given is None:
-            self.given = _quiet_trainer(self.package, self.module)
-        return self.given
-
-    def evaluating(self) -> dict[str, Callable[[], Any]]:
-        """``evaluate``, where there are validation data."""
-        base = self.package.LightningModule
-        limit = 1.0 if self.given is None else self.given.limit_val_batches
-        if type(self.module).validation_step is base.validation_step or not limit:
-            return {}
-        own = type(self.module).val_dataloader is not base.val_dataloader
-        other = type(self.datamodule).val_dataloader if self.datamodule is not None else None
-        if not own and other in (None, self.package.LightningDataModule.val_dataloader):
-            return {}
-        return {"evaluate": lambda: self.evaluate()}
-
-    def resuming(self) -> dict[str, Callable[[Path], None]]:
-        """``save`` and ``load`` of a trainer that writes checkpoints."""
-        if self.given is not None and not self.given.checkpoint_callbacks:
-            return {}
-        return {"save": lambda path: self.save(path), "load": lambda path: self.load(path)}
-
-    def fit(self, batches: Any) -> None:
-        with _quiet_warnings(self.package):
-            trainer = self.trainer
-            with _silenced(self.package, trainer), _moments_kept(trainer, self.module):
-                self._fit(_Loader(batches))
-
-    def _fit(self, loader: _Loader, **options: Any) -> None:
-        if self.datamodule is None:
-            self.trainer.fit(self.module, train_dataloaders=loader, **options)
-            return
-        with swapped(self.datamodule, train_dataloader=lambda: loader):
-            self.trainer.fit(self.module, datamodule=self.datamodule, **options)
-
-    def evaluate(self) -> Any:
-        with _quiet_warnings(self.package):
-            trainer = self.trainer
-            if trainer.state.status == "running":
-                return _validate_within_fit(trainer)
-            with _silenced(self.package, trainer, validation_batches=2):
-                return trainer.validate(self.module, datamodule=self.datamodule, verbose=False)
-
-    def save(self, path: Path) -> None:
-        trainer = self.trainer
-        with _quiet_warnings(self.package), _silenced(self.package, trainer):  # the callbacks of a run: no Checkpoint
-            type(trainer).save_checkpoint(trainer, path)
-
-    def load(self, path: Path) -> None:
-        """Have Lightning restore everything that it restores, and train nothing."""
-        with _quiet_warnings(self.package):
-            trainer = self.trainer
-            with (
-                _silenced(self.package, trainer),
-                swapped(trainer.fit_loop, run=lambda: None, max_epochs=_MANY),
-            ):
-                self._fit(_Loader([self.batch]), ckpt_path=path, weights_only=False)
 
 
 class _Loader:
@@ -191,6 +131,52 @@ def _first_batch(package: ModuleType, module: Any, datamodule: Any) -> Any:
         f"from_lightning got no batch, and {type(owner).__name__}.train_dataloader() gives none;"
         " give from_lightning(..., batch=...)"
     )
+
+
+def _validates(package: ModuleType, module: Any, trainer: Any, datamodule: Any) -> bool:
+    """Whether there are validation data, and something to do with them."""
+    base = package.LightningModule
+    if type(module).validation_step is base.validation_step or not trainer.limit_val_batches:
+        return False
+    own = type(module).val_dataloader is not base.val_dataloader
+    data = package.LightningDataModule.val_dataloader
+    return own or (datamodule is not None and type(datamodule).val_dataloader is not data)
+
+
+def _fit(package: ModuleType, module: Any, trainer: Any, datamodule: Any, batches: Sequence[Any]) -> None:
+    with _quiet_warnings(package), _silenced(package, trainer), _moments_kept(trainer, module):
+        _run(module, trainer, datamodule, _Loader(batches))
+
+
+def _run(module: Any, trainer: Any, datamodule: Any, loader: _Loader, **options: Any) -> None:
+    if datamodule is None:
+        trainer.fit(module, train_dataloaders=loader, **options)
+        return
+    with swapped(datamodule, train_dataloader=lambda: loader):
+        trainer.fit(module, datamodule=datamodule, **options)
+
+
+def _validate(package: ModuleType, module: Any, trainer: Any, datamodule: Any) -> Any:
+    with _quiet_warnings(package):
+        if trainer.training:
+            return _validate_within_fit(trainer)
+        with _silenced(package, trainer, validation_batches=2):
+            return trainer.validate(module, datamodule=datamodule, verbose=False)
+
+
+def _save(package: ModuleType, trainer: Any, path: Path) -> None:
+    with _quiet_warnings(package), _silenced(package, trainer):  # the callbacks of a run: no Checkpoint
+        type(trainer).save_checkpoint(trainer, path)
+
+
+def _load(package: ModuleType, module: Any, trainer: Any, datamodule: Any, path: Path) -> None:
+    """Have Lightning restore everything that it restores, and train nothing."""
+    with (
+        _quiet_warnings(package),
+        _silenced(package, trainer),
+        swapped(trainer.fit_loop, run=lambda: None, max_epochs=_MANY),
+    ):
+        _run(module, trainer, datamodule, _Loader([None]), ckpt_path=path, weights_only=False)
 
 
 @contextmanager
