@@ -192,8 +192,8 @@ class Subject:
         """The exception that ended ``fit``, where no check found its cause."""
         try:
             raised = evidence.run().raised if check.subject == "loop" and "run" in evidence.offers else None
-        except BrokenRun:
-            return None  # this package made it raise
+        except (BrokenRun, CannotDecide):
+            return None  # this package made it raise, or nothing was run
         if raised is None or self._explained_elsewhere(check, evidence):
             return None
         stage = "fit" if "fit" in evidence.offers else "TrainLoop.loss"

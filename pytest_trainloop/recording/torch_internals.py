@@ -22,6 +22,7 @@ from torch.nn.modules import module
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,6 +48,7 @@ __all__ = [
     "is_patched_by_scheduler",
     "is_traced",
     "is_transformed",
+    "loader_calls",
     "loader_workers",
     "modes_kept",
     "no_dispatch_modes",
@@ -56,6 +58,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "without_ours",
+    "writes_in_place",
 ]
 
 
@@ -79,6 +82,18 @@ def loader_workers() -> list[tuple[list[Any], Any]]:
     names = ("_index_queues", "_worker_result_queue", "_workers_done_event", "_pin_memory_thread_done_event")
     iterators = [o for o in gc.get_objects() if type(o).__name__.endswith("MultiProcessingDataLoaderIter")]
     return [(list(o._workers), [getattr(o, name, None) for name in names]) for o in iterators if hasattr(o, "_workers")]
+
+
+def loader_calls() -> tuple[type, dict[str, str]]:
+    """The class of a DataLoader's iterators, and its methods by what they do: "begin" gets the loader, "indices" gives
+    those of the next batch as the sampler draws them (before the batch is fetched), "next" gives the batch.
+    """
+    return _BaseDataLoaderIter, {"begin": "__init__", "again": "_reset", "indices": "_next_index", "next": "__next__"}
+
+
+def writes_in_place(tensor: torch.Tensor) -> int:
+    """How often a tensor, or a view of it, was written in place; 0 where torch does not count it."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def is_traced() -> bool:

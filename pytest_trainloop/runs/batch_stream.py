@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop import nested
-from pytest_trainloop.errors import UsageError, UserCodeError
+from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
 from pytest_trainloop.fields import require_dimensions
 from pytest_trainloop.runs.float64 import widen_batch
 from pytest_trainloop.runs.kept_batches import has_workers
@@ -229,11 +229,18 @@ class Batches(Sequence[Any]):
                 self._cache.append(item)
             except StopIteration:
                 if not self._cache:
-                    raise UsageError("TrainLoop.batches gave no batch; at least one is needed") from None
+                    raise _no_batch(self._loop) from None
                 if self._loop.batch is None and not _re_iterable(self._loop.batches):
                     raise IndexError(position) from None
                 self._source, self._late = itertools.cycle(list(self._cache)), False
         return self._cache[position]
+
+
+def _no_batch(loop: TrainLoop) -> UsageError | CannotDecide:
+    """Of a loader that drops the only batch that it could give: ``data_order`` says so."""
+    if getattr(loop.batches, "drop_last", False):
+        return CannotDecide("TrainLoop.batches gives no batch, since it drops the last one: see data_order")
+    return UsageError("TrainLoop.batches gave no batch; at least one is needed")
 
 
 def _source(loop: TrainLoop, count: int) -> Iterator[Any]:

@@ -80,6 +80,11 @@ class Evidence:
             self._offers = self._first_look()
         return self._offers
 
+    @property
+    def timeout(self) -> float:
+        """Seconds that one run of the project's code may take."""
+        return self._timeout
+
     def declared(self, name: str) -> Any:
         """The value of one of the fields in ``DECLARED``; None where it was not given."""
         return self._declared.get(name) if self.offers else None

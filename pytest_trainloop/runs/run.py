@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop import nested
-from pytest_trainloop.errors import UsageError, UserCodeError
+from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
 from pytest_trainloop.recording.torch_internals import modes_kept
 from pytest_trainloop.recording.watch import FULL_ROUNDS, Watch
 from pytest_trainloop.runs.batch_stream import Batches, generators_kept
@@ -165,7 +165,7 @@ def _run(make: Make, plan: RunPlan) -> Record:
     record.frozen = None if loop.frozen is None else tuple(loop.frozen)
     if isinstance(error, UsageError):
         raise loop.located(error)
-    if isinstance(error, UserCodeError):
+    if isinstance(error, (UserCodeError, CannotDecide)):
         raise error
     if error is not None and batches.held_back and record.steps:
         return _run(make, replace(plan, read_ahead=None))  # it may have raised for want of batches only

@@ -94,7 +94,7 @@ def different_batches(n):
 
 def loop_of(example: str):
     """A loop around an example: a ``forward`` for the model, a loop over ``batches``, or the lines that build both (and
-    a ``batch``)."""
+    a ``batch``, or ``batches``)."""
     compiled = compile(example, "<example>", "exec")
 
     def make(accumulate=1):
@@ -119,7 +119,7 @@ def loop_of(example: str):
         given = (
             {"batch": names["batch"]}
             if "batch" in names
-            else {"batch": different_batches(1)[0], "batches": different_batches}
+            else {"batch": different_batches(1)[0], "batches": names.get("batches", different_batches)}
         )
         return TrainLoop(model=names["model"], optimizer=names["optimizer"], fit=fit, **given)
 

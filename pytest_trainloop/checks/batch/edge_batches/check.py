@@ -77,6 +77,7 @@ CAUSES = {
         "what it is among other rows",
         repair="name the axis: squeeze(-1), squeeze(1); or flatten(1), which keeps rows",
         change=("seen",),
+        explains=("data_order:last_batch_raises",),
     ),
     "leftover_batch": Cause(
         proof="the loader's own last batch ends the loop or makes its weights NaN, and full ones do not",
@@ -85,6 +86,7 @@ CAUSES = {
             "loader",
             "seen",
         ),
+        explains=("data_order:last_batch_raises",),
     ),
     "nan_when_all_ignored": Cause(
         proof="a row in which nothing counts makes every weight NaN, and a row in which something does makes none",

@@ -1,0 +1,91 @@
+"""Single items of a map-style data set: whether fetching one changes it, and whether all get the same noise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from pytest_trainloop.checks.state.data_order.draws import NOISE, Draws
+from pytest_trainloop.checks.state.data_order.held import Held
+from pytest_trainloop.checks.state.data_order.rows import digest
+from pytest_trainloop.runs.process_state import preserved, seed_all
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MOST_BYTES = 1 << 28
+"""Bytes of stored data that are copied, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """An item that is another one each time it is fetched, since fetching writes into what is stored."""
+
+    index: Any
+    stored: tuple[str, ...]
+    """What changed, by its path in the data set."""
+
+
+def changed_in_place(dataset: Any, indices: Sequence[Any], seed: int) -> Changed | None:
+    """Fetch an item three times under one random state, then once more with the stored tensors and arrays put back."""
+    for index in indices:
+        with preserved():
+            before = _copies(Held.by(("dataset", dataset)))
+            found = [_fetched(dataset, index, seed) for _ in range(3)]
+            if found[0] == found[1] or found[1] == found[2]:
+                continue
+            changed = [(path, value, copy) for path, value, copy in before if not _same(value, copy)]
+            for _, value, copy in changed:
+                _write(value, copy)
+            if changed and _fetched(dataset, index, seed) == found[0]:
+                return Changed(index, tuple(path for path, *_ in changed))
+    return None
+
+
+def _fetched(dataset: Any, index: Any, seed: int) -> int:
+    seed_all(seed)
+    return digest(dataset[index])
+
+
+def _copies(held: Held) -> list[tuple[str, Any, Any]]:
+    room, copies = MOST_BYTES, []
+    for path, value in held.stored:
+        if isinstance(value, (torch.Tensor, np.ndarray)) and value.nbytes <= room and _writable(value):
+            room -= value.nbytes
+            copies.append((path, value, value.clone() if isinstance(value, torch.Tensor) else value.copy()))
+    return copies
+
+
+def _writable(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return bool(value.flags.writeable) and value.dtype != object
+    return value.layout is torch.strided and not value.requires_grad and not value.is_inference()
+
+
+def _same(value: Any, copy: Any) -> bool:
+    return digest(value) == digest(copy)
+
+
+def _write(value: Any, copy: Any) -> None:
+    if isinstance(value, np.ndarray):
+        value[...] = copy
+    else:
+        value.copy_(copy)
+
+
+def one_noise(dataset: Any, indices: Sequence[Any]) -> tuple[str, int] | None:
+    """What torch draws in an item, where two items, each fetched twice, draw the same numbers; and how many."""
+    if len(indices) < 2:
+        return None
+    drawn = []
+    with preserved():
+        for index in (*indices[:2], *indices[:2]):
+            draws = Draws(NOISE)
+            with draws:
+                dataset[index]
+            drawn.append(tuple(draws.seen))
+    same = drawn[0] and len(set(drawn)) == 1
+    return (drawn[0][0][0], len(drawn[0])) if same else None

@@ -1,0 +1,295 @@
+"""The looks at the streams of a loop: each gives findings, and notes why where it cannot.
+
+A stream is read on a loop of its own, and each further look that runs the project's code for data gets another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pytest_trainloop.checks.state.data_order import findings, in_fit, items, order, stored, workers
+from pytest_trainloop.checks.state.data_order.fed import fed_to_model
+from pytest_trainloop.checks.state.data_order.held import Held
+from pytest_trainloop.checks.state.data_order.last_batch import is_smaller, last_raises
+from pytest_trainloop.checks.state.data_order.passes import epoch_setter
+from pytest_trainloop.checks.state.data_order.sources import (
+    Source,
+    Streams,
+    drops_all,
+    guarded,
+    keep_last,
+    some_indices,
+)
+from pytest_trainloop.checks.state.data_order.streams import (
+    DRAWN,
+    MOST_BATCHES,
+    Epoch,
+    Reading,
+    epochs_of,
+    in_this_process,
+    read,
+)
+from pytest_trainloop.errors import CannotDecide, UserCodeError
+from pytest_trainloop.runs.user_traceback import user_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.runs.evidence import Evidence
+
+NEW_ROWS = (
+    "no row comes twice in 48 batches (augmented or made on the fly); give the DataLoader itself as batches= to have "
+    "its data set and sampler judged"
+)
+UNTOLD = "rows cannot be told: give batch_dim="
+
+
+@dataclass(slots=True)
+class Looks:
+    """All looks at one loop."""
+
+    evidence: Evidence
+    undecided: list[CannotDecide] = field(default_factory=list)
+    judged: int = 0
+    """Streams of which something was seen."""
+
+    def findings(self) -> Iterator[Finding]:
+        """What is wrong, stream by stream."""
+        streams = Streams.of(self.evidence)
+        for number, source in enumerate(streams.sources):
+            if source.kind == "loader" and (dropped := drops_all(source.of)) is not None:
+                self.judged += 1
+                yield findings.no_batch(source, dropped)
+                continue
+            yield from self._at(number, source)
+        yield from self._in_fit(streams)
+
+    def _at(self, number: int, source: Source) -> Iterator[Finding]:
+        """The looks at one stream, whose number is that of the same stream of each fresh loop."""
+        try:
+            reading, streams = self._read(number, source)
+        except CannotDecide as reason:
+            self.undecided.append(reason)
+            return
+        now = streams.sources[number]
+        if not reading.epochs[0].batches:
+            return
+        if not reading.identity:
+            self.undecided.append(CannotDecide(UNTOLD, needs="batch_dim="))
+            return
+        epochs = epochs_of(reading)
+        seen = bool(epochs) or source.kind == "list" or order.some_row_twice(reading)
+        if not seen and source.kind != "loader":
+            self.undecided.append(CannotDecide(NEW_ROWS, needs="batches="))
+        self.judged += seen or source.kind == "loader"
+        yield from self._of_order(now, streams, reading, epochs)
+        yield from self._of_stored(now, streams, reading, epochs)
+        for look in (self._of_items, self._of_workers, self._of_last):
+            try:
+                yield from look(number, source, reading)
+            except CannotDecide as reason:
+                self.undecided.append(reason)
+
+    def _read(self, number: int, source: Source) -> tuple[Reading, Streams]:
+        """Two epochs of the stream, on a loop of its own and in this process; the last batch of a loader is kept.
+
+        Where that raises the stream is read as it is. Raises ``UserCodeError`` where this raises in the first epoch of
+        data that the project gave as ``batches=``, ``CannotDecide`` of other data.
+        """
+        for as_it_is in (False, True):
+            streams = Streams.of(self.evidence)
+            now = streams.sources[number]
+            changed = not as_it_is and _prepare(now)
+            reading = self._epochs(streams, now)
+            if reading.raised is None or len(reading.epochs) > 1:
+                if len(reading.epochs) > 1 and reading.raised is not None:
+                    reading.epochs.pop()
+                return reading, streams
+            if not changed:
+                break
+        raised = reading.raised
+        assert raised is not None
+        if source.given and source.kind == "loader":
+            raise UserCodeError(user_error(raised, f"reading batch {reading.at} of TrainLoop.batches"), one_check=True)
+        raise CannotDecide(
+            f"reading batch {reading.at} of {source.name} raises {type(raised).__name__}: "
+            f"{str(raised).strip().partition(chr(10))[0][:160]}"
+        )
+
+    def _epochs(self, streams: Streams, source: Source) -> Reading:
+        def work(out_of_time: Callable[[], bool]) -> Reading:
+            most = DRAWN if source.kind == "function" else MOST_BATCHES
+            return read(source.stream, axis=streams.axis, pads=streams.pads, most=most, out_of_time=out_of_time)
+
+        return guarded(self.evidence, streams.loop, work)
+
+    def _of_order(self, source: Source, streams: Streams, reading: Reading, epochs: list[Epoch]) -> Iterator[Finding]:
+        if source.trains and (kept := order.kept_by_cycle(reading.passes)) is not None:
+            yield findings.kept_by_cycle(source, kept)
+        elif source.trains:
+            yield from self._of_shuffle(source, streams, reading, epochs)
+        if source.kind == "list":
+            pass
+        elif source.trains and (count := order.one_batch(reading)) and not _given_whole(source):
+            yield findings.one_batch_only(source, count)
+        elif (times := order.repeats(reading)) > 1:
+            yield findings.batch_repeats(source, times)
+        if source.trains and (blocks := order.one_label_a_batch(epochs)) is not None:
+            yield findings.one_label_a_batch(source, blocks)
+        if (names := order.leaves_alike(reading)) is not None:
+            yield findings.leaves_alike(source, names, reading.epochs[0].rows)
+
+    def _of_shuffle(self, source: Source, streams: Streams, reading: Reading, epochs: list[Epoch]) -> Iterator[Finding]:
+        path, setter = epoch_setter(source.of) if source.kind == "loader" else ("", None)
+        fit = in_fit.held_by_fit(streams.loop)
+        length = len(reading.epochs[0].batches)
+        if path and order.in_one_order(reading, epochs) and self._reacts(source, streams, reading, setter):
+            if "set_epoch" not in fit.names:
+                in_epochs = self._in_own_epochs(length) if source.given else []
+                yield findings.set_epoch_missing(source, path, epochs, next(iter(in_epochs), None))
+        elif times := order.alike(reading, epochs):
+            yield findings.shuffled_alike(source, reading, epochs, times)
+        elif source.given and source.kind == "loader" and in_fit.reseeds(fit) and any(e.draws for e in epochs):
+            for repeated in self._in_own_epochs(length):
+                yield findings.repeated_in_fit(repeated)
+
+    def _reacts(self, source: Source, streams: Streams, reading: Reading, setter: Any) -> bool:
+        """Whether ``set_epoch`` changes the order."""
+
+        def work(_out_of_time: Callable[[], bool]) -> Reading:
+            setter.set_epoch(7)
+            return read(lambda: source.of, axis=streams.axis, pads=streams.pads, epochs=1)
+
+        again = guarded(self.evidence, streams.loop, work)
+        if again.raised is not None:
+            return False
+        return not order.in_one_order(reading, [reading.epochs[0], again.epochs[0]])
+
+    def _in_own_epochs(self, length: int) -> list[in_fit.Repeated]:
+        """What ``fit`` does over the epochs of the loader itself, where they are short enough to be run."""
+        if not 1 < length <= in_fit.MOST_BATCHES:
+            return []
+        return in_fit.repeated(in_fit.passes_in_fit(self.evidence, over=length).passes)
+
+    def _of_stored(self, source: Source, streams: Streams, reading: Reading, epochs: list[Epoch]) -> Iterator[Finding]:
+        apart = order.labels_apart(reading, epochs)
+        held = Held.by((source.name, source.of)) if source.kind != "list" or apart else Held()
+        if apart is not None:
+            pair = stored.pair_stored(held, epochs[0], apart.inputs, apart.labels) if apart.plain else None
+            sure = pair is not None and not (source.given and fed_to_model(self.evidence, apart.labels))
+            yield findings.labels_apart(source, apart, pair, "fault" if sure else "advice")
+        if source.trains and (never := stored.rows_never_drawn(held, _all(reading), reading.identity)) is not None:
+            yield findings.rows_never_drawn(source, never)
+        for slot in stored.shared_slots(held, in_fit.own_tensors(streams.loop)):
+            yield findings.slots_share_tensor(slot)
+
+    def _of_items(self, number: int, source: Source, _reading: Reading) -> Iterator[Finding]:
+        if source.kind != "loader" or workers.is_iterable(source.of):
+            return
+        streams = Streams.of(self.evidence)
+        loader = streams.sources[number].of
+
+        def work(_out_of_time: Callable[[], bool]) -> tuple[Any, Any]:
+            indices = some_indices(loader)
+            seed = streams.loop.seed
+            return items.changed_in_place(loader.dataset, indices, seed), items.one_noise(loader.dataset, indices)
+
+        changed, noise = self._of_user(streams, work)
+        if changed is not None:
+            yield findings.changed_in_place(source, loader.dataset, changed)
+        if noise is not None:
+            yield findings.one_noise_for_all(source, loader.dataset, noise)
+
+    def _of_workers(self, number: int, source: Source, reading: Reading) -> Iterator[Finding]:
+        if source.kind != "loader" or source.of.num_workers < 1:
+            return
+        streams = Streams.of(self.evidence)
+        loader = streams.sources[number].of
+
+        def work(_out_of_time: Callable[[], bool]) -> tuple[Any, Any]:
+            if workers.is_iterable(loader):
+                return workers.duplicated(loader, reading, axis=streams.axis, pads=streams.pads), None
+            index = next(iter(some_indices(loader)), None)
+            return None, None if index is None else workers.shared_randomness(loader, index)
+
+        twice, shared = self._of_user(streams, work)
+        if twice is not None:
+            yield findings.workers_duplicate(source, loader.dataset, twice)
+        if shared is not None:
+            yield findings.workers_share_randomness(source, shared)
+
+    def _of_user(self, streams: Streams, work: Callable[[Callable[[], bool]], Any]) -> Any:
+        """What the work gives; an exception of the project's code ends this look alone: other indices are not asked for
+        in training."""
+        try:
+            return guarded(self.evidence, streams.loop, work)
+        except CannotDecide as reason:
+            self.undecided.append(reason)
+        except Exception as error:
+            if type(error).__module__.startswith("pytest_trainloop."):
+                raise
+        return None, None
+
+    def _of_last(self, _number: int, source: Source, reading: Reading) -> Iterator[Finding]:
+        dropped = source.kind == "loader" and getattr(source.of.batch_sampler, "drop_last", False)
+        if not source.given or source.kind == "function" or dropped or "fit" not in self.evidence.offers:
+            return
+        if is_smaller(reading.epochs[0]) and (last := last_raises(self.evidence, reading.epochs[0])) is not None:
+            yield findings.last_batch_raises(source, last)
+
+    def _in_fit(self, streams: Streams) -> Iterator[Finding]:
+        """Loaders and records of the loop itself, for which it is run once more."""
+        held = in_fit.held_by_fit(streams.loop)
+        given = {id(source.of) for source in streams.sources if source.trains}
+        own = any(id(loader) not in given for _, loader in held.loaders)
+        if not (own or in_fit.makes_loaders(held) or in_fit.fills_records(held)):
+            return
+        found = in_fit.passes_in_fit(self.evidence)
+        once = [p for p in found.passes if p.trained and p.draws and not p.ascending]
+        repeated = in_fit.repeated(found.passes)
+        if not repeated and len([p for p in once if p.complete]) < 2 and once:
+            most = max(len(p.steps_at) for p in once)
+            longer = max([most, *(_len(loader) for _, loader in held.loaders)])
+            if longer <= in_fit.MOST_BATCHES:
+                repeated = in_fit.repeated(in_fit.passes_in_fit(self.evidence, longest=longer).passes)
+        self.judged += any(p.trained for p in found.passes)
+        for one in repeated:
+            yield findings.repeated_in_fit(one)
+        for slot in found.slots:
+            yield findings.slots_share_tensor(slot)
+
+
+def _prepare(source: Source) -> bool:
+    """Have a loader read in this process, and give its last batch too; whether that changes how it is read."""
+    if source.kind != "loader":
+        return False
+    had_workers = source.of.num_workers > 0
+    in_this_process(source.of)
+    return keep_last(source.of) or had_workers
+
+
+def _given_whole(source: Source) -> bool:
+    """Whether a loader has one batch an epoch, which is all its data."""
+    return source.kind == "loader" and _len(source.of) == 1
+
+
+def _len(loader: Any) -> int:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return 0
+
+
+def _all(reading: Reading) -> Epoch:
+    """All that was read, as one."""
+    return Epoch([batch for epoch in reading.epochs for batch in epoch.batches])
+
+
+def observed(evidence: Any) -> Iterator[Finding]:
+    """What one run shows that cannot be made again."""
+    found = evidence.shared(in_fit.PassesInRun.of)
+    in_fit.require_seen(found)
+    for one in in_fit.repeated(found.passes):
+        yield findings.repeated_in_fit(one)
