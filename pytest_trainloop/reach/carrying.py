@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pytest_trainloop.reach.copies import restore_tensor, set_state
+from pytest_trainloop.reach.naming import joined
 from pytest_trainloop.reach.slots import Entries, Fixed, Hooks, OfDict, OfList, OfMember, OfTensor
 from pytest_trainloop.reach.sorts import attributes, is_plain, sort_of
+from pytest_trainloop.reach.streams import set_back
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from pytest_trainloop.reach.copies import Copy
     from pytest_trainloop.reach.places import Place
     from pytest_trainloop.reach.slots import Slot
     from pytest_trainloop.reach.walker import Walked
+
+
+class CannotCarryError(Exception):
+    """A part of one loop has no like in the other, and cannot be made there."""
 
 
 class Carrying:
@@ -31,10 +38,19 @@ class Carrying:
             if not is_plain(copy.place.value):
                 self.by_object.setdefault(id(copy.place.value), []).append(path)
 
+        self.memory_here = _by_memory(copy.place for copy in copies.values())
+        self.memory_there = _by_memory(into.places.values())
+
     def carry(self, paths: list[str]) -> list[str]:
         lengths = [path for path in paths if path in self.copies and self.copies[path].place.kind == "length"]
         rest = [path for path in paths if path not in lengths]
-        return [path for path in [*lengths, *rest] if not self._carried(path)]
+        return [path for path in [*lengths, *rest] if not self._tried(path)]
+
+    def _tried(self, path: str) -> bool:
+        try:
+            return self._carried(path)
+        except (CannotCarryError, RuntimeError, TypeError, ValueError):  # other shapes, a class that makes no empty one
+            return False
 
     def _carried(self, path: str) -> bool:
         if path not in self.copies:  # not there when the snapshot was taken: nor may it be there
@@ -56,22 +72,22 @@ class Carrying:
         """A path, and what it is where an object above it is taken by another name that leads elsewhere in the other
         loop: ``optimizer`` may be what was declared, and ``trainer.optimizer`` the one that a load made."""
         found = [path]
+        begin = "len(" if path.startswith("len(") else ""
         above = self.copies[path].place.within
         while above is not None:
-            names = self.by_object.get(id(above.value), [])
-            for name in names:
+            same = self.into.places.get(above.path)
+            for name in self.by_object.get(id(above.value), []):
                 other = self.into.places.get(name)
-                same = self.into.places.get(above.path)
                 if other is not None and name != above.path and (same is None or other.value is not same.value):
                     real = self.into.objects.get(id(other.value)) or name
-                    found.append(path.replace(above.path, real, 1))
+                    found.append(f"{begin}{real}{path[len(begin) + len(above.path) :]}")
             above = above.within
         return list(dict.fromkeys(found))
 
     def _write(self, copy: Copy, place: Place) -> bool:
         slot, kind = place.slot, copy.place.kind
-        if slot is None:
-            return False
+        if slot is None or kind is None:
+            return kind is None
         if isinstance(slot, Entries):
             return slot.put(self._entries(copy.kept))
         if isinstance(slot, Hooks):
@@ -81,7 +97,8 @@ class Carrying:
             return target is not None and (slot.get() is target.value or slot.put(target.value))
         held = slot.get()
         if copy.sort == "tensor":
-            if isinstance(held, torch.Tensor) and held.shape == copy.value.shape and held.dtype == copy.value.dtype:
+            alike = isinstance(held, torch.Tensor) and held.shape == copy.value.shape and held.dtype == copy.value.dtype
+            if alike and _memory(held, self.memory_there) <= _memory(copy.place.value, self.memory_here):
                 return restore_tensor(held, copy.value, None)
             return self._replace(place, self._tensor(copy))
         if copy.sort == "array":
@@ -89,6 +106,8 @@ class Carrying:
                 held[...] = copy.value
                 return True
             return self._replace(place, copy.value.copy())
+        if copy.sort == "stream":
+            return sort_of(held) == "stream" and set_back(held, copy.kept)
         if copy.sort == "generator":
             if sort_of(held) != "generator":
                 return False
@@ -111,7 +130,7 @@ class Carrying:
                 held = self.into.places[above.path].value
                 return isinstance(held, torch.Tensor) and bool(OfTensor(held, place.slot.name).put(self._value(place)))
             return self._create(above)
-        if place.within is None or place.slot is None:
+        if place.within is None or place.slot is None or place.within.kind == "hooks":
             return False
         if place.within.path not in self.into.places:
             return self._create(place.within)
@@ -183,7 +202,58 @@ class Carrying:
         if sort in ("dict", "list", "set"):
             kept = next((copy.kept for path in paths if (copy := self.copies.get(f"len({path})"))), None)
             return _filled(value, self._entries(_plain_copy(value) if kept is None else kept))
-        return value
+        if sort in ("function", "opaque") and _shared(value):
+            return value
+        if sort == "object" and paths:
+            return self._made_object(value, paths[0])
+        raise CannotCarryError
+
+    def _made_object(self, value: Any, path: str) -> Any:
+        """An object of the same class with the attributes that this one had, unless something else is within it."""
+        kind: Any = type(value)
+        made = self.made[id(value)] = object.__new__(kind)
+        for name in attributes(value):
+            copy = self.copies.get(joined(path, name))
+            if copy is not None and not OfDict(attributes(made), name).put(self._held(copy)):
+                raise CannotCarryError
+        for base in kind.__mro__:
+            for name, member in vars(base).items():
+                copy = self.copies.get(joined(path, name)) if isinstance(member, MemberDescriptorType) else None
+                if copy is not None:
+                    OfMember(member, made).put(self._held(copy))
+        return made
+
+    def _held(self, copy: Copy) -> Any:
+        """What one place held, for a new object."""
+        return copy.value if is_plain(copy.place.value) else self._rebuilt(copy.place.value)
+
+
+def _by_memory(places: Iterable[Place]) -> dict[int, set[str]]:
+    """The weights and buffers in each piece of memory."""
+    found: dict[int, set[str]] = {}
+    for place in places:
+        if place.kind in ("weight", "buffer") and isinstance(place.value, torch.Tensor):
+            found.setdefault(_address(place.value), set()).add(place.path)
+    return found
+
+
+def _memory(tensor: Any, known: dict[int, set[str]]) -> set[str]:
+    """The weights and buffers that writing to a tensor would change."""
+    return known.get(_address(tensor), set())
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except Exception:  # sparse, or without memory
+        return id(tensor)
+
+
+def _shared(value: Any) -> bool:
+    """Whether two loops may use the same object: a class, a module, a function without a closure."""
+    if isinstance(value, FunctionType):
+        return value.__closure__ is None
+    return isinstance(value, (type, ModuleType, BuiltinFunctionType))
 
 
 def _plain_copy(value: Any) -> Any:

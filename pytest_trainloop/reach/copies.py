@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.reach import streams
 from pytest_trainloop.reach.places import Place, shown_value
 from pytest_trainloop.reach.slots import Entries, Hooks
 from pytest_trainloop.reach.sorts import sort_of
@@ -57,6 +58,8 @@ class Copy:
                     return False
                 self.place.value[...] = self.kept
             return done
+        if self.sort == "stream":
+            return streams.set_back(self.place.value, self.kept) and done
         if self.sort == "generator":
             set_state(self.place.value, self.kept)
         return done
@@ -80,8 +83,8 @@ def copied(place: Place, names: Mapping[int, str]) -> Copy:
     if sort == "array":
         value = place.value.copy()
         return Copy(place, sort, value, value)
-    if sort == "generator":
-        kept = state_of(place.value)
+    if sort in ("generator", "stream"):
+        kept = state_of(place.value) if sort == "generator" else streams.position(place.value)
         return Copy(place, sort, kept, kept)
     return Copy(place, sort, place.value, place.value)
 
@@ -128,9 +131,14 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors agree bit for bit: NaN is NaN, and the sign of zero counts."""
     if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
         return False
+    a, b = a.detach(), b.detach()
+    if a.layout == torch.sparse_coo:
+        a, b = a.coalesce(), b.coalesce()
+        return a.indices().shape == b.indices().shape and bool(
+            torch.equal(a.indices(), b.indices()) and same_bits(a.values(), b.values())
+        )
     if a.layout != torch.strided or a.is_quantized:
         return False
-    a, b = a.detach(), b.detach()
     if a.is_floating_point() or a.is_complex():
         a, b = a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
     return torch.equal(a, b)

@@ -92,7 +92,7 @@ class Entering:
             below = self.child(naming.joined(path, name), slot, value, place)
             if below is not None and below.kind is None:
                 below.component = top
-        for name in [name for name in held if name not in _MODULE_OWN]:
+        for name in [name for name in held if isinstance(name, str) and name not in _MODULE_OWN]:
             self.child(naming.joined(path, name), OfDict(held, name), held[name], place, waits=True)
         functions.of_class(self.graph, place)
 
@@ -101,11 +101,10 @@ class Entering:
         hooks = slot.get()
         if not hooks:
             return
-        self.graph.add(Place(path, slot, held, "hooks", f"hooks of {within.path}", within.node, within))
-        for key, hook in hooks.items():
-            self.child(
-                f"{path}[{key}]", OfDict(held, key), hook, within, component=f"hooks of {within.path}", waits=True
-            )
+        component = f"hooks of {within.path}"
+        place = self.graph.add(Place(path, slot, held, "hooks", component, within.node, within))
+        for number, (key, hook) in enumerate(hooks.items()):  # keys count the hooks of the whole process
+            self.child(f"{path}[{number}]", OfDict(held, key), hook, place, component=component, waits=True)
 
     def _tensor(self, place: Place) -> None:
         """Gradient, whether it wants one, and hooks of a leaf tensor that may train."""
@@ -123,7 +122,7 @@ class Entering:
         for number, hooks in enumerate(hooks_of(tensor)):
             self._hooks(f"{place.path}.{'_post_accumulate_grad_hooks' if number else '_backward_hooks'}", hooks, place)
         for name, value in list(attributes(tensor).items()):
-            if not name.startswith("_"):
+            if isinstance(name, str) and not name.startswith("_"):
                 self.child(f"{place.path}.{name}", OfDict(attributes(tensor), name), value, place, waits=True)
 
     def _optimizer(self, place: Place) -> None:
@@ -140,8 +139,8 @@ class Entering:
         for below in (groups, state):
             if below is not None:
                 below.waits = False
-        for name in [name for name in held if name not in ("param_groups", "state", *_OPTIMIZER_OWN)]:
-            if not name.startswith("_optimizer_"):
+        for name in [str(name) for name in held if name not in ("param_groups", "state", *_OPTIMIZER_OWN)]:
+            if name in held and not name.startswith("_optimizer_"):
                 self.child(naming.joined(path, name), OfDict(held, name), held[name], place)
         functions.of_class(self.graph, place)
 
@@ -239,7 +238,8 @@ def _entries(held: dict[str, Any], name: str) -> list[tuple[str, Slot, Any]]:
 def _attributes(value: Any) -> list[tuple[str, Slot, Any]]:
     """The attributes in ``__dict__`` and ``__slots__``."""
     held = attributes(value)
-    found: list[tuple[str, Slot, Any]] = [(str(name), OfDict(held, name), held[name]) for name in list(held)]
+    names = [name for name in list(held) if isinstance(name, str) and not name.startswith("__")]
+    found: list[tuple[str, Slot, Any]] = [(name, OfDict(held, name), held[name]) for name in names]
     for kind in type(value).__mro__:
         for name, member in vars(kind).items():
             if type(member) is types.MemberDescriptorType and not name.startswith("__"):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import sys
 import types
 from typing import TYPE_CHECKING, Any
 
+from pytest_trainloop.reach import streams
 from pytest_trainloop.reach.places import Place
-from pytest_trainloop.reach.slots import MISSING, Fixed, OfCell, OfDict
+from pytest_trainloop.reach.slots import MISSING, Fixed, OfCell, OfClass, OfDict
 from pytest_trainloop.reach.sorts import attributes, is_plain, is_project, sort_of
 
 if TYPE_CHECKING:
@@ -89,7 +91,7 @@ def _enter_once(graph: Graph, place: Place, function: Any) -> None:
     if known is not None:
         graph.edges[place.node].append(known[0])
         return
-    below = Place(f"{place.path}:{function.__name__}", Fixed(function), function, within=place, waits=True)
+    below = Place(f"<{function.__name__}>", Fixed(function), function, within=place, waits=True)
     below.node = graph.node(function, below.path)
     graph.edges[place.node].append(below.node)
     graph.queue.append(below)
@@ -138,32 +140,54 @@ def _partial(graph: Graph, place: Place) -> None:
         _named(graph, place, names[i] if i < len(names) else f"args[{i}]", Fixed(value))
     for name in given.keywords:
         _named(graph, place, name, OfDict(given.keywords, name))
-    graph.child(place.path, Fixed(given.func), given.func, place)
+    if isinstance(given.func, types.FunctionType):
+        _enter_once(graph, place, given.func)
+    else:
+        graph.child(_self_name(graph, given.func), Fixed(given.func), given.func, place)
 
 
 def _stream(graph: Graph, place: Place) -> None:
-    """The variables of a generator that has begun and not ended."""
+    """What an iterator iterates over: the variables of a generator that has begun and not ended, the inside of
+    another."""
     frame = getattr(place.value, "gi_frame", None)
     if isinstance(frame, types.FrameType):
         for name, value in list(frame.f_locals.items()):
             if not is_plain(value):
                 _named(graph, place, name, Fixed(value))
+        return
+    for number, inner in enumerate(streams.inside(place.value)):
+        if not is_plain(inner):
+            graph.child(f"{place.path}[{number}]", Fixed(inner), inner, place, component=place.component)
 
 
 def of_class(graph: Graph, place: Place) -> None:
-    """What the methods of a class of the project's read from their globals."""
+    """What the classes of an object keep themselves, and what their methods read from their globals."""
     for kind in type(place.value).__mro__:
-        module = sys.modules.get(kind.__module__)
-        if not _is_project_file(str(getattr(module, "__file__", "")), kind.__module__) or kind is object:
+        if kind is object or not _is_project_class(kind):
             continue
         if id(kind) in graph.known:
             graph.edges[place.node].append(graph.known[id(kind)][0])
             continue
         node = graph.node(kind, kind.__name__)
         graph.edges[place.node].append(node)
-        below = Place(kind.__name__, None, kind, node=node, within=place)
-        for member in list(vars(kind).values()):
+        below = Place(f"<{kind.__name__}>", None, kind, node=node, within=place)
+        for name, member in list(vars(kind).items()):
             if isinstance(member, (staticmethod, classmethod, property)):
                 member = member.fget if isinstance(member, property) else member.__func__
             if isinstance(member, types.FunctionType):
                 _enter_once(graph, below, member)
+            elif not name.startswith("__") and _changes(member):
+                graph.child(f"{kind.__name__}.{name}", OfClass(kind, name), member, below)
+
+
+def _is_project_class(kind: type) -> bool:
+    module = sys.modules.get(kind.__module__)
+    return _is_project_file(str(getattr(module, "__file__", "")), kind.__module__)
+
+
+def _changes(value: Any) -> bool:
+    """Whether an attribute of a class may be kept there to be changed: a number or what holds others, no constant."""
+    sort = sort_of(value)
+    if sort == "scalar":
+        return isinstance(value, (int, float)) and not isinstance(value, enum.Enum)
+    return sort in ("tensor", "array", "generator", "dict", "list", "set", "module", "optimizer")

@@ -80,6 +80,8 @@ class Graph:
             if sort == "tensor" and may_train(value):
                 self.queue.append(place)
             return place
+        if sort == "stream":
+            place.kind = "generator"
         place.waits = waits or sort not in _IMMEDIATE
         if sort in ("module", "optimizer"):
             place.as_kind, place.component = None, place.path

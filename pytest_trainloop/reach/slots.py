@@ -36,6 +36,10 @@ class Slot:
     def take_out(self) -> bool:
         return False
 
+    def same(self) -> tuple[object, ...] | None:
+        """What is equal for two slots that are one place; None where a place cannot be told again."""
+        return None
+
 
 class OfDict(Slot):
     """An entry of a dict, also an attribute in an object's ``__dict__``; methods of subclasses are not called."""
@@ -44,6 +48,9 @@ class OfDict(Slot):
 
     def __init__(self, held: dict[Any, Any], key: Any) -> None:
         self.held, self.key = held, key
+
+    def same(self) -> tuple[object, ...]:
+        return id(self.held), _key(self.key)
 
     def get(self) -> Any:
         return dict.get(self.held, self.key, MISSING)
@@ -58,6 +65,11 @@ class OfDict(Slot):
         return True
 
 
+def _key(key: Any) -> object:
+    """A key that is compared as it is, or by identity where comparing might run the project's code."""
+    return key if type(key) in (str, int) else id(key)
+
+
 def _base(held: dict[Any, Any]) -> Any:
     return OrderedDict if isinstance(held, OrderedDict) else dict
 
@@ -69,6 +81,9 @@ class OfList(Slot):
 
     def __init__(self, held: Any, index: int) -> None:
         self.held, self.index = held, index
+
+    def same(self) -> tuple[object, ...]:
+        return id(self.held), self.index
 
     def get(self) -> Any:
         base = deque if isinstance(self.held, deque) else list
@@ -99,6 +114,9 @@ class OfCell(Slot):
     def __init__(self, cell: CellType) -> None:
         self.cell = cell
 
+    def same(self) -> tuple[object, ...]:
+        return (id(self.cell),)
+
     def get(self) -> Any:
         try:
             return self.cell.cell_contents
@@ -123,6 +141,9 @@ class OfMember(Slot):
     def __init__(self, member: MemberDescriptorType, owner: Any) -> None:
         self.member, self.owner = member, owner
 
+    def same(self) -> tuple[object, ...]:
+        return id(self.owner), self.member.__name__
+
     def get(self) -> Any:
         try:
             return self.member.__get__(self.owner, type(self.owner))
@@ -136,6 +157,30 @@ class OfMember(Slot):
     def take_out(self) -> bool:
         if self.get() is not MISSING:
             self.member.__delete__(self.owner)
+        return True
+
+
+class OfClass(Slot):
+    """An attribute of a class itself."""
+
+    __slots__ = ("kind", "name")
+
+    def __init__(self, kind: type, name: str) -> None:
+        self.kind, self.name = kind, name
+
+    def same(self) -> tuple[object, ...]:
+        return id(self.kind), self.name
+
+    def get(self) -> Any:
+        return vars(self.kind).get(self.name, MISSING)
+
+    def put(self, value: Any) -> bool:
+        type.__setattr__(self.kind, self.name, value)
+        return True
+
+    def take_out(self) -> bool:
+        if self.get() is not MISSING:
+            type.__delattr__(self.kind, self.name)
         return True
 
 
@@ -159,6 +204,9 @@ class OfTensor(Slot):
 
     def __init__(self, tensor: torch.Tensor, name: str) -> None:
         self.tensor, self.name = tensor, name
+
+    def same(self) -> tuple[object, ...]:
+        return id(self.tensor), f".{self.name}"
 
     def get(self) -> Any:
         return getattr(self.tensor, self.name)
@@ -197,6 +245,9 @@ class Entries(Slot):
 
     def __init__(self, held: Any) -> None:
         self.held = held
+
+    def same(self) -> tuple[object, ...]:
+        return id(self.held), "entries"
 
     def get(self) -> Any:
         return shallow(self.held)
@@ -243,6 +294,9 @@ class Hooks(Slot):
 
     def __init__(self, held: dict[Any, Any], is_ours: Callable[[Any], bool]) -> None:
         self.held, self.is_ours = held, is_ours
+
+    def same(self) -> tuple[object, ...]:
+        return id(self.held), "hooks"
 
     def get(self) -> Any:
         return {key: hook for key, hook in dict.items(self.held) if not self.is_ours(hook)}

@@ -40,6 +40,11 @@ class Snapshot:
             self.copies: dict[str, Copy] = {
                 path: copied(place, walked.objects) for path, place in walked.places.items()
             }
+        self.by_slot: dict[object, str] = {}
+        for path, place in walked.places.items():
+            slot = None if place.slot is None else place.slot.same()
+            if slot is not None:
+                self.by_slot.setdefault(slot, path)
 
     def value(self, path: str) -> Any:
         """The value that a leaf had: a copy of a tensor or an array, the state of a generator. Raises ``KeyError``."""
@@ -48,6 +53,16 @@ class Snapshot:
     def object(self, path: str) -> Any:
         """The object that was at a place; the loop's own, with whatever it holds by now."""
         return self.places[path].value
+
+    def path_in(self, other: Snapshot, path: str) -> str:
+        """The path that another snapshot of the same loop has for a place of this one; empty where it has none.
+
+        An object that can be reached in two ways may be named by the other one when more was built.
+        """
+        if path in other.copies or path not in self.places:
+            return path if path in other.copies else ""
+        slot = self.places[path].slot
+        return other.by_slot.get(None if slot is None else slot.same(), "")
 
     def put_back(self, paths: Collection[str] | None = None) -> list[str]:
         """Restore values in the loop that the snapshot is of: the object into its slot, and its value in place, so that
@@ -79,19 +94,24 @@ class Snapshot:
                 self.copies[above.path].into_slot()
 
     def _without(self, paths: Collection[str], now: Walked) -> list[str]:
-        """Take out what has appeared, of a list from its end on; or put back what was in its place."""
-        failed = []
-        found = [now.places[path] for path in paths if path in now.places]
-        for place in sorted(found, key=lambda p: p.slot.index if isinstance(p.slot, OfList) else 0, reverse=True):
-            above: Place | None = place
-            while above is not None and above.path not in self.places:
-                above = above.within
-            known = None if above is None else self.places[above.path]
-            if known is not None and known.value is not now.places[known.path].value:
-                self._into_slot(known.path)
-            elif place.slot is not None and place.kind != "length" and not place.slot.take_out():
-                failed.append(place.path)
-        return failed
+        """Take out what has appeared, with the outermost new object above it, of a list from its end on; or put back
+        what was in its place."""
+        new, found = {}, set(now.places.values())
+        for path in paths:
+            place: Place | None = now.places.get(path)
+            if place is None or (place.slot is not None and place.slot.same() in self.by_slot):
+                continue  # one of this snapshot's places, under another path
+            while place is not None and place.within in found and place.within.path not in self.places:
+                place = place.within
+            if place is None:
+                continue
+            above = None if place.within is None else self.places.get(place.within.path)
+            if above is not None and place.within is not None and above.value is not place.within.value:
+                self._into_slot(above.path)
+            elif place.kind != "length":
+                new[place.path] = place
+        last_first = sorted(new.values(), key=_index, reverse=True)
+        return [place.path for place in last_first if place.slot is None or not place.slot.take_out()]
 
     def carry_over(self, into: Reached, paths: Collection[str] | None = None) -> list[str]:
         """Write copies of the values into the leaves of another loop, by path.
@@ -102,6 +122,10 @@ class Snapshot:
         chosen = [p for p, leaf in self.leaves.items() if leaf.kind != "switch"] if paths is None else list(paths)
         with quiet():
             return Carrying(self.copies, into.walked).carry(chosen)
+
+
+def _index(place: Place) -> int:
+    return place.slot.index if isinstance(place.slot, OfList) else 0
 
 
 @dataclass(slots=True)
@@ -125,13 +149,15 @@ def differences(
     found: list[Difference] = []
     with quiet():
         for path, leaf in before.leaves.items():
-            if path not in after.copies:
+            now = before.path_in(after, path)
+            if not now:
                 found.append(Difference(leaf, before.value(path), None, "vanished"))
-            elif not before.copies[path].is_same(after.copies[path], equal):
-                found.append(Difference(leaf, before.value(path), after.value(path), "changed"))
+            elif not before.copies[path].is_same(after.copies[now], equal):
+                found.append(Difference(leaf, before.value(path), after.value(now), "changed"))
         for path, leaf in after.leaves.items():
-            if path not in before.copies:
+            then = after.path_in(before, path)
+            if not then:
                 found.append(Difference(leaf, None, after.value(path), "appeared"))
-            elif path not in before.leaves and not before.copies[path].is_same(after.copies[path], equal):
-                found.append(Difference(leaf, before.value(path), after.value(path), "changed"))
+            elif then not in before.leaves and not before.copies[then].is_same(after.copies[path], equal):
+                found.append(Difference(leaf, before.value(then), after.value(path), "changed"))
     return found

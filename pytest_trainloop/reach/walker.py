@@ -102,10 +102,12 @@ class _Walk:
         graph.roots.append((place.node, root))
         if known:
             return
-        if root not in _DECLARED and sort_of(given) not in ("function", "method", "partial"):
-            place.path = place.component = graph.variable_names.get(id(given)) or type(given).__name__
-            graph.names[id(given)] = place.path
-        if root in _DECLARED or sort_of(given) not in ("function", "method", "partial"):
+        if root not in _DECLARED and sort_of(given) in ("function", "method", "partial"):
+            place.path = f"<{root}>"
+        else:
+            if root not in _DECLARED:
+                place.path = place.component = graph.variable_names.get(id(given)) or type(given).__name__
+                graph.names[id(given)] = place.path
             graph.add(place)
         graph.queue.append(place)
         if root in _DECLARED:
