@@ -121,6 +121,7 @@ def loop_of(example: str):
             if "batch" in names
             else {"batch": different_batches(1)[0], "batches": names.get("batches", different_batches)}
         )
+        given |= {field: names[field] for field in ("evaluate", "save", "load") if field in names}
         return TrainLoop(model=names["model"], optimizer=names["optimizer"], fit=fit, **given)
 
     return make if "accumulate" in example else lambda: make()

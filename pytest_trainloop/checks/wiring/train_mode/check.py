@@ -56,6 +56,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, check
 from pytest_trainloop.wording import be, some
@@ -90,6 +91,7 @@ CAUSES = {
     "dropout_stays_on": Cause(
         proof="dropout drops entries in a pass that trains nothing, in a module whose training is False",
         repair="F.dropout(x, p, training=self.training)",
+        explains=("evaluation_is_pure:dropout_stays_on",),
         change=("seen",),
     ),
 }
@@ -99,7 +101,18 @@ INSTRUMENT = "pytest_trainloop.tracing.dropout_in_evaluation:DropoutInEvaluation
 
 @check(needs={"fit"}, causes=CAUSES, rank=40, instrument=INSTRUMENT)
 def train_mode(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.wiring.train_mode.evaluations import declared_evaluation, evaluations
+    found = list(_inside_fit(evidence))
+    yield from found
+    if "evaluate" in evidence.offers:
+        try:
+            yield from _declared(evidence)
+        except CannotDecide:
+            if not found:
+                raise
+
+
+def _inside_fit(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.checks.wiring.train_mode.evaluations import evaluations
     from pytest_trainloop.checks.wiring.train_mode.modes import in_eval
     from pytest_trainloop.checks.wiring.train_mode.phases import dropout_in_evaluation
 
@@ -127,7 +140,12 @@ def train_mode(evidence: Evidence) -> Iterator[Finding]:
             culprits=evaluation.modules[:12],
             where=str(evaluation.place),
         )
-    if "evaluate" in evidence.offers and (forward := declared_evaluation(evidence)):
+
+
+def _declared(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.checks.wiring.train_mode.evaluations import declared_evaluation
+
+    if forward := declared_evaluation(evidence):
         modules = forward.in_training
         yield Finding(
             cause="evaluated_in_train",

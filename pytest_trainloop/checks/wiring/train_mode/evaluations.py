@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.wiring.train_mode.line_probe import LineProbe
 from pytest_trainloop.checks.wiring.train_mode.phases import phases
-from pytest_trainloop.errors import UserCodeError
+from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.events import Backward, Event, Move, Step
 from pytest_trainloop.runs.run import fit_of
 from pytest_trainloop.runs.user_traceback import user_error
@@ -18,7 +18,7 @@ from pytest_trainloop.runs.user_traceback import user_error
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_trainloop.finding import Level
+    from pytest_trainloop.finding import Level, UserError
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.recording.events import Forward, Place
     from pytest_trainloop.recording.record import Record
@@ -127,10 +127,11 @@ def declared_evaluation(evidence: Evidence) -> Forward | None:
     """The first forward pass in training mode that the declared ``evaluate`` makes, where it makes a score of it and
     trains nothing of its own.
 
-    Raises ``UserCodeError`` where it raises.
+    Raises ``CannotDecide`` where it raises: that is for ``evaluation_is_pure`` to say.
     """
     watches: list[Watch] = []
     since: list[int] = []
+    raised: list[UserError] = []
 
     def then_evaluate(loop: TrainLoop) -> Callable[[Any], Any]:
         own, evaluate = fit_of(loop), loop.evaluate
@@ -142,7 +143,7 @@ def declared_evaluation(evidence: Evidence) -> Forward | None:
                 try:
                     evaluate()
                 except Exception as error:
-                    raise UserCodeError(user_error(error, "evaluate"), one_check=True) from error
+                    raised.append(user_error(error, "evaluate"))
 
         return fit
 
@@ -151,6 +152,8 @@ def declared_evaluation(evidence: Evidence) -> Forward | None:
     record = evidence.rerun(plan)
     if not since:  # fit raised: it may not stand so few batches
         plan, record = whole, evidence.rerun(whole)
+    if raised:
+        raise CannotDecide(f"evaluate raised {raised[0].summary} (see evaluation_is_pure)")
     if not since or any(b.at > since[0] for b in record.of(Backward)):
         return None
     forwards = [f for f in record.root_forwards() if f.at > since[0]]

@@ -1,0 +1,221 @@
+"""Runs with ``evaluate()`` at their cut, with some of what it leaves put back after it."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_trainloop.checks.state.evaluation_is_pure.changed_at import ChangedAt, Probe
+from pytest_trainloop.checks.state.evaluation_is_pure.generators import Seed, global_states, noted_seeds
+from pytest_trainloop.errors import UserCodeError
+from pytest_trainloop.reach.snapshot import differences
+from pytest_trainloop.reach.walk import Reach
+from pytest_trainloop.recording.function_mode import FunctionMode
+from pytest_trainloop.recording.hooks import before_steps
+from pytest_trainloop.recording.source import NOWHERE, here
+from pytest_trainloop.runs.halves import halves
+from pytest_trainloop.runs.hooks import hooked
+from pytest_trainloop.runs.user_traceback import raised, user_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    from pytest_trainloop.finding import UserError
+    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.reach.snapshot import Difference, Snapshot
+    from pytest_trainloop.recording.events import Place
+    from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.runs.halves import Halves
+
+LOWER = frozenset({"half", "bfloat16", "float", "to", "type", "double"})
+"""Calls that cast a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """``evaluate()`` raised."""
+
+    error: UserError
+    kind: type[BaseException]
+    where: str
+    steps: int
+    """Optimizer steps before it."""
+
+    @property
+    def before_first_step(self) -> bool:
+        return self.steps == 0
+
+
+class EvaluateRaised(UserCodeError):
+    """Carries what ``evaluate()`` raised out of a run."""
+
+    def __init__(self, what: Raised) -> None:
+        super().__init__(what.error, one_check=True)
+        self.what = what
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one run with ``evaluate()`` at its cut showed."""
+
+    differences: list[Difference] = field(default_factory=list)
+    stepped: list[Place] = field(default_factory=list)
+    """The lines of the optimizer steps inside it."""
+    holders: list[tuple[str, ...]] = field(default_factory=list)
+    """The paths that hold the bits of each weight that differs."""
+    inference: tuple[str, ...] = ()
+    """Paths of inference tensors that were not there before."""
+    entering: dict[str, object] = field(default_factory=dict)
+    """The states of the global generators before it."""
+    leaving: dict[str, object] = field(default_factory=dict)
+    seeded: list[Seed] = field(default_factory=list)
+    """Calls that seed a global generator, with their lines."""
+    casts: bool = False
+    """Whether it casts a weight: a run in float64 undoes that."""
+    began: int = 0
+    """The position in the record at which it began."""
+    ended: int = 0
+    tested: bool = False
+    """Whether a module was called in evaluation mode."""
+    cut: str = ""
+    """What the reach left out."""
+    broken: Exception | None = None
+    """An exception of this package."""
+    place: Place = NOWHERE
+
+
+@dataclass(slots=True)
+class Run:
+    """A run and what was seen at its cut."""
+
+    halves: Halves
+    seen: Seen
+
+
+class Interposed:
+    """Makes the runs of one loop at one cut: between two calls of ``fit``, before the first step, inside one call."""
+
+    def __init__(self, evidence: Evidence, *, double: bool, **options: Any) -> None:
+        self._evidence = evidence
+        self.double = double
+        self._options = options
+
+    def also(self, **options: Any) -> Interposed:
+        """The same with further options of its runs."""
+        return Interposed(self._evidence, double=self.double, **{**self._options, **options})
+
+    def up_to_cut(self) -> Interposed:
+        """The same without what comes after the cut, where ``fit`` is called anew there."""
+        return self if self._options.get("inside") else self.also(after=())
+
+    def run(
+        self,
+        put_back: Callable[[Difference], bool] = lambda difference: difference.leaf.kind == "generator",
+        *,
+        watched: Collection[str] = (),
+        times: int = 1,
+        **options: Any,
+    ) -> Run:
+        """One run, with those of the differences put back of which ``put_back`` says so.
+
+        ``watched`` are paths that the user's line is looked for at which one of them changes. ``times`` is how often
+        ``evaluate()`` is called. Raises ``EvaluateRaised``.
+        """
+        seen = Seen()
+
+        def between(loop: TrainLoop, watch: Watch) -> None:
+            _evaluate(loop, watch, seen, put_back, watched, times)
+
+        made = halves(self._evidence, between, **{"double": self.double, **self._options, **options})
+        if seen.broken is not None:
+            raise seen.broken
+        return Run(made, seen)
+
+
+def _evaluate(
+    loop: TrainLoop,
+    watch: Watch,
+    seen: Seen,
+    put_back: Callable[[Difference], bool],
+    watched: Collection[str],
+    times: int,
+) -> None:
+    with _ours(watch, seen):
+        before = Reach.of(loop).snapshot()
+        kept = _inference_tensors(before)
+    seen.began = watch.tick()
+    seen.entering = global_states()
+    line = ChangedAt(Probe(watched, before, watch).changed)
+    with _noted(seen), line.watching() if watched else contextlib.nullcontext():
+        for _ in range(times):
+            _call(loop, watch)
+    seen.ended = watch.tick()
+    seen.place = line.place
+    seen.leaving = global_states()
+    forwards = [f for f in watch.record.root_forwards() if f.at > seen.began]
+    seen.tested = any(not f.training or f.in_eval for f in forwards)
+    with _ours(watch, seen):
+        reach = Reach.of(loop)
+        after = reach.snapshot()
+        seen.cut = reach.cut
+        seen.differences = differences(before, after)
+        seen.inference = tuple(path for path in _inference_tensors(after) if path not in kept)
+        weights = [d.leaf.path for d in seen.differences if d.leaf.kind == "weight"]
+        seen.holders = [tuple(reach.holders(reach.value(path))) for path in weights[:4]]
+        before.put_back([d.leaf.path for d in seen.differences if put_back(d)])
+
+
+def _call(loop: TrainLoop, watch: Watch) -> None:
+    assert loop.evaluate is not None
+    try:
+        loop.evaluate()
+    except Exception as error:
+        where = raised(error).place
+        steps = watch.record.steps
+        what = Raised(user_error(error, "evaluate"), type(error), str(where) if where.file else "", steps)
+        raise EvaluateRaised(what) from error
+
+
+@contextlib.contextmanager
+def _ours(watch: Watch, seen: Seen) -> Iterator[None]:
+    """Around code of this package inside a run: what it raises is no exception of ``fit``."""
+    try:
+        with watch.suspended():
+            yield
+    except Exception as error:
+        seen.broken = error
+
+
+@contextlib.contextmanager
+def _noted(seen: Seen) -> Iterator[None]:
+    """Note the steps, the seeds and the casts that are made inside."""
+
+    def stepping(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        seen.stepped.append(here()[0])
+
+    with hooked(before_steps(stepping)), noted_seeds(seen.seeded.append), _Casts(seen):
+        yield
+
+
+class _Casts(FunctionMode):
+    """Notes whether a weight is cast."""
+
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in LOWER and args and isinstance(args[0], torch.nn.Parameter):
+            asked = next((a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype)), None)
+            self._seen.casts |= name in ("half", "bfloat16") or asked in (torch.float16, torch.bfloat16)
+        return super().call(name, func, args, kwargs)
+
+
+def _inference_tensors(snapshot: Snapshot) -> Collection[str]:
+    """Paths of tensors made under ``torch.inference_mode()``, which no backward pass may use."""
+    held = ((path, snapshot.object(path)) for path in snapshot.leaves)
+    return [path for path, value in held if isinstance(value, torch.Tensor) and value.is_inference()]

@@ -1,0 +1,524 @@
+"""Evaluations that leave buffers, attributes, switches of the process, data or seeds changed."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops import data
+from tests.loops.nets import mlp, relu_mlp
+from tests.loops.pairs import pair
+
+CHECK = "evaluation_is_pure"
+
+
+def looped(model, optimizer, loss_of, evaluate, batch, **fields):
+    def fit(batches):
+        for given in batches:
+            optimizer.zero_grad()
+            loss_of(given).backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=fit, evaluate=evaluate, **fields)
+
+
+# A policy net that normalises what it observes by running statistics, those of evaluation too.
+
+
+class Normalised(nn.Module):
+    def __init__(self, asking):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("count", torch.tensor(1e-4))
+        self.head = mlp(6, 16, 3)
+        self.asking = asking
+
+    def forward(self, x):
+        if self.training or not self.asking:
+            self.count += len(x)
+            self.mean += (x - self.mean).sum(0).detach() / self.count
+        return self.head(x - self.mean)
+
+
+def observing(asking):
+    def make():
+        model = Normalised(asking)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        x, y = data.labelled(seed=5)
+
+        def evaluate():
+            model.eval()
+            with torch.no_grad():
+                score = F.cross_entropy(model(x + 2.0), y).item()
+            model.train()
+            return score
+
+        return looped(model, optimizer, lambda b: F.cross_entropy(model(b[0]), b[1]), evaluate, data.labelled())
+
+    return make
+
+
+pair(
+    "observations_of_evaluation_counted",
+    CHECK,
+    "buffers_moved_by_evaluation",
+    culprits=("model.mean",),
+    where="self.count += len(x)",
+    faulty=observing(asking=False),
+    fixed=observing(asking=True),
+    quick=True,
+)
+
+
+# Vector quantisation whose code book follows the vectors that it is given.
+
+
+class Codes(nn.Module):
+    def __init__(self, asking):
+        super().__init__()
+        self.encode, self.decode = nn.Linear(6, 4), nn.Linear(4, 6)
+        self.register_buffer("book", torch.randn(8, 4))
+        self.asking = asking
+
+    def forward(self, x):
+        z = self.encode(x)
+        nearest = torch.cdist(z, self.book).argmin(1)
+        if self.training or not self.asking:
+            with torch.no_grad():
+                chosen = F.one_hot(nearest, 8).to(z.dtype)
+                mean = chosen.T @ z / chosen.sum(0).clamp_min(1).unsqueeze(1)
+                used = chosen.sum(0) > 0
+                self.book = torch.where(used.unsqueeze(1), 0.9 * self.book + 0.1 * mean, self.book)
+        q = self.book[nearest]
+        return self.decode(z + (q - z).detach()), F.mse_loss(z, q)
+
+
+def quantised(asking):
+    def make():
+        model = Codes(asking)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        held_out = data.table(seed=5)[0] * 2
+
+        def loss_of(batch):
+            out, commitment = model(batch[0])
+            return F.mse_loss(out, batch[0]) + 0.25 * commitment
+
+        @torch.no_grad()
+        def evaluate():
+            model.eval()
+            value = F.mse_loss(model(held_out)[0], held_out).item()
+            model.train()
+            return value
+
+        return looped(model, optimizer, loss_of, evaluate, data.table())
+
+    return make
+
+
+pair(
+    "code_book_moves_in_evaluation",
+    CHECK,
+    "buffers_moved_by_evaluation",
+    culprits=("model.book",),
+    where="self.book = torch.where",
+    faulty=quantised(asking=False),
+    fixed=quantised(asking=True),
+)
+
+
+# A recurrent model that carries its hidden state from batch to batch.
+
+
+class Carrying(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.GRU(1, 12, batch_first=True), nn.Linear(12, 1)
+        self.hidden = None
+
+    def forward(self, x):
+        out, hidden = self.cell(x, self.hidden)
+        self.hidden = hidden.detach()
+        return self.head(out[:, -1])
+
+
+def carried(restoring):
+    def make():
+        model = Carrying()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        x, y = data.series(seed=5)
+
+        def evaluate():
+            hidden, model.hidden = (model.hidden, None) if restoring else (None, model.hidden)
+            with torch.no_grad():
+                loss = F.mse_loss(model(x), y).item()
+            if restoring:
+                model.hidden = hidden
+            return loss
+
+        return looped(model, optimizer, lambda b: F.mse_loss(model(b[0]), b[1]), evaluate, data.series())
+
+    return make
+
+
+pair(
+    "hidden_state_of_validation_carried_on",
+    CHECK,
+    "state_left",
+    culprits=("model.hidden",),
+    where="self.hidden = hidden.detach()",
+    faulty=carried(restoring=False),
+    fixed=carried(restoring=True),
+    quick=True,
+)
+
+
+# The weight of the KL term grows with the number of forward passes, those of validation among them.
+
+
+class Annealed(nn.Module):
+    def __init__(self, asking):
+        super().__init__()
+        self.encoder, self.decoder = mlp(6, 16, 8), mlp(4, 16, 6)
+        self.seen = 0
+        self.asking = asking
+
+    def forward(self, x):
+        mean, log_var = self.encoder(x).chunk(2, 1)
+        if self.training or not self.asking:
+            self.seen += 1
+        z = mean + torch.randn_like(mean) * (0.5 * log_var).exp() if self.training else mean
+        kl = -0.5 * (1 + log_var - mean**2 - log_var.exp()).sum(1).mean()
+        return F.mse_loss(self.decoder(z), x) + min(1.0, self.seen / 20) * kl
+
+
+def annealed(asking):
+    def make():
+        model = Annealed(asking)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        held_out = [data.table(seed=n)[0] for n in (5, 6)]
+
+        def evaluate():
+            model.eval()
+            with torch.no_grad():
+                losses = [model(x).item() for x in held_out]
+            model.train()
+            return sum(losses)
+
+        return looped(model, optimizer, lambda b: model(b[0]), evaluate, data.table())
+
+    return make
+
+
+pair(
+    "annealing_counts_validation",
+    CHECK,
+    "state_left",
+    culprits=("model.seen",),
+    where="self.seen += 1",
+    mentions=("model.seen was 3 before evaluate() and is 5 after it",),
+    faulty=annealed(asking=False),
+    fixed=annealed(asking=True),
+)
+
+
+# Gradients are switched off for a faster evaluation, on the parameters themselves.
+
+
+def frozen_for_evaluation(thawing):
+    def make():
+        model = nn.Sequential(mlp(6, 16, 16), nn.Linear(16, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, y = data.labelled(seed=5)
+
+        def evaluate():
+            model[0].requires_grad_(False)
+            score = F.cross_entropy(model(x), y).item()
+            if thawing:
+                model[0].requires_grad_(True)
+            return score
+
+        return looped(model, optimizer, lambda b: F.cross_entropy(model(b[0]), b[1]), evaluate, data.labelled())
+
+    return make
+
+
+pair(
+    "frozen_by_evaluation",
+    CHECK,
+    "state_left",
+    culprits=("model.0.0.weight.requires_grad",),
+    where="model[0].requires_grad_(False)",
+    faulty=frozen_for_evaluation(thawing=False),
+    fixed=frozen_for_evaluation(thawing=True),
+)
+
+
+# `set_grad_enabled(False)` called as a function.
+
+
+def switched(in_a_block):
+    def make():
+        model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        x, y = data.table(seed=5)
+
+        def evaluate():
+            if in_a_block:
+                with torch.set_grad_enabled(False):
+                    return F.mse_loss(model(x), y).item()
+            torch.set_grad_enabled(False)
+            return F.mse_loss(model(x), y).item()
+
+        return looped(model, optimizer, lambda b: F.mse_loss(model(b[0]), b[1]), evaluate, data.table())
+
+    return make
+
+
+pair(
+    "gradients_left_switched_off",
+    CHECK,
+    "switch_left",
+    culprits=("torch.is_grad_enabled()",),
+    where="torch.set_grad_enabled(False)",
+    faulty=switched(in_a_block=False),
+    fixed=switched(in_a_block=True),
+    quick=True,
+)
+
+
+# Standardised in place: the first evaluation changes the data that training draws its batches from.
+
+
+def standardised(in_place):
+    def make():
+        model = mlp(6, 16, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        inputs, targets = data.table(rows=32)
+        inputs = 3.0 * inputs + 1.0
+
+        def draw(n):
+            for i in range(n):
+                rows = torch.arange(8) + 8 * (i % 4)
+                yield inputs[rows], targets[rows]
+
+        @torch.no_grad()
+        def evaluate():
+            x = inputs if in_place else inputs.clone()
+            x -= x.mean(0)
+            x /= x.std(0)
+            return F.mse_loss(model(x), targets).item()
+
+        return looped(model, optimizer, lambda b: F.mse_loss(model(b[0]), b[1]), evaluate, None, batches=draw)
+
+    return make
+
+
+pair(
+    "data_standardised_in_place",
+    CHECK,
+    "data_changed",
+    where="x -= x.mean(0)",
+    faulty=standardised(in_place=True),
+    fixed=standardised(in_place=False),
+    quick=True,
+)
+
+
+# A table of rotations is made at the first call and kept; a validation before training makes it in inference mode.
+
+
+class Rotated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.table = None
+
+    def forward(self, x):
+        if self.table is None or len(self.table) < len(x):
+            self.table = torch.outer(torch.arange(len(x)) / 10, torch.ones(8)).cos()
+        return self.head(self.project(x) * self.table[: len(x)])
+
+
+def cached(no_grad):
+    def make():
+        model = Rotated()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        x, y = data.labelled(rows=24, seed=5)
+
+        def evaluate():
+            with torch.no_grad() if no_grad else torch.inference_mode():
+                return F.cross_entropy(model(x), y).item()
+
+        return looped(model, optimizer, lambda b: F.cross_entropy(model(b[0]), b[1]), evaluate, data.labelled())
+
+    return make
+
+
+pair(
+    "table_cached_in_inference_mode",
+    CHECK,
+    "inference_tensor_kept",
+    culprits=("model.table",),
+    faulty=cached(no_grad=False),
+    fixed=cached(no_grad=True),
+    quick=True,
+)
+
+
+# Samples are shown after each epoch, always from the same noise.
+
+
+def sampled(own_generator):
+    def make():
+        generator = mlp(4, 16, 2)
+        optimizer = torch.optim.Adam(generator.parameters(), lr=5e-3)
+
+        def loss_of(real):
+            fake = generator(torch.randn(len(real), 4))
+            return (torch.cdist(fake, real).mean() - 0.5 * torch.cdist(fake, fake).mean()).abs()
+
+        @torch.no_grad()
+        def show_samples():
+            if own_generator:
+                noise = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+            else:
+                torch.manual_seed(0)
+                noise = torch.randn(4, 4)
+            return generator(noise).tolist()
+
+        return looped(generator, optimizer, loss_of, show_samples, data.ring())
+
+    return make
+
+
+pair(
+    "samples_seed_training",
+    CHECK,
+    "reseeds",
+    where="torch.manual_seed(0)",
+    culprits=("torch.manual_seed()",),
+    faulty=sampled(own_generator=False),
+    fixed=sampled(own_generator=True),
+    quick=True,
+)
+
+
+# Functional dropout without its switch.
+
+
+class Dropping(nn.Module):
+    def __init__(self, switched_off):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 3)
+        self.switched_off = switched_off
+
+    def forward(self, x):
+        h = F.relu(self.first(x))
+        h = F.dropout(h, 0.4, self.training) if self.switched_off else F.dropout(h, 0.4)
+        return self.second(h)
+
+
+def dropping(switched_off):
+    def make():
+        model = Dropping(switched_off)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        x, y = data.labelled(seed=5)
+
+        def evaluate():
+            model.eval()
+            with torch.no_grad():
+                score = (model(x).argmax(1) == y).float().mean().item()
+            model.train()
+            return score
+
+        return looped(model, optimizer, lambda b: F.cross_entropy(model(b[0]), b[1]), evaluate, data.labelled())
+
+    return make
+
+
+pair(
+    "dropout_in_evaluate",
+    CHECK,
+    "dropout_stays_on",
+    where="F.dropout(h, 0.4)",
+    faulty=dropping(switched_off=False),
+    fixed=dropping(switched_off=True),
+    quick=True,
+)
+
+
+# The first evaluation comes late, and its path through the loss was never taken: no step is passed there.
+
+
+def passes_step(step_given):
+    def make():
+        model = relu_mlp(6, 16, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        x, y = data.table(seed=5)
+        steps = [0]
+
+        def loss_of(batch, step=None):
+            out = model(batch[0])
+            if step % 500 == 0:
+                out.mean().item()
+            return F.mse_loss(out, batch[1])
+
+        def counted(batch):
+            steps[0] += 1
+            return loss_of(batch, steps[0])
+
+        def evaluate():
+            with torch.no_grad():
+                return loss_of((x, y), steps[0] if step_given else None).item()
+
+        return looped(model, optimizer, counted, evaluate, data.table())
+
+    return make
+
+
+pair(
+    "step_is_none_in_evaluation",
+    CHECK,
+    "evaluation_raised",
+    where="if step % 500 == 0",
+    mentions=("TypeError",),
+    faulty=passes_step(step_given=False),
+    fixed=passes_step(step_given=True),
+    quick=True,
+)
+
+
+# The moments are lost: the optimizer is loaded with the state of the best epoch.
+
+
+def reloaded(kept):
+    def make():
+        model = relu_mlp(6, 16, 3)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        fresh = copy.deepcopy(optimizer.state_dict())
+        x, y = data.labelled(seed=5)
+
+        def evaluate():
+            with torch.no_grad():
+                score = F.cross_entropy(model(x), y).item()
+            if not kept:
+                optimizer.load_state_dict(fresh)
+            return score
+
+        return looped(model, optimizer, lambda b: F.cross_entropy(model(b[0]), b[1]), evaluate, data.labelled())
+
+    return make
+
+
+pair(
+    "moments_reset_by_evaluation",
+    CHECK,
+    "state_left",
+    where="optimizer.load_state_dict(fresh)",
+    faulty=reloaded(kept=False),
+    fixed=reloaded(kept=True),
+)

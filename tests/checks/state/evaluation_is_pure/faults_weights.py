@@ -1,0 +1,440 @@
+"""Evaluations that leave other weights, gradients or modes behind."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops import data
+from tests.loops.nets import mlp, relu_mlp
+from tests.loops.pairs import pair
+
+CHECK = "evaluation_is_pure"
+
+
+def train(model, optimizer, batches, after=lambda: None):
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        after()
+
+
+def accuracy(model, held_out):
+    x, y = held_out
+    with torch.no_grad():
+        return (model(x).argmax(1) == y).float().mean().item()
+
+
+# An average of the weights, swapped in for validation by hand, as in many copies of one class.
+
+
+class EMA:
+    def __init__(self, model, decay=0.9):
+        self.model, self.decay = model, decay
+        self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.backup = {}
+
+    @torch.no_grad()
+    def update(self):
+        for name, p in self.model.named_parameters():
+            self.shadow[name].lerp_(p, 1 - self.decay)
+
+    def apply_shadow(self):
+        for name, p in self.model.named_parameters():
+            self.backup[name] = p.data
+            p.data = self.shadow[name].clone()
+
+    def restore(self):
+        for name, p in self.model.named_parameters():
+            p.data = self.backup[name]
+        self.backup = {}
+
+
+def averaged(restoring):
+    def make():
+        model = relu_mlp(6, 16, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ema = EMA(model)
+        held_out = data.labelled(seed=5)
+
+        def evaluate():
+            ema.apply_shadow()
+            score = accuracy(model, held_out)
+            if restoring:
+                ema.restore()
+            return score
+
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.labelled(),
+            fit=lambda batches: train(model, optimizer, batches, after=ema.update),
+            evaluate=evaluate,
+        )
+
+    return make
+
+
+pair(
+    "average_swapped_in_for_good",
+    CHECK,
+    "weights_left",
+    culprits=("model.0.weight",),
+    where="p.data = self.shadow[name].clone()",
+    mentions=("ema.shadow",),
+    faulty=averaged(restoring=False),
+    fixed=averaged(restoring=True),
+    quick=True,
+)
+
+
+# `state_dict()` keeps the live tensors: loading the average over them, and "back", leaves the average.
+
+
+def stashed(keep):
+    def make():
+        model = relu_mlp(6, 16, 3)
+        average = torch.optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.8)
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        held_out = data.labelled(seed=5)
+
+        def validate():
+            kept = keep(model.state_dict())
+            model.load_state_dict(average.module.state_dict())
+            try:
+                return accuracy(model, held_out)
+            finally:
+                model.load_state_dict(kept)
+
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.labelled(),
+            fit=lambda batches: train(model, optimizer, batches, after=lambda: average.update_parameters(model)),
+            evaluate=validate,
+        )
+
+    return make
+
+
+pair(
+    "stashed_without_a_copy",
+    CHECK,
+    "weights_left",
+    culprits=("model.2.bias",),
+    where="model.load_state_dict(average",
+    mentions=("average.module",),
+    faulty=stashed(keep=lambda state: state),
+    fixed=stashed(keep=copy.deepcopy),
+)
+
+
+# The best weights so far are loaded for the test score, and training goes on from there.
+
+
+class Fitter:
+    def __init__(self, restoring):
+        self.model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
+        self.first = copy.deepcopy(self.model.state_dict())
+        self.held_out = data.labelled(seed=5)
+        self.restoring = restoring
+
+    def fit(self, batches):
+        train(self.model, self.optimizer, batches)
+
+    def test(self):
+        """How far the model has come from where it began."""
+        kept = copy.deepcopy(self.model.state_dict())
+        now = accuracy(self.model, self.held_out)
+        self.model.load_state_dict(self.first)
+        before = accuracy(self.model, self.held_out)
+        if self.restoring:
+            self.model.load_state_dict(kept)
+        return now - before
+
+
+def compared(restoring):
+    def make():
+        fitter = Fitter(restoring)
+        return TrainLoop(
+            model=fitter.model,
+            optimizer=fitter.optimizer,
+            batch=data.labelled(),
+            fit=fitter.fit,
+            evaluate=fitter.test,
+        )
+
+    return make
+
+
+pair(
+    "first_weights_left_in_place",
+    CHECK,
+    "weights_left",
+    culprits=("model.0.weight",),
+    where="self.model.load_state_dict(self.first)",
+    faulty=compared(restoring=False),
+    fixed=compared(restoring=True),
+)
+
+
+# The model is cast for a fast evaluation, and cast back: what half precision cannot hold is gone.
+
+
+def cast(apart):
+    def make():
+        model = relu_mlp(6, 16, 3)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        x, y = data.labelled(seed=5)
+
+        def evaluate():
+            net = copy.deepcopy(model) if apart else model
+            net.bfloat16()
+            with torch.no_grad():
+                score = (net(x.bfloat16()).argmax(1) == y).float().mean().item()
+            if not apart:
+                net.float()
+            return score
+
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.labelled(),
+            fit=lambda batches: train(model, optimizer, batches),
+            evaluate=evaluate,
+        )
+
+    return make
+
+
+pair(
+    "cast_to_half_and_back",
+    CHECK,
+    "weights_left",
+    culprits=("model.0.weight",),
+    where="net.bfloat16()",
+    faulty=cast(apart=False),
+    fixed=cast(apart=True),
+)
+
+
+# Test-time adaptation: the entropy of predictions is minimised on the test batch.
+
+
+def adapted(apart):
+    def make():
+        model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        x, y = data.labelled(seed=5)
+
+        def evaluate():
+            net = copy.deepcopy(model) if apart else model
+            adapting = torch.optim.SGD(net[1].parameters(), lr=0.05)
+            for _ in range(2):
+                probabilities = net(x).softmax(1)
+                entropy = -(probabilities * probabilities.log()).sum(1).mean()
+                adapting.zero_grad()
+                entropy.backward()
+                adapting.step()
+            return accuracy(net, (x, y))
+
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.labelled(),
+            fit=lambda batches: train(model, optimizer, batches),
+            evaluate=evaluate,
+        )
+
+    return make
+
+
+pair(
+    "adapted_at_test_time_in_place",
+    CHECK,
+    "evaluation_trains",
+    culprits=("model.1.weight", "model.1.bias"),
+    where="adapting.step()",
+    faulty=adapted(apart=False),
+    fixed=adapted(apart=True),
+    quick=True,
+)
+
+
+# One routine for both phases: `train=False` is not asked before the step.
+
+
+class Runner:
+    def __init__(self, asking):
+        self.net = mlp(6, 24, 3)
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=5e-3)
+        self.asking = asking
+
+    def epoch(self, batches, training):
+        total = 0.0
+        for x, y in batches:
+            loss = F.cross_entropy(self.net(x), y)
+            if training or not self.asking:
+                self.optimizer.zero_grad()
+                loss.backward()
+                self.optimizer.step()
+            total += loss.item()
+        return total
+
+
+def shared_epoch(asking):
+    def make():
+        runner = Runner(asking)
+        held_out = [data.labelled(seed=n) for n in (5, 6)]
+        return TrainLoop(
+            model=runner.net,
+            optimizer=runner.optimizer,
+            batch=data.labelled(),
+            fit=lambda batches: runner.epoch(batches, training=True),
+            evaluate=lambda: runner.epoch(held_out, training=False),
+        )
+
+    return make
+
+
+pair(
+    "validation_takes_steps",
+    CHECK,
+    "evaluation_trains",
+    where="self.optimizer.step()",
+    faulty=shared_epoch(asking=False),
+    fixed=shared_epoch(asking=True),
+)
+
+
+# A robust accuracy under FGSM; gradients are cleared after the step, as in most loops over micro-batches.
+
+
+def attacked(by_grad):
+    def make():
+        model = relu_mlp(6, 16, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, y = data.labelled(seed=5)
+
+        def fit(batches):
+            for inputs, labels in batches:
+                F.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def robust_accuracy():
+            clean = x.clone().requires_grad_()
+            loss = F.cross_entropy(model(clean), y)
+            if by_grad:
+                (slope,) = torch.autograd.grad(loss, clean)
+            else:
+                loss.backward()
+                slope = clean.grad
+            return accuracy(model, (x + 0.1 * slope.sign(), y))
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit, evaluate=robust_accuracy)
+
+    return make
+
+
+pair(
+    "attack_leaves_gradients",
+    CHECK,
+    "gradients_left",
+    culprits=("model.0.weight",),
+    where="loss.backward()",
+    faulty=attacked(by_grad=False),
+    fixed=attacked(by_grad=True),
+    quick=True,
+)
+
+
+# `eval()` and no `train()`: the training loop relies on how it found the model.
+
+
+def left_in_eval(restoring):
+    def make():
+        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        held_out = data.labelled(seed=5)
+
+        def evaluate():
+            was = model.training
+            model.eval()
+            score = accuracy(model, held_out)
+            if restoring:
+                model.train(was)
+            return score
+
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.labelled(),
+            fit=lambda batches: train(model, optimizer, batches),
+            evaluate=evaluate,
+        )
+
+    return make
+
+
+pair(
+    "eval_mode_left_by_evaluate",
+    CHECK,
+    "mode_left",
+    culprits=("model.1",),
+    where="model.eval()",
+    faulty=left_in_eval(restoring=False),
+    fixed=left_in_eval(restoring=True),
+    quick=True,
+)
+
+
+# The part that was frozen for fine-tuning comes out of evaluation in training mode.
+
+
+def mode_of_a_part(restoring):
+    def make():
+        model = nn.Sequential(
+            nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU()), nn.Dropout(0.2), nn.Linear(16, 3)
+        )
+        model[0].eval()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        held_out = data.labelled(seed=5)
+
+        def evaluate():
+            modes = {module: module.training for module in model.modules()}
+            model.eval()
+            score = accuracy(model, held_out)
+            model.train()
+            if restoring:
+                for module, mode in modes.items():
+                    module.training = mode
+            return score
+
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.labelled(),
+            fit=lambda batches: train(model, optimizer, batches),
+            evaluate=evaluate,
+        )
+
+    return make
+
+
+pair(
+    "train_mode_left_on_a_frozen_norm",
+    CHECK,
+    "mode_left",
+    culprits=("model.0.1",),
+    faulty=mode_of_a_part(restoring=False),
+    fixed=mode_of_a_part(restoring=True),
+)
