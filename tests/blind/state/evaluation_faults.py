@@ -706,37 +706,40 @@ def rotary_cache():
 )
 def best_state_solver():
     class Solver:
-        def __init__(self):
+        def __init__(self, valid_every=5):
             self.train_loader, self.val_loader = loaders()
             self.model = mlp(norm=True)
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.3, momentum=0.9)
-            self.best_loss, self.best_state = float("inf"), copy.deepcopy(self.model.state_dict())
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+            self.valid_every, self.steps, self.best_loss = valid_every, 0, float("inf")
+            self.keep_best()
+
+        @torch.no_grad()
+        def keep_best(self):
+            self.model.eval()
+            loss = sum(F.cross_entropy(self.model(x), y).item() for x, y in self.val_loader)
+            self.model.train()
+            if loss < self.best_loss:
+                self.best_loss, self.best_state = loss, copy.deepcopy(self.model.state_dict())
 
         def train(self, batches):
-            train_steps(self.model, self.optimizer, batches)
+            self.model.train()
+            for x, y in batches:
+                self.optimizer.zero_grad()
+                F.cross_entropy(self.model(x), y).backward()
+                self.optimizer.step()
+                self.steps += 1
+                if self.steps % self.valid_every == 0:
+                    self.keep_best()
 
         @torch.no_grad()
-        def valid(self):
-            self.model.eval()
-            return sum(F.cross_entropy(self.model(x), y).item() for x, y in self.val_loader)
-
         def evaluate(self):
-            loss = self.valid()
-            if loss < self.best_loss:
-                self.best_loss = loss
-                self.best_state = copy.deepcopy(self.model.state_dict())
-            return self.report()
-
-        @torch.no_grad()
-        def report(self):
             self.model.load_state_dict(self.best_state)
             self.model.eval()
             hits = sum((self.model(x).argmax(1) == y).sum().item() for x, y in self.val_loader)
             self.model.train()
-            return hits / 32
+            return {"accuracy": hits / len(self.val_loader.dataset), "loss": self.best_loss}
 
     solver = Solver()
-    solver.best_loss = solver.valid()
     return TrainLoop(
         model=solver.model,
         optimizer=solver.optimizer,
