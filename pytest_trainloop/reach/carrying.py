@@ -89,7 +89,8 @@ class Carrying:
         if slot is None or kind is None:
             return kind is None
         if isinstance(slot, Entries):
-            return slot.put(self._entries(copy.kept))
+            alike = kind == "length" and self._has_the_entries(copy.kept, slot.get())
+            return alike or slot.put(self._entries(copy.kept))
         if isinstance(slot, Hooks):
             return bool(len(slot.get()) == copy.value)  # functions of the other loop's objects
         if kind == "reference":
@@ -115,6 +116,12 @@ class Carrying:
             return True
         return held is copy.value or self._replace(place, copy.value)
 
+    def _has_the_entries(self, kept: Any, there: Any) -> bool:
+        """Whether a container has as many entries, or entries by the same names: those are carried one by one."""
+        if isinstance(kept, dict) and isinstance(there, dict):
+            return list(map(_same_key, there)) == [_same_key(self._rebuilt(key)) for key in kept]
+        return len(kept) == len(there) and not isinstance(kept, set)
+
     def _replace(self, place: Place, value: Any) -> bool:
         if isinstance(place.slot, Fixed):
             return self._create(self.copies[place.path].place) if place.path in self.copies else False
@@ -132,9 +139,10 @@ class Carrying:
             return self._create(above)
         if place.within is None or place.slot is None or place.within.kind == "hooks":
             return False
-        if place.within.path not in self.into.places:
+        owner = self.into.places.get(place.within.path)
+        if owner is None or type(owner.value) is not type(place.within.value):
             return self._create(place.within)
-        slot = self._slot(place.slot, self.into.places[place.within.path].value)
+        slot = self._slot(place.slot, owner.value)
         return slot is not None and slot.put(self._value(place))
 
     def _slot(self, slot: Slot, owner: Any) -> Slot | None:
@@ -254,6 +262,11 @@ def _shared(value: Any) -> bool:
     if isinstance(value, FunctionType):
         return value.__closure__ is None
     return isinstance(value, (type, ModuleType, BuiltinFunctionType))
+
+
+def _same_key(key: Any) -> Any:
+    """A key as it is compared: a tensor or another object by identity."""
+    return key if is_plain(key) else id(key)
 
 
 def _plain_copy(value: Any) -> Any:

@@ -153,7 +153,7 @@ def _stream(graph: Graph, place: Place) -> None:
     if isinstance(frame, types.FrameType):
         for name, value in list(frame.f_locals.items()):
             if not is_plain(value):
-                _named(graph, place, name, Fixed(value))
+                graph.child(f"{place.path}:{name}", Fixed(value), value, place, component=place.component)
         return
     for number, inner in enumerate(streams.inside(place.value)):
         if not is_plain(inner):

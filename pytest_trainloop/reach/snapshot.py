@@ -80,7 +80,7 @@ class Snapshot:
             for path in chosen:
                 self._into_slot(path)
             failed = [path for path in chosen if path in self.leaves and not self.copies[path].restore()]
-            failed += self._without([path for path in chosen if path not in self.leaves], now)
+            failed += self._without(chosen, now)
         return failed
 
     def _into_slot(self, path: str) -> None:
@@ -94,22 +94,25 @@ class Snapshot:
                 self.copies[above.path].into_slot()
 
     def _without(self, paths: Collection[str], now: Walked) -> list[str]:
-        """Take out what has appeared, with the outermost new object above it, of a list from its end on; or put back
-        what was in its place."""
-        new, found = {}, set(now.places.values())
+        """Undo what has appeared: the outermost object that was put in another one's place, or that is in a slot which
+        held nothing; entries of a list from its end on."""
+        new: dict[str, Place] = {}
         for path in paths:
-            place: Place | None = now.places.get(path)
-            if place is None or (place.slot is not None and place.slot.same() in self.by_slot):
-                continue  # one of this snapshot's places, under another path
-            while place is not None and place.within in found and place.within.path not in self.places:
-                place = place.within
-            if place is None:
-                continue
-            above = None if place.within is None else self.places.get(place.within.path)
-            if above is not None and place.within is not None and above.value is not place.within.value:
-                self._into_slot(above.path)
-            elif place.kind != "length":
-                new[place.path] = place
+            chain: list[Place] = []
+            above: Place | None = now.places.get(path)
+            while above is not None:
+                chain.append(above)
+                above = above.within
+            for place in reversed(chain):
+                slot = None if place.slot is None else place.slot.same()
+                known = self.by_slot.get(slot) if slot is not None else None
+                if known is not None and self.places[known].value is not place.value:
+                    if place is not chain[0]:
+                        self.copies[known].into_slot()
+                    break
+                if slot is not None and known is None and place.kind != "length":
+                    new[place.path] = place
+                    break
         last_first = sorted(new.values(), key=_index, reverse=True)
         return [place.path for place in last_first if place.slot is None or not place.slot.take_out()]
 

@@ -13,7 +13,10 @@ _ITERTOOLS = (itertools.count, itertools.cycle, itertools.islice, itertools.chai
 def position(stream: Any) -> Any:
     """How far an iterator has come: something to compare, and for ``set_back``; None where it cannot be told."""
     if isinstance(stream, types.GeneratorType):
-        return None if stream.gi_frame is None else stream.gi_frame.f_lasti
+        frame = stream.gi_frame
+        if frame is None:
+            return None
+        return frame.f_lasti, tuple(v for v in frame.f_locals.values() if isinstance(v, (int, float, str)))
     reduced = _reduced(stream)
     if reduced is None:
         return None

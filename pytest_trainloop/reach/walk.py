@@ -48,7 +48,7 @@ class Reach:
         found = []
         with quiet():
             for path, place in self.walked.places.items():
-                held = place.value
+                held = None if place.kind == "reference" else place.value
                 if held is tensor or (isinstance(held, torch.Tensor) and has_values(held) and same_bits(held, tensor)):
                     found.append(path)
         return tuple(found)

@@ -1,0 +1,436 @@
+"""The walk: what it reaches, under which path, and what it leaves alone."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import types
+import weakref
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, SequentialLR, StepLR
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop.reach.snapshot import differences
+from pytest_trainloop.reach.walk import Reach
+from tests.reach.reached import changes, function_with, loop_with, reach_of, snapshot_of, train
+
+COUNT = 3
+"""A global that is no variable: its name says that it is constant."""
+
+seen_so_far = {"batches": 0}
+
+
+class Recursing:
+    """Every attribute that is missing is looked up for ever."""
+
+    def __init__(self):
+        self.value = 1
+
+    def __getattr__(self, name):
+        return getattr(self, name + "_")
+
+
+class Raising:
+    def __init__(self):
+        self.kept = 2.0
+
+    @property
+    def broken(self):
+        raise RuntimeError("read by the walk")
+
+    def __eq__(self, other):
+        raise RuntimeError("compared by the walk")
+
+    __hash__ = None
+
+    def __len__(self):
+        raise RuntimeError("measured by the walk")
+
+    def __bool__(self):
+        raise RuntimeError("asked by the walk")
+
+    def __iter__(self):
+        raise RuntimeError("iterated by the walk")
+
+
+class Observed(dict):
+    """A dict that counts how often its own methods are called."""
+
+    calls = 0
+
+    def __getitem__(self, key):
+        type(self).calls += 1
+        return super().__getitem__(key)
+
+    def items(self):
+        type(self).calls += 1
+        return super().items()
+
+
+class Slotted:
+    __slots__ = ("__weakref__", "count", "mean", "unset")
+
+    def __init__(self):
+        self.count, self.mean = 0, torch.zeros(2)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    scale: float = 2.0
+    tensors: list = field(default_factory=lambda: [torch.ones(1)])
+
+
+Pair = namedtuple("Pair", ["hidden", "cell"])
+
+
+class Trainer:
+    """A hand-written trainer."""
+
+    history: list = []  # noqa: RUF012
+    runs = 0
+
+    def __init__(self):
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        self.step = 0
+        self.ema = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self.itself = self
+
+    def fit(self, batches):
+        train(self.model, self.optimizer, batches)
+        seen_so_far["batches"] += COUNT
+
+
+def trainer_loop():
+    trainer = Trainer()
+    return TrainLoop(model=trainer.model, optimizer=trainer.optimizer, batch=torch.ones(4, 3), fit=trainer.fit)
+
+
+def test_a_model_has_weights_gradients_modes_and_buffers_by_their_names():
+    leaves = Reach.of(trainer_loop()).leaves
+    assert leaves["model.0.weight"].kind == "weight"
+    assert leaves["model.0.weight"].component == "weights of model"
+    assert leaves["model.0.weight.grad"].kind == "gradient"
+    assert leaves["model.0.weight.grad"].component == "gradients of model"
+    assert leaves["model.0.weight.requires_grad"].kind == "requires_grad"
+    assert leaves["model.1.training"].component == "mode of model.1"
+    assert leaves["model.1.running_mean"].kind == "buffer"
+    assert leaves["model.1.running_mean"].component == "buffers of model.1"
+
+
+def test_a_method_of_a_trainer_leads_to_its_attributes_under_the_name_of_the_class():
+    reach = Reach.of(trainer_loop())
+    assert reach.value("Trainer.step") == 0
+    assert reach.leaves["Trainer.step"].component == "Trainer.step"
+    assert reach.leaves["Trainer.ema['0.weight']"].component == "Trainer.ema"
+    assert reach.value("Trainer.model") == "model"
+    assert reach.value("Trainer.itself") == "Trainer"
+
+
+def test_a_trainer_in_a_variable_goes_by_the_name_of_the_variable():
+    trainer = Trainer()
+    loop = loop_with(trainer.model, trainer.optimizer, fit=trainer.fit, evaluate=lambda: trainer.fit([]))
+    assert Reach.of(loop).value("trainer.step") == 0
+
+
+def test_what_a_class_keeps_and_the_globals_of_its_methods_are_reached():
+    leaves = Reach.of(trainer_loop()).leaves
+    assert leaves["len(Trainer.history)"].kind == "length"
+    assert "Trainer.runs" in leaves
+    assert leaves["seen_so_far['batches']"].reached_from == {"fit"}
+    assert not any("COUNT" in path for path in leaves)
+
+
+def test_modules_in_a_dict_and_in_a_list_have_typable_paths():
+    def nets():
+        return {"generator": nn.Linear(2, 2), "critic-1": nn.Linear(2, 1)}
+
+    model = nets()
+    optimizer = torch.optim.SGD([p for m in model.values() for p in m.parameters()], momentum=0.9, lr=0.1)
+    given = {"optimizer": optimizer, "batch": torch.ones(1), "fit": print}
+    leaves = Reach.of(TrainLoop(model=model, **given)).leaves
+    assert leaves["generator.weight"].component == "weights of generator"
+    assert "model['critic-1'].weight" in leaves
+    leaves = Reach.of(TrainLoop(model=list(model.values()), **given)).leaves
+    assert "model[1].weight" in leaves
+
+
+def test_an_optimizer_names_its_state_by_parameters():
+    loop = loop_with()
+    loop.fit([torch.ones(4, 3)])
+    reach = Reach.of(loop)
+    leaf = reach.leaves["optimizer.state[weight]['exp_avg']"]
+    assert (leaf.kind, leaf.component) == ("optimizer_state", "optimizer.state")
+    leaf = reach.leaves["optimizer.param_groups[0]['lr']"]
+    assert (leaf.kind, leaf.component) == ("group_value", "optimizer.param_groups")
+    assert reach.value("optimizer.param_groups[0]['params'][1]") == "model.bias"
+
+
+def test_several_optimizers_and_wrappers_without_the_class_of_one():
+    class Lookahead:
+        def __init__(self, inner):
+            self.inner, self.count = inner, 0
+            self.param_groups, self.state = inner.param_groups, defaultdict(dict)
+            self.slow = [p.detach().clone() for group in inner.param_groups for p in group["params"]]
+
+        def step(self):
+            self.inner.step()
+
+    model = nn.Linear(3, 2)
+    wrapped = Lookahead(torch.optim.SGD([model.weight], lr=0.1))
+    leaves = Reach.of(loop_with(model, [wrapped, torch.optim.SGD([model.bias], lr=0.2)])).leaves
+    assert leaves["optimizer[0].slow[0]"].kind == "tensor"
+    assert leaves["optimizer[0].count"].kind == "scalar"
+    assert leaves["optimizer[0].param_groups[0]['lr']"].kind == "group_value"
+    assert leaves["optimizer[1].param_groups[0]['lr']"].component == "optimizer[1].param_groups"
+
+
+@pytest.mark.parametrize(
+    ("make", "inside"),
+    [
+        (lambda o: LambdaLR(o, lambda step: 0.9**step), "last_epoch"),
+        (lambda o: SequentialLR(o, [StepLR(o, 2), StepLR(o, 3)], [4]), "_schedulers[1].last_epoch"),
+        (lambda o: ReduceLROnPlateau(o), "num_bad_epochs"),
+    ],
+)
+def test_a_scheduler_is_one_component(make, inside):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reach = Reach.of(loop_with(model, optimizer, scheduler=make(optimizer)))
+    leaf = reach.leaves[f"scheduler.{inside}"]
+    assert (leaf.kind, leaf.component) == ("scheduler", "scheduler")
+    assert reach.value("scheduler.optimizer") == "optimizer"
+
+
+def test_a_scheduler_written_by_hand_and_a_scaler():
+    class Warmup:
+        def __init__(self, optimizer):
+            self.optimizer, self.at, self.rates = optimizer, 0, [0.1, 0.2]
+
+        def get_last_lr(self):
+            return self.rates
+
+        def step(self):
+            self.at += 1
+
+    loop = loop_with(scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+    warmup = Warmup(loop.optimizer)
+    loop = loop_with(loop.model, loop.optimizer, scaler=loop.scaler, fit=function_with(warmup=warmup))
+    leaves = Reach.of(loop).leaves
+    assert (leaves["warmup.at"].kind, leaves["warmup.at"].component) == ("scheduler", "warmup")
+    assert leaves["scaler._init_scale"].kind == "scaler"
+
+
+def test_variables_of_closures_of_nested_functions_partials_and_arguments():
+    total, step = torch.zeros(1), 0
+
+    def inner():
+        nonlocal step
+        step += 1
+        return total
+
+    def body(model, queue, batches, *, seen={"n": 0}):  # noqa: B006
+        return inner(), model, queue
+
+    fit = functools.partial(body, nn.Linear(1, 1), queue=[torch.ones(1)])
+    leaves = Reach.of(loop_with(fit=functools.wraps(body)(lambda batches: fit(batches)))).leaves
+    assert {"step", "total", "queue[0]", "seen['n']"} <= set(leaves)
+    assert leaves["step"].reached_from == {"fit"}
+
+
+def test_each_leaf_says_from_where_it_can_be_reached():
+    shared, own = {"a": 1}, {"b": 2}
+    loop = loop_with(fit=function_with(shared=shared), evaluate=function_with(shared=shared, own=own))
+    leaves = Reach.of(loop).leaves
+    assert leaves["shared['a']"].reached_from == {"fit", "evaluate"}
+    assert leaves["own['b']"].reached_from == {"evaluate"}
+    assert leaves["model.weight"].reached_from == {"model", "optimizer"}
+
+
+def test_two_variables_of_one_name_have_two_paths():
+    loop = loop_with(fit=function_with(state=[1]), evaluate=function_with(state=[2]))
+    leaves = Reach.of(loop).leaves
+    assert {"state[0]", "held:state[0]"} <= set(leaves)
+
+
+def test_containers_of_every_sort():
+    reach = reach_of(
+        slotted=Slotted(),
+        frozen=Frozen(),
+        pair=Pair(torch.ones(1), 2),
+        queue=deque([torch.zeros(1), 2], maxlen=3),
+        ordered=OrderedDict(a=torch.ones(1)),
+        default=defaultdict(list, a=[1]),
+        counts=Counter("ab"),
+        user=UserDict(a=torch.ones(1)),
+        names={"a", "b"},
+        plain=types.SimpleNamespace(at=3),
+        nested={"a": [{"b": (torch.ones(1), [5])}]},
+        many=list(range(1000)),
+    )
+    leaves = reach.leaves
+    assert {"slotted.count", "slotted.mean", "frozen.scale", "frozen.tensors[0]"} <= set(leaves)
+    assert {"pair.hidden", "pair.cell", "queue[0]", "queue[1]", "ordered['a']", "default['a'][0]"} <= set(leaves)
+    assert {"counts['a']", "user.data['a']", "names[:]", "plain.at", "nested['a'][0]['b'][1][0]"} <= set(leaves)
+    assert leaves["many[:]"].kind == "array"
+    assert reach.value("len(queue)") == 2
+    assert reach.cut == ""
+
+
+def test_generators_arrays_and_iterators():
+    stream = (x for x in [torch.ones(1)])
+    leaves = reach_of(
+        torch_own=torch.Generator(),
+        numpy_own=np.random.default_rng(0),
+        numpy_old=np.random.RandomState(0),
+        python_own=random.Random(0),
+        table=np.zeros(3),
+        count=itertools.count(3),
+        rows=iter([1, 2]),
+        stream=stream,
+    ).leaves
+    streams = ("torch_own", "numpy_own", "numpy_old", "python_own", "count", "rows", "stream")
+    assert {leaves[name].kind for name in streams} == {"generator"}
+    assert leaves["table"].kind == "array"
+
+
+def test_data_loaders_samplers_and_data_sets():
+    data = TensorDataset(torch.arange(6.0))
+    loader = DataLoader(data, sampler=RandomSampler(data, generator=torch.Generator()))
+    leaves = reach_of(loader=loader).leaves
+    assert leaves["loader.dataset.tensors[0]"].kind == "tensor"
+    assert leaves["loader.sampler.generator"].kind == "generator"
+
+
+def test_averages_of_weights_in_a_module_and_in_a_dict():
+    model = nn.Linear(3, 2)
+    shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+    reach = Reach.of(loop_with(model, fit=function_with(average=AveragedModel(model), shadow=shadow)))
+    assert reach.leaves["average.module.weight"].component == "weights of average"
+    assert reach.leaves["average.n_averaged"].kind == "buffer"
+    assert set(reach.holders(model.weight)) >= {"model.weight", "shadow['weight']", "average.module.weight"}
+
+
+def test_tied_weights_are_one_leaf_and_a_reference():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+            self.head.weight = self.embed.weight
+            self.register_buffer("mask", torch.ones(1), persistent=False)
+            self.queue = torch.zeros(2)
+            self.outside = [nn.Linear(1, 1)]
+
+    reach = Reach.of(loop_with(Tied()))
+    assert reach.leaves["model.embed.weight"].kind == "weight"
+    assert reach.leaves["model.head.weight"].kind == "reference"
+    assert reach.value("model.head.weight") == "model.embed.weight"
+    assert not reach.leaves["model.mask"].persistent
+    assert reach.leaves["model.queue"].kind == "tensor"
+    assert reach.leaves["model.outside[0].weight"].component == "weights of model.outside[0]"
+
+
+def test_no_code_of_the_project_runs():
+    observed = Observed(a=1)
+    objects = {"recursing": Recursing(), "raising": Raising(), "observed": observed, "inside": [Raising()]}
+    objects["alive"] = weakref.proxy(objects["recursing"])
+    loop = loop_with(fit=function_with(**objects))
+    before = snapshot_of(loop)
+    assert {"recursing.value", "raising.kept", "observed['a']", "inside[0].kept"} <= set(before.leaves)
+    assert not differences(before, snapshot_of(loop))
+    objects["raising"].kept, objects["inside"][0].kept = 3.0, 4.0
+    assert set(changes(before, loop)) == {"raising.kept", "inside[0].kept"}
+    assert before.put_back() == []
+    assert objects["raising"].kept == objects["inside"][0].kept == 2.0
+    assert Observed.calls == 0
+
+
+def test_an_object_that_holds_itself_and_a_long_chain():
+    ring = {}
+    ring["ring"] = ring
+    chain = []
+    for _ in range(5000):
+        chain = [chain]
+    reach = reach_of(ring=ring, chain=chain)
+    assert reach.value("ring['ring']") == "ring"
+    assert reach.cut == ""
+
+
+def test_large_containers_are_cut_by_number_and_it_is_said():
+    reach = reach_of(rows=[torch.zeros(1) for _ in range(3000)])
+    assert "rows[1999]" in reach.leaves
+    assert "rows[2000]" not in reach.leaves
+    assert reach.cut == "of the 3000 entries of rows the first 2000 were looked at"
+    reach = Reach.of(loop_with(fit=function_with(lists=[[i] for i in range(300)])), most=100)
+    assert "only the nearest 100 objects were looked at" in reach.cut
+    assert "model.weight" in reach.leaves
+
+
+def test_hooks_are_counted_and_what_they_keep_is_reached():
+    model, kept = nn.Linear(3, 2), []
+    model.register_forward_hook(function_with(kept=kept))
+    model.weight.register_hook(lambda gradient: gradient)
+    reach = Reach.of(loop_with(model))
+    assert reach.leaves["model._forward_hooks"].kind == "hooks"
+    assert reach.value("model._forward_hooks") == 1
+    assert reach.value("model.weight._backward_hooks") == 1
+    assert "len(kept)" in reach.leaves
+
+
+def test_a_walk_changes_nothing():
+    loop = trainer_loop()
+    loop.fit([torch.randn(4, 3)])
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    versions = [p._version for p in loop.model.parameters()]
+    before, after = snapshot_of(loop), snapshot_of(loop)
+    assert not differences(
+        before,
+        after,
+        same=lambda a, b: (
+            a is b or bool(torch.equal(torch.as_tensor(a), torch.as_tensor(b)))
+            if isinstance(a, torch.Tensor)
+            else a == b
+        ),
+    )
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
+    assert (states[2] == np.random.get_state()[1]).all()
+    assert versions == [p._version for p in loop.model.parameters()]
+
+
+def test_nothing_is_kept_alive():
+    loop = trainer_loop()
+    alive = weakref.ref(loop.model)
+    snapshot = snapshot_of(loop)
+    assert snapshot.leaves
+    del loop, snapshot
+    import gc
+
+    gc.collect()
+    assert alive() is None
+
+
+def test_modules_whose_attributes_lie_elsewhere():
+    scripted = torch.jit.script(nn.Linear(3, 2))
+    lazy = nn.LazyLinear(2)
+    meta = nn.Linear(2, 2, device="meta")
+    loop = loop_with(fit=function_with(scripted=scripted, lazy=lazy, meta=meta))
+    before = snapshot_of(loop)
+    assert not changes(before, loop)
+    before.put_back([path for path in before.leaves if path.startswith("lazy")])
+
+
+def test_the_gradient_and_other_switches_are_those_of_the_caller():
+    loop = loop_with()
+    with torch.no_grad():
+        assert Reach.of(loop).value("torch.is_grad_enabled()") is False
+    assert Reach.of(loop).value("torch.is_grad_enabled()") is True
