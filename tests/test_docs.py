@@ -106,7 +106,7 @@ def test_nothing_refers_to_notes_outside_of_the_repository():
 
 
 def test_the_readme_fits_and_contributing_pages_are_short():
-    assert len(read("README.md").splitlines()) <= 150
+    assert len(read("README.md").splitlines()) <= 155
     long = [p.name for p in (ROOT / "docs" / "contributing").glob("*.md") if len(read(p).splitlines()) >= 80]
     assert long == []
 
