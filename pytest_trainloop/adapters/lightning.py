@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 import warnings
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.adapters.swap import swapped
+from pytest_trainloop.adapters.training_data import TrainingData
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.fields import a
 from pytest_trainloop.loop import TrainLoop
@@ -75,12 +77,17 @@ def from_lightning(
     if trainer is None:
         with _quiet_warnings(package):
             trainer = _quiet_trainer(package, module)
+
+    def fit(given: Sequence[Any]) -> None:
+        _fit(package, module, trainer, datamodule, given)
+
+    fit.training_data = lambda: _training_data(package, module, datamodule)  # type: ignore[attr-defined]
     # The functions hold module, trainer and datamodule themselves: what they can touch is found by these names.
     offered = {
         "model": module,
         "batch": batch,
         "batches": batches,
-        "fit": lambda given: _fit(package, module, trainer, datamodule, given),
+        "fit": fit,
     }
     if _validates(package, module, trainer, datamodule):
         offered["evaluate"] = lambda: _validate(package, module, trainer, datamodule)
@@ -116,13 +123,7 @@ def _package_of(module: Any) -> ModuleType:
 
 
 def _first_batch(package: ModuleType, module: Any, datamodule: Any) -> Any:
-    loader = None
-    if datamodule is not None:
-        datamodule.prepare_data()
-        datamodule.setup("fit")
-        loader = datamodule.train_dataloader()
-    elif type(module).train_dataloader is not package.LightningModule.train_dataloader:
-        loader = module.train_dataloader()
+    loader = _own_loader(package, module, datamodule)
     if loader is not None:
         for batch, _, _ in package.utilities.CombinedLoader(loader, "max_size_cycle"):
             return batch
@@ -131,6 +132,34 @@ def _first_batch(package: ModuleType, module: Any, datamodule: Any) -> Any:
         f"from_lightning got no batch, and {type(owner).__name__}.train_dataloader() gives none;"
         " give from_lightning(..., batch=...)"
     )
+
+
+def _own_loader(package: ModuleType, module: Any, datamodule: Any) -> Any:
+    """What ``train_dataloader()`` gives: a loader, or a nest of several; None where there is none."""
+    if datamodule is not None:
+        datamodule.prepare_data()
+        datamodule.setup("fit")
+        return datamodule.train_dataloader()
+    inherited = type(module).train_dataloader is package.LightningModule.train_dataloader
+    return None if inherited else module.train_dataloader()
+
+
+def _training_data(package: ModuleType, module: Any, datamodule: Any) -> Iterator[TrainingData]:
+    loader = _own_loader(package, module, datamodule)
+    if loader is None:
+        return
+    name = f"{'model' if datamodule is None else 'datamodule'}.train_dataloader()"
+    for one in package.utilities.CombinedLoader(loader, "max_size_cycle").flattened:
+        yield TrainingData(name, one, partial(_set_epoch, one))
+
+
+def _set_epoch(loader: Any, number: int) -> None:
+    """As Lightning's fit loop does before an epoch."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for owner in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
+        set_epoch = getattr(owner, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(number)
 
 
 def _validates(package: ModuleType, module: Any, trainer: Any, datamodule: Any) -> bool:

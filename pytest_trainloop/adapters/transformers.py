@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.adapters.swap import swapped
+from pytest_trainloop.adapters.training_data import TrainingData
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.fields import a
 from pytest_trainloop.loop import TrainLoop
@@ -46,12 +47,17 @@ def from_trainer(trainer: Any, *, batch: Any = None, **fields: Any) -> TrainLoop
         transformers is not installed, ``trainer`` is no Trainer, or there is no batch
     """
     _refuse_what_is_no_trainer(trainer)
+
+    def fit(batches: Sequence[Any]) -> Any:
+        return _train(trainer, batches)
+
+    fit.training_data = lambda: _training_data(trainer)  # type: ignore[attr-defined]
     offered = {
         "model": trainer.model,
         "optimizer": trainer.optimizer,
         "scheduler": trainer.lr_scheduler,
         "batch": _first_batch(trainer) if batch is None else batch,
-        "fit": lambda batches: _train(trainer, batches),
+        "fit": fit,
         "evaluate": (lambda: _evaluate(trainer)) if trainer.eval_dataset is not None else None,
         **_resuming(trainer),
     }
@@ -70,8 +76,7 @@ def _refuse_what_is_no_trainer(trainer: Any) -> None:
 
 
 def _first_batch(trainer: Any) -> Any:
-    inherited = import_module("transformers").Trainer.get_train_dataloader
-    if trainer.train_dataset is None and type(trainer).get_train_dataloader is inherited:
+    if not _has_training_data(trainer):
         raise UsageError(
             f"from_trainer got {a(trainer)} without train_dataset; give it one, or from_trainer(..., batch=...)"
         )
@@ -82,6 +87,28 @@ def _first_batch(trainer: Any) -> Any:
     raise UsageError(
         f"from_trainer got {a(trainer)} whose train dataloader is empty; give from_trainer(..., batch=...)"
     )
+
+
+def _training_data(trainer: Any) -> Iterator[TrainingData]:
+    """The loader that Accelerate wraps; the wrapper and the Trainer set its epoch."""
+    if not _has_training_data(trainer):
+        return
+    with gradient_state_kept():
+        wrapper = trainer.get_train_dataloader()
+    shards = getattr(wrapper, "batch_sampler", None)
+
+    def begin_epoch(number: int) -> None:
+        for owner in (wrapper, getattr(shards, "batch_sampler", None)):
+            set_epoch = getattr(owner, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(number)
+
+    yield TrainingData("trainer.get_train_dataloader()", getattr(wrapper, "base_dataloader", wrapper), begin_epoch)
+
+
+def _has_training_data(trainer: Any) -> bool:
+    inherited = import_module("transformers").Trainer.get_train_dataloader
+    return trainer.train_dataset is not None or type(trainer).get_train_dataloader is not inherited
 
 
 def _train(trainer: Any, batches: Sequence[Any]) -> Any:

@@ -121,7 +121,7 @@ class Looks:
     def _epochs(self, streams: Streams, source: Source) -> Reading:
         def work(out_of_time: Callable[[], bool]) -> Reading:
             most = DRAWN if source.kind == "function" else MOST_BATCHES
-            return read(source.stream, axis=streams.axis, pads=streams.pads, most=most, out_of_time=out_of_time)
+            return read(source.epochs(), axis=streams.axis, pads=streams.pads, most=most, out_of_time=out_of_time)
 
         return guarded(self.evidence, streams.loop, work)
 
@@ -142,7 +142,8 @@ class Looks:
             yield findings.leaves_alike(source, names, reading.epochs[0].rows)
 
     def _of_shuffle(self, source: Source, streams: Streams, reading: Reading, epochs: list[Epoch]) -> Iterator[Finding]:
-        path, setter = epoch_setter(source.of) if source.kind == "loader" else ("", None)
+        ours = source.kind == "loader" and source.begin_epoch is None
+        path, setter = epoch_setter(source.of) if ours else ("", None)
         fit = in_fit.held_by_fit(streams.loop)
         length = len(reading.epochs[0].batches)
         if path and order.in_one_order(reading, epochs) and self._reacts(source, streams, reading, setter):

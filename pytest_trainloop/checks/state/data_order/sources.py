@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch.utils.data import BatchSampler, DataLoader
 
+from pytest_trainloop.adapters.training_data import training_data
 from pytest_trainloop.batches.padding import padding_ids
 from pytest_trainloop.checks.state.data_order.held import Held
 from pytest_trainloop.checks.state.data_order.in_fit import held_by_fit
@@ -50,10 +51,24 @@ class Source:
     """Whether it was reached from ``batches``; else from ``fit``, which may only validate with it."""
     where: str = ""
     """The line that built it."""
+    begin_epoch: Callable[[int], None] | None = None
+    """What a trainer of another library does before each epoch: it calls ``set_epoch`` for the project."""
 
     def stream(self) -> Any:
         """What is iterated for one epoch, or for the first batches."""
         return self.of(DRAWN) if self.kind == "function" else self.of
+
+    def epochs(self) -> Callable[[], Any]:
+        """A function that gives what is iterated for the next epoch."""
+        begin_epoch, numbers = self.begin_epoch, itertools.count()
+        if begin_epoch is None:
+            return self.stream
+
+        def begun() -> Any:
+            begin_epoch(next(numbers))
+            return self.stream()
+
+        return begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +84,15 @@ class Streams:
         made: list[tuple[Any, str]] = []
         with patched(DataLoader, "__init__", functools.partial(_noting, made)):
             loop = evidence.fresh_loop()
+            trained = _of_trainer(loop)
         lines = {id(loader): line for loader, line in made}
-        found = list(_given(loop, lines))
-        known = {id(source.of) for source in found}
+        found = [*_given(loop, lines), *(replace(one, where=lines.get(id(one.of), "")) for one in trained)]
+        known = {id(thing) for source in found for thing in (source.of, getattr(source.of, "dataset", None))}
         for name, loader in held_by_fit(loop).loaders:
-            if id(loader) not in known:
-                known.add(id(loader))
+            # A library wraps a loader in another over the same data, and its trainers keep the loaders that they made.
+            order = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+            if known.isdisjoint((id(loader), id(loader.dataset), id(order))):
+                known |= {id(loader), id(order)}
                 found.append(Source(name, "loader", loader, given=False, trains=False, where=lines.get(id(loader), "")))
         loaders = [source for source in found if source.kind == "loader"][:MOST_LOADERS]
         return cls(loop, tuple(source for source in found if source.kind != "loader" or source in loaders))
@@ -98,6 +116,17 @@ def _noting(made: list[tuple[Any, str]], original: Callable[..., Any]) -> Callab
         return original(loader, *args, **kwargs)
 
     return init
+
+
+def _of_trainer(loop: TrainLoop) -> list[Source]:
+    """The training data of a trainer of another library; none where they cannot be had, as nobody gave them."""
+    found: list[Source] = []
+    if loop.batches is None:
+        with preserved(), SeededApart(loop.seed).in_use(), contextlib.suppress(Exception):
+            for data in training_data(loop):
+                kind: Kind = "loader" if isinstance(data.loader, DataLoader) else "iterable"
+                found.append(Source(data.name, kind, data.loader, False, True, begin_epoch=data.begin_epoch))
+    return found
 
 
 def _given(loop: TrainLoop, lines: dict[int, str]) -> Iterator[Source]:
