@@ -1,0 +1,874 @@
+"""Data that do not come as they should."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, get_worker_info
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops import data
+from tests.loops.loaders import ROWS, stored, trains_on
+from tests.loops.nets import mlp
+from tests.loops.pairs import pair
+
+# Inputs and labels, each in an order of its own.
+
+
+def permuted(labels_in_the_same_order):
+    def batches():
+        x, y = stored()
+
+        def draw(n):
+            for step in range(n):
+                if step % 6 == 0:
+                    rows = torch.randperm(ROWS)
+                    labels = rows if labels_in_the_same_order else torch.randperm(ROWS)
+                at = slice(step % 6 * 8, step % 6 * 8 + 8)
+                yield x[rows[at]], y[labels[at]]
+
+        return draw
+
+    return trains_on(batches)
+
+
+pair(
+    "two_orders_for_inputs_and_labels",
+    "data_order",
+    "labels_apart",
+    culprits=("batch[0]", "batch[1]"),
+    mentions=("another epoch", "48 each"),
+    faulty=permuted(labels_in_the_same_order=False),
+    fixed=permuted(labels_in_the_same_order=True),
+    quick=True,
+)
+
+
+# np.random.shuffle on the inputs alone, at the start of each epoch.
+
+
+class Shards:
+    """What an old project calls its data layer: arrays that are shuffled in place before each epoch."""
+
+    def __init__(self, *, together):
+        x, y = stored()
+        self.x, self.y = x.numpy().astype(np.float64), y.numpy().copy()
+        self.together = together
+
+    def __iter__(self):
+        state = np.random.get_state()
+        np.random.shuffle(self.x)
+        if self.together:
+            np.random.set_state(state)
+            np.random.shuffle(self.y)
+        for start in range(0, len(self.x), 8):
+            rows = slice(start, start + 8)
+            yield torch.from_numpy(self.x[rows]).float(), torch.from_numpy(self.y[rows])
+
+
+pair(
+    "inputs_shuffled_in_place_and_labels_not",
+    "data_order",
+    "labels_apart",
+    faulty=trains_on(lambda: Shards(together=False)),
+    fixed=trains_on(lambda: Shards(together=True)),
+)
+
+
+# A loader for the inputs and one for the labels.
+
+
+class Zipped:
+    def __init__(self, *loaders):
+        self.loaders = loaders
+
+    def __len__(self):
+        return len(self.loaders[0])
+
+    def __iter__(self):
+        return zip(*self.loaders, strict=True)
+
+
+def zipped(shuffle):
+    x, y = stored()
+    return Zipped(*(DataLoader(part, batch_size=8, shuffle=shuffle) for part in (x, y)))
+
+
+pair(
+    "two_shuffled_loaders_zipped",
+    "data_order",
+    "labels_apart",
+    faulty=trains_on(lambda: zipped(shuffle=True)),
+    fixed=trains_on(lambda: zipped(shuffle=False)),
+)
+
+
+# Without a stored label for each input nothing says which pair is right: advice.
+
+
+class Captioned(Dataset):
+    def __init__(self, *, own):
+        self.x, self.y = stored()
+        self.own = own
+        self.order = list(range(ROWS))
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        if index == 0 and not self.own:
+            random.shuffle(self.order)
+        return self.x[index] * 2 - 1, self.y[self.order[index]]
+
+
+pair(
+    "labels_read_through_an_order_that_is_shuffled",
+    "data_order",
+    "labels_apart",
+    level="advice",
+    faulty=trains_on(lambda: DataLoader(Captioned(own=False), batch_size=8)),
+    fixed=trains_on(lambda: DataLoader(Captioned(own=True), batch_size=8)),
+)
+
+
+# A sampler that makes its generator anew for each epoch.
+
+
+class Shuffled(Sampler):
+    def __init__(self, rows, seed_of):
+        self.rows, self.seed_of, self.epoch = rows, seed_of, 0
+
+    def __len__(self):
+        return self.rows
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.seed_of(self.epoch))
+        self.epoch += 1
+        yield from torch.randperm(self.rows, generator=generator).tolist()
+
+
+def sampled(sampler_of):
+    return trains_on(lambda: DataLoader(TensorDataset(*stored()), batch_size=8, sampler=sampler_of()))
+
+
+pair(
+    "generator_seeded_in_each_epoch",
+    "data_order",
+    "shuffled_alike",
+    culprits=("Shuffled",),
+    where="DataLoader(TensorDataset(*stored())",
+    faulty=sampled(lambda: Shuffled(ROWS, lambda epoch: 0)),
+    fixed=sampled(lambda: Shuffled(ROWS, lambda epoch: epoch)),
+    quick=True,
+)
+
+
+# The same by numpy.
+
+
+class Permuted(Sampler):
+    def __init__(self, rows, generator_of):
+        self.rows, self.generator_of = rows, generator_of
+
+    def __len__(self):
+        return self.rows
+
+    def __iter__(self):
+        return iter(self.generator_of().permutation(self.rows).tolist())
+
+
+def numpy_sampled(generator_of):
+    return sampled(lambda: Permuted(ROWS, generator_of()))
+
+
+def one_generator():
+    generator = np.random.default_rng(3)
+    return lambda: generator
+
+
+pair(
+    "numpy_generator_seeded_in_each_epoch",
+    "data_order",
+    "shuffled_alike",
+    mentions=("default_rng",),
+    faulty=numpy_sampled(lambda: lambda: np.random.default_rng(3)),
+    fixed=numpy_sampled(one_generator),
+)
+
+
+# itertools.cycle() keeps the first epoch.
+
+
+def endless(loader):
+    while True:
+        yield from loader
+
+
+def drawn_from(repeat):
+    def batches():
+        loader = DataLoader(TensorDataset(*stored()), batch_size=8, shuffle=True)
+        return lambda n: itertools.islice(repeat(loader), n)
+
+    return trains_on(batches)
+
+
+pair(
+    "cycle_of_a_shuffled_loader",
+    "data_order",
+    "shuffled_alike",
+    culprits=("cycle()",),
+    where="itertools.islice(repeat(loader), n)",
+    mentions=("yield from loader",),
+    faulty=drawn_from(itertools.cycle),
+    fixed=drawn_from(endless),
+)
+
+
+def iterates_its_own(repeat):
+    def fit_of(model, optimizer, step):
+        loader = DataLoader(TensorDataset(*stored()), batch_size=8, shuffle=True)
+
+        def fit(batches):
+            own = iter(repeat(loader))
+            for _ in batches:
+                step(next(own))
+
+        return fit
+
+    return trains_on(None, fit_of)
+
+
+pair(
+    "cycle_of_a_shuffled_loader_inside_fit",
+    "data_order",
+    "shuffled_alike",
+    culprits=("cycle()",),
+    where="own = iter(repeat(loader))",
+    faulty=iterates_its_own(itertools.cycle),
+    fixed=iterates_its_own(endless),
+)
+
+
+# A seed at the start of each epoch, "for reproducibility".
+
+
+def reseeding(every_epoch):
+    def fit_of(model, optimizer, step):
+        def fit(batches):
+            torch.manual_seed(7)
+            for _ in range(3):
+                if every_epoch:
+                    torch.manual_seed(7)
+                for batch in batches:
+                    step(batch)
+
+        return fit
+
+    return trains_on(lambda: DataLoader(TensorDataset(*stored()), batch_size=8, shuffle=True), fit_of)
+
+
+pair(
+    "seed_at_the_start_of_each_epoch",
+    "data_order",
+    "shuffled_alike",
+    culprits=("RandomSampler",),
+    where="for batch in batches:",
+    mentions=("optimizer steps",),
+    faulty=reseeding(every_epoch=True),
+    fixed=reseeding(every_epoch=False),
+)
+
+
+# A loader that fit builds anew for each epoch, with a generator seeded alike.
+
+
+def building(seed_of):
+    def fit_of(model, optimizer, step):
+        dataset = TensorDataset(*stored())
+
+        def fit(batches):
+            for epoch, _ in enumerate(batches):
+                generator = torch.Generator().manual_seed(seed_of(epoch))
+                for batch in DataLoader(dataset, batch_size=8, shuffle=True, generator=generator):
+                    step(batch)
+
+        return fit
+
+    return trains_on(None, fit_of)
+
+
+pair(
+    "loader_built_with_one_seed_in_each_epoch",
+    "data_order",
+    "shuffled_alike",
+    where="for batch in DataLoader(",
+    faulty=building(lambda epoch: 0),
+    fixed=building(lambda epoch: epoch),
+)
+
+
+# A sampler for several processes, whose epoch nobody sets.
+
+
+class Distributed(Sampler):
+    """As ``DistributedSampler``, of the first of ``replicas``."""
+
+    def __init__(self, rows, replicas=1):
+        self.rows, self.replicas, self.epoch = rows, replicas, 0
+
+    def __len__(self):
+        return self.rows // self.replicas
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        generator = torch.Generator()
+        generator.manual_seed(self.epoch)
+        return iter(torch.randperm(self.rows, generator=generator).tolist()[:: self.replicas])
+
+
+def distributed(sets_epoch, epochs):
+    def fit_of(model, optimizer, step):
+        def fit(batches):
+            for epoch in range(epochs):
+                if sets_epoch:
+                    batches.sampler.set_epoch(epoch)
+                for batch in batches:
+                    step(batch)
+
+        def fit_without(batches):
+            for _ in range(epochs):
+                for batch in batches:
+                    step(batch)
+
+        return fit if sets_epoch else fit_without
+
+    return trains_on(
+        lambda: DataLoader(TensorDataset(*stored()), batch_size=8, sampler=Distributed(ROWS, replicas=2)), fit_of
+    )
+
+
+pair(
+    "set_epoch_forgotten",
+    "data_order",
+    "set_epoch_missing",
+    culprits=("sampler.set_epoch()",),
+    mentions=("loader.sampler.set_epoch(epoch)",),
+    faulty=distributed(sets_epoch=False, epochs=3),
+    fixed=distributed(sets_epoch=True, epochs=3),
+    quick=True,
+)
+pair(
+    "set_epoch_where_fit_is_one_epoch",
+    "data_order",
+    "set_epoch_missing",
+    level="advice",
+    culprits=("sampler.set_epoch()",),
+    faulty=distributed(sets_epoch=False, epochs=1),
+    fixed=distributed(sets_epoch=True, epochs=1),
+)
+
+
+def own_distributed(sets_epoch):
+    def fit_of(model, optimizer, step):
+        sampler = Distributed(ROWS)
+        loader = DataLoader(TensorDataset(*stored()), batch_size=8, sampler=sampler)
+
+        def fit(batches):
+            for epoch, _ in enumerate(batches):
+                if sets_epoch:
+                    sampler.set_epoch(epoch)
+                for batch in loader:
+                    step(batch)
+
+        return fit
+
+    return trains_on(None, fit_of)
+
+
+pair(
+    "set_epoch_forgotten_in_a_loop_with_its_own_loader",
+    "data_order",
+    "set_epoch_missing",
+    culprits=("sampler.set_epoch()",),
+    where="for batch in loader:",
+    faulty=own_distributed(sets_epoch=False),
+    fixed=own_distributed(sets_epoch=True),
+)
+
+
+# Every worker reads the whole file.
+
+
+class Lines(IterableDataset):
+    def __init__(self, *, sharded):
+        self.x, self.y = stored()
+        self.sharded = sharded
+
+    def __iter__(self):
+        rows = zip(self.x, self.y, strict=True)
+        worker = get_worker_info()
+        if self.sharded and worker is not None:
+            return itertools.islice(rows, worker.id, None, worker.num_workers)
+        return rows
+
+
+def read_by_workers(sharded):
+    return trains_on(lambda: DataLoader(Lines(sharded=sharded), batch_size=8, num_workers=2))
+
+
+pair(
+    "each_worker_reads_all_lines",
+    "data_order",
+    "workers_duplicate",
+    culprits=("Lines.__iter__",),
+    mentions=("get_worker_info()",),
+    faulty=read_by_workers(sharded=False),
+    fixed=read_by_workers(sharded=True),
+    quick=True,
+)
+
+
+# Workers that are all seeded alike.
+
+
+class Jittered(Dataset):
+    def __init__(self, generator=None):
+        self.x, self.y = stored()
+        self.generator = generator
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        draw = np.random.standard_normal if self.generator is None else self.generator.standard_normal
+        noise = torch.from_numpy(draw(self.x.shape[1])).to(self.x.dtype)
+        return self.x[index] + 0.05 * noise, self.y[index]
+
+
+def seeded_constant(worker):
+    np.random.seed(0)
+
+
+def seeded_by_number(worker):
+    np.random.seed(worker)
+
+
+def seeded_by_torch(worker):
+    np.random.seed(torch.initial_seed() % 2**32)
+
+
+def jittered(worker_init_fn=None, generator=None):
+    return trains_on(
+        lambda: DataLoader(Jittered(generator), batch_size=8, num_workers=2, worker_init_fn=worker_init_fn)
+    )
+
+
+pair(
+    "workers_seeded_with_a_constant",
+    "data_order",
+    "workers_share_randomness",
+    culprits=("seeded_constant",),
+    faulty=jittered(seeded_constant),
+    fixed=jittered(seeded_by_torch),
+    quick=True,
+)
+pair(
+    "generator_kept_in_the_data_set",
+    "data_order",
+    "workers_share_randomness",
+    culprits=("dataset.generator",),
+    faulty=jittered(generator=np.random.default_rng(0)),
+    fixed=jittered(),
+)
+pair(
+    "workers_seeded_by_their_number",
+    "data_order",
+    "workers_share_randomness",
+    level="advice",
+    culprits=("seeded_by_number",),
+    faulty=jittered(seeded_by_number),
+    fixed=jittered(seeded_by_torch),
+)
+
+
+# __getitem__ normalises a view of what is stored.
+
+
+class Normalised(Dataset):
+    def __init__(self, normalise):
+        x, self.y = stored()
+        self.x, self.normalise = 4 * x + 3, normalise
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        return self.normalise(self.x[index]), self.y[index]
+
+
+def in_place(x):
+    x -= 3
+    x /= 4
+    return x
+
+
+def normalised(normalise):
+    return trains_on(lambda: DataLoader(Normalised(normalise), batch_size=8, shuffle=True))
+
+
+pair(
+    "items_normalised_in_place",
+    "data_order",
+    "changed_in_place",
+    culprits=("dataset.x",),
+    change="def __getitem__(self, index):",
+    faulty=normalised(in_place),
+    fixed=normalised(lambda x: (x - 3) / 4),
+    quick=True,
+)
+
+
+class Stack(Dataset):
+    """Arrays, as an image folder that was read into memory."""
+
+    def __init__(self, copy):
+        x, y = stored()
+        self.images, self.labels, self.copy = list(x.numpy() * 50 + 100), y.tolist(), copy
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        image = self.images[index].copy() if self.copy else self.images[index]
+        image -= 100
+        image /= 50
+        return {"image": torch.from_numpy(image.copy()), "label": self.labels[index]}
+
+
+def from_arrays(copy):
+    def make():
+        model = mlp(6, 24, 3)
+        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+
+        def step(batch):
+            optimizer.zero_grad()
+            F.cross_entropy(model(batch["image"]), batch["label"]).backward()
+            optimizer.step()
+
+        return TrainLoop(
+            model=model, optimizer=optimizer, batches=DataLoader(Stack(copy), batch_size=8, shuffle=True), step=step
+        )
+
+    return make
+
+
+pair(
+    "arrays_in_memory_normalised_in_place",
+    "data_order",
+    "changed_in_place",
+    faulty=from_arrays(copy=False),
+    fixed=from_arrays(copy=True),
+)
+
+
+# A replay buffer that keeps the environment's own state tensor.
+
+
+class Walk:
+    """An environment that moves its state in place."""
+
+    def __init__(self):
+        self.state = torch.zeros(4)
+
+    def step(self, action):
+        self.state += 0.1 * torch.randn(4) + 0.05 * action
+        return self.state, (self.state[0] > 0).float()
+
+
+def replay(keep):
+    def make():
+        model = mlp(4, 16, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+        environment, memory = Walk(), deque(maxlen=256)
+
+        def fit(batches):
+            for _ in batches:
+                for action in (-1, 0, 1, 0, 1):
+                    state, reward = environment.step(action)
+                    memory.append((keep(state), action, reward))
+                drawn = random.sample(list(memory), 5)
+                states = torch.stack([state for state, _, _ in drawn])
+                rewards = torch.stack([reward for _, _, reward in drawn])
+                optimizer.zero_grad()
+                F.mse_loss(model(states).squeeze(1), rewards).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=torch.arange(4.0), fit=fit)
+
+    return make
+
+
+pair(
+    "replay_keeps_the_state_itself",
+    "data_order",
+    "slots_share_tensor",
+    culprits=("memory[...][0]",),
+    mentions=("tensor.clone()",),
+    faulty=replay(lambda state: state),
+    fixed=replay(lambda state: state.clone()),
+    quick=True,
+)
+
+
+# Buckets by length: the last bucket leaves one row, on which batch norm raises.
+
+
+class Buckets(Sampler):
+    def __init__(self, rows, size, *, drop_last):
+        self.batches = [list(range(i, min(i + size, rows))) for i in range(0, rows, size)]
+        if drop_last:
+            self.batches = [batch for batch in self.batches if len(batch) == size]
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def bucketed(drop_last):
+    def make():
+        model = nn.Sequential(nn.Linear(6, 24), nn.BatchNorm1d(24), nn.Tanh(), nn.Linear(24, 3))
+        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+
+        def step(batch):
+            x, y = batch
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+        loader = DataLoader(TensorDataset(*stored(49)), batch_sampler=Buckets(49, 8, drop_last=drop_last))
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(rows=12), batches=loader, step=step)
+
+    return make
+
+
+pair(
+    "one_row_left_by_buckets",
+    "data_order",
+    "last_batch_raises",
+    culprits=("DataLoader",),
+    where="F.cross_entropy(model(x), y).backward()",
+    raises="Expected more than 1 value per channel",
+    faulty=bucketed(drop_last=False),
+    fixed=bucketed(drop_last=True),
+    quick=True,
+)
+
+
+# drop_last over a data set that does not fill a batch.
+
+
+def small(rows, batch_size):
+    return trains_on(lambda: DataLoader(TensorDataset(*stored(rows)), batch_size=batch_size, drop_last=True))
+
+
+pair(
+    "last_batch_dropped_and_no_other",
+    "data_order",
+    "no_batch",
+    culprits=("batches",),
+    mentions=("drop_last=False", "5 rows"),
+    faulty=small(5, 8),
+    fixed=small(16, 8),
+    quick=True,
+)
+
+
+def validates(rows):
+    def fit_of(model, optimizer, step):
+        val_loader = DataLoader(TensorDataset(*stored(rows)), batch_size=8, drop_last=True)
+
+        def fit(batches):
+            for batch in batches:
+                step(batch)
+            with torch.no_grad():
+                model.eval()
+                losses = [F.cross_entropy(model(x), y).item() for x, y in val_loader]
+                model.train()
+            return sum(losses)
+
+        return fit
+
+    return trains_on(None, fit_of)
+
+
+pair(
+    "validation_without_a_batch",
+    "data_order",
+    "no_batch",
+    culprits=("val_loader",),
+    where="val_loader = DataLoader(",
+    faulty=validates(6),
+    fixed=validates(16),
+)
+
+
+# What may be meant: advice.
+
+
+def advances(start_of, rows=ROWS):
+    def batches():
+        x, y = stored(rows)
+
+        def draw(n):
+            for step in range(n):
+                start = start_of(step)
+                yield x[start : start + 8], y[start : start + 8]
+
+        return draw
+
+    return trains_on(batches)
+
+
+pair(
+    "start_that_advances_every_fourth_step",
+    "data_order",
+    "batch_repeats",
+    level="advice",
+    faulty=advances(lambda step: step // 4 % 6 * 8),
+    fixed=advances(lambda step: step % 6 * 8),
+    quick=True,
+)
+pair(
+    "start_that_never_advances",
+    "data_order",
+    "one_batch_only",
+    level="advice",
+    faulty=advances(lambda step: 0),
+    fixed=advances(lambda step: step * 8 % ROWS),
+    quick=True,
+)
+
+
+def by_class(shuffle):
+    x, y = stored()
+    order = y.argsort(stable=True)
+    return DataLoader(TensorDataset(x[order], y[order]), batch_size=8, shuffle=shuffle)
+
+
+pair(
+    "sorted_by_class_and_not_shuffled",
+    "data_order",
+    "one_label_a_batch",
+    level="advice",
+    culprits=("batch[1]",),
+    faulty=trains_on(lambda: by_class(shuffle=False)),
+    fixed=trains_on(lambda: by_class(shuffle=True)),
+    quick=True,
+)
+
+
+class Noisy(Dataset):
+    def __init__(self, *, seeds):
+        self.x, self.y = stored()
+        self.seeds = seeds
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(0) if self.seeds else None
+        noise = torch.randn(self.x.shape[1], generator=generator)
+        return self.x[index] + 0.05 * noise, self.y[index]
+
+
+pair(
+    "each_item_seeds_its_noise",
+    "data_order",
+    "one_noise_for_all",
+    level="advice",
+    culprits=("randn()",),
+    change="def __getitem__(self, index):",
+    faulty=trains_on(lambda: DataLoader(Noisy(seeds=True), batch_size=8, shuffle=True)),
+    fixed=trains_on(lambda: DataLoader(Noisy(seeds=False), batch_size=8, shuffle=True)),
+    quick=True,
+)
+
+
+def drawn_below(highest):
+    def batches():
+        x, y = stored()
+
+        def draw(n):
+            for _ in range(n):
+                rows = torch.randint(highest, (8,))
+                yield x[rows], y[rows]
+
+        return draw
+
+    return trains_on(batches)
+
+
+pair(
+    "rows_drawn_below_ten",
+    "data_order",
+    "rows_never_drawn",
+    level="advice",
+    culprits=("x",),
+    faulty=drawn_below(10),
+    fixed=drawn_below(ROWS),
+    quick=True,
+)
+
+
+class Triplets(Dataset):
+    def __init__(self, *, other):
+        self.x, self.y = stored()
+        self.other = other
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        same = (self.y == self.y[index]).nonzero().flatten()
+        positive = same[(same == index).nonzero().item() - self.other]
+        negative = (self.y != self.y[index]).nonzero().flatten()[index % 7]
+        return {"anchor": self.x[index], "positive": self.x[positive], "negative": self.x[negative]}
+
+
+def triplets(other):
+    def make():
+        model = mlp(6, 24, 4)
+        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+
+        def step(batch):
+            loss = F.triplet_margin_loss(model(batch["anchor"]), model(batch["positive"]), model(batch["negative"]))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+        loader = DataLoader(Triplets(other=other), batch_size=8, shuffle=True)
+        return TrainLoop(model=model, optimizer=optimizer, batches=loader, step=step)
+
+    return make
+
+
+pair(
+    "anchor_drawn_as_its_own_positive",
+    "data_order",
+    "leaves_alike",
+    level="advice",
+    culprits=("anchor", "positive"),
+    faulty=triplets(other=0),
+    fixed=triplets(other=1),
+    quick=True,
+)
