@@ -1,4 +1,4 @@
-"""Whether a leaf of the batch is an input of the model."""
+"""Whether a leaf of the batch is a target: given to a loss function, and to no model."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop import nested
+from pytest_trainloop.recording.function_mode import tensors_in
+from pytest_trainloop.recording.torch_internals import has_values
+from pytest_trainloop.recording.torch_names import LOSSES
 from pytest_trainloop.runs.hooks import before_calls
+from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
@@ -20,26 +24,48 @@ STEPS = 2
 """Optimizer steps of the run."""
 
 
-def fed_to_model(evidence: Evidence, path: str) -> bool:
-    """Whether a module is called with the values of this leaf: what a model is conditioned on is no target."""
-    given: list[torch.Tensor] = []
-    fed: list[bool] = []
+class _Uses(WatchingMode):
+    """How the values of one leaf are used in a run."""
 
-    def take(_number: int, item: Any) -> None:
-        given[:] = [leaf for name, leaf in nested.paths(item) if nested.shown(name) == path]
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+        self.in_loss = False
+        self.in_model = False
+        self._given: list[torch.Tensor] = []
 
-    def contexts(watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+    def take(self, _number: int, item: Any) -> None:
+        self._given = [leaf for path, leaf in nested.paths(item) if nested.shown(path) == self.path]
+
+    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
         def enter(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-            if type(module).__module__.startswith("torch.nn.modules.loss"):
-                return
-            inputs = [t for t in nested.tensors((args, kwargs)) if not t.is_floating_point()]
-            fed.extend(_same(a, b) for a in given for b in inputs)
+            if not type(module).__module__.startswith("torch.nn.modules.loss"):
+                self.in_model = self.in_model or self._is_among(nested.tensors((args, kwargs)))
 
-        return (before_calls(watch, enter),)
+        return (*super().contexts(watch), before_calls(watch, enter))
 
-    evidence.rerun(before_item=take, contexts=contexts, enough=lambda r: r.rounds >= STEPS, may_raise=True)
-    return any(fed)
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in LOSSES and not self.in_loss:
+            self.in_loss = self._is_among(tensors_in(args[1:], *kwargs.values()))
+        return super().call(name, func, args, kwargs)
+
+    def _is_among(self, tensors: Iterable[torch.Tensor]) -> bool:
+        return any(_same(leaf, tensor) for tensor in tensors for leaf in self._given if has_values(tensor))
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.numel() == b.numel() and bool(torch.equal(a.detach().cpu().flatten().long(), b.cpu().flatten().long()))
+def is_target(evidence: Evidence, path: str) -> bool:
+    """Whether the values of this leaf are the target of a loss function of torch, as they are or one-hot, and no module
+    is called with them: what a model is conditioned on is no target."""
+    uses = _Uses(path)
+    evidence.rerun(
+        before_item=uses.take, contexts=uses.contexts, enough=lambda record: record.rounds >= STEPS, may_raise=True
+    )
+    return uses.in_loss and not uses.in_model
+
+
+def _same(leaf: torch.Tensor, tensor: torch.Tensor) -> bool:
+    values = leaf.detach().cpu().flatten().double()
+    other = tensor.detach().cpu()
+    if other.dim() > 1 and other.shape[0] == values.numel() < other.numel():
+        other = other.flatten(1).argmax(1)
+    return other.numel() == values.numel() and bool(torch.equal(other.flatten().double(), values))

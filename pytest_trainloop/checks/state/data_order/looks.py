@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.state.data_order import findings, in_fit, items, order, stored, workers
-from pytest_trainloop.checks.state.data_order.fed import fed_to_model
+from pytest_trainloop.checks.state.data_order.fed import is_target
 from pytest_trainloop.checks.state.data_order.held import Held
 from pytest_trainloop.checks.state.data_order.last_batch import is_smaller, last_raises
 from pytest_trainloop.checks.state.data_order.passes import epoch_setter
@@ -43,6 +43,7 @@ NEW_ROWS = (
     "no row comes twice in 48 batches (augmented or made on the fly); give the DataLoader itself as batches= to have "
     "its data set and sampler judged"
 )
+LISTED = "the batches are a list, which has no order of its own: give the DataLoader that they come from as batches="
 UNTOLD = "rows cannot be told: give batch_dim="
 
 
@@ -80,8 +81,10 @@ class Looks:
             self.undecided.append(CannotDecide(UNTOLD, needs="batch_dim="))
             return
         epochs = epochs_of(reading)
-        seen = bool(epochs) or source.kind == "list" or order.some_row_twice(reading)
-        if not seen and source.kind != "loader":
+        seen = source.kind != "list" and (bool(epochs) or order.some_row_twice(reading))
+        if source.kind == "list":
+            self.undecided.append(CannotDecide(LISTED, needs="batches="))
+        elif not seen and source.kind != "loader":
             self.undecided.append(CannotDecide(NEW_ROWS, needs="batches="))
         self.judged += seen or source.kind == "loader"
         yield from self._of_order(now, streams, reading, epochs)
@@ -179,7 +182,7 @@ class Looks:
         held = Held.by((source.name, source.of)) if source.kind != "list" or apart else Held()
         if apart is not None:
             pair = stored.pair_stored(held, epochs[0], apart.inputs, apart.labels) if apart.plain else None
-            sure = pair is not None and not (source.given and fed_to_model(self.evidence, apart.labels))
+            sure = pair is not None and source.given and is_target(self.evidence, apart.labels)
             yield findings.labels_apart(source, apart, pair, "fault" if sure else "advice")
         if source.trains and (never := stored.rows_never_drawn(held, _all(reading), reading.identity)) is not None:
             yield findings.rows_never_drawn(source, never)
