@@ -10,7 +10,7 @@ import torch
 
 from pytest_trainloop.reach.copies import restore_tensor, set_state
 from pytest_trainloop.reach.naming import joined
-from pytest_trainloop.reach.slots import Entries, Fixed, Hooks, OfDict, OfList, OfMember, OfTensor
+from pytest_trainloop.reach.slots import Entries, Fixed, Hooks, OfClass, OfDict, OfList, OfMember, OfTensor
 from pytest_trainloop.reach.sorts import attributes, is_plain, sort_of
 from pytest_trainloop.reach.streams import set_back
 
@@ -57,7 +57,12 @@ class Carrying:
             place = self.into.places.get(path)
             return place is None or (place.slot is not None and place.slot.take_out())
         done = [self._write(self.copies[path], place) for place in self._targets(path)]
-        return all(done) if done else self._create(self.copies[path].place)
+        if done:
+            return all(done)
+        place = self.copies[path].place
+        if isinstance(place.slot, OfClass):  # the same class in both loops
+            return self._write(self.copies[path], place)
+        return self._create(place)
 
     def _targets(self, path: str) -> list[Place]:
         """Where a leaf is in the other loop: under its own path, and under those of the names that its owner has."""
@@ -140,7 +145,7 @@ class Carrying:
         if place.within is None or place.slot is None or place.within.kind == "hooks":
             return False
         owner = self.into.places.get(place.within.path)
-        if owner is None or type(owner.value) is not type(place.within.value):
+        if owner is None or not _of_one_class(owner.value, place.within.value):
             return self._create(place.within)
         slot = self._slot(place.slot, owner.value)
         return slot is not None and slot.put(self._value(place))
@@ -150,7 +155,10 @@ class Carrying:
         if isinstance(slot, OfList) and sort_of(owner) == "list":
             return OfList(owner, slot.index)
         if isinstance(slot, OfMember):
-            return OfMember(slot.member, owner) if isinstance(owner, type(slot.owner)) else None
+            member = next(
+                (vars(b)[slot.member.__name__] for b in type(owner).__mro__ if slot.member.__name__ in vars(b)), None
+            )
+            return OfMember(member, owner) if isinstance(member, MemberDescriptorType) else None
         if not isinstance(slot, OfDict):
             return None
         if isinstance(owner, dict) and not isinstance(slot.key, str):
@@ -189,7 +197,7 @@ class Carrying:
             return self.made[id(value)]
         for path in self.by_object.get(id(value), []):
             other = self.into.places.get(path)
-            if other is not None and type(other.value) is type(value):
+            if other is not None and _of_one_class(other.value, value):
                 return other.value
         made = self._made(value)
         self.made[id(value)] = made
@@ -262,6 +270,12 @@ def _shared(value: Any) -> bool:
     if isinstance(value, FunctionType):
         return value.__closure__ is None
     return isinstance(value, (type, ModuleType, BuiltinFunctionType))
+
+
+def _of_one_class(a: Any, b: Any) -> bool:
+    """Also where each call of the project's function makes the class anew."""
+    mine, others = type(a), type(b)
+    return mine is others or (mine.__module__, mine.__qualname__) == (others.__module__, others.__qualname__)
 
 
 def _same_key(key: Any) -> Any:

@@ -80,10 +80,13 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(found)
 
 
+_NOT_PROJECTS = ("site-packages", "dist-packages", "<frozen")
+
+
 @functools.lru_cache(maxsize=4096)
 def _is_project_file(filename: str, module: str) -> bool:
     """Whether code is the project's, and its globals are looked at."""
-    return is_project(module) and not any(part in filename for part in ("site-packages", "dist-packages", "<frozen"))
+    return is_project(module) and not any(part in filename for part in _NOT_PROJECTS)
 
 
 def _enter_once(graph: Graph, place: Place, function: Any) -> None:
@@ -171,12 +174,14 @@ def of_class(graph: Graph, place: Place) -> None:
         node = graph.node(kind, kind.__name__)
         graph.edges[place.node].append(node)
         below = Place(f"<{kind.__name__}>", None, kind, node=node, within=place)
+        defaults = vars(kind).get("__dataclass_fields__", ())
         for name, member in list(vars(kind).items()):
             if isinstance(member, (staticmethod, classmethod, property)):
                 member = member.fget if isinstance(member, property) else member.__func__
             if isinstance(member, types.FunctionType):
-                _enter_once(graph, below, member)
-            elif not name.startswith("__") and _changes(member):
+                if _is_project_file(member.__code__.co_filename, str(member.__globals__.get("__name__", ""))):
+                    _enter_once(graph, below, member)
+            elif not name.startswith("__") and _changes(member) and name not in defaults:
                 graph.child(f"{kind.__name__}.{name}", OfClass(kind, name), member, below)
 
 
