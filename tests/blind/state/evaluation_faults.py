@@ -64,7 +64,7 @@ class EMAModel:
 
     @torch.no_grad()
     def step(self, parameters):
-        for s, p in zip(self.shadow, parameters, strict=False):
+        for s, p in zip(self.shadow, parameters):
             s.lerp_(p, 1 - self.decay)
 
     def store(self, parameters):
@@ -72,12 +72,12 @@ class EMAModel:
 
     @torch.no_grad()
     def copy_to(self, parameters):
-        for s, p in zip(self.shadow, parameters, strict=False):
+        for s, p in zip(self.shadow, parameters):
             p.copy_(s)
 
     @torch.no_grad()
     def restore(self, parameters):
-        for s, p in zip(self.stored, parameters, strict=False):
+        for s, p in zip(self.stored, parameters):
             p.copy_(s)
 
 
@@ -244,7 +244,7 @@ def detector_losses():
                 gt = torch.stack([t["boxes"][0] for t in targets])
                 cls = torch.stack([t["labels"][0] for t in targets])
                 return {"loss_box": F.smooth_l1_loss(boxes, gt), "loss_cls": F.cross_entropy(logits, cls)}
-            return [{"boxes": b[None], "scores": s.softmax(0)} for b, s in zip(boxes, logits, strict=False)]
+            return [{"boxes": b[None], "scores": s.softmax(0)} for b, s in zip(boxes, logits)]
 
     g = torch.Generator().manual_seed(0)
 
@@ -254,7 +254,7 @@ def detector_losses():
         return image, {"boxes": torch.rand(1, 4, generator=g), "labels": label}
 
     def collate(items):
-        return tuple(zip(*items, strict=False))
+        return tuple(zip(*items))
 
     train_loader = DataLoader([sample(0.0) for _ in range(32)], batch_size=4, shuffle=True, collate_fn=collate)
     val_loader = DataLoader([sample(0.5) for _ in range(8)], batch_size=4, collate_fn=collate)
@@ -838,7 +838,7 @@ def standardized_series():
     @torch.no_grad()
     def score():
         val = Windows(series[48:]).standardize(mean, std)
-        x, y = zip(*[val[i] for i in range(len(val))], strict=False)
+        x, y = zip(*[val[i] for i in range(len(val))])
         return F.l1_loss(model(torch.stack(x)).squeeze(1), torch.stack(y)).item()
 
     return TrainLoop(
