@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from pytest_trainloop.reach.snapshot import differences
 from pytest_trainloop.reach.walk import Reach
 from pytest_trainloop.recording.function_mode import FunctionMode
 from pytest_trainloop.recording.hooks import before_steps
+from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.source import NOWHERE, here
 from pytest_trainloop.runs.halves import halves
 from pytest_trainloop.runs.hooks import hooked
@@ -31,8 +33,11 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.halves import Halves
 
-LOWER = frozenset({"half", "bfloat16", "float", "to", "type", "double"})
-"""Calls that cast a tensor."""
+CASTS = frozenset({"half", "bfloat16", "to", "type"})
+"""Calls that cast a tensor to a lower precision."""
+
+MOST_HELD = 4
+"""Weights whose bits are looked for elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +70,8 @@ class Seen:
     differences: list[Difference] = field(default_factory=list)
     stepped: list[Place] = field(default_factory=list)
     """The lines of the optimizer steps inside it."""
-    holders: list[tuple[str, ...]] = field(default_factory=list)
-    """The paths that hold the bits of each weight that differs."""
+    holders: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The paths that hold the bits of weights that differ, by the weight's."""
     inference: tuple[str, ...] = ()
     """Paths of inference tensors that were not there before."""
     entering: dict[str, object] = field(default_factory=dict)
@@ -75,7 +80,7 @@ class Seen:
     seeded: list[Seed] = field(default_factory=list)
     """Calls that seed a global generator, with their lines."""
     casts: bool = False
-    """Whether it casts a weight: a run in float64 undoes that."""
+    """Whether it casts a weight to a lower precision or sets the default dtype: a run in float64 undoes that."""
     began: int = 0
     """The position in the record at which it began."""
     ended: int = 0
@@ -164,8 +169,8 @@ def _evaluate(
         seen.cut = reach.cut
         seen.differences = differences(before, after)
         seen.inference = tuple(path for path in _inference_tensors(after) if path not in kept)
-        weights = [d.leaf.path for d in seen.differences if d.leaf.kind == "weight"]
-        seen.holders = [tuple(reach.holders(reach.value(path))) for path in weights[:4]]
+        written = [d.leaf.path for d in seen.differences if d.leaf.kind == "weight" and d.how == "changed"]
+        seen.holders = {path: reach.holders(reach.value(path)) for path in written[:MOST_HELD]}
         before.put_back([d.leaf.path for d in seen.differences if put_back(d)])
 
 
@@ -197,7 +202,16 @@ def _noted(seen: Seen) -> Iterator[None]:
     def stepping(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
         seen.stepped.append(here()[0])
 
-    with hooked(before_steps(stepping)), noted_seeds(seen.seeded.append), _Casts(seen):
+    def setting(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def set_default_dtype(*args: Any, **kwargs: Any) -> Any:
+            seen.casts = True
+            return original(*args, **kwargs)
+
+        return set_default_dtype
+
+    dtype = patched(torch, "set_default_dtype", setting)
+    with hooked(before_steps(stepping)), noted_seeds(seen.seeded.append), dtype, _Casts(seen):
         yield
 
 
@@ -209,7 +223,7 @@ class _Casts(FunctionMode):
         self._seen = seen
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name in LOWER and args and isinstance(args[0], torch.nn.Parameter):
+        if name in CASTS and args and isinstance(args[0], torch.nn.Parameter):
             asked = next((a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype)), None)
             self._seen.casts |= name in ("half", "bfloat16") or asked in (torch.float16, torch.bfloat16)
         return super().call(name, func, args, kwargs)

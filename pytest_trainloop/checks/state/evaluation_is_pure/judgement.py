@@ -311,13 +311,13 @@ class _Judging:
             paths=named(group, loop),
             before=in_words(first.before, first.leaf.kind),
             after=in_words(first.after, first.leaf.kind),
-            holder=holder_of(group.paths, run.seen.holders, "model") if cause == "weights_left" else "",
+            holder=holder_of(run.seen.holders) if cause == "weights_left" else "",
             steps=len(run.seen.stepped),
             rounds=sum(run.halves.steps[-1:]),
             weight=weight,
             change=change,
             raised=raised.summary if raised is not None else "",
-            shown_by=_shown_by(cut, group),
+            shown_by=_shown_by(cut, group, raised is not None),
             where=by_step if cause == "evaluation_trains" and by_step else self._line(cut, group.paths),
         )
 
@@ -331,15 +331,16 @@ class _Judging:
         return str(place) if place.file else ""
 
 
-def _shown_by(cut: _Cut, group: Group) -> str:
+def _shown_by(cut: _Cut, group: Group, raises: bool) -> str:
     when = {
         "between": "between two calls of fit",
         "first": "before the first step",
         "inside": "between two steps of one fit",
     }[cut.moment]
+    without = "raises, and without it it does not" if raises else "ends elsewhere than without it"
     return (
-        f"with evaluate() {when} training ends elsewhere than without it; with {group.in_words} put back after it, it "
-        "ends where it does without it"
+        f"with evaluate() {when} training {without}; with {group.in_words} put back after evaluate() it ends where it "
+        "does without it"
     )
 
 

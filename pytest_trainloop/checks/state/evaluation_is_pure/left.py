@@ -12,7 +12,7 @@ from pytest_trainloop.recording.torch_internals import NORM_MODULES
 from pytest_trainloop.recording.train_mode import acts_by_mode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import nn
 
@@ -188,14 +188,13 @@ def in_words(value: Any, kind: str) -> str:
     return repr(value) if isinstance(value, (bool, int, str, torch.dtype, type(None))) else ""
 
 
-def holder_of(paths: Sequence[str], held: Sequence[Collection[str]], own: str) -> str:
-    """What holds the values that the weights have, with what it shares with their paths left off:
-    ``average.module`` where ``average.module.0.weight`` has the bits of ``model.0.weight``."""
-    for path, holders in zip(paths, held, strict=True):
+def holder_of(held: Mapping[str, Sequence[str]]) -> str:
+    """What holds the values that weights have, with what it shares with their paths left off: ``average.module`` where
+    ``average.module.0.weight`` has the bits of ``model.0.weight``."""
+    for path, holders in held.items():
         for holder in holders:
-            if holder == path or holder.startswith((own, "optimizer")):
-                continue
-            return _without_common_end(holder, path)
+            if holder not in held and not holder.startswith("optimizer"):
+                return _without_common_end(holder, path)
     return ""
 
 

@@ -145,10 +145,12 @@ def _inside_fit(evidence: Evidence) -> Iterator[Finding]:
 def _declared(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.train_mode.evaluations import declared_evaluation
 
-    if forward := declared_evaluation(evidence):
+    if declared := declared_evaluation(evidence):
+        forward, level = declared
         modules = forward.in_training
         yield Finding(
             cause="evaluated_in_train",
+            level=level,
             summary=f"evaluate runs in training mode, with {_modules(modules)} active",
             measured=f"{len(modules)} modules that act by mode were in training mode in a forward pass of evaluate()",
             shown_by="seen in the forward pass itself, after a short run of fit",

@@ -123,9 +123,10 @@ def _course(record: Record) -> list[Event | Move]:
     return sorted(events, key=lambda event: event.at)
 
 
-def declared_evaluation(evidence: Evidence) -> Forward | None:
+def declared_evaluation(evidence: Evidence) -> tuple[Forward, Level] | None:
     """The first forward pass in training mode that the declared ``evaluate`` makes, where it makes a score of it and
-    trains nothing of its own.
+    trains nothing of its own. Advice where neither dropout nor a norm of torch's was active: a detector that gives its
+    losses in training mode only is asked for them so.
 
     Raises ``CannotDecide`` where it raises: that is for ``evaluation_is_pure`` to say.
     """
@@ -162,4 +163,6 @@ def declared_evaluation(evidence: Evidence) -> Forward | None:
         return None
     probe = LineProbe(found.site, "other results")
     evidence.rerun(plan, contexts=probe.contexts, may_raise=True)
-    return found if probe.scored else None
+    if not probe.scored:
+        return None
+    return found, "fault" if probe.dropped or probe.normed else "advice"
