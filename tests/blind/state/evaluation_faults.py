@@ -64,7 +64,7 @@ class EMAModel:
 
     @torch.no_grad()
     def step(self, parameters):
-        for s, p in zip(self.shadow, parameters):
+        for s, p in zip(self.shadow, parameters, strict=False):
             s.lerp_(p, 1 - self.decay)
 
     def store(self, parameters):
@@ -72,12 +72,12 @@ class EMAModel:
 
     @torch.no_grad()
     def copy_to(self, parameters):
-        for s, p in zip(self.shadow, parameters):
+        for s, p in zip(self.shadow, parameters, strict=False):
             p.copy_(s)
 
     @torch.no_grad()
     def restore(self, parameters):
-        for s, p in zip(self.stored, parameters):
+        for s, p in zip(self.stored, parameters, strict=False):
             p.copy_(s)
 
 
@@ -225,7 +225,8 @@ def segmentation_trainer():
 
 @fault(
     "evaluation",
-    "the running statistics of the batch norms move in validation, which runs the detector in train mode to get its losses",
+    "the running statistics of the batch norms move in validation, which runs the detector in train mode "
+    "to get its losses",
     thread="wdoppenberg/ellipse-rcnn#13",
     check="evaluation_is_pure",
 )
@@ -244,7 +245,7 @@ def detector_losses():
                 gt = torch.stack([t["boxes"][0] for t in targets])
                 cls = torch.stack([t["labels"][0] for t in targets])
                 return {"loss_box": F.smooth_l1_loss(boxes, gt), "loss_cls": F.cross_entropy(logits, cls)}
-            return [{"boxes": b[None], "scores": s.softmax(0)} for b, s in zip(boxes, logits)]
+            return [{"boxes": b[None], "scores": s.softmax(0)} for b, s in zip(boxes, logits, strict=False)]
 
     g = torch.Generator().manual_seed(0)
 
@@ -254,7 +255,7 @@ def detector_losses():
         return image, {"boxes": torch.rand(1, 4, generator=g), "labels": label}
 
     def collate(items):
-        return tuple(zip(*items))
+        return tuple(zip(*items, strict=False))
 
     train_loader = DataLoader([sample(0.0) for _ in range(32)], batch_size=4, shuffle=True, collate_fn=collate)
     val_loader = DataLoader([sample(0.5) for _ in range(8)], batch_size=4, collate_fn=collate)
@@ -358,7 +359,8 @@ def factorization_machine():
 
 @fault(
     "evaluation",
-    "torch.manual_seed(0) for the sampled images sets the global generator, so that each epoch trains with the same noise",
+    "torch.manual_seed(0) for the sampled images sets the global generator, so that each epoch trains "
+    "with the same noise",
     thread="huggingface/diffusers#175",
     check="evaluation_is_pure",
 )
@@ -448,7 +450,8 @@ def annotated_transformer():
 
 @fault(
     "evaluation",
-    "the FGSM attack of the robust accuracy leaves gradients on the weights, and they add to the accumulation in progress",
+    "the FGSM attack of the robust accuracy leaves gradients on the weights, and they add to the "
+    "accumulation in progress",
     thread="BorealisAI/advertorch#113",
     check="evaluation_is_pure",
 )
@@ -642,7 +645,8 @@ def vec_normalize():
 
 @fault(
     "evaluation",
-    "the rotary cache is rebuilt for longer sequences under inference_mode and kept: training then fails on inference tensors",
+    "the rotary cache is rebuilt for longer sequences under inference_mode and kept: training then fails "
+    "on inference tensors",
     thread="snowflakedb/ArcticTraining#265",
     check="evaluation_is_pure",
 )
@@ -838,7 +842,7 @@ def standardized_series():
     @torch.no_grad()
     def score():
         val = Windows(series[48:]).standardize(mean, std)
-        x, y = zip(*[val[i] for i in range(len(val))])
+        x, y = zip(*[val[i] for i in range(len(val))], strict=False)
         return F.l1_loss(model(torch.stack(x)).squeeze(1), torch.stack(y)).item()
 
     return TrainLoop(
@@ -848,7 +852,8 @@ def standardized_series():
 
 @fault(
     "evaluation",
-    "validation() freezes all parameters and afterwards sets requires_grad=True for all, so that the frozen backbone trains",
+    "validation() freezes all parameters and afterwards sets requires_grad=True for all, so that the "
+    "frozen backbone trains",
     thread="clovaai/deep-text-recognition-benchmark#47",
     check="evaluation_is_pure",
 )
@@ -937,7 +942,8 @@ def frozen_encoder_norm():
 
 @fault(
     "evaluation",
-    "the state of the recurrent net after the validation text stays in self.hidden and the next training window starts from it",
+    "the state of the recurrent net after the validation text stays in self.hidden and the next training "
+    "window starts from it",
     thread="keon/seq2seq#8",
     check="evaluation_is_pure",
 )
@@ -986,7 +992,8 @@ def stateful_language_model():
 
 @fault(
     "evaluation",
-    "the EMA update of the codebook (cluster_size, embed_avg, embed) has no check for self.training and runs in validation",
+    "the EMA update of the codebook (cluster_size, embed_avg, embed) has no check for self.training and "
+    "runs in validation",
     thread="lucidrains/vector-quantize-pytorch#61",
     check="evaluation_is_pure",
 )
@@ -1071,7 +1078,8 @@ def numpy_scores():
 
 @fault(
     "evaluation",
-    "torch.set_default_dtype(torch.float64) for exact metrics is left on, so that the noise of training becomes float64",
+    "torch.set_default_dtype(torch.float64) for exact metrics is left on, so that the noise of training "
+    "becomes float64",
     thread="cics-nd/gptorch#14",
     check="evaluation_is_pure",
 )
@@ -1203,7 +1211,8 @@ def seq2seq_decoder():
 
 @fault(
     "evaluation",
-    "generate() fills self.past (key and value cache) and leaves it: the next training forward attends to the generated text",
+    "generate() fills self.past (key and value cache) and leaves it: the next training forward attends "
+    "to the generated text",
     thread="huggingface/transformers#42586",
     check="evaluation_is_pure",
 )

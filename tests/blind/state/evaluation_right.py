@@ -499,7 +499,7 @@ def forked_generator():
     thread="ZettaAI/zetta_utils#199",
 )
 def reseeded_and_restored():
-    class fixed_seeds:
+    class FixedSeeds:
         def __init__(self, seed):
             self.seed = seed
 
@@ -531,7 +531,7 @@ def reseeded_and_restored():
     @torch.no_grad()
     def validate():
         model.eval()
-        with fixed_seeds(7):
+        with FixedSeeds(7):
             return sum(F.cross_entropy(model(mask(x)), y).item() for x, y in val_loader)
 
     return TrainLoop(model=model, optimizer=optimizer, batches=train_loader, fit=train, evaluate=validate)
@@ -1234,7 +1234,8 @@ def frozen_norm_train_override():
 
 @right(
     "evaluation",
-    "MAML evaluates in train mode on purpose: its norms keep no running statistics, and adaptation works on functional copies",
+    "MAML evaluates in train mode on purpose: its norms keep no running statistics, and adaptation works "
+    "on functional copies",
     thread="facebookresearch/higher#55",
 )
 def maml_evaluation():
@@ -1313,7 +1314,8 @@ def test_time_adaptation():
 
 @right(
     "evaluation",
-    "the detector gives losses in train mode only: it validates there with norms and dropout in eval(), and puts all flags back",
+    "the detector gives losses in train mode only: it validates there with norms and dropout in eval(), "
+    "and puts all flags back",
     thread="facebookresearch/maskrcnn-benchmark#785",
 )
 def detector_loss_mode():
