@@ -35,7 +35,7 @@ def shown(file: str, line: int) -> str:
 
 def of_function(function: object) -> str:
     """The line where a function of the user's begins; empty for other callables and for those of libraries."""
-    code = _code(function)
+    code = code_of(function)
     return "" if code is None or not _of_the_user(code.co_filename) else shown(code.co_filename, code.co_firstlineno)
 
 
@@ -57,7 +57,8 @@ def of_keyword(file: str, line: int, call: str, keyword: str) -> str:
     return shown(file, line)
 
 
-def _code(function: object) -> CodeType | None:
+def code_of(function: object) -> CodeType | None:
+    """The code of a function, past partials, bound methods and decorators that say what they wrap."""
     while isinstance(function, functools.partial):
         function = function.func
     plain: Any = getattr(function, "__func__", function)

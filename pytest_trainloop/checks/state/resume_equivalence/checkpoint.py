@@ -1,0 +1,222 @@
+"""One checkpoint: what ``save`` gave or wrote, kept as it was at that moment, for every ``load``."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_trainloop.fields import is_folder, path_parameter
+from pytest_trainloop.recording.patches import patched
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from pytest_trainloop.loop import TrainLoop
+
+MOST = 20_000
+"""Entries of a checkpoint that are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a checkpoint: the tensor itself, and its values when it was saved."""
+
+    path: str
+    live: torch.Tensor
+    saved: torch.Tensor
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """What ``save`` made. ``remove`` deletes the folder that it wrote to."""
+
+    entries: list[Entry] = field(default_factory=list)
+    random_states: frozenset[str] = frozenset()
+    """Of torch, numpy and python those whose random state is in the checkpoint."""
+    seen: bool = False
+    """Whether its entries are known: the state was returned, or written by ``torch.save``."""
+    _parameter: str = ""
+    _given: Path | None = None
+    _folder: Path | None = None
+    _state: Any = None
+
+    def take(self, loop: TrainLoop) -> None:
+        """Call ``save``. Raises what that raises."""
+        save, load = loop.save, loop.load
+        assert save is not None
+        assert load is not None
+        self._parameter = path_parameter(save, load)
+        written: list[Any] = []
+        with patched(torch, "save", lambda original: _noting(original, written)):
+            state = self._written(save) if self._parameter else save()
+        roots = [("state", state), *((f"state{f' ({n})' if n else ''}", made) for n, made in enumerate(written))]
+        self._look_at([(path, root) for path, root in roots if isinstance(root, (Mapping, list, tuple))])
+        if self._given is None:
+            self._state = copied(state)
+        else:
+            self._keep()
+
+    def give(self, loop: TrainLoop) -> None:
+        """Call ``load`` with a copy of its own. Raises what that raises."""
+        assert loop.load is not None
+        if self._given is not None and self._folder is not None:
+            _replace(self._folder / "kept", self._folder / "given")
+            loop.load(self._given)
+        else:
+            loop.load(copied(self._state))
+
+    def changed(self) -> list[Entry]:
+        """Entries whose tensor is no longer what it was when it was saved."""
+        return [entry for entry in self.entries if not _same_bits(entry.live, entry.saved)]
+
+    def holds(self, value: Any) -> str:
+        """The path of the entry with just these values; empty where there is none."""
+        if not isinstance(value, torch.Tensor):
+            return ""
+        return next((e.path for e in self.entries if e.saved.dtype == value.dtype and _same_bits(e.saved, value)), "")
+
+    def forget_entries(self) -> None:
+        """Let go of the loop's own tensors."""
+        self.entries = []
+
+    def remove(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._state, self.entries = None, []
+
+    def _written(self, save: Callable[..., Any]) -> Any:
+        """Call ``save`` with a path; with one of the other kind, folder or file, where that is what it wants."""
+        self._folder = Path(tempfile.mkdtemp(prefix="trainloop-"))
+        place = self._folder / "given"
+        first = is_folder(self._parameter)
+        try:
+            return save(self._path(place, folder=first))
+        except OSError as error:
+            wrong = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+            if not isinstance(error, wrong) and not isinstance(error.__cause__, wrong):
+                raise
+            raised = error
+        except RuntimeError as error:  # torch.save into a folder that is not there
+            if "directory" not in str(error):
+                raise
+            raised = error  # type: ignore[assignment]
+        try:
+            return save(self._path(place, folder=not first))
+        except Exception:
+            raise raised from None
+
+    def _path(self, place: Path, *, folder: bool) -> Path:
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        self._given = place / ("checkpoint" if folder else "checkpoint.pt")
+        if folder:
+            self._given.mkdir()
+        return self._given
+
+    def _keep(self) -> None:
+        assert self._folder is not None
+        _replace(self._folder / "given", self._folder / "kept")
+
+    def _look_at(self, roots: list[tuple[str, Any]]) -> None:
+        self.seen = bool(roots)
+        states = _random_states()
+        found: set[str] = set()
+        for number, (path, value) in enumerate(_entries(roots)):
+            if number >= MOST:
+                break
+            found.update(name for name, state in states.items() if _is_state(value, state))
+            if isinstance(value, torch.Tensor) and not value.is_meta and value.layout is torch.strided:
+                self.entries.append(Entry(path, value, value.detach().clone()))
+        self.random_states = frozenset(found)
+
+
+def copied(state: Any) -> Any:
+    """A state of its own: torch's optimizers keep references to what they load, and would train it on."""
+    try:
+        return copy.deepcopy(state)
+    except Exception:  # tensors with a history, locks
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        buffer.seek(0)
+        return torch.load(buffer, weights_only=False)
+
+
+def random_states_are(kept: Mapping[str, Any]) -> frozenset[str]:
+    """The generators that stand where they stood in ``kept``."""
+    now = _random_states()
+    return frozenset(name for name, state in kept.items() if name in now and _is_state(now[name], state))
+
+
+def states_among(values: Iterable[Any], states: Mapping[str, Any]) -> frozenset[str]:
+    """Whose random state is one of these values."""
+    given = list(values)
+    return frozenset(name for name, state in states.items() if any(_is_state(value, state) for value in given))
+
+
+def random_states() -> dict[str, Any]:
+    """Where torch's, numpy's and python's own generators stand."""
+    return _random_states()
+
+
+def _noting(original: Callable[..., Any], written: list[Any]) -> Callable[..., Any]:
+    def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
+        written.append(obj)
+        return original(obj, *args, **kwargs)
+
+    return save
+
+
+def _replace(source: Path, target: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target, symlinks=True)
+
+
+def _entries(roots: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Everything that nested containers hold, the tuples and dicts that are random states included."""
+    todo, seen = list(reversed(roots)), set()
+    while todo:
+        path, value = todo.pop()
+        yield path, value
+        if isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            plain = isinstance(value, (list, tuple)) and all(isinstance(item, (int, float, str)) for item in value)
+            if not plain:
+                items = value.items() if isinstance(value, Mapping) else enumerate(value)
+                todo.extend(reversed([(f"{path}[{key!r}]", item) for key, item in items]))
+
+
+def _random_states() -> dict[str, Any]:
+    numpy = sys.modules.get("numpy")
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if numpy is not None:
+        states["numpy"] = numpy.random.get_state()[1]
+    return states
+
+
+def _is_state(value: Any, state: Any) -> bool:
+    """Whether a value is this random state, as the library gives it or in lists."""
+    if isinstance(state, torch.Tensor):
+        return isinstance(value, torch.Tensor) and value.dtype == state.dtype and _same_bits(value.cpu(), state)
+    if isinstance(state, tuple):
+        return isinstance(value, (tuple, list)) and len(value) == 3 and _plain(value) == _plain(state)
+    if isinstance(value, torch.Tensor):
+        return bool(value.shape == state.shape and value.tolist() == state.tolist())
+    return bool(getattr(value, "shape", None) == state.shape and (value == state).all())
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and bool(torch.equal(a.detach(), b.to(a.device)))

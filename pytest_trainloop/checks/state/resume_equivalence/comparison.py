@@ -1,0 +1,113 @@
+"""The uninterrupted run against the resumed one: what must hold before anything can be said of the two."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.checks.state.resume_equivalence.diagnosis import Fact, facts, shown, untied
+from pytest_trainloop.checks.state.resume_equivalence.runs import RENEWABLE_KINDS, Renewed, Resumed, Uninterrupted
+from pytest_trainloop.errors import CannotDecide, UsageError
+from pytest_trainloop.knobs import nearest
+from pytest_trainloop.runs.halves import halves, no_halves
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.recording.events import Raised
+    from pytest_trainloop.runs.evidence import Evidence
+
+_TOUCHED = ("weight", "buffer", "mode", "requires_grad", "optimizer_state", "group_value")
+"""Kinds that save must leave as they are, where training goes on with them."""
+
+_ELSEWHERE = (
+    "OSError",
+    "FileNotFoundError",
+    "PermissionError",
+    "ImportError",
+    "ModuleNotFoundError",
+    "ConnectionError",
+)
+
+
+def compared(evidence: Evidence) -> Iterator[tuple[Fact, Uninterrupted]]:
+    """The facts, each with the uninterrupted run that it was seen against.
+
+    Raises ``CannotDecide``, ``Unreliable``, and ``UsageError`` for names in ``renews`` that nothing has.
+    """
+    a, b, renewed = _both(evidence)
+    try:
+        if a.save_error is not None:
+            _require_own(a.save_error, "save")
+            yield Fact("save_raises", ("save()",), raised=a.save_error), a
+            return
+        a.require_two_halves()
+        assert b is not None
+        changed = _changed_by_save(a)
+        if changed is not None:
+            yield changed, a
+        elif b.load_error is not None:
+            _require_own(b.load_error, "load")
+            apart = list(untied(a, b))  # an optimizer over one weight more does not take the state of one over less
+            for fact in apart or [Fact("load_raises", ("load()",), raised=b.load_error)]:
+                yield fact, a
+        else:
+            for fact in facts(a, b, renewed):
+                yield fact, a
+    finally:
+        a.checkpoint.remove()
+
+
+def _both(evidence: Evidence) -> tuple[Uninterrupted, Resumed | None, Renewed]:
+    """In float64, where no scaler is used; in the loop's own precision where anything raises in float64."""
+    scaled = any(call.enabled for call in evidence.run().scaler_calls())
+    for double in (False,) if scaled else (True, False):
+        a = Uninterrupted(evidence, double=double)
+        raised = a.save_error is not None or a.ended.raised is not None or not a.ended.made.end
+        b, renewed = None, Renewed()
+        if not raised:
+            renewed = _renewed(evidence, a)
+            b = Resumed(a, renewed=renewed)
+            raised = b.load_error is not None or b.ended.raised is not None
+        if not raised or not double:
+            break
+        a.checkpoint.remove()
+    return a, b, renewed
+
+
+def _require_own(raised: Raised, function: str) -> None:
+    """Raise ``CannotDecide`` for what is not in the project's hands here."""
+    if raised.kind in _ELSEWHERE:
+        raise CannotDecide(
+            f"{function} raised {raised.summary}; let it use the path that it is given: save(path) and load(path)"
+        )
+
+
+def _renewed(evidence: Evidence, a: Uninterrupted) -> Renewed:
+    names = tuple(evidence.declared("renews") or ())
+    assert a.saved is not None
+    for name in names:
+        if name in RENEWABLE_KINDS:
+            continue
+        if not any(Renewed((name,)).covers(path, leaf.kind) for path, leaf in a.saved.leaves.items()):
+            known = [*RENEWABLE_KINDS, *(path for path in a.saved.places if not path.startswith("len("))]
+            raise UsageError(f"TrainLoop.renews names {name!r}, which nothing has; {nearest(name, known)}")
+    return Renewed(names)
+
+
+def _changed_by_save(a: Uninterrupted) -> Fact | None:
+    """What save left changed, where training goes on otherwise for it."""
+    touched = [d for d in a.changed_by_save if d.leaf.kind in _TOUCHED]
+    if not touched:
+        return None
+    without = a.evidence.shared(no_halves)
+    if without.double != a.double:
+        without = halves(a.evidence, double=a.double)
+    if not a.ended.made.differ(without.end, without.end.keys() & a.ended.made.end.keys()):
+        return None
+    paths = {d.leaf.path for d in touched}
+    healed = Uninterrupted(a.evidence, double=a.double, put_back=paths)
+    healed.checkpoint.remove()
+    if healed.ended.made.differ(without.end, without.end.keys() & healed.ended.made.end.keys()):
+        raise CannotDecide("training goes on otherwise after save() than without it, for what cannot be put back")
+    names = tuple(shown(d.leaf.path, a) for d in touched)
+    return Fact("save_changes", names, differences=tuple(touched))

@@ -1,0 +1,202 @@
+"""The findings in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pytest_trainloop.finding import Finding
+from pytest_trainloop.wording import be, count, some, they
+
+if TYPE_CHECKING:
+    from pytest_trainloop.checks.state.resume_equivalence.diagnosis import Fact
+    from pytest_trainloop.checks.state.resume_equivalence.runs import Uninterrupted
+
+MOST = 12
+"""Names that a finding gives at most."""
+
+
+def finding_of(fact: Fact, a: Uninterrupted) -> Finding:
+    """The finding of one fact."""
+    measured = _measured(fact, a)
+    shown = _shown(fact)
+    return Finding(
+        cause=fact.cause,
+        level=fact.level,
+        summary=_summary(fact),
+        measured=measured,
+        shown_by=shown,
+        culprits=fact.names[:MOST],
+        where=_where(fact, a),
+        repair=_repair(fact),
+    )
+
+
+def _summary(fact: Fact) -> str:
+    names, detail = some(fact.names), fact.detail
+    what = fact.component or names
+    loses = f"a resumed run loses {what}"
+    texts = {
+        "weights_not_loaded": (
+            f"load does not restore {count(len(fact.names), 'weight')} ({names})"
+            + (f": {they(fact.names)} {be(fact.names)} as the loop was built" if detail else "")
+        ),
+        "weights_overwritten": f"load restores {names} and then overwrites {'them' if len(fact.names) > 1 else 'it'}",
+        "optimizer_detached": f"after load the optimizer no longer trains {names}",
+        "untied": f"after load {' and '.join(fact.names)} no longer share one weight",
+        "optimizer_state_lost": f"{loses}: the moments begin anew",
+        "optimizer_state_swapped": f"load gives weights the moments of others: {detail}",
+        "scheduler_restarts": (
+            f"after load the schedule goes on from another step: {names} ends at {detail}"
+            if detail
+            else f"after load the schedule goes on from another step ({_changed(fact) or names})"
+        ),
+        "rate_lost": f"a resumed run loses values of the optimizer's groups: {_changed(fact) or names}",
+        "scaler_lost": f"after load the scale of the gradient scaler is {detail}" if detail else f"{loses}",
+        "buffer_lost": f"a resumed run loses {names}" + (f", registered with {detail}" if detail[:4] == "pers" else ""),
+        "counter_lost": f"{loses}: {_changed(fact) or names}",
+        "state_lost": _state(fact),
+        "average_lost": f"{loses}, which begins anew while the weights go on",
+        "live_references": f"{fact.names[0]} is kept without a copy: it changes as training goes on",
+        "rng_not_put_back": f"load does not restore the random state of {detail}, which the checkpoint holds",
+        "rng_not_saved": f"training draws from the generator of {detail}, whose state is not in the checkpoint",
+        "own_generator": f"{loses}, a generator that training draws from",
+        "drawn_from_seed": (
+            f"{names} {be(fact.names)} neither in the checkpoint nor made by training: another seed gives others"
+        ),
+        "save_changes": f"save leaves {names} changed, and training goes on otherwise",
+        "save_raises": f"save raises {fact.raised.summary if fact.raised else ''}",
+        "load_raises": (
+            f"load raises {fact.raised.summary}"
+            if fact.raised and fact.names == ("load()",)
+            else f"after load fit raises {fact.raised.summary if fact.raised else ''}, and it does not without stopping"
+        ),
+    }
+    return texts[fact.cause]
+
+
+def _state(fact: Fact) -> str:
+    kind = fact.detail
+    if kind == "gradient":
+        return "a resumed run loses the gradients of a window that was under way"
+    if kind == "mode":
+        return f"after load {some(fact.names)} {be(fact.names)} in another mode ({_changed(fact)})"
+    if kind == "requires_grad":
+        return f"after load other weights train: {_changed(fact)}"
+    return f"a resumed run loses {fact.component}"
+
+
+def _changed(fact: Fact) -> str:
+    """The first plain value that is another one, with its path."""
+    for d in fact.differences:
+        if isinstance(d.before, (bool, int, float, str)) or isinstance(d.after, (bool, int, float, str)):
+            path = d.leaf.path
+            if d.before is None or d.after is None or path.endswith(("_step_count", "_last_lr[0]")):
+                continue
+            return f"{path} is {_plain(d.after)} in place of {_plain(d.before)}"
+    return ""
+
+
+def _plain(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else repr(value)
+
+
+def _measured(fact: Fact, a: Uninterrupted) -> str:
+    parts = []
+    if fact.call is not None and (fact.call.missing or fact.call.unexpected):
+        for kind, keys in (("missing", fact.call.missing), ("unexpected", fact.call.unexpected)):
+            if keys:
+                parts.append(f"{count(len(keys), f'{kind} key')} ({some(keys)})")
+    if fact.saved_as:
+        parts.append(f"the checkpoint holds the values, as {fact.saved_as}")
+    elif fact.differences and a.checkpoint.seen and _has_tensors(fact):
+        parts.append("the checkpoint does not hold the values")
+    if fact.unequal == ("fit",):
+        parts.append("fit raises in the resumed run")
+    elif fact.unequal:
+        steps = a.ended.made.steps[-1]
+        parts.append(
+            f"{count(len(fact.unequal), 'tensor')} end elsewhere after {count(steps, 'step')} ({some(fact.unequal)})"
+        )
+    if fact.cause in ("average_lost", "buffer_lost") and fact.detail.startswith("evaluate"):
+        parts.append(fact.detail)
+    if fact.cause == "live_references":
+        parts.append(f"{fact.detail} of the checkpoint is no longer what it was when it was saved")
+    if fact.cause == "optimizer_detached":
+        parts.append(f"it steps {fact.detail} that are not in the model")
+    return "; ".join(parts)
+
+
+def _has_tensors(fact: Fact) -> bool:
+    return any(isinstance(d.before, torch.Tensor) and d.before.numel() > 1 for d in fact.differences)
+
+
+def _shown(fact: Fact) -> str:
+    if fact.unequal:
+        return f"with everything carried over the runs end alike, and with everything but {fact.component} they do not"
+    if fact.cause in ("average_lost", "buffer_lost") and fact.level == "fault":
+        return f"evaluate() after load, once with {fact.component} carried over and once without"
+    if fact.cause == "average_lost":
+        return "it moves with every step, and has the shapes of weights; without evaluate= nobody knows who reads it"
+    return ""
+
+
+def _where(fact: Fact, a: Uninterrupted) -> str:
+    if fact.raised is not None:
+        return str(fact.raised.place) if fact.raised.place.file else ""
+    if fact.call is not None and fact.call.where:
+        return fact.call.where
+    return a.lines["save"] if fact.cause in ("save_changes", "live_references", "rng_not_saved") else a.lines["load"]
+
+
+def _repair(fact: Fact) -> str:
+    """What the loop's own names make of the cause's repair; empty for that one."""
+    name = fact.component
+    if fact.cause == "weights_not_loaded":
+        return _repair_of_keys(fact)
+    if fact.cause == "optimizer_state_lost" and name.startswith("optimizer["):
+        which = name.partition(".")[0]
+        return f"save and load the state_dict() of {which} as well, after it is built"
+    if fact.cause == "buffer_lost" and fact.detail != "persistent=False":
+        return f"save {some(fact.names)} and set it in load (what a module's state_dict() has comes back by itself)"
+    if fact.cause == "counter_lost":
+        return f"save {name} and set it in load"
+    if fact.cause == "state_lost" and fact.detail in ("tensor", "array", "length"):
+        own = (
+            f"register_buffer({name.rpartition('.')[2]!r}, ...) where it belongs to a module; else "
+            if "." in name
+            else ""
+        )
+        return f"{own}save {name} and set it in load"
+    if fact.cause == "state_lost" and fact.detail == "mode":
+        return "call model.train() at the start of fit, or leave the mode alone in load"
+    if fact.cause == "state_lost" and fact.detail == "requires_grad":
+        return "set requires_grad in load as it was, from the step or phase that the checkpoint holds"
+    if fact.cause == "state_lost" and fact.detail == "gradient":
+        return "save at the end of a window, after optimizer.step()"
+    if fact.cause == "average_lost":
+        return f"save and restore {name.removeprefix('weights of ')} as well"
+    return ""
+
+
+def _repair_of_keys(fact: Fact) -> str:
+    call = fact.call
+    if call is None:
+        return 'model.load_state_dict(state["model"]) in load, and model.state_dict() in what save gives'
+    for missing in call.missing:
+        for key in call.unexpected:
+            if key.endswith(f".{missing}"):
+                prefix = key[: -len(missing)]
+                return (
+                    f"load_state_dict({{k.removeprefix({prefix!r}): v for k, v in state.items()}}) with strict=True, "
+                    "which raises where keys do not match"
+                )
+            if missing.endswith(f".{key}"):
+                prefix = missing[: -len(key)]
+                return f"load_state_dict({{{prefix!r} + k: v for k, v in state.items()}}) with strict=True"
+    if call.missing and not fact.saved_as:
+        return (
+            f"put {some(fact.names)} into the checkpoint as well, and load with strict=True where nothing is left out"
+        )
+    return ""
