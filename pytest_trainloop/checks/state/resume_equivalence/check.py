@@ -90,8 +90,8 @@ CAUSES = {
     "optimizer_state_lost": Cause(
         proof="with the optimizer's state alone not carried over, the resumed run ends elsewhere",
         repair=(
-            'save "optimizer": optimizer.state_dict(), and optimizer.load_state_dict(state["optimizer"]) in load, after '
-            "the optimizer is built"
+            'save "optimizer": optimizer.state_dict(), and optimizer.load_state_dict(state["optimizer"]) in load, '
+            "after the optimizer is built"
         ),
         settle='renews=("optimizer",) where a new optimizer is meant',
     ),

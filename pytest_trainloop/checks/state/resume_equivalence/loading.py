@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
+from pytest_trainloop.checks.state.resume_equivalence.names import declared_tensors
 from pytest_trainloop.fields import named_modules
 from pytest_trainloop.reach.sorts import sort_of
 from pytest_trainloop.reach.walk import Reach
@@ -22,7 +23,8 @@ from pytest_trainloop.runs.halves import same_tensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_trainloop.checks.state.resume_equivalence.runs import Uninterrupted
+    import torch
+
     from pytest_trainloop.loop import TrainLoop
 
 
@@ -47,7 +49,7 @@ class Loading:
     """Declared objects in whose place ``load`` put others: "optimizer", "scheduler", "model"."""
 
     @contextlib.contextmanager
-    def watched(self, loop: TrainLoop, a: Uninterrupted) -> Iterator[None]:
+    def watched(self, loop: TrainLoop, saved: Mapping[str, torch.Tensor]) -> Iterator[None]:
         depth = [0]
 
         def around(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +62,7 @@ class Loading:
                 finally:
                     depth[0] -= 1
                 if not depth[0]:
-                    self._note(loop, a, where, keys, assign=bool(kwargs.get("assign", args[1:2] == (True,))))
+                    self._note(loop, saved, where, keys, assign=bool(kwargs.get("assign", args[1:2] == (True,))))
                 return keys
 
             return load_state_dict
@@ -68,15 +70,8 @@ class Loading:
         with patched(nn.Module, "load_state_dict", around):
             yield
 
-    def _note(self, loop: TrainLoop, a: Uninterrupted, where: str, keys: Any, *, assign: bool) -> None:
-        from pytest_trainloop.checks.state.resume_equivalence.runs import declared_tensors
-
-        assert a.saved is not None
-        right = set()
-        for name, tensor in declared_tensors(loop):
-            path = a.paths.get(name, "")
-            if path in a.saved.leaves and same_tensor(a.saved.value(path), tensor.detach()):
-                right.add(name)
+    def _note(self, loop: TrainLoop, saved: Mapping[str, torch.Tensor], where: str, keys: Any, *, assign: bool) -> None:
+        right = {n for n, tensor in declared_tensors(loop) if n in saved and same_tensor(saved[n], tensor.detach())}
         missing, unexpected = getattr(keys, "missing_keys", ()), getattr(keys, "unexpected_keys", ())
         self.calls.append(StateDictCall(where, tuple(missing), tuple(unexpected), frozenset(right), assign))
 

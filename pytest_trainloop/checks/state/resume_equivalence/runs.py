@@ -17,6 +17,7 @@ from pytest_trainloop.checks.state.resume_equivalence.checkpoint import (
     states_among,
 )
 from pytest_trainloop.checks.state.resume_equivalence.loading import Loading, enabled_scalers, reached_by_functions
+from pytest_trainloop.checks.state.resume_equivalence.names import declared_tensors, declared_weights, ties
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.reach.snapshot import Snapshot, differences
 from pytest_trainloop.reach.walk import Reach
@@ -113,20 +114,6 @@ class Ended:
         return self.made.record.raised
 
 
-def declared_weights(loop: TrainLoop) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights by name; one that has several names comes with each."""
-    for prefix, module in loop.modules.items():
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            yield f"{prefix}.{name}".lstrip("."), parameter
-
-
-def declared_tensors(loop: TrainLoop) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from declared_weights(loop)
-    for prefix, module in loop.modules.items():
-        for name, buffer in module.named_buffers(remove_duplicate=False):
-            yield f"{prefix}.{name}".lstrip("."), buffer
-
-
 class Uninterrupted:
     """``fit(b1); save(); fit(b2)``, with everything as it was when it was saved.
 
@@ -206,6 +193,11 @@ class Uninterrupted:
         except Exception as error:
             self.save_error = as_text(error)
             raise Over from None
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Declared weights and buffers by name, as they were saved."""
+        assert self.saved is not None
+        return {name: self.saved.value(path) for name, path in self.paths.items() if path in self.saved.leaves}
 
     def require_two_halves(self) -> None:
         raised, steps = self.ended.raised, self.ended.made.steps
@@ -292,7 +284,7 @@ class Resumed:
     def _load(self, loop: TrainLoop) -> None:
         seed_all(self.a.seed + (ELSEWHERE if self.a.checkpoint.random_states else 0))
         try:
-            with self.loading.watched(loop, self.a):
+            with self.loading.watched(loop, self.a.values()):
                 self.a.checkpoint.give(loop)
         except Exception as error:
             self.load_error, self.ties = as_text(error), ties(loop)
@@ -369,11 +361,3 @@ def line_of(function: object) -> str:
     if code is None or layer(code.co_filename) != 2:
         return ""
     return str(place_of(code.co_filename, code.co_firstlineno))
-
-
-def ties(loop: TrainLoop) -> list[tuple[str, ...]]:
-    """Groups of names that share one weight."""
-    groups: dict[int, list[str]] = {}
-    for name, parameter in declared_weights(loop):
-        groups.setdefault(id(parameter), []).append(name)
-    return [tuple(names) for names in groups.values() if len(names) > 1]

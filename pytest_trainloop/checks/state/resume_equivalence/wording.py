@@ -10,6 +10,8 @@ from pytest_trainloop.finding import Finding
 from pytest_trainloop.wording import be, count, some, they
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pytest_trainloop.checks.state.resume_equivalence.diagnosis import Fact
     from pytest_trainloop.checks.state.resume_equivalence.runs import Uninterrupted
 
@@ -104,28 +106,40 @@ def _plain(value: object) -> str:
 
 def _measured(fact: Fact, a: Uninterrupted) -> str:
     parts = []
-    if fact.call is not None and (fact.call.missing or fact.call.unexpected):
+    if fact.call is not None and fact.cause != "optimizer_detached":
         for kind, keys in (("missing", fact.call.missing), ("unexpected", fact.call.unexpected)):
             if keys:
                 parts.append(f"{count(len(keys), f'{kind} key')} ({some(keys)})")
+    if fact.cause == "untied":
+        parts.append(f"{count(len(fact.names), 'name')} of one tensor before saving, of more than one after load")
+    elif fact.raised is not None:
+        parts.append(f"{fact.raised.kind} {'after load' if fact.names == ('fit()',) else 'in ' + fact.names[0]}")
+    elif fact.cause in ("average_lost", "buffer_lost") and fact.detail.startswith("evaluate"):
+        parts.append(fact.detail)
+    else:
+        parts += _MEASURED[fact.cause](fact) if fact.cause in _MEASURED else []
     if fact.saved_as:
         parts.append(f"the checkpoint holds the values, as {fact.saved_as}")
-    elif fact.differences and a.checkpoint.seen and _has_tensors(fact):
+    elif fact.differences and a.checkpoint.seen and _has_tensors(fact) and fact.cause != "save_changes":
         parts.append("the checkpoint does not hold the values")
     if fact.unequal == ("fit",):
         parts.append("fit raises in the resumed run")
     elif fact.unequal:
-        steps = a.ended.made.steps[-1]
-        parts.append(
-            f"{count(len(fact.unequal), 'tensor')} end elsewhere after {count(steps, 'step')} ({some(fact.unequal)})"
-        )
-    if fact.cause in ("average_lost", "buffer_lost") and fact.detail.startswith("evaluate"):
-        parts.append(fact.detail)
-    if fact.cause == "live_references":
-        parts.append(f"{fact.detail} of the checkpoint is no longer what it was when it was saved")
-    if fact.cause == "optimizer_detached":
-        parts.append(f"it steps {fact.detail} that are not in the model")
-    return "; ".join(parts)
+        ended, steps = count(len(fact.unequal), "tensor"), count(a.ended.made.steps[-1], "step")
+        parts.append(f"{ended} of the model {be(fact.unequal)} different after {steps} ({some(fact.unequal)})")
+    return "; ".join(parts) or f"{count(len(fact.names), 'value')} differ after load"
+
+
+_MEASURED: dict[str, Callable[[Fact], list[str]]] = {
+    "optimizer_detached": lambda fact: [f"it steps {fact.detail} that are not in the model"],
+    "scheduler_restarts": lambda fact: [f"{fact.names[0]} ends at {fact.detail}"] if fact.detail else [],
+    "scaler_lost": lambda fact: [f"scale {fact.detail}"] if fact.detail else [],
+    "live_references": lambda fact: [f"{fact.detail} of the checkpoint is no longer what it was when it was saved"],
+    "rng_not_put_back": lambda fact: [f"state of {fact.detail} after load, against the state in the checkpoint"],
+    "rng_not_saved": lambda fact: [f"the state of {fact.detail} before and after the second half of training"],
+    "drawn_from_seed": lambda fact: [f"{count(len(fact.names), 'tensor')} of the model after load, under two seeds"],
+    "save_changes": lambda fact: [f"{count(len(fact.names), 'value')} before and after save()"],
+}
 
 
 def _has_tensors(fact: Fact) -> bool:
@@ -136,10 +150,23 @@ def _shown(fact: Fact) -> str:
     if fact.unequal:
         return f"with everything carried over the runs end alike, and with everything but {fact.component} they do not"
     if fact.cause in ("average_lost", "buffer_lost") and fact.level == "fault":
-        return f"evaluate() after load, once with {fact.component} carried over and once without"
-    if fact.cause == "average_lost":
-        return "it moves with every step, and has the shapes of weights; without evaluate= nobody knows who reads it"
-    return ""
+        return f"evaluate() was called after load, once with {fact.component} carried over and once without"
+    return _SHOWN.get(fact.cause, "compared after load with what it was when it was saved")
+
+
+_SHOWN = {
+    "average_lost": "it moves as training goes on, and has the shapes of weights; evaluate= would show who reads it",
+    "optimizer_detached": "the tensors of the optimizer that steps are looked up among the weights of the model",
+    "untied": "the tensors behind the names are the same object before saving and not after load",
+    "scheduler_restarts": "training moves the count, and the resumed run ends at another one",
+    "scaler_lost": "the scale was halved before saving, so that one that never changes is seen too",
+    "live_references": "it shares its memory with a weight of the model that trains on",
+    "rng_not_put_back": "the generators stood elsewhere before load, and training draws from them",
+    "drawn_from_seed": "a loop built under another seed keeps its own after load",
+    "save_changes": "a run without save() ends elsewhere, and one in which they are put back after it ends like that",
+    "save_raises": "save was called after three steps of training",
+    "load_raises": "load was called on a fresh loop with a copy of what save gave",
+}
 
 
 def _where(fact: Fact, a: Uninterrupted) -> str:
