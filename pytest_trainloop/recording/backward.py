@@ -73,6 +73,9 @@ class Gradients:
             event = self._open(kind, args, kwargs)
         try:
             return as_caller(function, args, kwargs)
+        except RuntimeError as error:
+            watch.graphs.refused(event, error)
+            raise
         finally:
             event.until = watch.tick()
             watch.backward = None
@@ -88,6 +91,13 @@ class Gradients:
         event.roots += [self._root(tensor) for tensor in _roots(args, kwargs)]
         watch.add(event)
         watch.backward = event
+        if watch.full:
+            given = _arguments(kind, args, kwargs)
+            watch.graphs.mark(
+                _roots(args, kwargs),
+                _tensors(given.get("inputs")),
+                retained=bool(given.get("create_graph") if (kept := given.get("retain_graph")) is None else kept),
+            )
         return event
 
     def _root(self, tensor: torch.Tensor) -> Root:
@@ -131,9 +141,23 @@ class Gradients:
         return event
 
 
+_POSITIONS = {
+    "backward": ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs"),
+    "grad": ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"),
+}
+
+
+def _arguments(kind: str, args: Any, kwargs: Any) -> dict[str, Any]:
+    given: dict[str, Any] = dict(zip(_POSITIONS[kind], args, strict=False)) | kwargs
+    return given
+
+
 def _roots(args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors that a call of ``backward`` or ``grad`` begins at."""
-    given = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+    return _tensors(args[0] if args else kwargs.get("tensors", kwargs.get("outputs")))
+
+
+def _tensors(given: Any) -> list[torch.Tensor]:
     given = [given] if isinstance(given, torch.Tensor) else given or ()
     return [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    import torch
     from torch import nn
 
     from pytest_trainloop.recording.events import Backward, Event, Step
@@ -45,6 +46,16 @@ class WeightObserver(Protocol):
         """Sample every watched parameter."""
 
 
+class GraphObserver(Protocol):
+    """Sees the graphs of backward passes."""
+
+    def mark(self, roots: Iterable[torch.Tensor], inputs: Sequence[torch.Tensor], *, retained: bool) -> None:
+        """Mark the graphs that a pass goes through."""
+
+    def refused(self, event: Backward, error: RuntimeError) -> None:
+        """Note a pass that raised."""
+
+
 class Observed(Protocol):
     """One watched run, as its observers see it."""
 
@@ -58,6 +69,8 @@ class Observed(Protocol):
     steps_on: dict[int, int]
     steps_at_forward: dict[int, int]
 
+    @property
+    def graphs(self) -> GraphObserver: ...
     @property
     def gradients(self) -> GradientObserver: ...
     @property

@@ -106,6 +106,29 @@ class Optimizer:
     steps: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class KeptGraphs:
+    """The graphs that were alive long after their backward pass."""
+
+    rounds: int
+    """Steps of one optimizer that had been made."""
+    kept: tuple[int, ...]
+    """The steps, from 1 on and three or more back, of which a graph was alive."""
+
+    @property
+    def all_kept(self) -> bool:
+        return len(self.kept) == self.rounds - 3
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedBackward:
+    """A backward pass that raised because it went through the graph of an earlier step or batch."""
+
+    at: int
+    place: Place
+    message: str
+
+
 E_ = TypeVar("E_", bound=Event)
 
 
@@ -154,6 +177,9 @@ class Record:
     end: dict[int, TensorSample] = field(default_factory=dict)
     """Each parameter as the run ended."""
     statistics: list[Statistics] = field(default_factory=list)
+    graphs: KeptGraphs | None = None
+    """None where fewer than six steps were watched in full."""
+    refused: RefusedBackward | None = None
     frozen: tuple[str, ...] | None = None
     """``TrainLoop.frozen``."""
     notes: list[str] = field(default_factory=list)

@@ -54,6 +54,7 @@ __all__ = [
     "no_dispatch_modes",
     "no_torch_function",
     "on_in_engine",
+    "saved_values_overwritten",
     "take_off",
     "tree_leaves",
     "tree_map",
@@ -350,3 +351,18 @@ no_torch_function = torch._C.DisableTorchFunction
 
 no_dispatch_modes = _disable_current_modes
 """A context in which operations pass no dispatch mode: ours see only the loop's."""
+
+
+def saved_values_overwritten(node: Any) -> bool:
+    """Whether a graph node cannot run, because a tensor that it saved has been written to in place.
+
+    Hides the attributes of nodes that begin with ``_saved_``: reading one raises what the node itself would raise.
+    """
+    for name in dir(type(node)):
+        if name.startswith("_saved_"):
+            try:
+                getattr(node, name)
+            except RuntimeError as error:
+                if "modified by an inplace operation" in str(error):
+                    return True
+    return False

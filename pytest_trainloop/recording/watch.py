@@ -16,6 +16,7 @@ from pytest_trainloop.recording.backward import Gradients
 from pytest_trainloop.recording.checkpoints import Checkpoints
 from pytest_trainloop.recording.forward import Modules
 from pytest_trainloop.recording.function_mode import aside
+from pytest_trainloop.recording.graphs import Graphs
 from pytest_trainloop.recording.parameters import ParameterTable
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.record import Record
@@ -81,6 +82,7 @@ class Watch:
         self._exit = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             undo.callback(self._patches.remove)
+            self.graphs = Graphs(self)
             self.gradients = Gradients(self, self._patches)
             undo.callback(self.gradients.remove)
             self.weight_changes = WeightChanges(self)
@@ -235,6 +237,7 @@ class Watch:
         optimizer.steps += 1
         record.rounds = max(record.rounds, optimizer.steps)
         record.begun = record.begun or self._trains_the_model(optimizer)
+        self.graphs.look(record.rounds)
         for index, grad in (step.reads[-1].grads if step.reads else {}).items():
             if grad is not None:
                 self.steps_on[index] += 1
