@@ -25,6 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pytest_trainloop import check_loop
+from pytest_trainloop.errors import UsageError
 from tests.blind.cases import CASES, Case
 
 ROOT = Path(__file__).parents[1]
@@ -50,8 +51,11 @@ def run(out: Path, shard: str, only: list[str] | None, text: str) -> int:
 
 def judged(case: Case, only: list[str] | None) -> dict[str, Any]:
     began = time.perf_counter()
-    report = check_loop(case.make, only=only, raises=False, timeout=TIMEOUT)
-    results = report.results
+    try:
+        results = list(check_loop(case.make, only=only, raises=False, timeout=TIMEOUT).results)
+        refused = ""
+    except UsageError as error:
+        results, refused = [], str(error)
     return {
         "name": case.name,
         "subject": case.subject,
@@ -65,7 +69,7 @@ def judged(case: Case, only: list[str] | None) -> dict[str, Any]:
             for f in r.findings
         ],
         "errors": {r.check: r.error.summary if r.error else r.reason for r in results if r.outcome == "error"},
-        "reason": next((r.reason for r in results if r.check == case.check), ""),
+        "reason": next((r.reason for r in results if r.check == case.check), refused),
     }
 
 
