@@ -10,7 +10,7 @@ import torch
 
 from pytest_trainloop.reach.copies import restore_tensor, set_state
 from pytest_trainloop.reach.naming import joined
-from pytest_trainloop.reach.slots import Entries, Fixed, Hooks, OfClass, OfDict, OfList, OfMember, OfTensor
+from pytest_trainloop.reach.slots import MISSING, Entries, Fixed, Hooks, OfClass, OfDict, OfList, OfMember, OfTensor
 from pytest_trainloop.reach.sorts import attributes, is_plain, sort_of
 from pytest_trainloop.reach.streams import set_back
 
@@ -138,17 +138,23 @@ class Carrying:
             above = place.within
             if above is None or isinstance(place.slot, Hooks):
                 return False
-            if isinstance(place.slot, OfTensor) and above.path in self.into.places:
-                held = self.into.places[above.path].value
-                return isinstance(held, torch.Tensor) and bool(OfTensor(held, place.slot.name).put(self._value(place)))
+            if isinstance(place.slot, OfTensor) and isinstance(held := self._there(above.path), torch.Tensor):
+                return OfTensor(held, place.slot.name).put(self._value(place))
             return self._create(above)
         if place.within is None or place.slot is None or place.within.kind == "hooks":
             return False
-        owner = self.into.places.get(place.within.path)
-        if owner is None or not _of_one_class(owner.value, place.within.value):
+        owner = self._there(place.within.path)
+        if not _of_one_class(owner, place.within.value):
             return self._create(place.within)
-        slot = self._slot(place.slot, owner.value)
+        slot = self._slot(place.slot, owner)
         return slot is not None and slot.put(self._value(place))
+
+    def _there(self, path: str) -> Any:
+        """What is at a place of the other loop by now."""
+        place = self.into.places.get(path)
+        if place is None:
+            return MISSING
+        return place.value if place.slot is None or place.kind in ("hooks", "length") else place.slot.get()
 
     def _slot(self, slot: Slot, owner: Any) -> Slot | None:
         """The like slot of another object."""
@@ -199,7 +205,12 @@ class Carrying:
             other = self.into.places.get(path)
             if other is not None and _of_one_class(other.value, value):
                 return other.value
-        made = self._made(value)
+        before = dict(self.made)
+        try:
+            made = self._made(value)
+        except BaseException:
+            self.made = before  # nothing half-made
+            raise
         self.made[id(value)] = made
         return made
 
@@ -230,8 +241,9 @@ class Carrying:
         made = self.made[id(value)] = object.__new__(kind)
         for name in attributes(value):
             copy = self.copies.get(joined(path, name))
-            if copy is not None and not OfDict(attributes(made), name).put(self._held(copy)):
+            if copy is None:
                 raise CannotCarryError
+            OfDict(attributes(made), name).put(self._held(copy))
         for base in kind.__mro__:
             for name, member in vars(base).items():
                 copy = self.copies.get(joined(path, name)) if isinstance(member, MemberDescriptorType) else None

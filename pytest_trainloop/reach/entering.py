@@ -4,6 +4,7 @@ function, the attributes of anything else."""
 from __future__ import annotations
 
 import types
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +48,7 @@ class Entering:
     def enter(self, place: Place) -> None:
         sort = sort_of(place.value)
         if sort == "module":
-            self._module(place)
+            self._rest_of_module(place) if place.rest else self._module(place)
         elif sort == "optimizer":
             self._optimizer(place)
         elif sort in ("scheduler", "scaler"):
@@ -68,7 +69,7 @@ class Entering:
             self._tensor(place)
 
     def _module(self, place: Place) -> None:
-        """Its own parameters, buffers, mode and hooks now, the modules below it in their order, and other attributes
+        """Its own parameters, buffers and mode now, the modules below it in their order, hooks and other attributes
         once everything declared was entered. The component of a module's place is the path of the topmost module."""
         module, path, top = place.value, place.path, place.component
         held = attributes(module)
@@ -85,15 +86,19 @@ class Entering:
             slot = OfDict(held, "training")
             mode = Place(f"{path}.training", slot, slot.get(), "mode", f"mode of {path}", place.node, place)
             self.graph.add(mode)
-        for name in _MODULE_HOOKS:
-            if held.get(name):
-                self._hooks(f"{path}.{name}", held[name], place)
         for name, slot, value in _entries(held, "_modules"):
             below = self.child(naming.joined(path, name), slot, value, place)
             if below is not None and below.kind is None:
                 below.component = top
+        self.graph.queue.append(replace(place, waits=True, rest=True))
+
+    def _rest_of_module(self, place: Place) -> None:
+        held = attributes(place.value)
+        for name in _MODULE_HOOKS:
+            if held.get(name):
+                self._hooks(f"{place.path}.{name}", held[name], place)
         for name in [name for name in held if isinstance(name, str) and name not in _MODULE_OWN]:
-            self.child(naming.joined(path, name), OfDict(held, name), held[name], place, waits=True)
+            self.child(naming.joined(place.path, name), OfDict(held, name), held[name], place)
         functions.of_class(self.graph, place)
 
     def _hooks(self, path: str, held: dict[Any, Any], within: Place) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Place:
     """``slot`` is None for what was declared; ``kind`` is None where there is no leaf; ``within`` is the place whose
     value holds this one. ``as_kind`` is the kind of the leaves below (those of a scheduler), ``waits`` says that the
-    place is entered after everything declared was."""
+    place is entered after everything declared was, ``rest`` that this is a module's second turn."""
 
     path: str
     slot: Slot | None
@@ -30,6 +30,7 @@ class Place:
     as_kind: Kind | None = None
     persistent: bool = True
     waits: bool = False
+    rest: bool = False
 
 
 def shown_value(place: Place, names: Mapping[int, str]) -> Any:

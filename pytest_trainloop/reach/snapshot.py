@@ -109,7 +109,8 @@ class Snapshot:
                 if known is not None and self.places[known].value is not place.value:
                     if place is not chain[0]:
                         self.copies[known].into_slot()
-                    break
+                    if id(place.value) not in self.walked.objects:
+                        break
                 if slot is not None and known is None and place.kind != "length":
                     new[place.path] = place
                     break

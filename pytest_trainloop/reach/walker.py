@@ -76,8 +76,11 @@ class _Walk:
         functions = {name: getattr(loop, name) for name in ROOTS if name not in _DECLARED}
         for function in functions.values():
             self._name_variables(function)
+        waiting = list(self.graph.queue)
+        self.graph.queue.clear()
         for name, function in functions.items():
             self._begin(name, function, name)
+        self.graph.queue.extend(waiting)  # what a function has a variable for goes by the variable's name
         self._to_the_end()
 
     def _name_parameters(self, path: str, prefix: str) -> None:
