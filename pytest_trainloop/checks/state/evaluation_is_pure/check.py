@@ -242,10 +242,10 @@ _SUMMARIES = {
     "switch_left": "evaluate() leaves {what} at {value}, and training goes on under it",
     "data_changed": "evaluate() changes {what} in place, which training is given",
     "inference_tensor_kept": "evaluate() keeps {what}, made in inference mode, and training raises on it",
-    "norm_statistics_moved": "evaluate() changes the running statistics of {what}; training does not depend on them",
+    "norm_statistics_moved": "evaluate() changes {what}, on which training does not depend",
     "hooks_left": "evaluate() leaves one more hook on {what} each time",
     "feedback": "evaluate() changes {what}, and training goes on with that",
-    "matters_inside_fit": "evaluate() leaves {what} changed, which matters where it is called between two steps of fit",
+    "matters_inside_fit": "evaluate() leaves {what} {how}, which matters where it is called between two steps of fit",
     "raises_before_first_step": "evaluate() raises before the first optimizer step, and not after some",
 }
 
@@ -255,6 +255,7 @@ def _left(left: Left) -> Finding:
         what=some(left.paths) if left.paths else left.component,
         steps=count(left.steps, "optimizer step"),
         value=left.after,
+        how=f"in {left.after} mode" if left.component == "modes" else "changed",
         holder=f", those of {left.holder}" if left.holder else "",
     )
     return Finding(

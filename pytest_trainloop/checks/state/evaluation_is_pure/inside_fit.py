@@ -8,6 +8,7 @@ no evaluation comes between them, too.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import torch
 
 from pytest_trainloop.checks.state.evaluation_is_pure.generators import generator_of, global_states, noted_seeds
 from pytest_trainloop.checks.state.evaluation_is_pure.reseeding import Reseeding
+from pytest_trainloop.recording.events import Step
 from pytest_trainloop.recording.hooks import after_modules, after_steps, before_modules
 from pytest_trainloop.recording.train_mode import trains
 from pytest_trainloop.runs.hooks import hooked
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.checks.state.evaluation_is_pure.generators import Seed
     from pytest_trainloop.finding import Level
+    from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -45,6 +48,8 @@ class Interval:
     after_training: dict[str, object] = field(default_factory=dict)
     """The states after the step of that pass."""
     evaluated: bool = False
+    seeded_first: bool = False
+    """Whether a seed was set before a pass that evaluates: after it, training may have set its own."""
     seeds: list[Seed] = field(default_factory=list)
 
 
@@ -57,11 +62,15 @@ class SeedsInFit:
 
     @classmethod
     def of(cls, evidence: Evidence) -> SeedsInFit:
-        """The watched run made again with short epochs; of a run that cannot be repeated, what its instrument saw."""
+        """The watched run made again, with short epochs where it evaluates once; of a run that cannot be repeated,
+        what its instrument saw."""
         record = evidence.run()
         count = EPOCH * max(1, round(record.items / max(record.rounds, 1)))
         found = cls()
-        evidence.rerun(count=count, enough=lambda r: r.rounds >= EPOCH * EPOCHS, contexts=found.contexts)
+        if len(evaluated_after(record)) > 1:
+            evidence.rerun(contexts=found.contexts)
+        else:
+            evidence.rerun(count=count, enough=lambda r: r.rounds >= EPOCH * EPOCHS, contexts=found.contexts)
         return found
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
@@ -83,6 +92,7 @@ class SeedsInFit:
             now = self.intervals[-1]
             if not trains(module) or not torch.is_grad_enabled():
                 now.evaluated = now.evaluated or not now.leaving
+                now.seeded_first = now.seeded_first or bool(now.seeds)
             elif not now.leaving:
                 now.leaving = global_states()
 
@@ -108,21 +118,22 @@ class SeedsInFit:
             others = [interval for interval in whole if not interval.evaluated]
             if any(interval.leaving[name] in same for interval in others):
                 continue  # training seeds itself
-            return self._described(name, evaluated, [i for i in others if i.entering[name] == i.leaving[name]])
+            return self._described(name, evaluated, others)
         return None
 
     @staticmethod
-    def _described(name: str, evaluated: list[Interval], undisturbed: list[Interval]) -> Reseeding:
-        draws = any(i.after_training and i.after_training[name] != i.leaving[name] for i in evaluated)
-        level: Level = "fault" if draws and undisturbed else "advice"
+    def _described(name: str, evaluated: list[Interval], others: list[Interval]) -> Reseeding:
+        draws = any(i.after_training and i.after_training[name] != i.entering[name] for i in others)
+        by_evaluation = all(i.seeded_first for i in evaluated)
+        level: Level = "fault" if draws and by_evaluation else "advice"
         seed = next((s for i in evaluated for s in i.seeds if generator_of(s.call) == name), None)
         if level == "fault":
             shown = (
-                f"after each of {len(evaluated)} evaluations it is in one state, and training draws from it then; "
-                "where none comes between two steps it is left alone"
+                f"the training pass after each of {len(evaluated)} evaluations finds it in one state, those after no "
+                "evaluation in others; training draws from it"
             )
-        elif draws:
-            shown = "an evaluation comes between all steps that were seen, so that training may seed itself"
+        elif not by_evaluation or not others:
+            shown = "no step without an evaluation before it was seen, or no seed before its passes: training may seed itself"
         else:
             shown = "training draws nothing from it: nothing depends on it yet"
         return Reseeding(
@@ -139,7 +150,14 @@ class SeedsInFit:
 def reseeding_inside(evidence: Evidence) -> Reseeding | None:
     """What evaluations inside ``fit`` do to the global generators."""
     record = evidence.run()
-    evaluates = any(not (f.training and f.grad_enabled) and not f.answered for f in record.root_forwards())
-    if not evaluates or record.raised is not None:
+    if record.raised is not None or (evidence.repeatable and not evaluated_after(record)):
         return None
     return evidence.shared(SeedsInFit.of).found()
+
+
+def evaluated_after(record: Record) -> set[int]:
+    """The numbers of steps after which there is a pass that evaluates: in evaluation mode or without gradients, and
+    answered by no backward pass."""
+    steps = [step.at for step in record.of(Step) if not step.nested]
+    passes = [f.at for f in record.root_forwards() if not (f.training and f.grad_enabled) and not f.answered]
+    return {bisect.bisect(steps, at) for at in passes} - {0}

@@ -110,8 +110,8 @@ class _Judging:
         except EvaluateRaised:
             if not reference.double:
                 raise
-        if run is None or (run.seen.casts and reference.double):
-            # the wider precision made it raise, or undid a cast; the one may raise anyway
+        if run is None or (reference.double and _shows_in_own_precision(run.seen) and not cut.differs(run)):
+            # the wider precision made it raise, or undid what it does; the first may come anyway
             cut, run = self._in_own_precision(dropout)
         self._made.dropout = dropout.between(run.seen.began, run.seen.ended)
         found = self._find(cut, run)
@@ -329,6 +329,11 @@ class _Judging:
     def _line(self, cut: _Cut, paths: Sequence[str]) -> str:
         place = cut.interposed.up_to_cut().run(watched=paths).seen.place
         return str(place) if place.file else ""
+
+
+def _shows_in_own_precision(seen: Seen) -> bool:
+    """Whether evaluation does what a run in float64 has no use for: casts, autocast, another default dtype."""
+    return seen.casts or any(d.leaf.kind == "switch" for d in seen.differences)
 
 
 def _shown_by(cut: _Cut, group: Group, raises: bool) -> str:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 MOST_GROUPS = 8
 """Groups that are put back one by one; where there are more, those of one kind are put back together."""
 
+MOST_NAMED = 4
+"""Entries of one container that are named one by one."""
+
 WITHIN_FIT = frozenset({"mode", "gradient", "requires_grad", "switch"})
 """Kinds that ``fit`` may set anew as it begins, so that evaluation between two calls of it is no test of them."""
 
@@ -69,7 +72,8 @@ class Group:
 
     @property
     def in_words(self) -> str:
-        return f"the {self.component}" if self.component in _TOGETHER.values() else self.component
+        several = self.component in _TOGETHER.values() and self.component != self.kind
+        return f"the {self.component}" if several else self.component
 
     @property
     def ours(self) -> bool:
@@ -139,8 +143,9 @@ def _is_data(difference: Difference) -> bool:
 def named(group: Group, loop: TrainLoop) -> tuple[str, ...]:
     """What a reader looks for: of modes the modules that act by mode, of gradients the weights, of the optimizer's
     state the optimizer."""
-    if group.kind == "optimizer_state":
-        return tuple(dict.fromkeys(d.leaf.component for d in group.differences))
+    components = tuple(dict.fromkeys(d.leaf.component for d in group.differences))
+    if group.kind == "optimizer_state" or (group.component == components[0] and len(group.paths) > MOST_NAMED):
+        return components
     paths = tuple(path.removesuffix(_ENDS.get(group.kind, "")) for path in group.paths)
     if group.kind == "mode":
         acting = {path for path, module in modules_by_path(loop) if acts_by_mode(module)}
