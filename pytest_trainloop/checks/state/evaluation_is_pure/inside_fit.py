@@ -133,7 +133,9 @@ class SeedsInFit:
                 "evaluation in others; training draws from it"
             )
         elif not by_evaluation or not others:
-            shown = "no step without an evaluation before it was seen, or no seed before its passes: training may seed itself"
+            shown = (
+                "no step without an evaluation before it was seen, or no seed before its passes; training may seed too"
+            )
         else:
             shown = "training draws nothing from it: nothing depends on it yet"
         return Reseeding(
