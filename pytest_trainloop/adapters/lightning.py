@@ -140,8 +140,7 @@ def _own_loader(package: ModuleType, module: Any, datamodule: Any) -> Any:
         datamodule.prepare_data()
         datamodule.setup("fit")
         return datamodule.train_dataloader()
-    inherited = type(module).train_dataloader is package.LightningModule.train_dataloader
-    return None if inherited else module.train_dataloader()
+    return module.train_dataloader() if _defines(module, "train_dataloader", package.LightningModule) else None
 
 
 def _training_data(package: ModuleType, module: Any, datamodule: Any) -> Iterator[TrainingData]:
@@ -164,12 +163,18 @@ def _set_epoch(loader: Any, number: int) -> None:
 
 def _validates(package: ModuleType, module: Any, trainer: Any, datamodule: Any) -> bool:
     """Whether there are validation data, and something to do with them."""
-    base = package.LightningModule
-    if type(module).validation_step is base.validation_step or not trainer.limit_val_batches:
+    if not trainer.limit_val_batches or not _defines(module, "validation_step", package.LightningModule):
         return False
-    own = type(module).val_dataloader is not base.val_dataloader
-    data = package.LightningDataModule.val_dataloader
-    return own or (datamodule is not None and type(datamodule).val_dataloader is not data)
+    return _defines(module, "val_dataloader", package.LightningModule) or _defines(
+        datamodule, "val_dataloader", package.LightningDataModule
+    )
+
+
+def _defines(owner: Any, name: str, base: Any) -> bool:
+    """Whether an object has a method of its own, from its class or set on itself (``from_datasets``)."""
+    if owner is None:
+        return False
+    return name in vars(owner) or getattr(type(owner), name) is not getattr(base, name)
 
 
 def _fit(package: ModuleType, module: Any, trainer: Any, datamodule: Any, batches: Sequence[Any]) -> None:

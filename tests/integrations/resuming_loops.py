@@ -71,7 +71,7 @@ class Annealed(transformers.Trainer):
         self.seen = 0
 
     def weight(self):
-        self.seen += 1
+        self.seen += self.model.training  # the Trainer evaluates with compute_loss as well
         return min(1.0, self.seen / 20)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -107,7 +107,8 @@ class Baseline(transformers.Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**inputs)
-        self.baseline = 0.9 * self.baseline + 0.1 * outputs["loss"].detach()
+        if model.training:
+            self.baseline = 0.9 * self.baseline + 0.1 * outputs["loss"].detach()
         loss = outputs["loss"] * (outputs["loss"].detach() - self.baseline).abs()
         return (loss, outputs) if return_outputs else loss
 

@@ -11,9 +11,11 @@ from pytest_trainloop.checks.state.evaluation_is_pure.left import (
     Group,
     Left,
     cause_of,
+    components_of,
     groups,
     holder_of,
     in_words,
+    merged,
     named,
     statistics_of_norms,
 )
@@ -179,21 +181,33 @@ class _Judging:
     def _guilty(self, cut: _Cut, found: Sequence[Group]) -> list[Group]:
         """The groups that make training differ when they alone are left as evaluation leaves them."""
         if len(found) == 1:
-            return list(found)
-
-        def but(group: Group) -> Callable[[Difference], bool]:
-            left = set(group.paths)
-            return lambda difference: difference.leaf.path not in left
+            return self._narrowed(cut, found[0])
 
         def only(group: Group) -> Callable[[Difference], bool]:
             chosen = set(group.paths)
             return lambda difference: difference.leaf.kind == "generator" or difference.leaf.path in chosen
 
-        guilty = [group for group in found if cut.differs(cut.interposed.run(but(group)))]
+        guilty = [group for group in found if self._differs_without(cut, group)]
         if guilty:
-            return guilty
+            return [part for group in guilty for part in self._narrowed(cut, group)]
         healing = (group for group in found if not cut.differs(cut.interposed.run(only(group))))
         return [next(healing, found[0])]  # two that are harmful together only: the first that heals both
+
+    def _narrowed(self, cut: _Cut, group: Group) -> list[Group]:
+        """The components of a group that do it alone: trainers keep much that training does not depend on."""
+        parts = components_of(group)
+        if len(parts) == 1:
+            return parts
+        middle = len(parts) // 2
+        halves_of_it = [merged(parts[:middle]), merged(parts[middle:])]
+        guilty = [half for half in halves_of_it if self._differs_without(cut, half)]
+        return [part for half in guilty for part in self._narrowed(cut, half)] or [group]
+
+    @staticmethod
+    def _differs_without(cut: _Cut, group: Group) -> bool:
+        """Whether training differs with everything put back but this."""
+        left = set(group.paths)
+        return cut.differs(cut.interposed.run(lambda difference: difference.leaf.path not in left))
 
     @staticmethod
     def _changes_batches(seen: Seen) -> bool:

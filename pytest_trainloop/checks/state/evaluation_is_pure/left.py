@@ -107,10 +107,26 @@ def groups(differences: Iterable[Difference]) -> list[Group]:
     found = list(made.values())
     if sum(group.ours for group in found) <= MOST_GROUPS:
         return found
-    by_kind: dict[str, Group] = {}
+    by_kind: dict[str, list[Group]] = {}
     for group in found:
-        by_kind.setdefault(group.kind, Group(group.kind, group.component)).differences += group.differences
-    return list(by_kind.values())
+        by_kind.setdefault(group.kind, []).append(group)
+    return [merged(of_kind) for of_kind in by_kind.values()]
+
+
+def merged(parts: Sequence[Group]) -> Group:
+    """Groups of one kind as one."""
+    return Group(parts[0].kind, parts[0].component, [d for part in parts for d in part.differences])
+
+
+def components_of(group: Group) -> list[Group]:
+    """A group of one kind as one group a component; one whose leaves one statement changes together, as it is."""
+    if group.kind in _TOGETHER:
+        return [group]
+    parts: dict[str, Group] = {}
+    for difference in group.differences:
+        component = difference.leaf.component
+        parts.setdefault(component, Group(group.kind, component)).differences.append(difference)
+    return list(parts.values())
 
 
 def cause_of(group: Group, steps_inside: int) -> str:

@@ -1,0 +1,40 @@
+"""``trainer.evaluate()`` and ``trainer.validate()``, judged by ``evaluation_is_pure``."""
+
+from __future__ import annotations
+
+import pytest
+
+for library in ("transformers", "lightning", "peft", "accelerate"):
+    pytest.importorskip(library)
+
+from pytest_trainloop import check_loop
+from tests.integrations.evaluating_loops import FAULTY, RIGHT
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def judged(make):
+    (result,) = check_loop(make, only=["evaluation_is_pure"], raises=False).results
+    assert result.outcome in ("passed", "failed"), (result.outcome, result.reason, result.error)
+    return result
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_what_evaluation_leaves_behind_is_named(name):
+    make, cause, culprit = FAULTY[name]
+    (fault,) = judged(make).faults
+    assert fault.cause == cause
+    assert culprit in f"{fault.summary} {' '.join(fault.culprits)}"
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_evaluation_is_silent(name):
+    assert [(f.level, f.cause, f.summary) for f in judged(RIGHT[name]).findings] in ([], ADVICE.get(name))
+
+
+ADVICE = {}
