@@ -199,6 +199,8 @@ class _Run:
                 seed_all(self.seed + number)
                 self._half(fit, batches, number)
             self._at_cut(loop, self.after[0] if self.after else 0)
+            if not self.before and not self.after:
+                batches.taken = self.made.items  # fit, which is not called, takes none
             for position, number in enumerate(self.after):
                 if position:
                     seed_all(self.seed + number + self.cut_seed)
