@@ -6,6 +6,7 @@ import contextlib
 import functools
 import random
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,63 +44,72 @@ def _plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.dtype is not torch.bfloat16
 
 
+class _Here(threading.local):
+    """Where the current thread notes the orders that it draws."""
+
+    def __init__(self) -> None:
+        self.into: list[tuple[str, int]] | None = None
+
+
+_HERE = _Here()
+
+
 @contextlib.contextmanager
 def orders_drawn(into: list[tuple[str, int]]) -> Iterator[None]:
-    """Note the permutations that are drawn in the block.
+    """Note the permutations that this thread draws in the block: those of torch, and inside ``others_noted`` those of
+    numpy and python."""
+    draws, before = Draws(), _HERE.into
+    draws.seen = _HERE.into = into
+    try:
+        with draws:
+            yield
+    finally:
+        _HERE.into = before
 
-    Of numpy's and python's generators those are seen that are called through the module, and the making of a new one:
-    their own methods cannot be replaced.
+
+@contextlib.contextmanager
+def others_noted() -> Iterator[None]:
+    """Have permutations of numpy and python noted too, in all threads.
+
+    Of their generators those are seen that are called through the module, python's own, and the making of a new one of
+    numpy's: its methods cannot be replaced.
     """
-    draws = Draws()
-    draws.seen = into
-    with draws, Patches() as patches:
-        patches.put(random, "shuffle", functools.partial(_shuffled, into, "random.shuffle"))
-        patches.put(random, "sample", functools.partial(_noted, into, "random.sample"))
-        patches.put(random.Random, "shuffle", functools.partial(_shuffled, into, "Random.shuffle"))
-        patches.put(random.Random, "sample", functools.partial(_noted, into, "Random.sample"))
+    with Patches() as patches:
+        for owner, names in ((random, ("shuffle", "sample")), (random.Random, ("shuffle", "sample"))):
+            for name in names:
+                patches.put(owner, name, functools.partial(_noted, f"{owner.__name__}.{name}"))
         numpy = sys.modules.get("numpy")
         if numpy is not None:
-            patches.put(numpy.random, "shuffle", functools.partial(_shuffled, into, "np.random.shuffle"))
-            for name in ("permutation", "choice", "randint"):
-                patches.put(numpy.random, name, functools.partial(_noted, into, f"np.random.{name}"))
-            patches.put(numpy.random, "default_rng", functools.partial(_made, into, "np.random.default_rng"))
+            for name in ("shuffle", "permutation", "choice", "randint"):
+                patches.put(numpy.random, name, functools.partial(_noted, f"np.random.{name}"))
+            patches.put(numpy.random, "default_rng", functools.partial(_made, "np.random.default_rng"))
         yield
 
 
-def _digest(order: Any) -> int:
-    return hash(order.tobytes()) if hasattr(order, "tobytes") else hash(repr(order))
-
-
-def _noted(into: list[tuple[str, int]], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _noted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         out = original(*args, **kwargs)
-        into.append((name, _digest(out)))
+        if _HERE.into is not None:
+            _HERE.into.append((name, _digest(args[-1] if out is None and args else out)))
         return out
 
     return call
 
 
-def _shuffled(into: list[tuple[str, int]], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a shuffle in place: what is shuffled is its last argument."""
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        out = original(*args, **kwargs)
-        into.append((name, _digest(args[-1]) if args else 0))
-        return out
-
-    return call
-
-
-def _made(into: list[tuple[str, int]], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _made(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """A generator that is made anew with a seed while an order is drawn: what it draws is the same each time."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        seeded = bool(args or kwargs)
-        if seeded and isinstance((args or tuple(kwargs.values()))[0], int):
-            into.append((name, hash(repr((args, kwargs)))))
+        given = (*args, *kwargs.values())
+        if _HERE.into is not None and given and isinstance(given[0], int):
+            _HERE.into.append((name, hash(repr(given))))
         return original(*args, **kwargs)
 
     return call
+
+
+def _digest(order: Any) -> int:
+    """The digest of an order, also of one that was shuffled in place."""
+    return hash(order.tobytes()) if hasattr(order, "tobytes") else hash(repr(order))

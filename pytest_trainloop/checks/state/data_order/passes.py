@@ -14,7 +14,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.checks.state.data_order.draws import orders_drawn
+from pytest_trainloop.checks.state.data_order.draws import orders_drawn, others_noted
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import loader_calls
@@ -95,7 +95,7 @@ class LoaderPasses:
     ) -> Iterator[None]:
         """Note passes in the block; what identifies a loader is let go of at its end."""
         kind, names = loader_calls()
-        with Patches() as patches:
+        with others_noted(), Patches() as patches:
             patches.put(kind, names["begin"], functools.partial(self._begun, steps, ignored))
             patches.put(kind, names["again"], functools.partial(self._begun_again, steps, ignored))
             patches.put(kind, names["indices"], self._drawn)
