@@ -156,6 +156,8 @@ class Record:
     copies that the loop trains."""
     items: int = 0
     """Batches that the loop took."""
+    passes: tuple[int, ...] = ()
+    """Batches that it took in each pass over them, of the first passes in which it took any."""
     full_until: int = 0
     """The position after which only losses, learning rates and counts were watched."""
     ended: bool = False

@@ -28,6 +28,10 @@ PASSES_WITHOUT_STEP = 2
 statistics take a few, and a loop that never steps may take passes for ever."""
 
 
+MOST_PASSES = 64
+"""Passes that are told apart: what is taken in later ones is counted with the last."""
+
+
 class Batches(Sequence[Any]):
     """``count`` batches of the loop, or ``items``, or those of ``stream``.
 
@@ -77,6 +81,8 @@ class Batches(Sequence[Any]):
         self._ended = False
         self._part: Batches | None = None
         self.taken = 0
+        self.passes: list[int] = []
+        """Batches taken in each of the first passes."""
         self.cut_short = False
         """Whether the run had been long enough before the loop was through."""
         self.held_back = False
@@ -171,10 +177,14 @@ class Batches(Sequence[Any]):
             self._empty_passes += 1
             if self._empty_passes > EMPTY_PASSES:
                 self._stop()
-        return self._pass()
+        if len(self.passes) < MOST_PASSES:
+            self.passes.append(0)
+        return self._pass(len(self.passes) - 1)
 
-    def _pass(self) -> Iterator[Any]:
-        yield from self._items()
+    def _pass(self, number: int) -> Iterator[Any]:
+        for item in self._items():
+            self.passes[number] += 1
+            yield item
         self._requests += 1
         self._ended = True
 

@@ -159,6 +159,7 @@ def _run(make: Make, plan: RunPlan) -> Record:
             except UsageError as refusal:
                 raise loop.located(refusal) from None
         record.items = batches.taken
+        record.passes = tuple(filter(None, batches.passes))
         record.double = wide is not None and not wide.lower
         record.lower = () if wide is None else tuple(wide.lower)
     record.knobs = dict(plan.knobs)

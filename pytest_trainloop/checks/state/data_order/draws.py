@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 ORDERS = frozenset({"randperm", "multinomial", "randint"})
 """What torch draws an order with. ``random_`` is not among them: a DataLoader draws the seed of its workers so."""
 
+IN_SAMPLERS = ORDERS | {"rand", "randn", "rand_like", "randn_like"}
+"""The same inside samplers, where whatever is drawn is for the order: ``torch.rand(n).argsort()``."""
+
 NOISE = frozenset({"rand", "randn", "rand_like", "randn_like", "randint", "normal", "bernoulli", "randperm", "uniform_",
                    "normal_"})  # fmt: skip
 """What torch augments with."""
@@ -55,10 +58,10 @@ _HERE = _Here()
 
 
 @contextlib.contextmanager
-def orders_drawn(into: list[tuple[str, int]]) -> Iterator[None]:
-    """Note the permutations that this thread draws in the block: those of torch, and inside ``others_noted`` those of
-    numpy and python."""
-    draws, before = Draws(), _HERE.into
+def orders_drawn(into: list[tuple[str, int]], names: frozenset[str] = ORDERS) -> Iterator[None]:
+    """Note the permutations that this thread draws in the block: those of torch by these names, and inside
+    ``others_noted`` those of numpy and python."""
+    draws, before = Draws(names), _HERE.into
     draws.seen = _HERE.into = into
     try:
         with draws:
@@ -83,6 +86,7 @@ def others_noted() -> Iterator[None]:
             for name in ("shuffle", "permutation", "choice", "randint"):
                 patches.put(numpy.random, name, functools.partial(_noted, f"np.random.{name}"))
             patches.put(numpy.random, "default_rng", functools.partial(_made, "np.random.default_rng"))
+            patches.put(numpy.random, "RandomState", functools.partial(_class_noted, "np.random.RandomState"))
         yield
 
 
@@ -102,12 +106,30 @@ def _made(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = (*args, *kwargs.values())
-        if _HERE.into is not None and given and isinstance(given[0], int):
-            _HERE.into.append((name, hash(repr(given))))
+        _note_seed(name, (*args, *kwargs.values()))
         return original(*args, **kwargs)
 
     return call
+
+
+def _class_noted(name: str, original: Any) -> Any:
+    """The same for a class: what it makes are objects of the original, and these stay its instances."""
+
+    class Meta(type):
+        def __instancecheck__(cls, thing: Any) -> bool:
+            return isinstance(thing, original) if cls is noted else super().__instancecheck__(thing)
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            _note_seed(name, (*args, *kwargs.values()))
+            return original(*args, **kwargs) if cls is noted else super().__call__(*args, **kwargs)
+
+    noted = Meta(original.__name__, (original,), {})
+    return noted
+
+
+def _note_seed(name: str, given: tuple[Any, ...]) -> None:
+    if _HERE.into is not None and given and isinstance(given[0], int):
+        _HERE.into.append((name, hash(repr(given))))
 
 
 def _digest(order: Any) -> int:

@@ -268,6 +268,18 @@ def one_batch_only(source: Source, batches: int) -> Finding:
     )
 
 
+def first_batch_only(source: Source, batches: int) -> Finding:
+    return _finding(
+        "one_batch_only",
+        source,
+        summary=f"fit trains on the first of {batches} batches only: it begins {source.name} again for each step",
+        measured="one batch taken in each pass over the loader, which gives its batches in one order",
+        shown_by="the passes over the batches in the watched run, and two epochs of the loader without a draw",
+        culprits=(source.name,),
+        repair="for batch in loader: ...; or batches = iter(loader) once, and next(batches) for each step",
+    )
+
+
 def one_label_a_batch(source: Source, blocks: Sorted) -> Finding:
     return _finding(
         "one_label_a_batch",

@@ -135,6 +135,8 @@ class Looks:
             yield from self._of_shuffle(source, streams, reading, epochs)
         if source.kind == "list":
             pass
+        elif self._begins_anew(source, reading, epochs):
+            yield findings.first_batch_only(source, len(reading.epochs[0].batches))
         elif source.trains and (count := order.one_batch(reading)) and not _given_whole(source):
             yield findings.one_batch_only(source, count)
         elif (times := order.repeats(reading)) > 1:
@@ -159,6 +161,16 @@ class Looks:
             for repeated in self._in_own_epochs(length):
                 yield findings.repeated_in_fit(repeated)
 
+    def _begins_anew(self, source: Source, reading: Reading, epochs: list[Epoch]) -> bool:
+        """Whether ``fit`` begins the loader again for each of its steps, and so takes its first batch each time: a
+        loader that gives its batches in one order, and has several."""
+        if not (source.given and source.kind == "loader") or len(reading.epochs[0].batches) < 2:
+            return False
+        if any(epoch.draws for epoch in epochs) or not all(epoch.ascending for epoch in reading.epochs):
+            return False
+        record = self.evidence.run()
+        return len(record.passes) > 2 and set(record.passes) == {1} and record.steps > 2
+
     def _reacts(self, source: Source, streams: Streams, reading: Reading, setter: Any) -> bool:
         """Whether ``set_epoch`` changes the order."""
 
@@ -181,7 +193,7 @@ class Looks:
         apart = order.labels_apart(reading, epochs)
         held = Held.by((source.name, source.of)) if source.kind != "list" or apart else Held()
         if apart is not None:
-            pair = stored.pair_stored(held, epochs[0], apart.inputs, apart.labels) if apart.plain else None
+            pair = stored.pair_stored(held, epochs[0], apart.inputs, apart.labels)
             sure = pair is not None and source.given and is_target(self.evidence, apart.labels)
             yield findings.labels_apart(source, apart, pair, "fault" if sure else "advice")
         if source.trains and (never := stored.rows_never_drawn(held, _all(reading), reading.identity)) is not None:

@@ -34,8 +34,6 @@ class Apart:
     rows: int
     changed: int
     """Rows that come with another label in the other epoch."""
-    plain: bool
-    """Whether the batch is inputs of floating point and labels of whole numbers, and nothing else."""
 
 
 def labels_apart(reading: Reading, epochs: Sequence[Epoch]) -> Apart | None:
@@ -50,9 +48,7 @@ def labels_apart(reading: Reading, epochs: Sequence[Epoch]) -> Apart | None:
             if any(Counter(map(_at(i), mine)) != Counter(map(_at(i), other)) for i in (0, 1)):
                 continue
             if Counter(mine) != Counter(other):
-                inputs, labels = first.batches[0][x], first.batches[0][y]
-                plain = len(leaves) == 2 and inputs.floating and labels.is_label
-                return Apart(x, y, len(mine), _changed(mine, other), plain)
+                return Apart(x, y, len(mine), _changed(mine, other))
     return None
 
 

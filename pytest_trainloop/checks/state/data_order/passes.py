@@ -14,7 +14,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.checks.state.data_order.draws import orders_drawn, others_noted
+from pytest_trainloop.checks.state.data_order.draws import IN_SAMPLERS, orders_drawn, others_noted
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import loader_calls
@@ -114,7 +114,7 @@ class LoaderPasses:
             if ignored():
                 return original(iterator, loader, *args, **kwargs)
             noted = self._enter(iterator, loader, steps())
-            with orders_drawn(noted.draws):
+            with orders_drawn(noted.draws, IN_SAMPLERS):
                 return original(iterator, loader, *args, **kwargs)
 
         return begin
@@ -127,7 +127,7 @@ class LoaderPasses:
             if first_iter or ignored() or iterator not in self._under_way:
                 return original(iterator, loader, first_iter)
             noted = self._enter(iterator, loader, steps())
-            with orders_drawn(noted.draws):
+            with orders_drawn(noted.draws, IN_SAMPLERS):
                 return original(iterator, loader, first_iter)
 
         return again
@@ -157,7 +157,7 @@ class LoaderPasses:
             noted = self._under_way.get(iterator)
             if noted is None:
                 return original(iterator)
-            with orders_drawn(noted.draws):
+            with orders_drawn(noted.draws, IN_SAMPLERS):
                 index = original(iterator)
             noted.take(index)
             return index

@@ -109,6 +109,36 @@ pair(
 )
 
 
+# The same where the target is a number.
+
+
+def regression(shuffle):
+    def make():
+        model = mlp(6, 24, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+        x, y = data.table(rows=ROWS)
+
+        def step(batch):
+            inputs, target = batch
+            optimizer.zero_grad()
+            F.mse_loss(model(inputs), target).backward()
+            optimizer.step()
+
+        loaders = Zipped(*(DataLoader(part, batch_size=8, shuffle=shuffle) for part in (x, y)))
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.table(rows=12), batches=loaders, step=step)
+
+    return make
+
+
+pair(
+    "two_shuffled_loaders_zipped_for_a_regression",
+    "data_order",
+    "labels_apart",
+    faulty=regression(shuffle=True),
+    fixed=regression(shuffle=False),
+)
+
+
 # Without a stored label for each input nothing says which pair is right: advice.
 
 
@@ -199,6 +229,44 @@ pair(
     mentions=("default_rng",),
     faulty=numpy_sampled(lambda: lambda: np.random.default_rng(3)),
     fixed=numpy_sampled(one_generator),
+)
+
+
+pair(
+    "random_state_made_in_each_epoch",
+    "data_order",
+    "shuffled_alike",
+    mentions=("RandomState",),
+    faulty=numpy_sampled(lambda: lambda: np.random.RandomState(3)),
+    fixed=numpy_sampled(one_generator),
+)
+
+
+# The loader begins again for each step.
+
+
+def first_of(loader_begins_once):
+    def fit_of(model, optimizer, step):
+        def fit(batches):
+            if loader_begins_once:
+                for batch in batches:
+                    step(batch)
+            else:
+                for _ in range(len(batches)):
+                    step(next(iter(batches)))
+
+        return fit
+
+    return trains_on(lambda: DataLoader(TensorDataset(*stored()), batch_size=8), fit_of)
+
+
+pair(
+    "first_batch_in_every_step",
+    "data_order",
+    "one_batch_only",
+    mentions=("next(batches)",),
+    faulty=first_of(loader_begins_once=False),
+    fixed=first_of(loader_begins_once=True),
 )
 
 
