@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -89,14 +90,33 @@ def copied(place: Place, names: Mapping[int, str]) -> Copy:
     return Copy(place, sort, place.value, place.value)
 
 
+LARGE = 2**18
+"""Tensors of so many entries are copied once for all snapshots in which they are the same: whole data sets."""
+
+_LARGE: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = {}
+
+
 def tensor_copy(tensor: torch.Tensor) -> torch.Tensor | None:
     """The values of a tensor; None where they cannot be read."""
     if not has_values(tensor):
         return None
     try:
-        return tensor.detach().clone()
+        return tensor.detach().clone() if tensor.numel() < LARGE else _shared_copy(tensor)
     except Exception:
         return None
+
+
+def _shared_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The copy in an earlier snapshot that still holds, else a new one."""
+    of, known = _LARGE.get(id(tensor), (None, None))
+    earlier = known() if known is not None and of is not None and of() is tensor else None
+    if earlier is not None and same_bits(earlier, tensor):
+        return earlier
+    made = tensor.detach().clone()
+    for number in [number for number, (other, _) in _LARGE.items() if other() is None]:
+        del _LARGE[number]
+    _LARGE[id(tensor)] = weakref.ref(tensor), weakref.ref(made)
+    return made
 
 
 def storage_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -108,8 +128,8 @@ def storage_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def restore_tensor(tensor: torch.Tensor, value: torch.Tensor | None, storage: torch.Tensor | None) -> bool:
     """The tensor's memory and entries as they were. What holds the right bits is left alone: its version stays."""
-    if value is None:
-        return False
+    if value is None:  # it could not be read
+        return tensor_copy(tensor) is None
     try:
         if storage is not None and _elsewhere(tensor, storage):
             tensor.data = storage
@@ -129,6 +149,8 @@ def _elsewhere(tensor: torch.Tensor, storage: torch.Tensor) -> bool:
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors agree bit for bit: NaN is NaN, and the sign of zero counts."""
+    if a is b:
+        return True
     if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
         return False
     a, b = a.detach(), b.detach()

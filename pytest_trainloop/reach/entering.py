@@ -12,13 +12,11 @@ from torch import nn
 
 from pytest_trainloop.reach import functions, naming
 from pytest_trainloop.reach.places import Place
-from pytest_trainloop.reach.slots import Entries, Fixed, Hooks, OfDict, OfList, OfMember, OfTensor, shallow
-from pytest_trainloop.reach.sorts import attributes, is_plain, sort_of
+from pytest_trainloop.reach.slots import Entries, Fixed, Hooks, OfDict, OfList, OfMember, OfScripted, OfTensor, shallow
+from pytest_trainloop.reach.sorts import all_plain, attributes, is_plain, sort_of
 from pytest_trainloop.recording.torch_internals import hooks_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from pytest_trainloop.reach.graph import Graph
     from pytest_trainloop.reach.leaves import Kind
     from pytest_trainloop.reach.slots import Slot
@@ -73,6 +71,8 @@ class Entering:
         once everything declared was entered. The component of a module's place is the path of the topmost module."""
         module, path, top = place.value, place.path, place.component
         held = attributes(module)
+        if isinstance(module, torch.jit.ScriptModule):
+            self._scripted(place)
         for name, slot, value in _entries(held, "_parameters"):
             below = self.child(naming.joined(path, name), slot, value, place, component=f"weights of {top}")
             if below is not None and isinstance(value, torch.Tensor) and below.kind == "tensor":
@@ -82,15 +82,32 @@ class Entering:
             below = self.child(naming.joined(path, name), slot, value, place, component=f"buffers of {path}")
             if below is not None and isinstance(value, torch.Tensor) and below.kind == "tensor":
                 below.kind, below.persistent = "buffer", name not in left_out
-        if isinstance(held.get("training"), bool):
-            slot = OfDict(held, "training")
-            mode = Place(f"{path}.training", slot, slot.get(), "mode", f"mode of {path}", place.node, place)
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        if scripted or isinstance(held.get("training"), bool):
+            where: Slot = OfScripted(module, "training") if scripted else OfDict(held, "training")
+            mode = Place(f"{path}.training", where, where.get(), "mode", f"mode of {path}", place.node, place)
             self.graph.add(mode)
         for name, slot, value in _entries(held, "_modules"):
             below = self.child(naming.joined(path, name), slot, value, place)
             if below is not None and below.kind is None:
                 below.component = top
         self.graph.queue.append(replace(place, waits=True, rest=True))
+
+    def _scripted(self, place: Place) -> None:
+        """A scripted module keeps nothing in Python: its weights, buffers and mode are asked for."""
+        module, path, top = place.value, place.path, place.component
+        for name, value in module.named_parameters(recurse=False):
+            below = self.child(naming.joined(path, name), Fixed(value), value, place, component=f"weights of {top}")
+            if below is not None and below.kind == "tensor":
+                below.kind = "weight"
+        for name, value in module.named_buffers(recurse=False):
+            below = self.child(naming.joined(path, name), Fixed(value), value, place, component=f"buffers of {path}")
+            if below is not None and below.kind == "tensor":
+                below.kind = "buffer"
+        for name, value in module.named_children():
+            below = self.child(naming.joined(path, name), Fixed(value), value, place)
+            if below is not None and below.kind is None:
+                below.component = top
 
     def _rest_of_module(self, place: Place) -> None:
         held = attributes(place.value)
@@ -162,11 +179,11 @@ class Entering:
         below = Place(path, Entries(held), held, "length", place.component, place.node, place)
         self.graph.add(below)
 
-    def _whole(self, place: Place, held: Any, values: Iterable[Any]) -> bool:
+    def _whole(self, place: Place, held: Any, values: list[Any]) -> bool:
         """Whether a container of many plain entries was added as one leaf."""
         if len(held) <= PLAIN_MOST and not isinstance(held, (set, frozenset)):
             return False
-        if len(held) > 100 * ENTRIES_MOST or not all(map(is_plain, values)):
+        if len(held) > 100 * ENTRIES_MOST or not all_plain(values):
             return False
         leaf = Place(
             f"{place.path}[:]", Entries(held), held, place.as_kind or "array", place.component, place.node, place

@@ -77,6 +77,8 @@ class Graph:
         self.edges[owner].append(place.node)
         if sort in ("tensor", "array", "generator"):
             place.kind = as_kind or ("tensor" if sort == "tensor" else "array" if sort == "array" else "generator")
+            if sort == "tensor" and as_kind == "group_value" and within.path.endswith("['params']"):
+                place.kind, place.component = "weight", f"weights of {place.component.removesuffix('.param_groups')}"
             if sort == "tensor" and may_train(value):
                 self.queue.append(place)
             return place

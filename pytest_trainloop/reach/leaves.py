@@ -59,6 +59,8 @@ class Leaf:
 
 def same_value(a: Any, b: Any) -> bool:
     """Whether two values of leaves are the same: bits, or ``ROUNDING_UNITS`` where they are floating."""
+    if a is b:
+        return True
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return _same_tensors(a, b)
     numpy = sys.modules.get("numpy")

@@ -184,6 +184,25 @@ class OfClass(Slot):
         return True
 
 
+class OfScripted(Slot):
+    """An attribute of a scripted module, which torch keeps outside of Python."""
+
+    __slots__ = ("module", "name")
+
+    def __init__(self, module: Any, name: str) -> None:
+        self.module, self.name = module, name
+
+    def same(self) -> tuple[object, ...]:
+        return id(self.module), self.name
+
+    def get(self) -> Any:
+        return getattr(self.module, self.name, MISSING)
+
+    def put(self, value: Any) -> bool:
+        setattr(self.module, self.name, value)
+        return True
+
+
 class Fixed(Slot):
     """An entry of what cannot be written to: a tuple, a set, the variables of a generator. The container that holds it
     can be put back as a whole."""

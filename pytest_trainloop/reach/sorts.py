@@ -171,11 +171,21 @@ def is_project(module: str) -> bool:
 def sort_of(value: Any) -> Sort:
     """The sort of an object."""
     sort = sort_of_class(type(value))
+    if sort == "generator" and _is_global(value):
+        return "opaque"  # seeded by the runs
     if sort in ("object", "opaque"):
         held = attributes(value)
         if isinstance(held.get("param_groups"), list) and isinstance(held.get("state"), dict):
             return "optimizer"
     return sort
+
+
+def _is_global(generator: Any) -> bool:
+    """Whether a generator is the one that torch, numpy or random draws from by default."""
+    numpy = sys.modules.get("numpy")
+    owners = [random.random, *([] if numpy is None else [numpy.random.rand])]
+    known = [getattr(function, "__self__", None) for function in owners]
+    return any(generator is other for other in (torch.default_generator, *torch.cuda.default_generators, *known))
 
 
 def attributes(value: Any) -> dict[str, Any]:
@@ -185,6 +195,14 @@ def attributes(value: Any) -> dict[str, Any]:
     except Exception:
         return {}
     return held if type(held) is dict else {}
+
+
+def all_plain(values: list[Any]) -> bool:
+    """Whether all of many values are plain."""
+    kinds = set(map(type, values))
+    return all(sort_of_class(kind) == "scalar" for kind in kinds - {tuple}) and (
+        tuple not in kinds or all(is_plain(value) for value in values if type(value) is tuple)
+    )
 
 
 def is_plain(value: Any) -> bool:

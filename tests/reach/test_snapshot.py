@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from pytest_trainloop.reach.copies import same_bits
+from pytest_trainloop.reach.copies import LARGE, same_bits
 from pytest_trainloop.reach.snapshot import differences
 from pytest_trainloop.reach.walk import Reach
 from tests.reach.reached import changes, function_with, loop_with, snapshot_of, train
@@ -433,3 +433,16 @@ def test_differences_in_the_field_of_rounding():
 
 def same_or_equal(a, b):
     return torch.equal(a, b) if torch.is_tensor(a) else a == b
+
+
+def test_a_large_data_set_is_copied_once_for_all_snapshots():
+    rows = torch.randn(LARGE)
+    loop = loop_with(fit=function_with(rows=rows))
+    first, second = snapshot_of(loop), snapshot_of(loop)
+    assert first.value("rows") is second.value("rows")
+    rows[0] += 1
+    third = snapshot_of(loop)
+    assert set(changes(first, loop)) == {"rows"}
+    assert third.value("rows") is not first.value("rows")
+    first.put_back()
+    assert not changes(second, loop)

@@ -420,13 +420,33 @@ def test_nothing_is_kept_alive():
 
 
 def test_modules_whose_attributes_lie_elsewhere():
-    scripted = torch.jit.script(nn.Linear(3, 2))
+    scripted = torch.jit.trace(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), torch.ones(2, 3))
     lazy = nn.LazyLinear(2)
     meta = nn.Linear(2, 2, device="meta")
     loop = loop_with(fit=function_with(scripted=scripted, lazy=lazy, meta=meta))
     before = snapshot_of(loop)
     assert not changes(before, loop)
-    before.put_back([path for path in before.leaves if path.startswith("lazy")])
+    assert before.leaves["scripted.0.weight"].component == "weights of scripted"
+    assert before.leaves["scripted.1.running_mean"].kind == "buffer"
+    scripted.eval()
+    with torch.no_grad():
+        scripted.get_parameter("0.weight").zero_()
+    assert {"scripted.0.weight", "scripted.training", "scripted.1.training"} <= set(changes(before, loop))
+    assert before.put_back() == []
+    assert not changes(before, loop)
+
+
+def test_generators_of_the_whole_process_are_left_to_the_runs():
+    sampler = RandomSampler([1], generator=torch.default_generator)
+    variables = {"sampler": sampler, "old": np.random.mtrand._rand, "python": random._inst}
+    assert not [leaf for leaf in reach_of(**variables).leaves.values() if leaf.kind == "generator"]
+
+
+def test_parameters_that_only_the_optimizer_holds():
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    leaf = Reach.of(loop_with(model, optimizer)).leaves["optimizer.param_groups[0]['params'][0]"]
+    assert (leaf.kind, leaf.component) == ("weight", "weights of optimizer")
 
 
 def test_the_gradient_and_other_switches_are_those_of_the_caller():
