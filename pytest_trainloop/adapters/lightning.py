@@ -78,11 +78,13 @@ def from_lightning(
         with _quiet_warnings(package):
             trainer = _quiet_trainer(package, module)
 
+    # The functions hold module, trainer and the rest themselves: what they can touch is found by these names.
+    strategy = trainer.strategy
+
     def fit(given: Sequence[Any]) -> None:
-        _fit(package, module, trainer, datamodule, given)
+        _fit(package, module, trainer, strategy, datamodule, given)
 
     fit.training_data = lambda: _training_data(package, module, datamodule)  # type: ignore[attr-defined]
-    # The functions hold module, trainer and datamodule themselves: what they can touch is found by these names.
     offered = {
         "model": module,
         "batch": batch,
@@ -94,6 +96,8 @@ def from_lightning(
     if writes:
         offered["save"] = lambda path: _save(package, trainer, path)
         offered["load"] = lambda path: _load(package, module, trainer, datamodule, path)
+        if "load" not in fields:
+            offered["renews"] = ("rng",)  # Lightning's own checkpoints hold no random states
     return TrainLoop(**{**offered, **fields})
 
 
@@ -177,8 +181,10 @@ def _defines(owner: Any, name: str, base: Any) -> bool:
     return name in vars(owner) or getattr(type(owner), name) is not getattr(base, name)
 
 
-def _fit(package: ModuleType, module: Any, trainer: Any, datamodule: Any, batches: Sequence[Any]) -> None:
-    with _quiet_warnings(package), _silenced(package, trainer), _moments_kept(trainer, module):
+def _fit(
+    package: ModuleType, module: Any, trainer: Any, strategy: Any, datamodule: Any, batches: Sequence[Any]
+) -> None:
+    with _quiet_warnings(package), _silenced(package, trainer), _moments_kept(trainer, strategy, module):
         _run(module, trainer, datamodule, _Loader(batches))
 
 
@@ -214,10 +220,9 @@ def _load(package: ModuleType, module: Any, trainer: Any, datamodule: Any, path:
 
 
 @contextmanager
-def _moments_kept(trainer: Any, module: Any) -> Iterator[None]:
+def _moments_kept(trainer: Any, strategy: Any, module: Any) -> Iterator[None]:
     """Let the optimizers that ``fit`` configures go on with the states of those before; their groups' values, which a
     new schedule begins from, are new."""
-    strategy = trainer.strategy
     before = [optimizer.state_dict() for optimizer in trainer.optimizers] if trainer.lightning_module is module else []
     configure = strategy.setup_optimizers
 

@@ -59,6 +59,9 @@ class Graph:
         if value is MISSING:
             return None
         owner = within.node if owner < 0 else owner
+        variable = self.variable_names.get(id(value), "")
+        if variable and path.rpartition(".")[2].startswith("_") and variable not in self.places:
+            path = variable  # "trainer", where a module has it as "_trainer"
         place = Place(path, slot, value, component=component or path, node=owner, within=within, as_kind=as_kind)
         if is_plain(value):
             place.kind = as_kind or "scalar"

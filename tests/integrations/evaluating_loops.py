@@ -1,4 +1,4 @@
-"""Trainers and modules whose evaluation leaves something behind that training depends on, each beside one that does not."""
+"""Trainers and modules whose evaluation leaves something that training depends on, each beside one that does not."""
 
 from __future__ import annotations
 

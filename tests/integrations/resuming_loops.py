@@ -313,13 +313,13 @@ class Average(L.Callback):
         self.average, self.kept = {}, None
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        for name, value in module.state_dict().items():
-            self.average.setdefault(name, value.clone()).lerp_(value, 0.1)
+        for name, value in module.named_parameters():
+            self.average.setdefault(name, value.detach().clone()).lerp_(value.detach(), 0.1)
 
     def on_validation_start(self, trainer, module):
         if self.average:
             self.kept = copy.deepcopy(module.state_dict())
-            module.load_state_dict(self.average)
+            module.load_state_dict(self.average, strict=False)
 
     def on_validation_end(self, trainer, module):
         if self.kept is not None:
@@ -413,7 +413,7 @@ def lightning(out, *, kind=Module, callbacks=(), **settings):
         data = L.LightningDataModule.from_datasets(
             torch.utils.data.TensorDataset(*labelled(16)), torch.utils.data.TensorDataset(*labelled(16)), batch_size=8
         )
-        module.validation_step = module.training_step
+        module.validation_step = lambda batch, batch_idx: module.log("val_loss", module.training_step(batch, batch_idx))
     return from_lightning(module, trainer, datamodule=data, batch=labelled())
 
 

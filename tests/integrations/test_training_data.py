@@ -11,8 +11,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from pytest_trainloop import TrainLoop, check_loop
 from pytest_trainloop.adapters import fresh_accelerator, from_lightning, from_trainer
-from tests.integrations.resuming_loops import Module, Rows, labelled, net
 
+loops = pytest.importorskip("tests.integrations.resuming_loops")
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 L = pytest.importorskip("lightning")
@@ -58,7 +58,7 @@ class InPlace(Dataset):
     """Faulty: shifts what it stores."""
 
     def __init__(self, rows=32):
-        self.x, self.y = labelled(rows)
+        self.x, self.y = loops.labelled(rows)
 
     def __len__(self):
         return len(self.x)
@@ -85,7 +85,7 @@ class Stream(IterableDataset):
     """As ``datasets`` streams: shuffled by the epoch that was set."""
 
     def __init__(self, rows=32):
-        self.data, self.epoch = [{"x": x, "labels": y} for x, y in zip(*labelled(rows), strict=True)], 0
+        self.data, self.epoch = [{"x": x, "labels": y} for x, y in zip(*loops.labelled(rows), strict=True)], 0
 
     def set_epoch(self, epoch):
         self.epoch = epoch
@@ -96,7 +96,7 @@ class Stream(IterableDataset):
 
 
 def stored(rows=32):
-    return TensorDataset(*labelled(rows))
+    return TensorDataset(*loops.labelled(rows))
 
 
 class WithSampler(transformers.Trainer):
@@ -123,10 +123,10 @@ class WithLoader(transformers.Trainer):
 
 def hf(data, kind=transformers.Trainer, **settings):
     args = transformers.TrainingArguments("out", use_cpu=True, per_device_train_batch_size=4, **settings)
-    return from_trainer(kind(model=Rows(), args=args, train_dataset=data()))
+    return from_trainer(kind(model=loops.Rows(), args=args, train_dataset=data()))
 
 
-class Loaded(Module):
+class Loaded(loops.Module):
     """Gives its own loader, of what a subclass says."""
 
     def __init__(self, make):
@@ -156,7 +156,7 @@ def module(make, kind=Loaded):
 
 
 def datamodule(make):
-    return from_lightning(Module(), datamodule=Data(make))
+    return from_lightning(loops.Module(), datamodule=Data(make))
 
 
 def batch_sampled():
@@ -178,7 +178,7 @@ def shuffled():
 
 def with_accelerate(make):
     accelerator = fresh_accelerator(cpu=True)
-    model = net()
+    model = loops.net()
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), make())
 
     def fit(batches):

@@ -56,6 +56,8 @@ class Loading:
             @functools.wraps(original)
             def load_state_dict(module: nn.Module, state: Any, *args: Any, **kwargs: Any) -> Any:
                 where = str(here()[0])
+                if where.startswith("site-packages"):
+                    where = ""  # a library restores the project's modules
                 depth[0] += 1
                 try:
                     keys = original(module, state, *args, **kwargs)
