@@ -51,7 +51,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.errors import CannotDecide, DoesNotApply
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, check
 from pytest_trainloop.wording import count
@@ -101,6 +101,8 @@ def memory_growth(evidence: Evidence) -> Iterator[Finding]:
         yield from _refused(record.refused, evidence.shared(Growth.of))
         return
     if record.graphs is None:
+        if not record.autograd_passes():
+            raise DoesNotApply("no backward pass of autograd was seen")
         if record.raised is not None:
             raise CannotDecide(f"fit raised {record.raised.summary} before six optimizer steps")
         raise CannotDecide(
@@ -151,9 +153,9 @@ def _level(look: Look, held: Held) -> tuple[Level, str]:
 
 
 def _measured(look: Look) -> str:
-    nodes = round(look.nodes / look.windows)
-    steps = f"steps 1 to {look.windows}"
-    text = f"after {look.rounds} optimizer steps the graphs of {steps} are all alive, about {nodes} nodes each"
+    text = f"after {look.rounds} optimizer steps the graphs of steps 1 to {look.windows} are all alive"
+    if look.nodes >= look.windows:
+        text += f", about {round(look.nodes / look.windows)} nodes each"
     return text if look.growth is None else f"{text}; {look.growth / 2**20:.2f} MiB more each step on the device"
 
 
@@ -161,7 +163,7 @@ def _shown_by(cause: str, held: Held) -> str:
     if cause == "running_sum":
         return "it reaches the graphs of all these steps; each was backpropagated and freed, so none can be used again"
     if cause == "kept_tensors":
-        return f"the {held.kind} holds {held.items} tensors that reach the graphs of these steps"
+        return f"the {held.kind} leads to {count(held.items, 'tensor')} that reach the graphs of these steps"
     if cause == "held_outside_python" and held.kind and not held.name:
         return f"no Python object refers to the {held.items} tensors that reach the graphs, made by {held.kind}"
     if cause == "carried_graph":

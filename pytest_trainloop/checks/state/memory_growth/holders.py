@@ -52,6 +52,8 @@ class Reached:
         self.full = sum(1 << window for window in windows)
         self._known: dict[Any, int] = {}
         self.tensors = [(tensor, self._of(node)) for tensor, node in tensors_with_history()]
+        contexts = [o for o in gc.get_objects() if isinstance(o, torch.autograd.function.BackwardCFunction)]
+        self.contexts = [context for context in contexts if self.marked(context)]
 
     def _of(self, node: Any) -> int:
         """The windows that a node reaches, as bits."""
@@ -89,9 +91,17 @@ class Reached:
         """The tensors that reach every window."""
         return [tensor for tensor, bits in self.tensors if bits == self.full]
 
-    def some_of_them(self) -> dict[int, int]:
-        """The windows of the others, by the identity of the tensor."""
-        return {id(tensor): bits for tensor, bits in self.tensors if 0 < bits < self.full}
+    def some_of_them(self) -> list[tuple[Any, int]]:
+        """The others that reach some, and the contexts of custom functions, each with its windows."""
+        return [
+            *((tensor, bits) for tensor, bits in self.tensors if 0 < bits < self.full),
+            *((context, self._of(context)) for context in self.contexts),
+        ]
+
+    @property
+    def lists(self) -> tuple[Any, ...]:
+        """What refers to tensors and contexts here, and is none of the project's."""
+        return (self.tensors, self.contexts, *self.tensors)
 
 
 def find(graphs: Graphs, windows: Iterable[int], names: Names) -> tuple[list[Holder], Reached]:
@@ -105,14 +115,16 @@ def find(graphs: Graphs, windows: Iterable[int], names: Names) -> tuple[list[Hol
 
 
 def _running_sum(whole: list[torch.Tensor], names: Names) -> Holder:
-    """The tensor that the others were computed from, and of those that share its graph the one with a name."""
-    nodes = {id(t): _made_by(t) for t in whole}
-    below = {key: _below(node) for key, node in nodes.items()}
-    least = min(len(seen) for seen in below.values())
-    first = [t for t in whole if len(below[id(t)]) == least]
-    named = [(names.of(t), t) for t in first[:4]]
-    name, tensor = next(((n, t) for n, t in named if n), named[0])
-    return Holder("running_sum", name, "Tensor", len(first), None, nodes[id(tensor)])
+    """The tensor that the others were computed from: of those with a name the one with the smallest graph.
+
+    Graphs save tensors too, so that earlier values of the sum may be among them; these have no names.
+    """
+    below = {id(t): len(_below(_made_by(t))) for t in whole}
+    ordered = sorted(whole, key=lambda t: (not names.is_local(t), below[id(t)]))
+    asked = sorted({id(t): t for t in (*ordered[:4], *ordered[-4:])}.values(), key=lambda t: below[id(t)])
+    named = [(name, t) for t in asked if (name := names.of(t))] or [("", asked[0])]
+    name, tensor = named[0]
+    return Holder("running_sum", name, "Tensor", len(whole), None, _made_by(tensor))
 
 
 def _below(node: Any) -> set[Any]:
@@ -128,17 +140,16 @@ def _below(node: Any) -> set[Any]:
 
 def _containers(reached: Reached, names: Names) -> list[Holder]:
     """The innermost containers that hold a tensor of every window."""
-    tensors = {id(t): t for t, _ in reached.tensors}
-    items: dict[int, tuple[Any, int]] = {key: (tensors[key], bits) for key, bits in reached.some_of_them().items()}
-    some = next(iter(items.values()), (None, 0))[0]
+    items: dict[int, tuple[Any, int]] = {id(value): (value, bits) for value, bits in reached.some_of_them()}
+    some = next((_node_of(value) for value, _ in items.values()), None)
     count = len(items)
     for _ in range(MOST_LEVELS):
         if not items:
             return []
         above: dict[int, tuple[Any, int]] = {}
         values = [value for value, _ in items.values()]
-        for holder in referrers(values, (id(items), id(tensors), *map(id, items.values()), id(reached.tensors))):
-            if isinstance(holder, (FrameType, ModuleType)) or _is_ours(holder, reached):
+        for holder in referrers(values, (id(items), *map(id, items.values()), *map(id, reached.lists))):
+            if isinstance(holder, (FrameType, ModuleType)) or _is_ours(holder):
                 continue
             bits = 0
             for value in gc.get_referents(holder):
@@ -160,25 +171,25 @@ def _named_first(holders: list[Any], names: Names) -> list[Any]:
 
 def _holder_of(holder: Any, count: int, some: Any, names: Names) -> Holder:
     bounded = holder.maxlen if isinstance(holder, deque) else None
-    return Holder("kept_tensors", names.of(holder), type(holder).__name__, count, bounded, _made_by(some))
+    return Holder("kept_tensors", names.of(holder), type(holder).__name__, count, bounded, some)
 
 
-def _is_ours(holder: Any, reached: Reached) -> bool:
-    return any(holder is entry for entry in reached.tensors) or type(holder).__module__.startswith("pytest_trainloop")
+def _is_ours(holder: Any) -> bool:
+    return type(holder).__module__.startswith("pytest_trainloop")
 
 
 def _outside_python(reached: Reached) -> Holder:
-    """A custom function whose context keeps a tensor, where one is alive; else nothing that Python knows."""
-    contexts = [o for o in gc.get_objects() if isinstance(o, torch.autograd.function.BackwardCFunction)]
-    kept = [context for context in contexts if reached.marked(context)]
-    kind = function_class(kept[0]) if kept else None
-    some = reached.some_of_them()
-    made_by = next((_made_by(tensor) for tensor, _ in reached.tensors if id(tensor) in some), None)
-    if kept:
-        name = (kind or type(kept[0])).__name__
-        return Holder("held_outside_python", name, "autograd.Function", len(kept), None, None)
-    kind_of_node = "" if made_by is None else type(made_by).__name__
-    return Holder("held_outside_python", "", kind_of_node, len(some), None, made_by)
+    """A custom function whose context is alive, or what made a tensor that nothing in Python refers to."""
+    contexts, some = reached.contexts, reached.some_of_them()
+    if contexts:
+        name = (function_class(contexts[0]) or type(contexts[0])).__name__
+        return Holder("held_outside_python", name, "autograd.Function", len(contexts), None, contexts[0])
+    made_by = _node_of(some[0][0]) if some else None
+    return Holder("held_outside_python", "", type(made_by).__name__ if some else "", len(some), None, made_by)
+
+
+def _node_of(value: Any) -> Any:
+    return _made_by(value) if isinstance(value, torch.Tensor) else value
 
 
 def tensors_with_history() -> list[tuple[torch.Tensor, Any]]:

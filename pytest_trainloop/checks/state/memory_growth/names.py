@@ -68,6 +68,10 @@ class Names:
                 break
         return ""
 
+    def is_local(self, value: Any) -> bool:
+        """Whether a variable of a running function has this very value."""
+        return id(value) in self._locals
+
     def _named(self, value: Any) -> str:
         """The name of an object that stands for itself."""
         if isinstance(value, _Variable):
@@ -111,21 +115,30 @@ class Names:
         number, _, rest = step.suffix[1:].partition("]")
         return [_Step(_Variable(function.__code__.co_freevars[int(number)]), rest)]
 
+    def _of_class(self, kind: type, wanted: dict[int, _Step]) -> list[_Step]:
+        """The attributes of a class, whose dict shows itself through a proxy only."""
+        own = [s for s in wanted.values() if isinstance(s.at, dict) and "__module__" in s.at and s.at == vars(kind)]
+        return [_Step(_Variable(kind.__name__), _dotted(step.suffix)) for step in own]
+
     def _attributes(self, holder: Any, wanted: dict[int, _Step]) -> list[_Step]:
-        if isinstance(holder, (FrameType, MethodType, ModuleType, type)):
+        if isinstance(holder, type):
+            return self._of_class(holder, wanted)
+        if isinstance(holder, (FrameType, MethodType, ModuleType)):
             return []
-        found = []
         own = instance_dict(holder)
-        for step in wanted.values():
-            if own is step.at:  # the suffix begins with the key of this dict
-                key, _, rest = step.suffix[1:].partition("]")
-                found.append(_Step(holder, f".{key.strip(chr(39))}{rest}"))
+        found = [_Step(holder, _dotted(step.suffix)) for step in wanted.values() if own is step.at]
         found += [_Step(holder, f".{key}{wanted[id(v)].suffix}") for key, v in own.items() if id(v) in wanted]
         for slot in slots(holder):
             value = getattr(holder, slot, None)
             if id(value) in wanted:
                 found.append(_Step(holder, f".{slot}{wanted[id(value)].suffix}"))
         return found
+
+
+def _dotted(suffix: str) -> str:
+    """``.key`` where a suffix begins with ``['key']``, the key of an object's or a class's dict."""
+    key, _, rest = suffix[1:].partition("]")
+    return f".{key[1:-1]}{rest}"
 
 
 class _Variable(str):
