@@ -98,7 +98,7 @@ _LARGE: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] =
 
 def tensor_copy(tensor: torch.Tensor) -> torch.Tensor | None:
     """The values of a tensor; None where they cannot be read."""
-    if not has_values(tensor):
+    if not has_values(tensor) or torch.nn.parameter.is_lazy(tensor):
         return None
     try:
         return tensor.detach().clone() if tensor.numel() < LARGE else _shared_copy(tensor)
