@@ -200,7 +200,7 @@ def path_parameter(save: Callable[..., Any], load: Callable[..., Any]) -> str:
     A parameter without a default decides; one with a default counts where its name says that it is a path, and that of
     ``load`` says so too.
     """
-    signature, loading = _signature(save), _signature(load)
+    signature, loading = _own_signature(save), _own_signature(load)
     first = _first_parameter(signature)
     if signature is None or first is None:
         return ""
@@ -208,6 +208,15 @@ def path_parameter(save: Callable[..., Any], load: Callable[..., Any]) -> str:
         return first
     other = _first_parameter(loading)
     return first if _PATHS.search(first) and other is not None and _PATHS.search(other) else ""
+
+
+def _own_signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """That of the function inside where what wraps it takes whatever is given, as ``torch.no_grad()`` does."""
+    outer = _signature(function)
+    if outer is None or not all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in outer.parameters.values()):
+        return outer
+    inner = inspect.unwrap(function)
+    return outer if inner is function else _signature(inner)
 
 
 def is_folder(parameter: str) -> bool:

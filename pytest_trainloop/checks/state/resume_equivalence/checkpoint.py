@@ -208,7 +208,8 @@ def _is_state(value: Any, state: Any) -> bool:
     if isinstance(state, torch.Tensor):
         return isinstance(value, torch.Tensor) and value.dtype == state.dtype and _same_bits(value.cpu(), state)
     if isinstance(state, tuple):
-        return isinstance(value, (tuple, list)) and len(value) == 3 and _plain(value) == _plain(state)
+        shaped = isinstance(value, (tuple, list)) and len(value) == 3 and type(value[0]) is int
+        return shaped and isinstance(value[1], (tuple, list)) and _plain(value) == _plain(state)
     if isinstance(value, torch.Tensor):
         return bool(value.shape == state.shape and value.tolist() == state.tolist())
     return bool(getattr(value, "shape", None) == state.shape and (value == state).all())
