@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.adapters.swap import swapped
@@ -17,7 +18,7 @@ from pytest_trainloop.fields import a
 from pytest_trainloop.loop import TrainLoop
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
     from types import ModuleType
 
@@ -81,9 +82,10 @@ def from_lightning(
     # The functions hold module, trainer and the rest themselves: what they can touch is found by these names.
     strategy = trainer.strategy
 
-    def fit(given: Sequence[Any]) -> None:
-        _fit(package, module, trainer, strategy, datamodule, given)
+    def fit(given: Sequence[Any], *, validating: bool = True) -> None:
+        _fit(package, module, trainer, strategy, datamodule, given, validating=validating)
 
+    fit.without_evaluation = partial(fit, validating=False)  # type: ignore[attr-defined]
     fit.training_data = lambda: _training_data(package, module, datamodule)  # type: ignore[attr-defined]
     offered = {
         "model": module,
@@ -182,9 +184,20 @@ def _defines(owner: Any, name: str, base: Any) -> bool:
 
 
 def _fit(
-    package: ModuleType, module: Any, trainer: Any, strategy: Any, datamodule: Any, batches: Sequence[Any]
+    package: ModuleType,
+    module: Any,
+    trainer: Any,
+    strategy: Any,
+    datamodule: Any,
+    batches: Sequence[Any],
+    *,
+    validating: bool,
 ) -> None:
-    with _quiet_warnings(package), _silenced(package, trainer), _moments_kept(trainer, strategy, module):
+    def configured() -> None:
+        if not validating and not _waits_for_metrics(module, trainer, strategy):
+            trainer.limit_val_batches = 0
+
+    with _quiet_warnings(package), _silenced(package, trainer), _moments_kept(trainer, strategy, module, configured):
         _run(module, trainer, datamodule, _Loader(batches))
 
 
@@ -220,9 +233,9 @@ def _load(package: ModuleType, module: Any, trainer: Any, datamodule: Any, path:
 
 
 @contextmanager
-def _moments_kept(trainer: Any, strategy: Any, module: Any) -> Iterator[None]:
-    """Let the optimizers that ``fit`` configures go on with the states of those before; their groups' values, which a
-    new schedule begins from, are new."""
+def _moments_kept(trainer: Any, strategy: Any, module: Any, then: Callable[[], None]) -> Iterator[None]:
+    """Let the optimizers that ``fit`` configures go on with the states of those before, and do what comes ``then``; the
+    values of their groups, which a new schedule begins from, are new."""
     before = [optimizer.state_dict() for optimizer in trainer.optimizers] if trainer.lightning_module is module else []
     configure = strategy.setup_optimizers
 
@@ -230,9 +243,23 @@ def _moments_kept(trainer: Any, strategy: Any, module: Any) -> Iterator[None]:
         configure(*args, **options)
         for optimizer, state in zip(strategy.optimizers, before, strict=False):
             optimizer.load_state_dict({**state, "param_groups": optimizer.state_dict()["param_groups"]})
+        then()
 
     with swapped(strategy, setup_optimizers=setup_optimizers):
         yield
+
+
+def _waits_for_metrics(module: Any, trainer: Any, strategy: Any) -> bool:
+    """Whether training depends on the results of validation: a schedule or a callback monitors one, or code of the
+    project's reads them."""
+    schedules = strategy.lr_scheduler_configs
+    if any(one.monitor or one.reduce_on_plateau for one in schedules) or any(
+        getattr(callback, "monitor", None) for callback in trainer.callbacks
+    ):
+        return True
+    own = (kind for thing in (module, *trainer.callbacks) for kind in type(thing).__mro__)
+    functions = (member for kind in own for member in vars(kind).values() if isinstance(member, FunctionType))
+    return any("callback_metrics" in function.__code__.co_names for function in functions)
 
 
 def _validate_within_fit(trainer: Any) -> Any:
@@ -241,7 +268,8 @@ def _validate_within_fit(trainer: Any) -> Any:
     first = results._first_loop_iter
     trainer.validating = True
     try:
-        return epoch.val_loop.run()
+        with swapped(trainer, limit_val_batches=trainer.limit_val_batches or 1):
+            return epoch.val_loop.run()
     finally:
         trainer.training = True
         results._first_loop_iter = first

@@ -190,7 +190,7 @@ class _Run:
 
     def apart(self, loop: TrainLoop) -> Callable[[Any], Any]:
         """``fit`` once for each half."""
-        fit = fit_of(loop)
+        fit = _fit_of(loop)
 
         def run(batches: Batches) -> None:
             everything = 0 if self.drawn_late else 2 * self.made.items
@@ -212,7 +212,7 @@ class _Run:
 
     def inside(self, loop: TrainLoop) -> Callable[[Any], Any]:
         """``fit`` once for both halves."""
-        fit = fit_of(loop)
+        fit = _fit_of(loop)
 
         def run(batches: Batches) -> None:
             items = self.made.items
@@ -339,6 +339,13 @@ class _Run:
     def _watched(self) -> Watch:
         assert self.watch is not None
         return self.watch
+
+
+def _fit_of(loop: TrainLoop) -> Callable[[Any], Any]:
+    """The project's loop. Where a trainer of another library evaluates inside of it and can do without, it does: what
+    an evaluation leaves would be there already at the end of a half."""
+    without: Callable[[Any], Any] | None = getattr(loop.fit, "without_evaluation", None)
+    return without or fit_of(loop)
 
 
 def _clear_gradients(watch: Watch) -> None:
