@@ -16,7 +16,8 @@ How it decides
     everything but one component: where the run ends apart again, that component is lost and matters. Histories, clocks
     and caches differ too, and matter to no step: nothing is said.
     What a few steps would not show is compared as it is: the count of a schedule that is flat so far, the scale of a
-    gradient scaler (which is halved before saving), which weights the optimizer holds, and which share one tensor. A
+    gradient scaler (which is halved before saving), which weights the optimizer holds, which share one tensor, and
+    whether weights come back in a lower precision. A
     tensor that moves with training and that only ``evaluate`` reads (an average of the weights) is shown by what
     ``evaluate`` returns with and without it. A random state in the checkpoint must be in place after ``load``.
     The fresh loop has the same seed since a project may load a base model, a teacher or data from elsewhere; what would
@@ -75,6 +76,10 @@ CAUSES = {
     "weights_overwritten": Cause(
         proof="load_state_dict gave them the saved values, and at the end of load they are others",
         repair="initialise weights before load_state_dict, or only where nothing is loaded",
+    ),
+    "weights_rounded": Cause(
+        proof="after load they are what they were, rounded to a lower precision, bit for bit",
+        repair="save model.state_dict() as it is; cast a copy to half precision for the export only",
     ),
     "optimizer_detached": Cause(
         proof="after load the optimizer steps tensors that are not in the model, and no longer those that are",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.state.resume_equivalence.diagnosis import Fact, facts, shown, untied
+from pytest_trainloop.checks.state.resume_equivalence.rounding import rounded
 from pytest_trainloop.checks.state.resume_equivalence.runs import RENEWABLE_KINDS, Renewed, Resumed, Uninterrupted
 from pytest_trainloop.errors import CannotDecide, UsageError
 from pytest_trainloop.knobs import nearest
@@ -53,6 +54,8 @@ def compared(evidence: Evidence) -> Iterator[tuple[Fact, Uninterrupted]]:
         else:
             for fact in facts(a, b, renewed):
                 yield fact, a
+            if found := rounded(evidence):
+                yield Fact("weights_rounded", found[1], detail=found[0]), a
     finally:
         a.checkpoint.remove()
 

@@ -45,6 +45,7 @@ def _summary(fact: Fact) -> str:
             + (f": {they(fact.names)} {be(fact.names)} as the loop was built" if detail else "")
         ),
         "weights_overwritten": f"load restores {names} and then overwrites {'them' if len(fact.names) > 1 else 'it'}",
+        "weights_rounded": f"a checkpoint rounds {count(len(fact.names), 'tensor')} ({names}) to {detail}",
         "optimizer_detached": f"after load the optimizer no longer trains {names}",
         "untied": f"after load {' and '.join(fact.names)} no longer share one weight",
         "optimizer_state_lost": f"{loses}: the moments begin anew",
@@ -131,6 +132,7 @@ def _measured(fact: Fact, a: Uninterrupted) -> str:
 
 
 _MEASURED: dict[str, Callable[[Fact], list[str]]] = {
+    "weights_rounded": lambda fact: [f"{count(len(fact.names), 'tensor')} before save() and after load()"],
     "optimizer_detached": lambda fact: [f"it steps {fact.detail} that are not in the model"],
     "scheduler_restarts": lambda fact: [f"{fact.names[0]} ends at {fact.detail}"] if fact.detail else [],
     "scaler_lost": lambda fact: [f"scale {fact.detail}"] if fact.detail else [],
@@ -156,6 +158,7 @@ def _shown(fact: Fact) -> str:
 
 _SHOWN = {
     "average_lost": "it moves as training goes on, and has the shapes of weights; evaluate= would show who reads it",
+    "weights_rounded": "what load gives equals what was saved, cast down and up again",
     "optimizer_detached": "the tensors of the optimizer that steps are looked up among the weights of the model",
     "untied": "the tensors behind the names are the same object before saving and not after load",
     "scheduler_restarts": "training moves the count, and the resumed run ends at another one",
@@ -174,7 +177,8 @@ def _where(fact: Fact, a: Uninterrupted) -> str:
         return str(fact.raised.place) if fact.raised.place.file else ""
     if fact.call is not None and fact.call.where:
         return fact.call.where
-    return a.lines["save"] if fact.cause in ("save_changes", "live_references", "rng_not_saved") else a.lines["load"]
+    own = ("save_changes", "live_references", "rng_not_saved", "weights_rounded")
+    return a.lines["save"] if fact.cause in own else a.lines["load"]
 
 
 def _repair(fact: Fact) -> str:
