@@ -120,6 +120,8 @@ def _fact(a: Uninterrupted, b: Resumed, lost: Lost) -> Fact:
     def fact(cause: str, level: Level = "fault", detail: str = "", call: StateDictCall | None = None) -> Fact:
         return Fact(cause, names, level, component, lost.unequal, call, differences, detail, None, held)
 
+    if any("['params']" in d.leaf.path and isinstance(d.before, torch.Tensor) for d in differences):
+        return fact("state_lost", detail="stepped")
     if kind == "weight":
         return _weights(b, fact("weights_not_loaded"))
     if kind == "buffer":
@@ -128,10 +130,6 @@ def _fact(a: Uninterrupted, b: Resumed, lost: Lost) -> Fact:
     if kind == "optimizer_state":
         swapped = _swapped(a, differences)
         return fact("optimizer_state_swapped", detail=swapped) if swapped else fact("optimizer_state_lost")
-    if kind == "group_value" and any(
-        isinstance(d.before, torch.Tensor) and "['params']" in d.leaf.path for d in differences
-    ):
-        return fact("state_lost", detail="stepped")
     if kind in ("scheduler", "scaler", "group_value"):
         cause = {"scheduler": "scheduler_restarts", "scaler": "scaler_lost", "group_value": "rate_lost"}[kind]
         return fact(cause)
