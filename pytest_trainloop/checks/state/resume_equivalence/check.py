@@ -19,7 +19,9 @@ How it decides
     gradient scaler (which is halved before saving), which weights the optimizer holds, which share one tensor, and
     whether weights come back in a lower precision. A
     tensor that moves with training and that only ``evaluate`` reads (an average of the weights) is shown by what
-    ``evaluate`` returns with and without it. A random state in the checkpoint must be in place after ``load``.
+    ``evaluate`` returns with and without it. A random state in the checkpoint must be in place after ``load``. A number
+    that training has left as built and ``load`` sets (the epoch to start from) is for resuming alone, and set alike in
+    both runs; one that load restores to another value than it had is advice.
     The fresh loop has the same seed since a project may load a base model, a teacher or data from elsewhere; what would
     then be another one under another seed is advice.
     What is meant to begin anew is declared, ``renews=("optimizer", "scheduler", "scaler", "rng")`` or by path

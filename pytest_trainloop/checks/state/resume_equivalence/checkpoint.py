@@ -27,6 +27,10 @@ MOST = 20_000
 """Entries of a checkpoint that are looked at."""
 
 
+class Uncopied(Exception):
+    """What ``save`` returned can neither be copied nor pickled."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor of a checkpoint: the tensor itself, and its values when it was saved."""
@@ -101,15 +105,10 @@ class Checkpoint:
         first = is_folder(self._parameter)
         try:
             return save(self._path(place, folder=first))
-        except OSError as error:
-            wrong = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
-            if not isinstance(error, wrong) and not isinstance(error.__cause__, wrong):
+        except Exception as error:  # a folder where a file is wanted, or the other way round
+            if not isinstance(error, OSError) and "directory" not in str(error).lower():
                 raise
             raised = error
-        except RuntimeError as error:  # torch.save into a folder that is not there
-            if "directory" not in str(error):
-                raise
-            raised = error  # type: ignore[assignment]
         try:
             return save(self._path(place, folder=not first))
         except Exception:
@@ -144,11 +143,17 @@ def copied(state: Any) -> Any:
     """A state of its own: torch's optimizers keep references to what they load, and would train it on."""
     try:
         return copy.deepcopy(state)
-    except Exception:  # tensors with a history, locks
+    except Exception:  # tensors with a history
         buffer = io.BytesIO()
+    try:
         torch.save(state, buffer)
         buffer.seek(0)
         return torch.load(buffer, weights_only=False)
+    except Exception as error:
+        raise Uncopied(
+            f"the state that save returns can be neither copied nor pickled ({type(error).__name__}: {error}); return "
+            "state_dict() of each part, or write it: save(path)"
+        ) from None
 
 
 def random_states_are(kept: Mapping[str, Any]) -> frozenset[str]:

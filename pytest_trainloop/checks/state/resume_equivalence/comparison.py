@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.checks.state.resume_equivalence.diagnosis import Fact, facts, shown, untied
+from pytest_trainloop.checks.state.resume_equivalence.diagnosis import facts, untied
+from pytest_trainloop.checks.state.resume_equivalence.facts import Fact, shown
 from pytest_trainloop.checks.state.resume_equivalence.rounding import rounded
 from pytest_trainloop.checks.state.resume_equivalence.runs import RENEWABLE_KINDS, Renewed, Resumed, Uninterrupted
 from pytest_trainloop.errors import CannotDecide, UsageError
@@ -37,6 +38,8 @@ def compared(evidence: Evidence) -> Iterator[tuple[Fact, Uninterrupted]]:
     """
     a, b, renewed = _both(evidence)
     try:
+        if a.unreadable:
+            raise CannotDecide(a.unreadable)
         if a.save_error is not None:
             _require_own(a.save_error, "save")
             yield Fact("save_raises", ("save()",), raised=a.save_error), a
@@ -65,7 +68,7 @@ def _both(evidence: Evidence) -> tuple[Uninterrupted, Resumed | None, Renewed]:
     scaled = any(call.enabled for call in evidence.run().scaler_calls())
     for double in (False,) if scaled else (True, False):
         a = Uninterrupted(evidence, double=double)
-        raised = a.save_error is not None or a.ended.raised is not None or not a.ended.made.end
+        raised = bool(a.unreadable) or a.save_error is not None or a.ended.raised is not None or not a.ended.made.end
         b, renewed = None, Renewed()
         if not raised:
             renewed = _renewed(evidence, a)

@@ -14,12 +14,17 @@ from pytest_trainloop.errors import CannotDecide, Unreliable
 from pytest_trainloop.runs.halves import same_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Sequence
 
     import torch
 
     from pytest_trainloop.checks.state.resume_equivalence.runs import Renewed, Uninterrupted
     from pytest_trainloop.reach.snapshot import Difference
+
+OTHER_INPUTS = (
+    "the resumed run was handed other inputs by a data stream of the loop's own; let fit take its data from the "
+    "batches that it is given"
+)
 
 ONE_BY_ONE = 6
 """So many components are left out one by one; of more, halves of them at once."""
@@ -43,13 +48,13 @@ class Lost:
         return tuple(d.leaf.path for d in self.differences)
 
 
-def candidates(lost: Iterable[Difference], renewed: Renewed) -> dict[str, tuple[Difference, ...]]:
-    """What differs after ``load``, by component: not what is declared to begin anew, nor what the loop's data alone
-    lead to (how far they have come is no part of a checkpoint here)."""
+def candidates(b: Resumed, renewed: Renewed) -> dict[str, tuple[Difference, ...]]:
+    """What differs after ``load``, by component: not what is declared to begin anew or set for resuming alone, nor what
+    the loop's data alone lead to (how far they have come is no part of a checkpoint here)."""
     found: dict[str, list[Difference]] = {}
-    for difference in lost:
+    for difference in b.lost:
         leaf = difference.leaf
-        if renewed.covers(leaf.path, leaf.kind) or leaf.reached_from == {"batches"}:
+        if renewed.covers(leaf.path, leaf.kind) or leaf.path in b.set_alike or leaf.reached_from == {"batches"}:
             continue
         found.setdefault(leaf.component, []).append(difference)
     return {name: tuple(differences) for name, differences in found.items()}
@@ -61,7 +66,7 @@ def what_matters(a: Uninterrupted, b: Resumed, renewed: Renewed) -> list[Lost]:
     Raises ``CannotDecide`` where the run ends elsewhere although all of them are carried over, and ``Unreliable`` where
     it does not repeat.
     """
-    found = candidates(b.lost, renewed)
+    found = candidates(b, renewed)
     everything = {d.leaf.path for differences in found.values() for d in differences}
     whole = Resumed(a, everything, renewed=renewed)
     if whole.unequal():
@@ -94,10 +99,7 @@ def _undecided(a: Uninterrupted, b: Resumed, whole: Resumed, renewed: Renewed) -
         return Unreliable("two runs resumed from one checkpoint under one seed differ: determinism= tells what does")
     mine, other = a.ended.half.inputs, whole.ended.half.inputs
     if mine is not None and other is not None and not _same(mine, other):
-        return CannotDecide(
-            "the resumed run was handed other inputs by a data stream of the loop's own; let fit take its data from "
-            "the batches that it is given"
-        )
+        return CannotDecide(OTHER_INPUTS)
     names = whole.unequal()
     what = "it raises" if names == ["fit"] else f"{names[0]} is the first to differ"
     cut = f" ({a.saved.cut})" if a.saved is not None and a.saved.cut else ""

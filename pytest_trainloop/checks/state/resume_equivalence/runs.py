@@ -12,6 +12,7 @@ import torch
 from pytest_trainloop import nested, places
 from pytest_trainloop.checks.state.resume_equivalence.checkpoint import (
     Checkpoint,
+    Uncopied,
     random_states,
     random_states_are,
     states_among,
@@ -19,6 +20,7 @@ from pytest_trainloop.checks.state.resume_equivalence.checkpoint import (
 from pytest_trainloop.checks.state.resume_equivalence.loading import Loading, enabled_scalers, reached_by_functions
 from pytest_trainloop.checks.state.resume_equivalence.names import declared_tensors, declared_weights, ties
 from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.reach.leaves import same_value
 from pytest_trainloop.reach.snapshot import Snapshot, differences
 from pytest_trainloop.reach.walk import Reach
 from pytest_trainloop.recording.hooks import before_steps
@@ -190,6 +192,9 @@ class Uninterrupted:
         self.states = random_states()
         try:
             self.checkpoint.take(loop)
+        except Uncopied as error:
+            self.unreadable = str(error)
+            raise Over from None
         except Exception as error:
             self.save_error = as_text(error)
             raise Over from None
@@ -238,6 +243,9 @@ class Resumed:
         self.not_carried: list[str] = []
         self.kept_for_later: frozenset[str] = frozenset()
         """Of torch, numpy and python those whose random state the loop holds, to restore it when it trains."""
+        self.set_alike: frozenset[str] = frozenset()
+        """Paths of values that training has left as built and that ``load`` sets: the epoch to start from. The second
+        half of the uninterrupted run began with them as they are built, and so does this one."""
         self.scales: dict[str, float] = {}
         self.result: Any = None
         half = SecondHalf()
@@ -259,7 +267,8 @@ class Resumed:
                 self.kept_for_later = states_among(held, a.states) if a.checkpoint.random_states else frozenset()
                 self.ties = ties(loop)
                 self.lost = differences(a.saved, self.loaded)
-                chosen = {*carry, *(renewed.among(self.lost) if renewed is not None else ())}
+                self.set_alike = self._for_resuming_alone()
+                chosen = {*carry, *self.set_alike, *(renewed.among(self.lost) if renewed is not None else ())}
                 if chosen:
                     self.not_carried = a.saved.carry_over(
                         reach, [d.leaf.path for d in self.lost if d.leaf.path in chosen]
@@ -291,13 +300,23 @@ class Resumed:
             raise Over from None
         self.restored = random_states_are(self.a.states)
 
+    def _for_resuming_alone(self) -> frozenset[str]:
+        built = self.built
+        assert built is not None
+        return frozenset(
+            d.leaf.path
+            for d in self.lost
+            if d.leaf.kind == "scalar" and d.how == "changed" and d.leaf.path in built.leaves
+            and same_value(built.value(d.leaf.path), d.before)
+        )  # fmt: skip
+
     def unequal(self) -> list[str]:
         """Names of weights and buffers that end with other values than in the uninterrupted run: those that training
         moves or a state dict holds. "fit" where it raised."""
         if self.ended.raised is not None:
             return ["fit"]
         a, b = self.a.ended.made, self.ended.made
-        both = [name for name in a.end if name in b.end and name not in self._apart()]
+        both = [name for name in self.a.paths if name in a.end and name in b.end and name not in self._apart()]
         return [name for name in both if not same_tensor(a.end[name], b.end[name])]
 
     def _apart(self) -> frozenset[str]:
@@ -333,6 +352,7 @@ RENEWABLE_KINDS = {
 
 
 def _within(path: str, name: str) -> bool:
+    name = name.rstrip(".")
     inner = path.removeprefix("len(")
     return any(
         p == name or p.startswith((f"{name}.", f"{name}[", f"{name})")) for p in (inner, inner.removeprefix("model."))

@@ -12,7 +12,7 @@ from pytest_trainloop.wording import be, count, some, they
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_trainloop.checks.state.resume_equivalence.diagnosis import Fact
+    from pytest_trainloop.checks.state.resume_equivalence.facts import Fact
     from pytest_trainloop.checks.state.resume_equivalence.runs import Uninterrupted
 
 MOST = 12
@@ -58,12 +58,16 @@ def _summary(fact: Fact) -> str:
         "rate_lost": f"a resumed run loses values of the optimizer's groups: {_changed(fact) or names}",
         "scaler_lost": f"after load the scale of the gradient scaler is {detail}" if detail else f"{loses}",
         "buffer_lost": f"a resumed run loses {names}" + (f", registered with {detail}" if detail[:4] == "pers" else ""),
-        "counter_lost": f"{loses}: {_changed(fact) or names}",
+        "counter_lost": (
+            f"{loses}: {_changed(fact) or names}"
+            if fact.level == "fault"
+            else f"load restores {what} to another value: {_changed(fact) or names}"
+        ),
         "state_lost": _state(fact),
         "average_lost": f"{loses}, which begins anew while the weights go on",
         "live_references": f"{fact.names[0]} is kept without a copy: it changes as training goes on",
         "rng_not_put_back": f"load does not restore the random state of {detail}, which the checkpoint holds",
-        "rng_not_saved": f"training draws from the generator of {detail}, whose state is not in the checkpoint",
+        "rng_not_saved": f"training draws random numbers of {detail}, and the checkpoint has no random state",
         "own_generator": f"{loses}, a generator that training draws from",
         "drawn_from_seed": (
             f"{names} {be(fact.names)} neither in the checkpoint nor made by training: another seed gives others"
@@ -84,7 +88,11 @@ def _state(fact: Fact) -> str:
     if kind == "gradient":
         return "a resumed run loses the gradients of a window that was under way"
     if kind == "mode":
-        return f"after load {some(fact.names)} {be(fact.names)} in another mode ({_changed(fact)})"
+        modes = ["training" if d.after else "evaluation" for d in fact.differences]
+        return f"load leaves {some([n.removesuffix('.training') for n in fact.names])} in {modes[0]} mode"
+    if kind == "stepped":
+        what = count(len(fact.names), "tensor")
+        return f"a resumed run loses {what} that an optimizer steps outside of the model ({some(fact.names)})"
     if kind == "requires_grad":
         return f"after load other weights train: {_changed(fact)}"
     return f"a resumed run loses {fact.component}"
@@ -200,6 +208,8 @@ def _repair(fact: Fact) -> str:
             else ""
         )
         return f"{own}save {name} and set it in load"
+    if fact.cause == "state_lost" and fact.detail == "stepped":
+        return "save these tensors (master weights, a temperature) beside the model, and copy_() them back in load"
     if fact.cause == "state_lost" and fact.detail == "mode":
         return "call model.train() at the start of fit, or leave the mode alone in load"
     if fact.cause == "state_lost" and fact.detail == "requires_grad":

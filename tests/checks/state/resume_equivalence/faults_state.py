@@ -537,3 +537,128 @@ pair(
     faulty=lambda: of(Swapping(swaps_back=False), data.labelled()),
     fixed=lambda: of(Swapping(swaps_back=True), data.labelled()),
 )
+
+
+# The decay of an average grows with the number of its updates. It begins anew, and the average falls back to the
+# weights.
+
+
+class Ramped(Averaged):
+    def __init__(self, keeps_updates):
+        super().__init__(keeps_average=True)
+        self.keeps_updates, self.updates = keeps_updates, 0
+
+    def fit(self, batches):
+        for x, y in batches:
+            self.optimizer.zero_grad()
+            F.cross_entropy(self.model(x), y).backward()
+            self.optimizer.step()
+            self.updates += 1
+            decay = 0.999 * (1 - 2.718 ** (-self.updates / 5))
+            with torch.no_grad():
+                for mine, p in zip(self.average.parameters(), self.model.parameters(), strict=True):
+                    mine.lerp_(p, 1 - decay)
+
+    def save(self):
+        return {**super().save(), **({"updates": self.updates} if self.keeps_updates else {})}
+
+    def load(self, state):
+        super().load(state)
+        self.updates = state.get("updates", 0)
+
+
+pair(
+    "updates_of_the_average_begin_anew",
+    "resume_equivalence",
+    "counter_lost",
+    mentions=("updates",),
+    faulty=lambda: of(Ramped(keeps_updates=False), data.labelled()),
+    fixed=lambda: of(Ramped(keeps_updates=True), data.labelled()),
+)
+
+
+# Master weights in float32, which the optimizer steps and the checkpoint does not hold.
+
+
+class Masters:
+    def __init__(self, keeps_masters):
+        self.keeps_masters = keeps_masters
+        self.model = mlp(6, 16, 1)
+        self.masters = [p.detach().clone().requires_grad_() for p in self.model.parameters()]
+        self.optimizer = torch.optim.Adam(self.masters, lr=3e-3)
+
+    def fit(self, batches):
+        for x, y in batches:
+            self.model.zero_grad()
+            F.mse_loss(self.model(x), y).backward()
+            for master, p in zip(self.masters, self.model.parameters(), strict=True):
+                master.grad = p.grad.clone()
+            self.optimizer.step()
+            with torch.no_grad():
+                for master, p in zip(self.masters, self.model.parameters(), strict=True):
+                    p.copy_(master)
+
+    def save(self):
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {**state, "masters": [m.detach() for m in self.masters]} if self.keeps_masters else state
+
+    def load(self, state):
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        with torch.no_grad():
+            for master, value in zip(self.masters, state.get("masters", []), strict=False):
+                master.copy_(value)
+
+
+pair(
+    "master_weights_not_saved",
+    "resume_equivalence",
+    "state_lost",
+    mentions=("master weights",),
+    faulty=lambda: of(Masters(keeps_masters=False), data.table()),
+    fixed=lambda: of(Masters(keeps_masters=True), data.table()),
+)
+
+
+# Batch norms are left in evaluation mode by load, and fit never sets the mode.
+
+
+def moded(back):
+    def make():
+        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        given = checkpoint(model, optimizer)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+        def load(state):
+            model.eval()
+            given["load"](state)
+            if back:
+                model.train()
+
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.labelled(),
+            fit=fit,
+            save=given["save"],
+            load=load,
+            rows_interact=True,
+        )
+
+    return make
+
+
+pair(
+    "load_leaves_evaluation_mode",
+    "resume_equivalence",
+    "state_lost",
+    mentions=("model.train()",),
+    faulty=moded(back=False),
+    fixed=moded(back=True),
+)
