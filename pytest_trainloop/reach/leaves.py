@@ -3,6 +3,7 @@ same."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
@@ -120,6 +121,8 @@ def _same_arrays(a: Any, b: Any) -> bool:
 def _close(a: float, b: float, dtype: torch.dtype) -> bool:
     if a == b or (a != a and b != b):
         return True
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return False
     return abs(a - b) <= ROUNDING_UNITS * torch.finfo(dtype).eps * max(abs(a), abs(b))
 
 

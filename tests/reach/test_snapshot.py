@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import OrderedDict, deque, namedtuple
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from pytest_trainloop.reach.copies import LARGE, same_bits
+from pytest_trainloop.reach.leaves import same_value
 from pytest_trainloop.reach.snapshot import differences
 from pytest_trainloop.reach.walk import Reach
 from tests.reach.reached import changes, function_with, loop_with, snapshot_of, train
@@ -446,3 +448,19 @@ def test_a_large_data_set_is_copied_once_for_all_snapshots():
     assert third.value("rows") is not first.value("rows")
     first.put_back()
     assert not changes(second, loop)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        (math.inf, 1.4, False),
+        (1.4, -math.inf, False),
+        (math.inf, math.inf, True),
+        (math.nan, math.nan, True),
+        (math.nan, 1.0, False),
+        (1.0, 1.0 + 1e-13, True),
+        (1.0, 1.0 + 1e-9, False),
+    ],
+)
+def test_numbers_are_the_same_up_to_rounding(a, b, same):
+    assert same_value(a, b) is same
