@@ -201,7 +201,8 @@ class _Judging:
         middle = len(parts) // 2
         halves_of_it = [merged(parts[:middle]), merged(parts[middle:])]
         guilty = [half for half in halves_of_it if self._differs_without(cut, half)]
-        return [part for half in guilty for part in self._narrowed(cut, half)] or [group]
+        found = [part for half in guilty for part in self._narrowed(cut, half)] or [group]
+        return [merged(found)] if group.kind == "buffer" else found  # one update of statistics, one fault
 
     @staticmethod
     def _differs_without(cut: _Cut, group: Group) -> bool:
