@@ -85,6 +85,10 @@ def from_lightning(
     def fit(given: Sequence[Any], *, validating: bool = True) -> None:
         _fit(package, module, trainer, strategy, datamodule, given, validating=validating)
 
+    def evaluate() -> Any:
+        return _validate(package, module, trainer, datamodule)
+
+    evaluate.within_fit = True  # type: ignore[attr-defined]
     fit.without_evaluation = partial(fit, validating=False)  # type: ignore[attr-defined]
     fit.training_data = lambda: _training_data(package, module, datamodule)  # type: ignore[attr-defined]
     offered = {
@@ -94,7 +98,7 @@ def from_lightning(
         "fit": fit,
     }
     if _validates(package, module, trainer, datamodule):
-        offered["evaluate"] = lambda: _validate(package, module, trainer, datamodule)
+        offered["evaluate"] = evaluate
     if writes:
         offered["save"] = lambda path: _save(package, trainer, path)
         offered["load"] = lambda path: _load(package, module, trainer, datamodule, path)

@@ -51,6 +51,10 @@ def from_trainer(trainer: Any, *, batch: Any = None, **fields: Any) -> TrainLoop
     def fit(batches: Sequence[Any]) -> Any:
         return _train(trainer, batches)
 
+    def evaluate() -> Any:
+        return _evaluate(trainer)
+
+    evaluate.within_fit = True  # type: ignore[attr-defined]
     fit.training_data = lambda: _training_data(trainer)  # type: ignore[attr-defined]
     offered = {
         "model": trainer.model,
@@ -58,7 +62,7 @@ def from_trainer(trainer: Any, *, batch: Any = None, **fields: Any) -> TrainLoop
         "scheduler": trainer.lr_scheduler,
         "batch": _first_batch(trainer) if batch is None else batch,
         "fit": fit,
-        "evaluate": (lambda: _evaluate(trainer)) if trainer.eval_dataset is not None else None,
+        "evaluate": evaluate if trainer.eval_dataset is not None else None,
         **_resuming(trainer),
     }
     return TrainLoop(**{**offered, **fields})

@@ -55,7 +55,12 @@ class Carrying:
     def _carried(self, path: str) -> bool:
         if path not in self.copies:  # not there when the snapshot was taken: nor may it be there
             place = self.into.places.get(path)
-            return place is None or (place.slot is not None and place.slot.take_out())
+            if place is None:
+                return True
+            referred = self._referred(place)
+            if referred is not None:
+                return referred not in self.copies or self._carried(referred)
+            return place.slot is not None and place.slot.take_out()
         done = [self._write(self.copies[path], place) for place in self._targets(path)]
         if done:
             return all(done)
@@ -72,6 +77,16 @@ class Carrying:
             if place is not None:
                 found[id(place.node), place.path] = place
         return list(found.values())
+
+    def _referred(self, place: Place) -> str | None:
+        """The path here of what lies below an object of its own there, where there is a reference here."""
+        begin, above = "len(" if place.path.startswith("len(") else "", place.within
+        while above is not None:
+            copy = self.copies.get(above.path)
+            if copy is not None and copy.place.kind == "reference":
+                return f"{begin}{copy.value}{place.path[len(begin) + len(above.path) :]}"
+            above = above.within
+        return None
 
     def _paths(self, path: str) -> list[str]:
         """A path, and what it is where an object above it is taken by another name that leads elsewhere in the other

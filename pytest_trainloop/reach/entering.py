@@ -150,6 +150,11 @@ class Entering:
     def _optimizer(self, place: Place) -> None:
         optimizer, path = place.value, place.path
         held = attributes(optimizer)
+        for i, group in enumerate(held["param_groups"]):
+            listed = group.get("params") if isinstance(group, dict) else None
+            for j, parameter in enumerate(listed if isinstance(listed, (list, tuple)) else ()):
+                if id(parameter) not in self.graph.names:
+                    self.graph.parameters.setdefault(id(parameter), f"param_groups[{i}]['params'][{j}]")
         groups = self.child(
             f"{path}.param_groups", OfDict(held, "param_groups"), held["param_groups"], place,
             component=f"{path}.param_groups", as_kind="group_value",

@@ -129,7 +129,10 @@ def _self_name(graph: Graph, value: Any) -> str:
 
 def _method(graph: Graph, place: Place) -> None:
     value = place.value.__self__
-    if not isinstance(value, (type, types.ModuleType)):
+    known = graph.known.get(id(value))
+    if known is not None:
+        graph.edges[place.node].append(known[0])
+    elif not isinstance(value, (type, types.ModuleType)):
         graph.child(_self_name(graph, value), Fixed(value), value, place)
     if isinstance(place.value.__func__, types.FunctionType):
         _enter_once(graph, place, place.value.__func__)

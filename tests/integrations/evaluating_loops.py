@@ -271,6 +271,7 @@ FAULTY = {
     "hf-counts-on": (huggingface(kind=AnnealedInEvaluation), "state_left", "seen"),
     "hf-average-left": (huggingface(kind=Averaged, callbacks=[Swapped]), "weights_left", "average"),
     "hf-seeds": (huggingface(kind=Seeded, dropout=0.3), "reseeds", "torch"),
+    "hf-gradients": (huggingface(kind=Attacked), "gradients_left", "net.0.weight"),
     "hf-running-mean": (huggingface(model=Carried), "state_left", "mean"),
     "lightning-average-left": (lightning(Validated, callbacks=[AverageLeft]), "weights_left", "average"),
     "lightning-bank": (lightning(Remembering), "buffers_moved_by_evaluation", "bank"),
@@ -283,7 +284,6 @@ RIGHT = {
     "hf-counts-in-training": huggingface(kind=Annealed),
     "hf-average-swapped-back": huggingface(kind=Averaged, callbacks=[SwappedBack]),
     "hf-seeds-apart": huggingface(kind=SeededApart, dropout=0.3),
-    "hf-seeds-and-nothing-draws": huggingface(kind=Seeded),
     "hf-attacked-by-autograd-grad": huggingface(kind=AttackedClean),
     "hf-running-mean-guarded": huggingface(model=CarriedGuarded),
     "hf-accumulating": huggingface(dropout=0.3, gradient_accumulation_steps=2, lr_scheduler_type="cosine"),
@@ -294,3 +294,5 @@ RIGHT = {
     "lightning-frozen-and-thawed": lightning(FrozenThawed),
     "lightning-gradients-cleared": lightning(HandSteppedCleared),
 }
+
+ADVISED = {"hf-seeds-and-nothing-draws": (huggingface(kind=Seeded), "reseeds")}

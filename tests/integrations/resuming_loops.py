@@ -192,8 +192,8 @@ class Lookahead(torch.optim.AdamW):
         out = super().step(closure)
         self.steps += 1
         for group in self.param_groups:
-            for i, parameter in enumerate(group["params"]):
-                slow = self.slow.setdefault((id(group), i), parameter.detach().clone())
+            for parameter in group["params"]:
+                slow = self.slow.setdefault(parameter, parameter.detach().clone())
                 if self.steps % 2 == 0:
                     slow.lerp_(parameter.detach(), 0.5)
                     parameter.data.copy_(slow)
@@ -611,3 +611,86 @@ def loaded_loosely(out, *, how):
         optimizer.load_state_dict(state["optimizer"])
 
     return TrainLoop(model=model, optimizer=optimizer, batch=labelled(), fit=fit, save=save, load=load)
+
+
+# --- Each with the verdict that resume_equivalence gives -----------------------------------------------------------
+
+
+def made(function, **given):
+    """``function`` with what is made anew for each loop: callables named ``make_...``."""
+
+    def make():
+        fresh = {n.removeprefix("make_"): v() if n.startswith("make_") else v for n, v in given.items()}
+        return function("out", **fresh)
+
+    return make
+
+
+FAULTY = {
+    "hf-counter": (made(hf, kind=Annealed), "counter_lost", "trainer.seen"),
+    "hf-buffer-not-persistent": (made(hf, make_model=lambda: Centred(False)), "buffer_lost", "centre"),
+    "hf-part-of-the-weights-saved": (made(hf, kind=HeadSaved), "load_raises", "load()"),
+    "hf-average-of-a-callback": (
+        made(hf, kind=Averaged, make_callbacks=lambda: [Shadow()]),
+        "average_lost",
+        "callbacks[1].average",
+    ),
+    "hf-slow-weights": (made(hf, optimizer=lambda p: Lookahead(p, lr=1e-2)), "state_lost|counter_lost", "optimizer"),
+    "lightning-counter": (made(lightning, kind=Counting), "counter_lost", "model.seen"),
+    "lightning-turns": (made(lightning, kind=Players), "counter_lost", "model.turn"),
+    "lightning-queue": (made(lightning, kind=Contrast), "state_lost", "model.queue"),
+    "lightning-queue-not-persistent": (made(lightning, kind=ContrastNotPersistent), "buffer_lost", "queue"),
+    "lightning-head-dropped": (made(lightning, kind=HeadDropped), "weights_not_loaded", "net.3.weight"),
+    "lightning-moments-dropped": (made(lightning, kind=MomentsDropped), "optimizer_state_lost", "_optimizers[0]"),
+    "lightning-teacher-in-a-list": (made(lightning, kind=TeacherUnseen), "weights_not_loaded", "model.hidden[0]"),
+    "lightning-average-of-a-callback": (
+        made(lightning, make_callbacks=lambda: [Average()]),
+        "average_lost",
+        "trainer.callbacks[0].average",
+    ),
+    "accelerate-counter-not-registered": (made(with_accelerate, registered=False), "counter_lost", "count.seen"),
+    "accelerate-schedule-not-prepared": (made(with_accelerate, scheduled=False), "scheduler_restarts", "scheduler"),
+    "accelerate-model-not-prepared": (made(with_accelerate, model_prepared=False), "weights_not_loaded", "0.weight"),
+    "peft-head-thawed": (made(lora_by_trainer, thawed=("head",)), "weights_not_loaded", "head.weight"),
+    "peft-norm-not-saved": (made(lora_by_trainer, norm=True, modules_to_save=["head"]), "buffer_lost", "running_mean"),
+    "peft-adapters-only-by-hand": (made(lora_by_hand, how="lora_only"), "weights_not_loaded", "head"),
+    "peft-other-name": (made(lora_by_hand, how="other_name"), "weights_not_loaded", "lora_A.default"),
+    "peft-wrapped-again": (made(lora_by_hand, how="wrapped_again"), "load_raises", "load()"),
+    "prefix-and-strict-false": (made(loaded_loosely, how="prefix"), "weights_not_loaded", "0.weight"),
+    "head-skipped": (made(loaded_loosely, how="matching"), "weights_not_loaded", "3.weight"),
+}
+"""The cause, and what the finding names."""
+
+RIGHT = {
+    **{f"hf-dropout-{p}": made(hf, dropout=p) for p in (0.0, 0.3)},
+    **{f"lightning-dropout-{p}": made(lightning, kind=lambda p=p: Module(p)) for p in (0.0, 0.3)},
+    **{f"accelerate-dropout-{p}": made(with_accelerate, dropout=p) for p in (0.0, 0.3)},
+    "hf-accumulating": made(hf, dropout=0.3, gradient_accumulation_steps=2, lr_scheduler_type="cosine"),
+    "hf-ignore-data-skip": made(hf, dropout=0.3, ignore_data_skip=True),
+    "hf-count-of-the-trainer": made(hf, kind=AnnealedByTheTrainersCount),
+    "hf-counter-saved": made(hf, kind=AnnealedAndSaved),
+    "hf-buffer": made(hf, make_model=lambda: Centred(True)),
+    "hf-average-saved": made(hf, kind=Averaged, make_callbacks=lambda: [ShadowSaved()]),
+    "hf-slow-weights-in-state": made(hf, optimizer=lambda p: LookaheadInState(p, lr=1e-2)),
+    "lightning-counter-saved": made(lightning, kind=CountingSaved),
+    "lightning-global-step": made(lightning, kind=CountingByGlobalStep),
+    "lightning-current-epoch": made(lightning, kind=CountingByEpoch),
+    "lightning-turns-saved": made(lightning, kind=PlayersSaved),
+    "lightning-queue-as-buffer": made(lightning, kind=ContrastWithBuffer),
+    "lightning-teacher": made(lightning, kind=Teacher),
+    "lightning-average-saved": made(lightning, make_callbacks=lambda: [AverageSaved()]),
+    "accelerate": made(with_accelerate),
+    "accelerate-average-registered": made(with_accelerate, ema=True),
+    "prefix-removed": made(loaded_loosely, how="prefix_removed"),
+}
+
+ADVISED = {
+    "hf-baseline": (made(hf, kind=Baseline), "state_lost"),
+    "peft-trainer": (made(lora_by_trainer, modules_to_save=["head"]), "drawn_from_seed"),
+    "peft-trainer-norm": (made(lora_by_trainer, norm=True, modules_to_save=["head", "norm"]), "drawn_from_seed"),
+    "peft-frozen-head": (made(lora_by_trainer), "drawn_from_seed"),
+    "peft-by-hand": (made(lora_by_hand), "drawn_from_seed"),
+    "peft-trainable-by-hand": (made(lora_by_hand, how="trainable"), "drawn_from_seed"),
+    "peft-loaded-twice": (made(lora_by_hand, how="twice"), "drawn_from_seed"),
+}
+"""A base that comes from elsewhere is right, one that the seed draws is not: the two look the same."""

@@ -33,3 +33,9 @@ def test_what_evaluation_leaves_behind_is_named(name):
 @pytest.mark.parametrize("name", loops.RIGHT)
 def test_a_right_evaluation_is_silent(name):
     assert [(f.level, f.cause, f.summary) for f in judged(loops.RIGHT[name]).findings] == []
+
+
+@pytest.mark.parametrize("name", loops.ADVISED)
+def test_what_matters_to_nothing_yet_is_advice(name):
+    make, cause = loops.ADVISED[name]
+    assert [(f.level, f.cause) for f in judged(make).findings] == [("advice", cause)]

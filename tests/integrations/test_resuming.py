@@ -10,13 +10,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pytest_trainloop import TrainLoop
+from pytest_trainloop import TrainLoop, check_loop
 from pytest_trainloop.adapters import fresh_accelerator, from_lightning, from_trainer
 from pytest_trainloop.errors import UsageError
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 L = pytest.importorskip("lightning")
+loops = pytest.importorskip("tests.integrations.resuming_loops")
 
 pytestmark = pytest.mark.integration
 
@@ -250,3 +251,29 @@ def test_validation_in_the_middle_of_fit_is_lightnings_own(tmp_path):
     assert len(seen) == 2  # the second one at the end of the epoch
     assert not any(training for _, training in seen)
     assert loop.model.training
+
+
+def judged(make):
+    (result,) = check_loop(make, only=["resume_equivalence"], raises=False).results
+    assert result.outcome in ("passed", "failed"), (result.outcome, result.reason, result.error)
+    return result
+
+
+@pytest.mark.parametrize("name", loops.FAULTY)
+def test_what_a_resumed_run_loses_is_named(name):
+    make, causes, culprit = loops.FAULTY[name]
+    faults = judged(make).faults
+    assert {fault.cause for fault in faults} <= set(causes.split("|"))
+    assert any(culprit in f"{fault.summary} {' '.join(fault.culprits)}" for fault in faults)
+    assert not any("site-packages" in fault.where for fault in faults)
+
+
+@pytest.mark.parametrize("name", loops.RIGHT)
+def test_a_right_checkpoint_is_silent(name):
+    assert [(f.level, f.cause, f.summary) for f in judged(loops.RIGHT[name]).findings] == []
+
+
+@pytest.mark.parametrize("name", loops.ADVISED)
+def test_what_may_be_right_is_advice(name):
+    make, cause = loops.ADVISED[name]
+    assert [(f.level, f.cause) for f in judged(make).findings] == [("advice", cause)]

@@ -157,12 +157,13 @@ def data_order(evidence: Evidence) -> Iterator[Finding]:
         yield from observed(evidence)
         return
     looks = Looks(evidence)
-    causes: set[tuple[str, str]] = set()
+    found: dict[tuple[str, str], Finding] = {}
     for finding in looks.findings():
-        if (finding.cause, finding.where) not in causes:
-            causes.add((finding.cause, finding.where))
-            yield finding
-    if causes or looks.judged:
+        known = found.get((finding.cause, finding.where))
+        if known is None or (known.level, finding.level) == ("advice", "fault"):
+            found[finding.cause, finding.where] = finding
+    yield from found.values()
+    if found or looks.judged:
         return
     if looks.undecided:
         raise looks.undecided[0]

@@ -9,7 +9,7 @@ import torch
 from pytest_trainloop import nested
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.torch_internals import has_values
-from pytest_trainloop.recording.torch_names import LOSSES
+from pytest_trainloop.recording.torch_names import LOSSES, SIGN_LOSSES
 from pytest_trainloop.runs.hooks import before_calls
 from pytest_trainloop.tracing.mode import WatchingMode
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
+
+WITH_TARGETS = LOSSES - SIGN_LOSSES - {"triplet_margin_loss", "triplet_margin_with_distance_loss"}
+"""Losses with a target for each row: others compare rows that are drawn for each other anew."""
 
 STEPS = 2
 """Optimizer steps of the run."""
@@ -45,7 +48,7 @@ class _Uses(WatchingMode):
         return (*super().contexts(watch), before_calls(watch, enter))
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name in LOSSES and not self.in_loss:
+        if name in WITH_TARGETS and not self.in_loss:
             self.in_loss = self._is_among(tensors_in(args[1:], *kwargs.values()))
         return super().call(name, func, args, kwargs)
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_trainloop.checks.state.data_order.in_fit import Repeated
-    from pytest_trainloop.checks.state.data_order.items import Changed
+    from pytest_trainloop.checks.state.data_order.items import Changed, Collated
     from pytest_trainloop.checks.state.data_order.last_batch import LastRaises
     from pytest_trainloop.checks.state.data_order.order import Apart, Sorted
     from pytest_trainloop.checks.state.data_order.passes import Pass
@@ -59,6 +59,24 @@ def labels_apart(source: Source, apart: Apart, pair: StoredPair | None, level: L
         "them differ",
         shown_by=f"two epochs of {source.name}, row by row{stored}",
         culprits=(apart.inputs, apart.labels),
+    )
+
+
+def collated_apart(source: Source, loader: Any, apart: Collated, level: Level) -> Finding:
+    name = getattr(loader.collate_fn, "__name__", type(loader.collate_fn).__name__)
+    return _finding(
+        "labels_apart",
+        source,
+        level=level,
+        summary=f"{name}() gives {apart.changed} of {apart.rows} rows of {apart.inputs} the {apart.labels} of another "
+        "item",
+        measured=f"all rows of {apart.inputs} and all values of {apart.labels} are those of the items, and "
+        f"{apart.changed} of {apart.rows} pairs are not",
+        shown_by=f"the items of one batch as the data set gives them, and the same items after {name}()",
+        culprits=(apart.inputs, apart.labels),
+        change=_function(loader.collate_fn),
+        repair="sort the rows as they are, before their fields are taken apart: rows = sorted(rows, key=..., "
+        "reverse=True)",
     )
 
 
@@ -318,6 +336,13 @@ def _finding(cause: str, source: Source, **fields: Any) -> Finding:
     fields = {"where": source.where, "culprits": (source.name,), **fields}
     fields.setdefault("kinds", tuple("input" if c.startswith("batch") else "call" for c in fields["culprits"]))
     return Finding(cause=cause, **fields)
+
+
+def _function(function: Any) -> str:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or layer(code.co_filename) != 2:
+        return ""
+    return str(place_of(code.co_filename, code.co_firstlineno))
 
 
 def _method(owner: Any, name: str) -> str:

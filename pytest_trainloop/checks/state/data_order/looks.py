@@ -36,7 +36,7 @@ from pytest_trainloop.runs.user_traceback import user_error
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.finding import Finding, Level
     from pytest_trainloop.runs.evidence import Evidence
 
 NEW_ROWS = (
@@ -207,12 +207,18 @@ class Looks:
         streams = Streams.of(self.evidence)
         loader = streams.sources[number].of
 
-        def work(_out_of_time: Callable[[], bool]) -> tuple[Any, Any]:
+        def work(_out_of_time: Callable[[], bool]) -> tuple[Any, Any, Any]:
             indices = some_indices(loader)
-            seed = streams.loop.seed
-            return items.changed_in_place(loader.dataset, indices, seed), items.one_noise(loader.dataset, indices)
+            few, seed = indices[:3], streams.loop.seed
+            changed = items.changed_in_place(loader.dataset, few, seed)
+            batch = indices if loader.batch_sampler is not None and changed is None else []
+            apart = items.collated_apart(loader, batch, streams.pads, seed) if len(batch) > 1 else None
+            return changed, items.one_noise(loader.dataset, few), apart
 
-        changed, noise = self._of_user(streams, work)
+        changed, noise, apart = self._of_user(streams, work) or (None, None, None)
+        if apart is not None:
+            level: Level = "fault" if source.given and is_target(self.evidence, apart.labels) else "advice"
+            yield findings.collated_apart(source, loader, apart, level)
         if changed is not None:
             yield findings.changed_in_place(source, loader.dataset, changed)
         if noise is not None:
@@ -230,7 +236,7 @@ class Looks:
             index = next(iter(some_indices(loader)), None)
             return None, None if index is None else workers.shared_randomness(loader, index)
 
-        twice, shared = self._of_user(streams, work)
+        twice, shared = self._of_user(streams, work) or (None, None)
         if twice is not None:
             yield findings.workers_duplicate(source, loader.dataset, twice)
         if shared is not None:
@@ -246,7 +252,7 @@ class Looks:
         except Exception as error:
             if type(error).__module__.startswith("pytest_trainloop."):
                 raise
-        return None, None
+        return None
 
     def _of_last(self, _number: int, source: Source, reading: Reading) -> Iterator[Finding]:
         dropped = source.kind == "loader" and getattr(source.of.batch_sampler, "drop_last", False)

@@ -47,9 +47,20 @@ def labels_apart(reading: Reading, epochs: Sequence[Epoch]) -> Apart | None:
             mine, other = list(_pairs(first, x, y)), list(_pairs(second, x, y))
             if any(Counter(map(_at(i), mine)) != Counter(map(_at(i), other)) for i in (0, 1)):
                 continue
-            if Counter(mine) != Counter(other):
+            if Counter(mine) != Counter(other) and not _has_stable_copy(first, second, x, y):
                 return Apart(x, y, len(mine), _changed(mine, other))
     return None
+
+
+def _has_stable_copy(first: Epoch, second: Epoch, x: str, y: str) -> bool:
+    """Whether another leaf holds the same values in the same pairs: then this one gives each row those of others, as
+    negatives are drawn."""
+    values = Counter(first.column(y))
+    return any(
+        Counter(first.column(other)) == values and Counter(_pairs(first, x, other)) == Counter(_pairs(second, x, other))
+        for other in first.leaves
+        if other not in (x, y) and other in second.leaves
+    )
 
 
 def _pairs(epoch: Epoch, x: str, y: str) -> zip[tuple[int, int]]:

@@ -58,7 +58,9 @@ def digest(value: Any, pads: Collection[int] = ()) -> int:
         return _of_array(_as_array(value), pads) if _readable(value) else hash(("unread", id(value)))
     if isinstance(value, np.ndarray):
         return _of_array(value, pads)
-    if isinstance(value, (str, bytes, int, float, complex, bool, type(None), np.generic)):
+    if isinstance(value, (int, float, np.generic)):
+        return _of_array(np.asarray(value), ())  # as the entry of an array that is made of such values
+    if isinstance(value, (str, bytes, complex, type(None))):
         return hash(value)
     children = nested.named_children(value)
     return hash(tuple((str(key), digest(child, pads)) for key, child in children))

@@ -179,7 +179,7 @@ def keep_last(loader: Any) -> bool:
     return True
 
 
-def some_indices(loader: Any, most: int = 3) -> list[Any]:
+def some_indices(loader: Any, most: int = 64) -> list[Any]:
     """The first indices that the loader's sampler gives."""
     batch_sampler = loader.batch_sampler
     if batch_sampler is not None:

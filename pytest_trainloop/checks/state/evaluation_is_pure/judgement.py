@@ -201,7 +201,8 @@ class _Judging:
         middle = len(parts) // 2
         halves_of_it = [merged(parts[:middle]), merged(parts[middle:])]
         guilty = [half for half in halves_of_it if self._differs_without(cut, half)]
-        return [part for half in guilty for part in self._narrowed(cut, half)] or [group]
+        found = [part for half in guilty for part in self._narrowed(cut, half)] or [group]
+        return [merged(found)] if group.kind == "buffer" else found  # one update of statistics, one fault
 
     @staticmethod
     def _differs_without(cut: _Cut, group: Group) -> bool:
@@ -284,8 +285,7 @@ class _Judging:
         if not chosen or inside.differs(inside.interposed.run(lambda d: d.leaf.path in paths)):
             return
         for group in self._guilty(inside, chosen):
-            left = self._described(inside, there, group)
-            self._made.left.append(replace(left, cause="matters_inside_fit", level="advice"))
+            self._made.left.append(self._described(inside, there, group))
 
     def _before_first_step(self, cut: _Cut, found: bool) -> Seen | None:
         """Look at evaluation before the first step; what it showed, unless it raises there."""
@@ -335,10 +335,11 @@ class _Judging:
             where=by_step if cause == "evaluation_trains" and by_step else self._line(cut, group.paths),
         )
 
-    @staticmethod
-    def _inside_only(cut: _Cut, group: Group) -> bool:
-        """A ``fit`` that can be called once may set these anew as it begins."""
-        return cut.moment == "inside" and group.kind in WITHIN_FIT
+    def _inside_only(self, cut: _Cut, group: Group) -> bool:
+        """A ``fit`` that can be called once may set these anew as it begins; a trainer of another library evaluates in
+        the middle of it."""
+        called_there = getattr(self._evidence.fresh_loop().evaluate, "within_fit", False)
+        return cut.moment == "inside" and group.kind in WITHIN_FIT and not called_there
 
     def _line(self, cut: _Cut, paths: Sequence[str]) -> str:
         place = cut.interposed.up_to_cut().run(watched=paths).seen.place

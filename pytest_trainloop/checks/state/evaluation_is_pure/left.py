@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,7 +119,10 @@ def merged(parts: Sequence[Group]) -> Group:
 
 
 def components_of(group: Group) -> list[Group]:
-    """A group of one kind as one group a component; one whose leaves one statement changes together, as it is."""
+    """A group of one kind as one group a component, of buffers one a buffer; one whose leaves one statement changes
+    together, as it is."""
+    if group.kind == "buffer":
+        return [replace(group, differences=[difference]) for difference in group.differences]
     if group.kind in _TOGETHER:
         return [group]
     parts: dict[str, Group] = {}

@@ -139,6 +139,73 @@ pair(
 )
 
 
+# A collate function that sorts sequences by length, and leaves the labels where they were.
+
+
+class Words(Dataset):
+    def __init__(self):
+        draw = torch.Generator().manual_seed(3)
+        lengths = torch.randint(3, 9, (ROWS,), generator=draw).tolist()
+        self.words = [torch.randint(1, 20, (n,), generator=draw) for n in lengths]
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        return self.words[index], int(self.words[index][0]) % 3
+
+
+def by_length_labels_left(rows):
+    words, labels = zip(*rows, strict=True)
+    words = sorted(words, key=len, reverse=True)
+    return nn.utils.rnn.pad_sequence(words, batch_first=True), torch.tensor(labels)
+
+
+def by_length(rows):
+    words, labels = zip(*sorted(rows, key=lambda row: len(row[0]), reverse=True), strict=True)
+    return nn.utils.rnn.pad_sequence(words, batch_first=True), torch.tensor(labels)
+
+
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, 12, padding_idx=0), nn.Linear(12, 3)
+
+    def forward(self, ids):
+        vectors = self.embedding(ids)
+        first = vectors[:, 0]
+        return self.head(first + vectors.sum(1) / (ids != 0).sum(1, keepdim=True))
+
+
+def collated(collate_fn):
+    def make():
+        model = Bag()
+        optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
+
+        def step(batch):
+            ids, labels = batch
+            optimizer.zero_grad()
+            F.cross_entropy(model(ids), labels).backward()
+            optimizer.step()
+
+        loader = DataLoader(Words(), batch_size=8, shuffle=True, collate_fn=collate_fn)
+        return TrainLoop(model=model, optimizer=optimizer, batches=loader, step=step)
+
+    return make
+
+
+pair(
+    "sequences_sorted_and_labels_not",
+    "data_order",
+    "labels_apart",
+    culprits=("batch[0]", "batch[1]"),
+    change="def by_length_labels_left(rows):",
+    mentions=("of another item",),
+    faulty=collated(by_length_labels_left),
+    fixed=collated(by_length),
+)
+
+
 # Without a stored label for each input nothing says which pair is right: advice.
 
 

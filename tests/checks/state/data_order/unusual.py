@@ -518,6 +518,25 @@ def mixed_up_in_collate():
     return loaded(shuffle=True, collate_fn=mix)
 
 
+@odd(notes="the collate function adds negatives from other rows, beside each row's own")
+def negatives_in_collate():
+    model = mlp(6, 24, 6)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+
+    def with_negatives(rows):
+        x, y = torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows])
+        return {"anchor": x, "positive": y, "negative": y.roll(1, 0)}
+
+    def step(batch):
+        optimizer.zero_grad()
+        F.triplet_margin_loss(model(batch["anchor"]), batch["positive"], batch["negative"]).backward()
+        optimizer.step()
+
+    dataset = TensorDataset(stored()[0], data.labelled(rows=ROWS, seed=7)[0])
+    loader = DataLoader(dataset, batch_size=8, shuffle=True, collate_fn=with_negatives)
+    return TrainLoop(model=model, optimizer=optimizer, batches=loader, step=step)
+
+
 # Items that are other ones each time.
 
 

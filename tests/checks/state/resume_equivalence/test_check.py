@@ -1,0 +1,166 @@
+"""What the check says of loops that cannot be compared, and what it costs."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import tempfile
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop import TrainLoop
+from pytest_trainloop.api import check_loop
+from pytest_trainloop.errors import UsageError
+from tests.loops import data
+
+GREEN = 9
+"""Optimizer steps of a loop that is right."""
+
+
+class Regression:
+    def __init__(self):
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
+
+    def fit(self, batches):
+        for x, y in batches:
+            self.optimizer.zero_grad()
+            F.mse_loss(self.model(x), y).backward()
+            self.optimizer.step()
+
+    def save(self):
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load(self, state):
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def made(trainer=Regression, **changes):
+    def make():
+        own = trainer()
+        given = {name: value(own) for name, value in changes.items()}
+        fields = {"fit": own.fit, "save": own.save, "load": own.load, **given}
+        return TrainLoop(model=own.model, optimizer=own.optimizer, batch=data.table(), **fields)
+
+    return make
+
+
+def judged(make):
+    (result,) = check_loop(make, only=["resume_equivalence"], raises=False).results
+    return result
+
+
+def test_a_right_loop_costs_nine_steps_beside_the_watched_run():
+    make = made()
+    alone = check_loop(make, only=["step_order"], raises=False).results[0].steps
+    result = judged(make)
+    assert result.outcome == "passed"
+    assert not result.findings
+    assert result.steps - alone == GREEN
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("optimiser", "optimizer"), ("model.3", "model.2"), ("shedule", "scheduler")],
+)
+def test_a_name_in_renews_that_nothing_has_is_refused(name, nearest):
+    with pytest.raises(UsageError, match=f"renews names '{name}', which nothing has; the nearest name is '{nearest}"):
+        judged(made(renews=lambda own: (name,)))
+
+
+@pytest.mark.parametrize("names", [("model.0", "optimizer"), ("0.", "rng"), ("model.0.weight",)])
+def test_names_in_renews_are_paths_with_all_below_them(names):
+    assert judged(made(renews=lambda own: names)).outcome == "passed"
+
+
+def test_what_is_declared_to_begin_anew_is_not_judged():
+    make = made(
+        load=lambda own: lambda state: own.model.load_state_dict(state["model"]), renews=lambda own: ("optimizer",)
+    )
+    result = judged(make)
+    assert result.outcome == "passed"
+    assert not result.findings
+
+
+def test_a_file_that_is_not_there_is_not_the_loops_fault():
+    result = judged(made(load=lambda own: lambda state: torch.load("/nowhere/checkpoint.pt")))
+    assert result.outcome == "skipped"
+    assert "save(path) and load(path)" in result.reason
+
+
+def test_a_run_that_does_not_repeat_is_unreliable():
+    class Drifting(Regression):
+        draws = itertools.count()
+
+        def fit(self, batches):
+            for x, y in batches:
+                super().fit([(x + 0.01 * next(self.draws), y)])
+
+    assert judged(made(Drifting)).outcome in ("unreliable", "skipped")
+
+
+def test_a_state_that_cannot_be_copied_is_a_skip():
+    result = judged(made(save=lambda own: lambda: {"generator": (n for n in range(3))}))
+    assert result.outcome == "skipped"
+    assert "neither copied nor pickled" in result.reason
+
+
+def test_a_loop_that_raises_in_float64_is_judged_in_its_own_precision():
+    class Narrow(Regression):
+        def fit(self, batches):
+            super().fit((x, y) for x, y in batches if x.dtype is torch.float32 or self.refuse())
+
+        def refuse(self):
+            raise TypeError("float32 is needed")
+
+    assert judged(made(Narrow)).outcome == "passed"
+    forgetful = made(Narrow, load=lambda own: lambda state: own.model.load_state_dict(state["model"]))
+    assert [f.cause for f in judged(forgetful).faults] == ["optimizer_state_lost"]
+
+
+def test_several_losses_are_named_side_by_side():
+    class Both(Regression):
+        def __init__(self):
+            super().__init__()
+            self.scale = 1.0
+
+        def fit(self, batches):
+            for x, y in batches:
+                super().fit([(x * self.scale, y)])
+                self.scale *= 0.9
+
+        def load(self, state):
+            self.model.load_state_dict(state["model"])
+
+    faults = judged(made(Both)).faults
+    assert {f.cause for f in faults} == {"optimizer_state_lost", "counter_lost"}
+    assert all(f.where.endswith("def load(self, state):") for f in faults)
+
+
+def test_fit_that_raises_after_load_is_a_fault_of_its_own():
+    class Prepared(Regression):
+        ready = None
+
+        def fit(self, batches):
+            if self.ready is None and self.optimizer.state:
+                raise RuntimeError("call prepare() first")
+            self.ready = object()
+            super().fit(batches)
+
+    (fault,) = judged(made(Prepared)).faults
+    assert fault.cause == "load_raises"
+    assert "call prepare() first" in fault.summary
+
+
+def test_temporary_folders_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    make = made(
+        save=lambda own: lambda path: torch.save(copy.deepcopy(own.save()), path),
+        load=lambda own: lambda path: own.load(torch.load(path)),
+    )
+    assert judged(make).outcome == "passed"
+    assert list(tmp_path.iterdir()) == []
