@@ -3,7 +3,16 @@ import torch
 from char_gpt.data import crop_loader, load_corpus
 from char_gpt.lora import prepare_finetuning
 from char_gpt.model import GPT, GPTConfig
-from char_gpt.train import TrainConfig, configure_optimizer, configure_scheduler, evaluate, lm_loss, train
+from char_gpt.train import (
+    TrainConfig,
+    configure_optimizer,
+    configure_scheduler,
+    evaluate,
+    lm_loss,
+    load_checkpoint,
+    save_checkpoint,
+    train,
+)
 
 from pytest_trainloop import TrainLoop
 
@@ -35,6 +44,8 @@ def test_gpt(accumulate=1, device="cpu"):
         loss=lm_loss,
         fit=lambda batches: train(model, optimizer, batches, accumulate=accumulate, scheduler=scheduler),
         evaluate=lambda: evaluate(model, validation),
+        save=lambda path: save_checkpoint(path, model, optimizer, scheduler),
+        load=lambda path: load_checkpoint(path, model, optimizer, scheduler),
     )
 
 

@@ -1,6 +1,7 @@
 """One mistake a test; each fails by the cause in README.md."""
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from digits_cnn.model import SmallCNN
 from digits_cnn.trainer import Trainer, TrainerConfig
 from planted import (
     adapters_frozen,
+    average_left_in,
     classes_reshaped,
     decay_for_an_epoch,
     features_detached,
@@ -21,6 +23,7 @@ from planted import (
     lr_in_another_unit,
     mask_one_position_late,
     noise_from_the_system,
+    schedule_not_saved,
     softmax_in_the_head,
     zero_grad_forgotten,
 )
@@ -43,6 +46,7 @@ def gpt_loop(
     configure: Callable[..., Any] = configure_optimizer,
     fit: Callable[..., Any] = train,
     accumulate: int = 1,
+    checkpoints: ModuleType | None = None,
 ) -> TrainLoop:
     model = prepare(tiny_gpt(model_class))
     config = TrainConfig(warmup=5)
@@ -56,13 +60,15 @@ def gpt_loop(
         batch=batches[0],
         batches=batches,
         fit=lambda given: fit(model, optimizer, given, accumulate=accumulate, scheduler=scheduler),
+        save=checkpoints and (lambda path: checkpoints.save_checkpoint(path, model, optimizer, scheduler)),
+        load=checkpoints and (lambda path: checkpoints.load_checkpoint(path, model, optimizer, scheduler)),
     )
 
 
 def digits_loop(
     trainer_class: type[Trainer] = Trainer, *, model_class: type[SmallCNN] = SmallCNN, precision: str = "fp32"
 ) -> TrainLoop:
-    train, _ = loaders(batch_size=16)
+    train, test = loaders(batch_size=16)
     trainer = trainer_class(model_class(channels=8), TrainerConfig(precision=precision))
     return TrainLoop(
         model=trainer.model,
@@ -72,6 +78,7 @@ def digits_loop(
         batch=next(iter(train)),
         batches=train,
         fit=trainer.fit,
+        evaluate=lambda: trainer.evaluate(test),
     )
 
 
@@ -145,3 +152,15 @@ def test_mask_one_position_late():
 def test_generalised_mean_in_float16():
     """The features are pooled by sixth powers, in half precision."""
     return digits_loop(model_class=generalised_mean_in_float16.SmallCNN, precision="fp16")
+
+
+@pytest.mark.trainloop
+def test_average_left_in():
+    """Validation leaves the average of the weights in the model."""
+    return digits_loop(average_left_in.Trainer)
+
+
+@pytest.mark.trainloop
+def test_schedule_not_saved():
+    """A restart warms up again."""
+    return gpt_loop(checkpoints=schedule_not_saved)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -115,11 +116,25 @@ def evaluate(model: nn.Module, batches: Iterable[Batch]) -> float:
     return sum(losses) / len(losses)
 
 
+def save_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: LambdaLR) -> None:
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+    torch.save({**state, "rng": torch.get_rng_state()}, path)
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: LambdaLR) -> None:
+    state = torch.load(path)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    scheduler.load_state_dict(state["scheduler"])
+    torch.set_rng_state(state["rng"])
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=TrainConfig.steps)
     parser.add_argument("--accumulate", type=int, default=TrainConfig.accumulate)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--checkpoint", type=Path, help="written at the end; training goes on from it if it is there")
     parser.add_argument("--sample", type=int, default=0, help="characters to print after training")
     options = parser.parse_args(arguments)
 
@@ -129,6 +144,8 @@ def main(arguments: list[str] | None = None) -> None:
     model = GPT(GPTConfig(vocab_size=len(corpus.vocabulary))).to(options.device)
     optimizer = configure_optimizer(model, config)
     scheduler = configure_scheduler(optimizer, config)
+    if options.checkpoint and options.checkpoint.exists():
+        load_checkpoint(options.checkpoint, model, optimizer, scheduler)
     context = model.config.context
     batches = crop_loader(corpus.train, context, config.batch_size, config.steps * config.accumulate)
     validation = crop_loader(corpus.validation, context, 64, 8, seed=0)
@@ -144,6 +161,8 @@ def main(arguments: list[str] | None = None) -> None:
         clip=config.clip,
         log_every=max(1, config.steps // 10),
     )
+    if options.checkpoint:
+        save_checkpoint(options.checkpoint, model, optimizer, scheduler)
     print(f"validation loss after {config.steps} steps: {evaluate(model, validation):.3f}")
     if options.sample:
         prompt = corpus.vocabulary.encode("The ")[None].to(options.device)
