@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 MOST = 256
 """Calls from one line that are judged."""
 
+WAITING_STEPS = 3
+"""Optimizer steps for which a call waits for its backward pass."""
+
 OPERATIONS = frozenset("log_softmax logsumexp log_sigmoid log log1p softplus gather sub rsub __sub__ mul".split())
 """Operations that losses are written with."""
 
@@ -92,6 +95,7 @@ class LossCallRecorder(WatchingMode):
         self._record: Record | None = None
         self.unread: list[str] = []
         self.called: dict[str, None] = {}
+        self._waiting: deque[tuple[int, list[Call]]] = deque()
 
     @classmethod
     def of(cls, evidence: Evidence) -> LossCallRecorder:
@@ -130,6 +134,8 @@ class LossCallRecorder(WatchingMode):
                 yield
         finally:
             self._forget()
+            for _, waiting in self._waiting:
+                waiting.clear()
 
     def findings(self) -> Iterator[Finding]:
         """What is wrong with the calls, with the number of calls that show it."""
@@ -252,25 +258,32 @@ class LossCallRecorder(WatchingMode):
         call.layer = loss_terms.layer_of(call)
         site = self._site_of(call)
         site.with_history, site.where = site.with_history + 1, str(call.place)
-        given = [v for v in call.given.values() if isinstance(v, torch.Tensor) and v.requires_grad]
+        given = next((v for v in call.given.values() if isinstance(v, torch.Tensor) and v.requires_grad), None)
+        by_result = given is None
 
-        waiting = [True]  # further backward passes, of the loop or of a judge, call the hooks again
+        # A graph holds its hooks, and these would hold the call's tensors, and with them the graph: until it is judged,
+        # since further backward passes, of the loop or of a judge, call the hooks again; or until it is old.
+        waiting = [call]
+        self._waiting.append((watch.record.steps, waiting))
+        while self._waiting[0][0] < watch.record.steps - WAITING_STEPS:
+            self._waiting.popleft()[1].clear()
 
         def at_input(gradient: torch.Tensor | None) -> None:
-            if waiting and call.weights is not None and self._watch is not None:
-                waiting.clear()
+            if waiting and waiting[0].weights is not None and self._watch is not None:
+                call = waiting.pop()
                 with watch.suspended(), torch.no_grad():
                     call.arrived, call.root = gradient, self._root
                     self._judge(call)
 
         def at_result(gradient: torch.Tensor | None) -> None:
-            call.weights = gradient if waiting else call.weights
-            if not given:
+            if waiting:
+                waiting[0].weights = gradient
+            if by_result:
                 at_input(None)
 
         on_gradient(call.out, at_result)
-        if given:
-            on_gradient(given[0], at_input)
+        if given is not None:
+            on_gradient(given, at_input)
 
     def _site_of(self, call: Call) -> CallSite:
         return self.sites.setdefault((call.name, call.site, call.layer), CallSite(call.name, layer=call.layer))

@@ -97,7 +97,7 @@ def memory_growth(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.state.memory_growth.growth import Growth, further_record
 
     record = further_record(evidence)
-    if record.refused is not None and record.raised is not None:
+    if record.refused is not None and (record.raised is not None or not evidence.repeatable):
         yield from _refused(record.refused, evidence.shared(Growth.of))
         return
     if record.graphs is None:

@@ -207,13 +207,17 @@ def _carriers(watch: Watch, roots: list[Any], names: Names) -> list[Held]:
 
 
 def _carried_over(watch: Watch, roots: list[Any]) -> list[Any]:
-    """The first nodes below these that an earlier step or batch made: what carries the graph is their output."""
+    """The first nodes below these that an earlier step or batch made: what carries the graph is their output.
+
+    Without ``Lines`` these are the first nodes that an earlier pass went through.
+    """
     window, item = watch.record.rounds + 1, watch.items()
     found, seen, nodes = [], set(roots), list(roots)
     while nodes:
         node = nodes.pop()
         at = made(node)
-        if at is not None and (at.window < window or at.item < item):
+        marked = watch.graphs.window_of(node) if at is None else None
+        if (marked or window) < window or (at is not None and (at.window < window or at.item < item)):
             found.append(node)
             continue
         below = [n for n, _ in node.next_functions if n is not None and n not in seen]

@@ -26,6 +26,8 @@ MOST_LEVELS = 6
 
 MOST_NODES = 500_000
 
+_CONTEXT = torch.autograd.function.BackwardCFunction
+
 
 @dataclass(frozen=True, slots=True)
 class Holder:
@@ -52,7 +54,7 @@ class Reached:
         self.full = sum(1 << window for window in windows)
         self._known: dict[Any, int] = {}
         self.tensors = [(tensor, self._of(node)) for tensor, node in tensors_with_history()]
-        contexts = [o for o in gc.get_objects() if isinstance(o, torch.autograd.function.BackwardCFunction)]
+        contexts = [o for o in gc.get_objects() if issubclass(type(o), _CONTEXT)]
         self.contexts = [context for context in contexts if self.marked(context)]
 
     def _of(self, node: Any) -> int:
