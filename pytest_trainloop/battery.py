@@ -300,7 +300,8 @@ def _kinds(check: Check, finding: Finding, evidence: Any) -> tuple[str, ...]:
     modules = dict.fromkeys(paths - {""}, "module")
     inputs = {name: "input" for name in finding.culprits if name.startswith("batch")}
     calls = {name: "call" for name in finding.culprits if name.endswith(")")}
-    return tuple({**modules, **calls, **known, **inputs}.get(name, "operation") for name in finding.culprits)
+    kinds = {**modules, **calls, **known, **inputs}
+    return tuple(kinds.get(name, kinds.get(name.removeprefix("model."), check.names)) for name in finding.culprits)
 
 
 def _line_to_change(cause: Cause, finding: Finding, evidence: Any) -> str:

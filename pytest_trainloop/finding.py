@@ -28,8 +28,8 @@ class Finding:
     culprits: tuple[str, ...] = ()
     """The user's own names of parameters, modules or calls."""
     kinds: tuple[str, ...] = ()
-    """What each of them is: "parameter", "buffer", "module", "input", "operation", "call", or "missing call" for one
-    that the loop ought to make."""
+    """What each of them is: "parameter", "buffer", "module", "input", "attribute", "operation", "call", or "missing
+    call" for one that the loop ought to make."""
     where: str = ""
     """``file:line   source`` of where the fault was seen."""
     smallest: str = ""

@@ -87,6 +87,8 @@ class Check:
     """Keywords that its function takes besides the evidence, as a project may set them."""
     instrument: str = ""
     """What ``observe()`` opens during its single run for this check, as ``module:class``."""
+    names: str = "operation"
+    """What a name among a finding's culprits is that is no parameter, buffer, module, input or call."""
 
     @property
     def proofs(self) -> dict[str, str]:
@@ -109,6 +111,7 @@ def check(
     rank: int = 100,
     subject: Judged = "loop",
     instrument: str = "",
+    names: str = "operation",
 ) -> Callable[[Property], Property]:
     """Register a function from evidence to findings as a check of the function's name.
 
@@ -117,7 +120,8 @@ def check(
     ``causes`` maps each cause that the check may name to a ``Cause``, or to the observation that proves it; a finding
     of any other cause is an error. ``rank`` orders the checks of one family; ``subject`` is "loss" for a property of a
     loss function. ``instrument`` names what must record during the single run of ``observe()``, as ``module:class``.
-    Raises ``ValueError`` for a name that another module has registered, and for no causes.
+    ``names`` says what a culprit is that is no parameter, buffer, module, input or call: "attribute" of the state of a
+    loop. Raises ``ValueError`` for a name that another module has registered, and for no causes.
 
     >>> @check(needs={"fit"}, causes={"too_few_steps": "fewer than two optimizer steps in the record"})
     ... def steps_at_all(evidence): ...
@@ -145,6 +149,7 @@ def check(
             subject=subject,
             options=tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY),
             instrument=instrument,
+            names=names,
         )
         return function
 

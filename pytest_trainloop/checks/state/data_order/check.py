@@ -149,7 +149,13 @@ CAUSES = {
 }
 
 
-@check(needs={"run"}, causes=CAUSES, rank=40, instrument="pytest_trainloop.checks.state.data_order.in_fit:PassesInRun")
+@check(
+    needs={"run"},
+    causes=CAUSES,
+    rank=40,
+    instrument="pytest_trainloop.checks.state.data_order.in_fit:PassesInRun",
+    names="attribute",
+)
 def data_order(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.state.data_order.looks import Looks, observed
 

@@ -199,6 +199,7 @@ CAUSES = {
     causes=CAUSES,
     rank=20,
     instrument="pytest_trainloop.checks.state.evaluation_is_pure.inside_fit:SeedsInFit",
+    names="attribute",
 )
 def evaluation_is_pure(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.state.evaluation_is_pure.inside_fit import reseeding_inside

@@ -192,7 +192,7 @@ CAUSES = {
 }
 
 
-@check(needs={"fit", "save", "load"}, causes=CAUSES, rank=30)
+@check(needs={"fit", "save", "load"}, causes=CAUSES, rank=30, names="attribute")
 def resume_equivalence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.state.resume_equivalence.comparison import compared
     from pytest_trainloop.checks.state.resume_equivalence.wording import finding_of
