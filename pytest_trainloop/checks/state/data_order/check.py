@@ -11,19 +11,23 @@ Why is this bad?
     none.
 
 How it decides
-    There are many right orders (with replacement, weighted, sorted by length, curricula, replay, streams without end),
-    so no order is called wrong for itself. A fault is what the stream contradicts in itself. Rows are told apart by
-    their bits. Inputs and labels come apart where two epochs hold the same rows and the same labels and not the same
-    pairs, and the stream's own code stores a tensor of these inputs and one of the same length of these labels, so that
-    each row has a label (else advice: captions in turn, unpaired translation). A shuffle is none where the same order
-    comes in every epoch and that order was drawn for each: where nothing is drawn the order is the project's choice.
-    A sampler that follows ``set_epoch`` is advice, as the project may call it outside of ``fit``; it is a fault where
-    optimizer steps happen between the batches of a loader that comes in one order in two epochs of ``fit``. Workers
-    duplicate where each row comes k times as often with k workers as with none. They share randomness where two
-    fetches of one item differ within a worker and both workers' are the same. An item is changed in place where three
-    fetches under one random state differ and putting back what the data set stores gives the first again. Records
-    share a tensor where all hold one object that was written in place once a record. A last batch raises where ``fit``
-    raises on it and does not on full ones.
+    There are many right orders (with replacement, weighted, sorted by length, curricula, replay, streams without
+    end), so no order is called wrong for itself. A fault is what the stream contradicts in itself. Rows are told
+    apart by their bits. Inputs and labels come apart where two epochs hold the same rows and the same labels and not
+    the same pairs, the stream's own code stores a tensor of these inputs and one of the same length of these labels,
+    so that each row has a label, and the label is the target of a loss function of torch and given to no module (else
+    advice: captions in turn, unpaired translation, times and classes that a model is conditioned on). So do they
+    where a collate function gives all rows and all labels of its items, and not in the items' pairs. A shuffle is
+    none where the same order comes in every epoch and that order was drawn for each: where nothing is drawn the order
+    is the project's choice. A sampler that follows ``set_epoch`` is advice, as the project may call it outside of
+    ``fit``; it is a fault where optimizer steps happen between the batches of a loader that comes in one order in two
+    epochs of ``fit``. Workers duplicate where each row comes k times as often with k workers as with none. They share
+    randomness where two fetches of one item differ within a worker and both workers' are the same. An item is changed
+    in place where three fetches under one random state differ, no other item does, and putting back what the data set
+    stores gives the first again (a counter of one entry and running statistics are not such). One batch only is a
+    fault where ``fit`` begins a ``DataLoader`` of several batches in one order again for each step. Records share a
+    tensor where all hold one object that was written in place once a record. A last batch raises where ``fit`` raises
+    on it and does not on full ones.
 
 Faulty
     >>> x, y = torch.randn(64, 8), torch.arange(64) % 3
@@ -47,7 +51,7 @@ Fixed
 
 Known limits
     At most 400 batches and 4096 rows of an epoch are read; longer ones are judged by what was read of them. An order
-    that a generator of numpy's own draws is seen only where the generator is made anew for it. Data that are made on
+    that a generator of numpy's draws is seen only where the generator is made anew for it. Data that are made on
     the fly never come twice: give the DataLoader itself. Collators that merge rows, leakage between splits, and what
     labels mean are not judged. ``fit`` over its own loader is run for two epochs of at most 50 batches.
 
@@ -81,7 +85,8 @@ CAUSES = {
         explains=("overfit_one_batch",),
     ),
     "labels_apart": Cause(
-        proof="two epochs hold the same rows and the same labels, and not the same pairs of them",
+        proof="rows and labels are all there, and not in the pairs of another epoch, or of the items before they were "
+        "collated",
         repair="order = torch.randperm(len(x)), once an epoch, and x[order], y[order] with it; or one loader over "
         "TensorDataset(x, y)",
         do_not="fix the seed of both shuffles: they part as soon as one of them draws once more",
@@ -103,7 +108,8 @@ CAUSES = {
         "info.num_workers) in __iter__ where info is not None",
     ),
     "workers_share_randomness": Cause(
-        proof="two fetches of one item differ within a worker, and those of both workers are the same",
+        proof="two fetches of one item differ within a worker, and those of both workers (as advice: those of the next "
+        "epoch) are the same",
         repair="no seeding in worker_init_fn (torch seeds python, torch and numpy in each worker); or "
         "np.random.seed(torch.initial_seed() % 2**32) there; generators of the data set made in the worker",
         change=("loader",),

@@ -75,6 +75,7 @@ def collated_apart(source: Source, loader: Any, apart: Collated, level: Level) -
         shown_by=f"the items of one batch as the data set gives them, and the same items after {name}()",
         culprits=(apart.inputs, apart.labels),
         change=_function(loader.collate_fn),
+        do_not="sort the labels by a key of their own",
         repair="sort the rows as they are, before their fields are taken apart: rows = sorted(rows, key=..., "
         "reverse=True)",
     )
@@ -334,7 +335,7 @@ def leaves_alike(source: Source, names: tuple[str, str, str], rows: int) -> Find
 
 def _finding(cause: str, source: Source, **fields: Any) -> Finding:
     fields = {"where": source.where, "culprits": (source.name,), **fields}
-    fields.setdefault("kinds", tuple("input" if c.startswith("batch") else "call" for c in fields["culprits"]))
+    fields.setdefault("kinds", tuple("input" if c.startswith("batch[") else "call" for c in fields["culprits"]))
     return Finding(cause=cause, **fields)
 
 

@@ -115,7 +115,7 @@ class Looks:
         raised = reading.raised
         assert raised is not None
         if source.given and source.kind == "loader":
-            raise UserCodeError(user_error(raised, f"reading batch {reading.at} of TrainLoop.batches"), one_check=True)
+            raise UserCodeError(user_error(raised, f"reading batch {reading.at} of {source.name}"), one_check=True)
         raise CannotDecide(
             f"reading batch {reading.at} of {source.name} raises {type(raised).__name__}: "
             f"{str(raised).strip().partition(chr(10))[0][:160]}"
@@ -191,7 +191,7 @@ class Looks:
 
     def _of_stored(self, source: Source, streams: Streams, reading: Reading, epochs: list[Epoch]) -> Iterator[Finding]:
         apart = order.labels_apart(reading, epochs)
-        held = Held.by((source.name, source.of)) if source.kind != "list" or apart else Held()
+        held = Held.by(("batches" if source.given else source.name, source.of))
         if apart is not None:
             pair = stored.pair_stored(held, epochs[0], apart.inputs, apart.labels)
             sure = pair is not None and source.given and is_target(self.evidence, apart.labels)

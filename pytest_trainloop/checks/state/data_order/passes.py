@@ -35,10 +35,6 @@ class Pass:
     """The class of the sampler that gives the order."""
     set_epoch: str
     """What has a method ``set_epoch``, as one would write it after the loader: "sampler", "batch_sampler"."""
-    epochs_set: int = 0
-    """How often ``set_epoch`` had been called on it when the pass began."""
-    steps: int = 0
-    """Optimizer steps made when the pass began."""
     steps_at: list[int] = field(default_factory=list)
     """Optimizer steps made when each batch was handed out."""
     order: int = 0
@@ -83,11 +79,10 @@ class LoaderPasses:
 
     def __init__(self) -> None:
         self.passes: list[Pass] = []
-        self.iterated = 0
         self._numbers: dict[tuple[int, str], int] = {}
         self._held: list[Any] = []
         self._under_way: weakref.WeakKeyDictionary[Any, Pass] = weakref.WeakKeyDictionary()
-        self._epochs_set: dict[int, int] = {}
+        self._looked_for_cycle: set[int] = set()
 
     @contextlib.contextmanager
     def noting(
@@ -96,8 +91,8 @@ class LoaderPasses:
         """Note passes in the block; what identifies a loader is let go of at its end."""
         kind, names = loader_calls()
         with others_noted(), Patches() as patches:
-            patches.put(kind, names["begin"], functools.partial(self._begun, steps, ignored))
-            patches.put(kind, names["again"], functools.partial(self._begun_again, steps, ignored))
+            patches.put(kind, names["begin"], functools.partial(self._begun, ignored))
+            patches.put(kind, names["again"], functools.partial(self._begun_again, ignored))
             patches.put(kind, names["indices"], self._drawn)
             patches.put(kind, names["next"], functools.partial(self._next, steps))
             try:
@@ -108,44 +103,42 @@ class LoaderPasses:
                 self._held.clear()
                 self._under_way.clear()
 
-    def _begun(self, steps: Callable[[], int], ignored: Callable[[], bool], original: Callable[..., Any]) -> Any:
+    def _begun(self, ignored: Callable[[], bool], original: Callable[..., Any]) -> Any:
         @functools.wraps(original)
         def begin(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
             if ignored():
                 return original(iterator, loader, *args, **kwargs)
-            noted = self._enter(iterator, loader, steps())
+            noted = self._enter(iterator, loader)
             with orders_drawn(noted.draws, IN_SAMPLERS):
                 return original(iterator, loader, *args, **kwargs)
 
         return begin
 
-    def _begun_again(self, steps: Callable[[], int], ignored: Callable[[], bool], original: Callable[..., Any]) -> Any:
+    def _begun_again(self, ignored: Callable[[], bool], original: Callable[..., Any]) -> Any:
         """Workers that live on reset one iterator at each pass; the first time belongs to its making."""
 
         @functools.wraps(original)
         def again(iterator: Any, loader: Any, first_iter: bool = False) -> Any:
             if first_iter or ignored() or iterator not in self._under_way:
                 return original(iterator, loader, first_iter)
-            noted = self._enter(iterator, loader, steps())
+            noted = self._enter(iterator, loader)
             with orders_drawn(noted.draws, IN_SAMPLERS):
                 return original(iterator, loader, first_iter)
 
         return again
 
-    def _enter(self, iterator: Any, loader: Any, steps: int) -> Pass:
+    def _enter(self, iterator: Any, loader: Any) -> Pass:
         place = str(here()[0])
         key = (id(getattr(loader, "dataset", loader)), place)
         if key not in self._numbers:
             self._numbers[key] = len(self._numbers)
             self._held.append(getattr(loader, "dataset", loader))
-        sampler, setter = order_of(loader), epoch_setter(loader)
+        sampler, setter = order_of(loader), epoch_setter(loader)[0]
         noted = Pass(
             self._numbers[key],
             place,
             type(sampler).__name__,
-            setter[0],
-            epochs_set=epoch_of(setter[1]),
-            steps=steps,
+            setter,
         )
         self.passes.append(noted)
         self._under_way[iterator] = noted
@@ -176,7 +169,9 @@ class LoaderPasses:
                 if not noted.complete:
                     noted.complete = True
                     noted.steps_at.append(steps())
-                    noted.kept_by_cycle = bool(noted.draws) and _in_cycle(iterator)
+                    if noted.draws and noted.loader not in self._looked_for_cycle:  # once: it goes through all objects
+                        self._looked_for_cycle.add(noted.loader)
+                        noted.kept_by_cycle = _in_cycle(iterator)
                 raise
             noted.steps_at.append(steps())
             return batch
@@ -206,12 +201,6 @@ def epoch_setter(loader: Any) -> tuple[str, Any]:
         if callable(getattr(type(owner), "set_epoch", None)):
             return path, owner
     return "", None
-
-
-def epoch_of(setter: Any) -> int:
-    """The epoch that was set: what DistributedSampler keeps as ``epoch``."""
-    epoch = getattr(setter, "epoch", 0)
-    return epoch if isinstance(epoch, int) else 0
 
 
 def _in_cycle(iterator: Any) -> bool:

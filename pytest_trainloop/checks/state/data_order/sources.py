@@ -139,7 +139,7 @@ def _given(loop: TrainLoop, lines: dict[int, str]) -> Iterator[Source]:
         kind = "loader"
     else:
         kind = "list" if isinstance(given, (list, tuple)) else "iterable"
-    yield Source("batches", kind, given, given=True, trains=True, where=lines.get(id(given), ""))
+    yield Source("TrainLoop.batches", kind, given, given=True, trains=True, where=lines.get(id(given), ""))
     if kind in ("function", "iterable"):
         for name, loader in Held.by(("batches", given)).loaders:
             yield Source(name, "loader", loader, given=False, trains=True, where=lines.get(id(loader), ""))

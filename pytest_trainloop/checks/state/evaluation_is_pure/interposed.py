@@ -88,6 +88,8 @@ class Seen:
     """Whether a module was called in evaluation mode."""
     cut: str = ""
     """What the reach left out."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """The values before it of the leaves that were asked for."""
     broken: Exception | None = None
     """An exception of this package."""
     place: Place = NOWHERE
@@ -123,16 +125,19 @@ class Interposed:
         *,
         watched: Collection[str] = (),
         times: int = 1,
+        displaced: bool = False,
         **options: Any,
     ) -> Run:
         """One run, with those of the differences put back of which ``put_back`` says so.
 
         ``watched`` are paths that the user's line is looked for at which one of them changes. ``times`` is how often
-        ``evaluate()`` is called. Raises ``EvaluateRaised``.
+        ``evaluate()`` is called, ``displaced`` whether the weights are scaled before. Raises ``EvaluateRaised``.
         """
         seen = Seen()
 
         def between(loop: TrainLoop, watch: Watch) -> None:
+            if displaced:
+                _displace(loop, watch)
             _evaluate(loop, watch, seen, put_back, watched, times)
 
         made = halves(self._evidence, between, **{"double": self.double, **self._options, **options})
@@ -152,6 +157,7 @@ def _evaluate(
     with _ours(watch, seen):
         before = Reach.of(loop).snapshot()
         kept = _inference_tensors(before)
+        seen.values = {path: before.value(path) for path in watched if path in before.leaves}
     seen.began = watch.tick()
     seen.entering = global_states()
     line = ChangedAt(Probe(watched, before, watch).changed)
@@ -172,6 +178,15 @@ def _evaluate(
         written = [d.leaf.path for d in seen.differences if d.leaf.kind == "weight" and d.how == "changed"]
         seen.holders = {path: reach.holders(reach.value(path)) for path in written[:MOST_HELD]}
         before.put_back([d.leaf.path for d in seen.differences if put_back(d)])
+
+
+def _displace(loop: TrainLoop, watch: Watch) -> None:
+    """Turn the model around: its scores are others."""
+    with watch.suspended(), torch.no_grad():
+        for module in loop.modules.values():
+            for parameter in module.parameters():
+                if parameter.is_floating_point() and not torch.nn.parameter.is_lazy(parameter):
+                    parameter.data.mul_(-1.5)
 
 
 def _call(loop: TrainLoop, watch: Watch) -> None:

@@ -20,6 +20,7 @@ from pytest_trainloop.checks.state.evaluation_is_pure.left import (
     statistics_of_norms,
 )
 from pytest_trainloop.checks.state.evaluation_is_pure.reseeding import reseeding
+from pytest_trainloop.checks.state.evaluation_is_pure.steering import steers
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.runs.halves import halves, no_halves, same_tensor
 from pytest_trainloop.tracing.dropout_in_evaluation import DropoutInEvaluation
@@ -317,6 +318,9 @@ class _Judging:
         raised = run.halves.record.raised
         weight, change = _largest(run.halves.end, cut) if raised is None else ("", 0.0)
         by_step = next((str(place) for place in run.seen.stepped if place.file), "")
+        if cause == "state_left" and cut.moment == "between":
+            steered = steers(group, self._cut("first", self._known()).interposed, cut.interposed)
+            cause = "feedback" if steered else cause
         level: Any = "advice" if cause == "feedback" or self._inside_only(cut, group) else "fault"
         return Left(
             "matters_inside_fit" if self._inside_only(cut, group) else cause,

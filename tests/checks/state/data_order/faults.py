@@ -820,7 +820,7 @@ pair(
     "last_batch_dropped_and_no_other",
     "data_order",
     "no_batch",
-    culprits=("batches",),
+    culprits=("TrainLoop.batches",),
     mentions=("drop_last=False", "5 rows"),
     faulty=small(5, 8),
     fixed=small(16, 8),

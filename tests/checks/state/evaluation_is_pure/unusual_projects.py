@@ -382,3 +382,36 @@ def evaluating_within_a_window():
         return F.mse_loss(model(held_out[0]), held_out[1]).item()
 
     return TrainLoop(model=model, optimizer=optimizer, batch=curves(), fit=fit, evaluate=evaluate)
+
+
+@odd(notes="a curriculum: noise grows with each evaluation whose score is good, which training then meets")
+def evaluating_raises_the_difficulty():
+    model, (x, y) = relu_mlp(8, 16, 4), points(16)
+    course = {"noise": 0.0}
+
+    def loss_of(inputs, labels):
+        return F.cross_entropy(model(inputs + course["noise"] * torch.randn_like(inputs)), labels)
+
+    def evaluate():
+        score = accuracy(model, (x, y))
+        course["noise"] = min(1.0, course["noise"] + 0.1)
+        return score
+
+    return classifier(model, evaluate, loss_of=loss_of)
+
+
+@odd(notes="classes that are recognised badly weigh more in the loss from the next evaluation on")
+def evaluating_weighs_the_classes():
+    model, (x, y) = relu_mlp(8, 16, 4), points(32)
+    weights = {"classes": torch.ones(4)}
+
+    def loss_of(inputs, labels):
+        return F.cross_entropy(model(inputs), labels, weight=weights["classes"])
+
+    @torch.no_grad()
+    def evaluate():
+        right = model(x).softmax(1).gather(1, y[:, None]).squeeze(1)
+        weights["classes"] = torch.stack([2.0 - right[y == c].mean() for c in range(4)]).nan_to_num(1.0)
+        return right.mean().item()
+
+    return classifier(model, evaluate, loss_of=loss_of)
