@@ -86,6 +86,8 @@ class Seen:
     ended: int = 0
     tested: bool = False
     """Whether a module was called in evaluation mode."""
+    inference_mode: bool = False
+    """Whether it entered inference mode and did not leave it: no one else can."""
     cut: str = ""
     """What the reach left out."""
     values: dict[str, Any] = field(default_factory=dict)
@@ -140,7 +142,9 @@ class Interposed:
                 _displace(loop, watch)
             _evaluate(loop, watch, seen, put_back, watched, times)
 
-        made = halves(self._evidence, between, **{"double": self.double, **self._options, **options})
+        given = {"double": self.double, **self._options, **options}
+        with torch.inference_mode(mode=False):  # one that evaluation enters and never leaves ends here
+            made = halves(self._evidence, between, **given)
         if seen.broken is not None:
             raise seen.broken
         return Run(made, seen)
@@ -167,6 +171,7 @@ def _evaluate(
     seen.ended = watch.tick()
     seen.place = line.place
     seen.leaving = global_states()
+    seen.inference_mode = torch.is_inference_mode_enabled()
     forwards = [f for f in watch.record.root_forwards() if f.at > seen.began]
     seen.tested = any(not f.training or f.in_eval for f in forwards)
     with _ours(watch, seen):
@@ -193,7 +198,7 @@ def _call(loop: TrainLoop, watch: Watch) -> None:
     assert loop.evaluate is not None
     try:
         loop.evaluate()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         where = raised(error).place
         steps = watch.record.steps
         what = Raised(user_error(error, "evaluate"), type(error), str(where) if where.file else "", steps)

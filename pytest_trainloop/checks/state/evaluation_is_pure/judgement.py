@@ -166,6 +166,9 @@ class _Judging:
         if run.seen.inference and run.halves.record.raised and "nference tensor" in run.halves.record.raised.message:
             self._made.left.append(self._kept_inference_tensor(cut, run))
             return True
+        if run.seen.inference_mode:
+            self._made.left.append(_inference_mode_left(run))
+            return True
         all_groups = [group for group in groups(run.seen.differences) if group.ours]
         healed = cut.interposed.run(lambda difference: True)
         if not all_groups or cut.differs(healed):
@@ -348,6 +351,19 @@ class _Judging:
     def _line(self, cut: _Cut, paths: Sequence[str]) -> str:
         place = cut.interposed.up_to_cut().run(watched=paths).seen.place
         return str(place) if place.file else ""
+
+
+def _inference_mode_left(run: Run) -> Left:
+    raised = run.halves.record.raised
+    return Left(
+        "switch_left",
+        component="inference mode",
+        paths=("torch.is_inference_mode_enabled()",),
+        before="False",
+        after="True",
+        raised=raised.summary.partition(". ")[0] if raised else "",
+        shown_by="it is on after evaluate(), was off before it, and without evaluate() training is another",
+    )
 
 
 def _shows_in_own_precision(seen: Seen) -> bool:
