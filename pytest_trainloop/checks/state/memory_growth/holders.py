@@ -103,7 +103,7 @@ class Reached:
     @property
     def lists(self) -> tuple[Any, ...]:
         """What refers to tensors and contexts here, and is none of the project's."""
-        return (self.tensors, self.contexts, *self.tensors)
+        return (self._known, self.tensors, self.contexts, *self.tensors)
 
 
 def find(graphs: Graphs, windows: Iterable[int], names: Names) -> tuple[list[Holder], Reached]:

@@ -8,10 +8,12 @@ from collections import deque
 from types import CellType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import nn
 
 from pytest_trainloop.paths import FIT_CALLER
 from pytest_trainloop.recording.source import layer
+from pytest_trainloop.recording.torch_internals import hooks_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,6 +24,9 @@ MOST_LEVELS = 8
 """Objects between a name and what it leads to."""
 
 MOST_AT_A_LEVEL = 64
+
+HOOKS = "_backward_hooks"
+"""The hooks of a tensor."""
 
 _CONTAINERS = (list, tuple, deque)
 
@@ -125,6 +130,9 @@ class Names:
             return self._of_class(holder, wanted)
         if isinstance(holder, (FrameType, MethodType, ModuleType)):
             return []
+        if issubclass(type(holder), torch.Tensor) and any(id(hooks) in wanted for hooks in hooks_of(holder)):
+            index = self._watch.table.index(holder)
+            return [] if index is None else [_Step(_Variable(f"{self._watch.table.entries[index].name}.{HOOKS}"), "")]
         own = instance_dict(holder)
         found = [_Step(holder, _dotted(step.suffix)) for step in wanted.values() if own is step.at]
         found += [_Step(holder, f".{key}{wanted[id(v)].suffix}") for key, v in own.items() if id(v) in wanted]

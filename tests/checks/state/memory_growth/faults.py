@@ -296,6 +296,73 @@ pair(
 )
 
 
+# A hook on a weight that every step adds, and none takes out.
+
+
+def hooked_weight(removed):
+    def make():
+        model = mlp(6, 24, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                scores = model(x)
+                handle = model[0].weight.register_hook(lambda grad, scores=scores: grad / max(1, len(scores) // 16))
+                F.cross_entropy(scores, y).backward()
+                if removed:
+                    handle.remove()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "gradient_hook_added_each_step",
+    "memory_growth",
+    "kept_tensors",
+    culprits=("0.weight._backward_hooks",),
+    mentions=("handle.remove()",),
+    faulty=hooked_weight(removed=False),
+    fixed=hooked_weight(removed=True),
+)
+
+
+# The best loss so far, kept as a tensor: the graph of a minimum saves the values before it.
+
+
+def best_so_far(detached):
+    def make():
+        model = mlp(6, 24, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+        def fit(batches):
+            best = torch.tensor(float("inf"))
+            for x, y in batches:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+                best = torch.minimum(best, loss.detach() if detached else loss)
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "running_minimum_with_graph",
+    "memory_growth",
+    "running_sum",
+    culprits=("best",),
+    where="best = torch.minimum(best",
+    faulty=best_so_far(detached=False),
+    fixed=best_so_far(detached=True),
+)
+
+
 # A window of the last losses: it stops growing, and holds a hundred graphs by then.
 
 
