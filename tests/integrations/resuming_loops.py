@@ -628,6 +628,7 @@ def made(function, **given):
 
 FAULTY = {
     "hf-counter": (made(hf, kind=Annealed), "counter_lost", "trainer.seen"),
+    "hf-baseline": (made(hf, kind=Baseline), "counter_lost", "trainer.baseline is 0 in place of"),
     "hf-buffer-not-persistent": (made(hf, make_model=lambda: Centred(False)), "buffer_lost", "centre"),
     "hf-part-of-the-weights-saved": (made(hf, kind=HeadSaved), "load_raises", "load()"),
     "hf-average-of-a-callback": (
@@ -685,7 +686,6 @@ RIGHT = {
 }
 
 ADVISED = {
-    "hf-baseline": (made(hf, kind=Baseline), "state_lost"),
     "peft-trainer": (made(lora_by_trainer, modules_to_save=["head"]), "drawn_from_seed"),
     "peft-trainer-norm": (made(lora_by_trainer, norm=True, modules_to_save=["head", "norm"]), "drawn_from_seed"),
     "peft-frozen-head": (made(lora_by_trainer), "drawn_from_seed"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -135,12 +136,17 @@ def _fact(a: Uninterrupted, b: Resumed, lost: Lost) -> Fact:
         return fact(cause)
     if kind == "generator":
         return fact("own_generator", "advice")
-    if kind == "scalar":
+    if kind == "scalar" or (kind in ("tensor", "array") and all(_is_number(d.before) for d in differences)):
         forgotten = any(_as_built(b, d) for d in differences)
         return fact("counter_lost", "fault" if forgotten else "advice")
     certain = kind in ("gradient", "mode", "requires_grad", "switch", "hooks")
     certain = certain or (kind == "tensor" and (_in_a_module(a, lost) or as_weights(a, differences)))
     return fact("state_lost", "fault" if certain else "advice", detail=kind)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a tensor or an array has one entry: a running baseline is a number, however it is kept."""
+    return math.prod(getattr(value, "shape", (0,))) == 1
 
 
 def _weights(b: Resumed, fact: Fact) -> Fact:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -101,12 +101,19 @@ def _state(fact: Fact) -> str:
 def _changed(fact: Fact) -> str:
     """The first plain value that is another one, with its path."""
     for d in fact.differences:
-        if isinstance(d.before, (bool, int, float, str)) or isinstance(d.after, (bool, int, float, str)):
+        before, after = _number_in(d.before), _number_in(d.after)
+        if isinstance(before, (bool, int, float, str)) or isinstance(after, (bool, int, float, str)):
             path = d.leaf.path
-            if d.before is None or d.after is None or path.endswith(("_step_count", "_last_lr[0]")):
+            if before is None or after is None or path.endswith(("_step_count", "_last_lr[0]")):
                 continue
-            return f"{path} is {_plain(d.after)} in place of {_plain(d.before)}"
+            return f"{path} is {_plain(after)} in place of {_plain(before)}"
     return ""
+
+
+def _number_in(value: Any) -> Any:
+    """The entry of a tensor that has one; anything else as it is."""
+    one = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta
+    return value.detach().item() if one else value
 
 
 def _plain(value: object) -> str:
