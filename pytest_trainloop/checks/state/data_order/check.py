@@ -55,9 +55,10 @@ Known limits
     the fly never come twice: give the DataLoader itself. Collators that merge rows, leakage between splits, and what
     labels mean are not judged. ``fit`` over its own loader is run for two epochs of at most 50 batches.
 
-    Cost when green: no optimizer step of the loop, 2 where an epoch ends with a smaller batch, one further run (13
-    steps) where ``fit`` holds or makes loaders of its own, or fills a buffer that it samples from. Red: up to 102 where
-    ``fit`` is run over two epochs of its loader. Under 0.1 s for small data, with workers 0.1 to 0.7 s.
+    Cost when green: no optimizer step of the loop; 2 where an epoch ends with a smaller batch; one further run (12
+    steps) where ``fit`` holds or makes loaders of its own, or fills a buffer that it samples from; two epochs of the
+    loader (102 steps at most) where ``fit`` seeds torch and the loader shuffles. Red: the same, and 2 for the target of
+    labels that come apart. Under 0.1 s for small data, with workers 0.1 to 0.7 s.
 
 References
     https://docs.pytorch.org/docs/stable/data.html

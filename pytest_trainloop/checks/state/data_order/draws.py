@@ -31,14 +31,14 @@ NOISE = frozenset({"rand", "randn", "rand_like", "randn_like", "randint", "norma
 class Draws(FunctionMode):
     """The draws of torch by these names while the mode is on, as (name, digest of the numbers)."""
 
-    def __init__(self, names: frozenset[str] = ORDERS) -> None:
+    def __init__(self, names: frozenset[str] = ORDERS, least: int = 0) -> None:
         super().__init__()
-        self._names = names
+        self._names, self._least = names, least
         self.seen: list[tuple[str, int]] = []
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = super().call(name, func, args, kwargs)
-        if name in self._names and isinstance(out, torch.Tensor):
+        if name in self._names and isinstance(out, torch.Tensor) and out.numel() >= self._least:
             self.seen.append((name, hash(out.detach().cpu().numpy().tobytes()) if _plain(out) else 0))
         return out
 
@@ -52,22 +52,25 @@ class _Here(threading.local):
 
     def __init__(self) -> None:
         self.into: list[tuple[str, int]] | None = None
+        self.least = 0
 
 
 _HERE = _Here()
 
 
 @contextlib.contextmanager
-def orders_drawn(into: list[tuple[str, int]], names: frozenset[str] = ORDERS) -> Iterator[None]:
+def orders_drawn(into: list[tuple[str, int]], names: frozenset[str] = ORDERS, least: int = 0) -> Iterator[None]:
     """Note the permutations that this thread draws in the block: those of torch by these names, and inside
-    ``others_noted`` those of numpy and python."""
-    draws, before = Draws(names), _HERE.into
+    ``others_noted`` those of numpy and python. With ``least`` only those of as many entries: where items are made as
+    well, one number is no order, and a generator with a seed of its own may be an item's."""
+    draws, before = Draws(names, least), (_HERE.into, _HERE.least)
     draws.seen = _HERE.into = into
+    _HERE.least = least
     try:
         with draws:
             yield
     finally:
-        _HERE.into = before
+        _HERE.into, _HERE.least = before
 
 
 @contextlib.contextmanager
@@ -94,8 +97,9 @@ def _noted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         out = original(*args, **kwargs)
-        if _HERE.into is not None:
-            _HERE.into.append((name, _digest(args[-1] if out is None and args else out)))
+        order = args[-1] if out is None and args else out
+        if _HERE.into is not None and _length(order) >= _HERE.least:
+            _HERE.into.append((name, _digest(order)))
         return out
 
     return call
@@ -128,8 +132,15 @@ def _class_noted(name: str, original: Any) -> Any:
 
 
 def _note_seed(name: str, given: tuple[Any, ...]) -> None:
-    if _HERE.into is not None and given and isinstance(given[0], int):
+    if _HERE.into is not None and not _HERE.least and given and isinstance(given[0], int):
         _HERE.into.append((name, hash(repr(given))))
+
+
+def _length(order: Any) -> int:
+    try:
+        return len(order)
+    except TypeError:
+        return 1
 
 
 def _digest(order: Any) -> int:

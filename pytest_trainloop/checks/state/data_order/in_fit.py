@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from pytest_trainloop.checks.state.data_order.held import Held
-from pytest_trainloop.checks.state.data_order.order import LEAST_ROWS
 from pytest_trainloop.checks.state.data_order.passes import LoaderPasses
 from pytest_trainloop.checks.state.data_order.stored import SharedSlot, shared_slots
+from pytest_trainloop.checks.state.data_order.streams import LEAST_ROWS
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.runs.run import fit_of
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 MOST_BATCHES = 50
 """Batches of an epoch that ``fit`` is run over twice, at most."""
 
-RESEEDING = frozenset({"manual_seed", "seed", "seed_everything", "set_seed", "seed_all", "set_rng_state", "fork_rng"})
-"""What code that reseeds calls."""
+RESEEDING = frozenset({"manual_seed", "seed_everything", "set_seed", "seed_all", "set_rng_state"})
+"""What code that reseeds torch calls: its samplers draw with torch."""
 
 SAMPLING = frozenset({"sample", "choice", "choices", "randint", "randperm", "multinomial", "permutation"})
 FILLING = frozenset({"append", "appendleft", "extend", "push", "add", "store"})
@@ -138,7 +138,9 @@ def repeated(passes: Sequence[Pass]) -> list[Repeated]:
     were drawn; and those whose one pass ``itertools.cycle`` gave again."""
     found = []
     for number in dict.fromkeys(one.loader for one in passes):
-        whole = [p for p in passes if p.loader == number and p.complete and p.trained and p.rows >= LEAST_ROWS]
+        whole = [
+            p for p in passes if p.loader == number and p.indexed and p.complete and p.trained and p.rows >= LEAST_ROWS
+        ]
         first = next(iter(whole), None)
         if first is None or first.ascending or not first.draws:
             continue

@@ -7,16 +7,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.checks.state.data_order.streams import Epoch, Reading, sizes
+from pytest_trainloop.checks.state.data_order.streams import LEAST_ROWS, Epoch, Reading, sizes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_trainloop.checks.state.data_order.passes import Pass
     from pytest_trainloop.checks.state.data_order.rows import Batch
-
-LEAST_ROWS = 10
-"""Different rows below which the same order twice may be chance: of ten rows one in 3.6 million orders is."""
 
 SAME_BATCHES = 8
 """Batches that hold the same rows, at least, for a stream of one batch."""

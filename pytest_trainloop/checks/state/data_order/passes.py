@@ -49,6 +49,8 @@ class Pass:
     """Whether ``itertools.cycle`` holds the iterator: it keeps the batches and gives them again and again."""
     steps_after: int = 0
     """Optimizer steps made at the end of the block."""
+    indexed: bool = True
+    """Whether the sampler gives indices: not where the data set only iterates."""
     _last: Any = None
 
     @property
@@ -63,6 +65,7 @@ class Pass:
 
     def take(self, index: Any) -> None:
         indices = list(index) if isinstance(index, (list, tuple)) else [index]
+        self.indexed = self.indexed and None not in indices
         try:
             self.order = hash((self.order, tuple(indices)))
         except TypeError:

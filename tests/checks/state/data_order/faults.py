@@ -571,6 +571,67 @@ pair(
 )
 
 
+# A stream that is shuffled by a generator of one seed.
+
+
+class Shuffling(IterableDataset):
+    def __init__(self, *, follows_epoch):
+        self.x, self.y = stored()
+        self.follows_epoch, self.epoch = follows_epoch, 0
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(5 + self.epoch)
+        self.epoch += self.follows_epoch
+        for index in torch.randperm(ROWS, generator=generator).tolist():
+            yield self.x[index], self.y[index]
+
+
+pair(
+    "stream_shuffled_by_one_seed",
+    "data_order",
+    "shuffled_alike",
+    mentions=("randperm",),
+    faulty=trains_on(lambda: DataLoader(Shuffling(follows_epoch=False), batch_size=8)),
+    fixed=trains_on(lambda: DataLoader(Shuffling(follows_epoch=True), batch_size=8)),
+)
+
+
+class Streamed(Shuffling):
+    """With the method that the project is to call, as streamed data sets of libraries have it."""
+
+    def __init__(self):
+        super().__init__(follows_epoch=False)
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+def streamed(sets_epoch):
+    def fit_of(model, optimizer, step):
+        def fit(batches):
+            for batch in batches:
+                step(batch)
+
+        def fit_with_epochs(batches):
+            batches.dataset.set_epoch(1)
+            fit(batches)
+
+        return fit_with_epochs if sets_epoch else fit
+
+    return trains_on(lambda: DataLoader(Streamed(), batch_size=8), fit_of)
+
+
+pair(
+    "epoch_of_a_streamed_data_set_never_set",
+    "data_order",
+    "set_epoch_missing",
+    level="advice",
+    culprits=("dataset.set_epoch()",),
+    faulty=streamed(sets_epoch=False),
+    fixed=streamed(sets_epoch=True),
+)
+
+
 # Workers that are all seeded alike.
 
 

@@ -671,13 +671,15 @@ def fixed_projection():
 class Stream(IterableDataset):
     def __init__(self, *, without_end=False):
         self.x, self.y = stored()
-        self.without_end = without_end
+        self.without_end, self.epoch = without_end, 0
 
     def __iter__(self):
         worker = get_worker_info()
         number, of = (0, 1) if worker is None else (worker.id, worker.num_workers)
         while True:
-            for index in torch.randperm(ROWS, generator=torch.Generator().manual_seed(3)).tolist()[number::of]:
+            self.epoch += 1
+            drawn = torch.randperm(ROWS, generator=torch.Generator().manual_seed(self.epoch))
+            for index in drawn.tolist()[number::of]:
                 yield self.x[index], self.y[index]
             if not self.without_end:
                 return
@@ -686,6 +688,21 @@ class Stream(IterableDataset):
 @odd(notes="a stream in shards, one a worker")
 def stream_in_shards():
     return trains_on(lambda: DataLoader(Stream(), batch_size=8, num_workers=2))()
+
+
+class Cropped(IterableDataset):
+    """Gives each row a shift that its number seeds: the same in every epoch."""
+
+    def __iter__(self):
+        for number, (x, y) in enumerate(zip(*stored(), strict=True)):
+            generator = np.random.default_rng(number)
+            shift = int(torch.randint(6, (), generator=torch.Generator().manual_seed(number)))
+            yield x.roll(shift) + 0.01 * float(generator.standard_normal()), y
+
+
+@odd(notes="a stream in its own order, whose augmentation is seeded by the row's number")
+def augmentation_seeded_by_the_row():
+    return trains_on(lambda: DataLoader(Cropped(), batch_size=8))()
 
 
 class Windows(IterableDataset):
