@@ -17,6 +17,7 @@ from pytest_trainloop.checks.state.evaluation_is_pure.left import (
     in_words,
     merged,
     named,
+    set_anew_by_fit,
     statistics_of_norms,
 )
 from pytest_trainloop.checks.state.evaluation_is_pure.reseeding import reseeding
@@ -224,7 +225,7 @@ class _Judging:
 
     def _look_further(self, cut: _Cut, run: Run) -> None:
         """What evaluation changes although training is as it was."""
-        if any(d.leaf.kind in WITHIN_FIT for d in run.seen.differences):
+        if set_anew_by_fit(run.seen.differences, self._evidence.fresh_loop()):
             self._look_inside(cut, run)
         self._other_looks(cut, run)
 

@@ -187,6 +187,13 @@ def modules_by_path(loop: TrainLoop) -> Iterable[tuple[str, nn.Module]]:
             yield f"{path}.{name}" if name else path, module
 
 
+def set_anew_by_fit(differences: Sequence[Difference], loop: TrainLoop) -> bool:
+    """Whether something differs that ``fit`` may set anew as it begins, and that can matter: the mode of a module that
+    acts by it, gradients, switches."""
+    acting = {f"{path}.training" for path, module in modules_by_path(loop) if acts_by_mode(module)}
+    return any(d.leaf.kind in WITHIN_FIT and (d.leaf.kind != "mode" or d.leaf.path in acting) for d in differences)
+
+
 def statistics_of_norms(differences: Sequence[Difference], loop: TrainLoop) -> tuple[str, ...]:
     """Paths of the running statistics of norms among the differences."""
     norms = {path for path, module in modules_by_path(loop) if isinstance(module, NORM_MODULES)}
