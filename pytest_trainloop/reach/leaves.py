@@ -119,7 +119,7 @@ def _same_arrays(a: Any, b: Any) -> bool:
 
 
 def _close(a: float, b: float, dtype: torch.dtype) -> bool:
-    if a == b or (a != a and b != b):
+    if a == b or (math.isnan(a) and math.isnan(b)):
         return True
     if not (math.isfinite(a) and math.isfinite(b)):
         return False
