@@ -40,6 +40,19 @@ ROUNDING_UNITS = 1e4
 """Two floating values are the same within so many rounding units of the coarser dtype, relative to the largest
 entry."""
 
+ROUNDING_UNITS_OF_HALVES = 8.0
+"""The same for dtypes of 16 bits, of which 1e4 units are more than the value itself: a swap by interpolation rounds
+three times, each by half a unit of what may be twice as large."""
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """How far apart floating values of this dtype or a finer one may be and still be the same, relative to the largest
+    entry. Not at all in 8 bits, which values are only converted to."""
+    info = torch.finfo(dtype)
+    if info.bits == 8:
+        return 0.0
+    return (ROUNDING_UNITS_OF_HALVES if info.bits == 16 else ROUNDING_UNITS) * info.eps
+
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
@@ -59,7 +72,7 @@ class Leaf:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Whether two values of leaves are the same: bits, or ``ROUNDING_UNITS`` where they are floating."""
+    """Whether two values of leaves are the same: bits, or within ``tolerance`` where they are floating."""
     if a is b:
         return True
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
@@ -105,7 +118,7 @@ def _same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
     if difference.numel() == 0:
         return True
     scale = max(float(a.abs()[finite].max()), float(b.abs()[finite].max()))
-    return float(difference.max()) <= ROUNDING_UNITS * torch.finfo(coarser).eps * scale
+    return float(difference.max()) <= tolerance(coarser) * scale
 
 
 def _same_arrays(a: Any, b: Any) -> bool:
@@ -123,7 +136,7 @@ def _close(a: float, b: float, dtype: torch.dtype) -> bool:
         return True
     if not (math.isfinite(a) and math.isfinite(b)):
         return False
-    return abs(a - b) <= ROUNDING_UNITS * torch.finfo(dtype).eps * max(abs(a), abs(b))
+    return abs(a - b) <= tolerance(dtype) * max(abs(a), abs(b))
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.reach.slots import OfProcess
+from pytest_trainloop.recording.autocast import leave_open, open_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +38,7 @@ def switches() -> Iterator[tuple[str, OfProcess]]:
             f"torch.is_autocast_enabled({device!r})",
             OfProcess(
                 functools.partial(torch.is_autocast_enabled, device),
-                functools.partial(torch.set_autocast_enabled, device),
+                functools.partial(_set_autocast, device),
             ),
         )
     for name in ("benchmark", "deterministic", "enabled"):
@@ -52,3 +53,10 @@ def switches() -> Iterator[tuple[str, OfProcess]]:
 
 def _set_deterministic(on: bool) -> None:
     torch.use_deterministic_algorithms(on, warn_only=torch.is_deterministic_algorithms_warn_only_enabled())
+
+
+def _set_autocast(device: str, on: bool) -> None:
+    """Also leave the block that was entered and not left: while it is open, casts of weights outlive the weights."""
+    if torch.is_autocast_enabled(device) != on:
+        torch.set_autocast_enabled(device, on)
+        leave_open(max(0, open_blocks() + (1 if on else -1)))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from pytest_trainloop.errors import CannotDecide, UserCodeError
+from pytest_trainloop.reach.leaves import tolerance
 from pytest_trainloop.recording.events import Backward, Step
 from pytest_trainloop.recording.hooks import before_steps
 from pytest_trainloop.runs.guard import StopFit, let_go
@@ -38,10 +39,6 @@ STEPS = 3
 
 MOST_STEPS = 4 * STEPS
 """Steps after which a half ends that trains on without asking for a batch."""
-
-ROUNDING = 1e4
-"""Rounding units of the lower of two dtypes, within which two values are equal: swaps that interpolate come back to
-rounding only."""
 
 
 class _HalfOver(StopFit):
@@ -161,11 +158,11 @@ def same_tensor(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
         return bool(torch.equal(a, b))
     if a.dtype == b.dtype and torch.equal(a, b):
         return True
-    unit = max(torch.finfo(t.dtype).eps for t in (a, b))
+    near = max(tolerance(t.dtype) for t in (a, b))
     kind = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     a, b = a.to(kind), b.to(kind)
     scale = max((float(t.abs()[t.isfinite()].max()) for t in (a, b) if t.isfinite().any()), default=0.0)
-    return bool(torch.allclose(a, b, rtol=0.0, atol=ROUNDING * unit * scale, equal_nan=True))
+    return bool(torch.allclose(a, b, rtol=0.0, atol=near * scale, equal_nan=True))
 
 
 @dataclass(slots=True)

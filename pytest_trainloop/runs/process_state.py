@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.recording.autocast import leave_open, open_blocks
 from pytest_trainloop.recording.torch_internals import default_device
 from pytest_trainloop.runs.accelerate_state import gradient_state_kept
 from pytest_trainloop.runs.framework_logs import frameworks_quiet
@@ -127,6 +128,7 @@ def _states() -> dict[str, Any]:
         "cudnn": (torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
         "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         "autocast": {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")},
+        "autocast blocks": open_blocks(),
         "cwd": _or_none(Path.cwd),
     }
 
@@ -175,6 +177,7 @@ def _restore(before: dict[str, Any]) -> None:
     for device, (enabled, dtype) in before["autocast"].items():
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
+    leave_open(before["autocast blocks"])
     if before["cwd"] is not None and _or_none(Path.cwd) != before["cwd"]:
         os.chdir(before["cwd"])
 

@@ -29,6 +29,7 @@ NAN, INF = float("nan"), float("inf")
         (np.array([1.0, NAN]), np.array([1.0, NAN])),
         (np.array(["a", None], dtype=object), np.array(["a", None], dtype=object)),
         (torch.zeros(0), torch.zeros(0)),
+        (torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16) + 2**-7),
     ],
 )
 def test_same(a, b):
@@ -55,6 +56,9 @@ def test_same(a, b):
         (torch.tensor([INF]), torch.tensor([-INF])),
         (torch.tensor([1.0, 1e-9], dtype=torch.float64), torch.tensor([1.0, 2e-3], dtype=torch.float64)),
         (torch.ones(1), None),
+        (torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16) * 1.125),
+        (torch.ones(2, dtype=torch.float16), torch.ones(2) * 1.01),
+        (torch.ones(2).to(torch.float8_e4m3fn), torch.full((2,), 1.125).to(torch.float8_e4m3fn)),
         (np.ones(2), np.ones(3)),
         (np.ones(2), torch.ones(2)),
     ],

@@ -347,6 +347,24 @@ def test_switches_of_the_process():
     assert not torch.is_anomaly_enabled()
 
 
+def test_a_block_of_autocast_that_was_never_left():
+    loop = loop_with()
+    x = torch.ones(1, 3)
+    before = snapshot_of(loop)
+    try:
+        torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
+        loop.model(x)
+        assert set(changes(before, loop)) == {"torch.is_autocast_enabled('cpu')"}
+    finally:
+        before.put_back()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        first = loop.model(x)
+    with torch.no_grad():
+        loop.model.weight.add_(1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not torch.equal(loop.model(x), first), "the cast of the old weight is used"
+
+
 def test_hooks_left_behind():
     loop = loop_with()
     handle = None

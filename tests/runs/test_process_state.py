@@ -19,6 +19,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop, UsageError, check_loop
 from pytest_trainloop.api import observe
+from pytest_trainloop.recording.autocast import open_blocks
 from pytest_trainloop.runs.process_state import preserved, seed_all
 
 FP32 = (torch.backends, torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.mkldnn.matmul)
@@ -41,6 +42,7 @@ def process() -> dict[str, Any]:
         "cudnn": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
         "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         "autocast": [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")],
+        "autocast-block": open_blocks(),
         "warnings": list(warnings.filters),
         "files": (Path.cwd(), sorted(Path.cwd().iterdir())),
         "python hooks": (sys.gettrace(), sys.getprofile(), os._exit, signal.getsignal(signal.SIGALRM)),
@@ -93,6 +95,7 @@ DISTURBANCES = {
     "cudnn-deterministic": lambda: setattr(torch.backends.cudnn, "deterministic", True),
     "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
     "autocast": lambda: torch.set_autocast_enabled("cpu", True),
+    "autocast-block": lambda: torch.autocast("cpu", dtype=torch.bfloat16).__enter__(),
     "autocast-dtype": lambda: torch.set_autocast_dtype("cpu", torch.float16),
     "folder": lambda: os.chdir(".."),
     "folder-that-goes": into_a_folder_that_goes,
