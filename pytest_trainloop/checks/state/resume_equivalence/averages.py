@@ -30,14 +30,14 @@ def averages(a: Uninterrupted, b: Resumed, renewed: Renewed, found: Sequence[Fac
         return
     everything = {d.leaf.path for differences in left.values() for d in differences}
     offers = "evaluate" in a.evidence.offers
-    whole = Resumed(a, everything, renewed=renewed, steps=False, evaluate=True).numbers() if offers else []
+    whole = Resumed(a, everything, renewed=renewed, steps=False, evaluate=True).numbers if offers else []
     for name, differences in moving.items():
         own = [d for d in differences if d.leaf.kind == "buffer" and not d.leaf.persistent]
         names = tuple(shown(d.leaf.path, a) for d in differences)
         held = saved_as(a, differences)
         if whole:
             without = everything - {d.leaf.path for d in differences}
-            other = Resumed(a, without, renewed=renewed, steps=False, evaluate=True).numbers()
+            other = Resumed(a, without, renewed=renewed, steps=False, evaluate=True).numbers
             if other and not _same_result(whole, other):
                 cause = "buffer_lost" if own else "average_lost"
                 detail = f"evaluate() gives {_number(other)} in place of {_number(whole)}"

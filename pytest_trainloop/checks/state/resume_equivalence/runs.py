@@ -247,7 +247,8 @@ class Resumed:
         """Paths of values that training has left as built and that ``load`` sets: the epoch to start from. The second
         half of the uninterrupted run began with them as they are built, and so does this one."""
         self.scales: dict[str, float] = {}
-        self.result: Any = None
+        self.numbers: list[float] = []
+        """The numbers in what ``evaluate`` returned."""
         half = SecondHalf()
 
         def between(loop: TrainLoop, watch: Watch) -> None:
@@ -276,7 +277,7 @@ class Resumed:
             if evaluate and loop.evaluate is not None:
                 seed_all(a.seed)
                 with contextlib.suppress(Exception):
-                    self.result = nested.copy(loop.evaluate(), "evaluate")
+                    self.numbers = list(_numbers(loop.evaluate()))
             if not steps:
                 raise Over
             half.begin(loop, a.seed)
@@ -285,10 +286,6 @@ class Resumed:
             a.evidence, between, double=a.double, before=(), after=(1,), other_seed=other_seed, contexts=half.contexts
         )
         self.ended = Ended(made, half)
-
-    def numbers(self) -> list[float]:
-        """The numbers in what ``evaluate`` returned."""
-        return list(_numbers(self.result))
 
     def _load(self, loop: TrainLoop) -> None:
         seed_all(self.a.seed + (ELSEWHERE if self.a.checkpoint.random_states else 0))

@@ -104,7 +104,7 @@ def _changed(fact: Fact) -> str:
         before, after = _number_in(d.before), _number_in(d.after)
         if isinstance(before, (bool, int, float, str)) or isinstance(after, (bool, int, float, str)):
             path = d.leaf.path
-            if before is None or after is None or path.endswith(("_step_count", "_last_lr[0]")):
+            if d.how != "changed" or path.endswith(("_step_count", "_last_lr[0]")):
                 continue
             return f"{path} is {_plain(after)} in place of {_plain(before)}"
     return ""
@@ -142,7 +142,7 @@ def _measured(fact: Fact, a: Uninterrupted) -> str:
         parts.append("fit raises in the resumed run")
     elif fact.unequal:
         ended, steps = count(len(fact.unequal), "tensor"), count(a.ended.made.steps[-1], "step")
-        parts.append(f"{ended} of the model {be(fact.unequal)} different after {steps} ({some(fact.unequal)})")
+        parts.append(f"{ended} {be(fact.unequal)} different after {steps} ({some(fact.unequal)})")
     return "; ".join(parts) or f"{count(len(fact.names), 'value')} differ after load"
 
 
