@@ -67,7 +67,7 @@ pair(
     CHECK,
     "buffers_moved_by_evaluation",
     culprits=("model.mean",),
-    where="self.mean += ",
+    where="self.count += len(x)",
     faulty=observing(asking=False),
     fixed=observing(asking=True),
     quick=True,
