@@ -136,6 +136,8 @@ def _fact(a: Uninterrupted, b: Resumed, lost: Lost) -> Fact:
         return fact(cause)
     if kind == "generator":
         return fact("own_generator", "advice")
+    if kind == "scalar" and "length" in lost.kinds:
+        return fact("state_lost", "advice", detail="length")  # a window or a history, which fills again
     if kind == "scalar" or (kind in ("tensor", "array") and all(_is_number(d.before) for d in differences)):
         forgotten = any(_as_built(b, d) for d in differences)
         return fact("counter_lost", "fault" if forgotten else "advice")
