@@ -471,7 +471,7 @@ def evaluating_seeds_what_training_does_not_use():
 
 @odd(notes="gradients are off and the dtype is another inside evaluation, by switches that are put back")
 def evaluating_under_other_switches():
-    model, (x, _) = dropping(), points(16)
+    model, (x, _) = relu_mlp(8, 16, 4), points(16)
 
     def evaluate():
         was, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
