@@ -233,6 +233,7 @@ def evaluating_with_kept_random_states():
         torch.manual_seed(1)
         np.random.seed(1)
         random.seed(1)
+        model.eval()
         try:
             rows = torch.as_tensor(np.random.permutation(len(x))[: random.randrange(8, 12)])
             return accuracy(model, (x[rows] + 0.1 * torch.randn(len(rows), 8), y[rows]))
@@ -240,6 +241,7 @@ def evaluating_with_kept_random_states():
             torch.set_rng_state(states[0])
             np.random.set_state(states[1])
             random.setstate(states[2])
+            model.train()
 
     return classifier(model, evaluate)
 
