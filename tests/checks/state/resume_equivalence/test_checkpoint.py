@@ -98,6 +98,7 @@ def test_what_a_wrong_path_does_not_explain_is_raised_as_it_was(checkpoint):
         (lambda: [random.getstate(), np.random.get_state()], {"python", "numpy"}),
         (lambda: {"rng": {"np": np.random.get_state(legacy=False)}}, {"numpy"}),
         (lambda: {"step": 3, "rng": torch.zeros(5056, dtype=torch.uint8)}, set()),
+        (lambda: {"replay": [(torch.ones(2), torch.ones(3), torch.ones(1))], "sizes": (3, 4, 5)}, set()),
     ],
 )
 def test_random_states_are_found_in_a_state_and_in_what_is_written(checkpoint, state, names):
@@ -135,6 +136,8 @@ def test_what_cannot_be_copied_says_so():
         (lambda path="last.pt": None, lambda path="last.pt": None, "path"),
         (lambda strict=True: {}, lambda state: None, ""),
         (lambda save_dir="out": None, lambda ckpt_dir="out": None, "save_dir"),
+        (torch.no_grad()(lambda folder: None), torch.no_grad()(lambda folder: None), "folder"),
+        (torch.no_grad()(lambda: {}), torch.no_grad()(lambda state: None), ""),
     ],
 )
 def test_the_signature_says_whether_a_path_is_given(save, load, name):
