@@ -273,12 +273,21 @@ def _left(left: Left) -> Finding:
         shown_by=left.shown_by,
         culprits=left.paths[:12] or (left.component,),
         where=left.where,
+        repair=_FROZEN_PARTS if left.cause == "mode_left" and left.after == "training" else "",
     )
+
+
+_FROZEN_PARTS = (
+    "train() switches the whole model: call eval() on the parts that are frozen after it, or override train() in the "
+    "model so that they stay in evaluation mode"
+)
 
 
 def _measured(left: Left) -> str:
     changed = ""
-    if left.before and left.after:
+    if left.before and left.after and left.cause == "mode_left":
+        changed = f"{left.paths[0]} was in {left.before} mode before evaluate() and is in {left.after} mode after it"
+    elif left.before and left.after:
         changed = f"{left.paths[0]} was {left.before} before evaluate() and is {left.after} after it"
     if left.raised:
         effect = f"fit then raises {left.raised}"
