@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_trainloop import check_loop
+from tests.integrations.one_a_library import one_a_library
 
 loops = pytest.importorskip("tests.integrations.evaluating_loops")
 
@@ -22,7 +23,7 @@ def judged(make):
     return result
 
 
-@pytest.mark.parametrize("name", loops.FAULTY)
+@one_a_library(loops.FAULTY)
 def test_what_evaluation_leaves_behind_is_named(name):
     make, cause, culprit = loops.FAULTY[name]
     (fault,) = judged(make).faults
@@ -30,12 +31,12 @@ def test_what_evaluation_leaves_behind_is_named(name):
     assert culprit in f"{fault.summary} {' '.join(fault.culprits)}"
 
 
-@pytest.mark.parametrize("name", loops.RIGHT)
+@one_a_library(loops.RIGHT)
 def test_a_right_evaluation_is_silent(name):
     assert [(f.level, f.cause, f.summary) for f in judged(loops.RIGHT[name]).findings] == []
 
 
-@pytest.mark.parametrize("name", loops.ADVISED)
+@one_a_library(loops.ADVISED)
 def test_what_matters_to_nothing_yet_is_advice(name):
     make, cause = loops.ADVISED[name]
     assert [(f.level, f.cause) for f in judged(make).findings] == [("advice", cause)]

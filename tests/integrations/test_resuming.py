@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from pytest_trainloop import TrainLoop, check_loop
 from pytest_trainloop.adapters import fresh_accelerator, from_lightning, from_trainer
 from pytest_trainloop.errors import UsageError
+from tests.integrations.one_a_library import one_a_library
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -259,7 +260,7 @@ def judged(make):
     return result
 
 
-@pytest.mark.parametrize("name", loops.FAULTY)
+@one_a_library(loops.FAULTY)
 def test_what_a_resumed_run_loses_is_named(name):
     make, causes, culprit = loops.FAULTY[name]
     faults = judged(make).faults
@@ -268,12 +269,12 @@ def test_what_a_resumed_run_loses_is_named(name):
     assert not any("site-packages" in fault.where for fault in faults)
 
 
-@pytest.mark.parametrize("name", loops.RIGHT)
+@one_a_library(loops.RIGHT)
 def test_a_right_checkpoint_is_silent(name):
     assert [(f.level, f.cause, f.summary) for f in judged(loops.RIGHT[name]).findings] == []
 
 
-@pytest.mark.parametrize("name", loops.ADVISED)
+@one_a_library(loops.ADVISED)
 def test_what_may_be_right_is_advice(name):
     make, cause = loops.ADVISED[name]
     assert [(f.level, f.cause) for f in judged(make).findings] == [("advice", cause)]

@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from pytest_trainloop import TrainLoop, check_loop
 from pytest_trainloop.adapters import fresh_accelerator, from_lightning, from_trainer
+from tests.integrations.one_a_library import one_a_library
 
 loops = pytest.importorskip("tests.integrations.resuming_loops")
 transformers = pytest.importorskip("transformers")
@@ -226,14 +227,14 @@ def judged(make):
     return result
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@one_a_library(RIGHT)
 def test_right_data_are_silent(name):
     result = judged(RIGHT[name])
     assert result.outcome == "passed", [f.summary for f in result.faults]
     assert [f.summary for f in result.findings] == []
 
 
-@pytest.mark.parametrize("name", FAULTY)
+@one_a_library(FAULTY)
 def test_faulty_data_are_named(name):
     make, cause = FAULTY[name]
     (fault,) = judged(make).faults
