@@ -36,7 +36,24 @@ def shown(file: str, line: int) -> str:
 def of_function(function: object) -> str:
     """The line where a function of the user's begins; empty for other callables and for those of libraries."""
     code = code_of(function)
-    return "" if code is None or not _of_the_user(code.co_filename) else shown(code.co_filename, code.co_firstlineno)
+    return "" if code is None or not _of_the_user(code.co_filename) else shown(code.co_filename, first_line(code))
+
+
+def first_line(code: CodeType) -> int:
+    """The line of a function's ``def``, past its decorators, at which its code begins."""
+    import linecache  # on the way to a message only
+
+    line = code.co_firstlineno
+    for number in range(line, line + _MOST_DECORATORS):
+        if linecache.getline(code.co_filename, number).lstrip().startswith(("def ", "async def ")):
+            return number
+        if not linecache.getline(code.co_filename, line).lstrip().startswith("@"):
+            return line
+    return line
+
+
+_MOST_DECORATORS = 20
+"""Lines of decorators that are passed over."""
 
 
 def of_keyword(file: str, line: int, call: str, keyword: str) -> str:

@@ -262,7 +262,19 @@ def last_batch_raises(source: Source, last: LastRaises) -> Finding:
         shown_by="a fresh loop raises on a full batch and that one in turn, and does not on full ones",
         culprits=("DataLoader" if source.kind == "loader" else source.name,),
         smallest=count(last.rows, "row"),
+        repair=(
+            f"have {type(sampler).__name__}, which makes the batches, leave out or join the last one (drop_last cannot "
+            "be given with a batch_sampler); or have the loop skip batches that are too small"
+            if (sampler := _own_batch_sampler(source)) is not None
+            else ""
+        ),
     )
+
+
+def _own_batch_sampler(source: Source) -> Any:
+    """The sampler that was given to the loader as ``batch_sampler``; such a loader has no batch size of its own."""
+    loader = source.of if source.kind == "loader" else None
+    return getattr(loader, "batch_sampler", None) if getattr(loader, "batch_size", 0) is None else None
 
 
 def batch_repeats(source: Source, times: int) -> Finding:

@@ -169,7 +169,10 @@ CAUSES = {
     ),
     "evaluation_raised": Cause(
         proof="evaluate() raises after optimizer steps of fit, which ran through",
-        repair="the last line of the traceback is the one to look at; evaluate() is called without arguments",
+        repair=(
+            "mend the line that raised; what training passes on to it (a step, an epoch) is not there in evaluation "
+            "unless evaluate passes it too"
+        ),
         change=("seen",),
     ),
     "norm_statistics_moved": Cause(
@@ -273,8 +276,21 @@ def _left(left: Left) -> Finding:
         shown_by=left.shown_by,
         culprits=left.paths[:12] or (left.component,),
         where=left.where,
-        repair=_FROZEN_PARTS if left.cause == "mode_left" and left.after == "training" else "",
+        repair=_repair(left),
     )
+
+
+def _repair(left: Left) -> str:
+    """For what this evaluation does; empty for the cause's own."""
+    if left.cause == "mode_left" and left.after == "training":
+        return _FROZEN_PARTS
+    return _ATTACK if left.cause == "gradients_left" and "backward(" in left.where else ""
+
+
+_ATTACK = (
+    "torch.autograd.grad(loss, x) in place of backward(), where a gradient with respect to x is needed: it writes no "
+    ".grad; else leave backward() out, and put with torch.no_grad(): around evaluation"
+)
 
 
 _FROZEN_PARTS = (

@@ -178,6 +178,11 @@ def _repair(cause: str, held: Held) -> str:
         last = held.name.rpartition(".")[2]
         detached = f"{last}.detach()" if held.kind == "Tensor" else f"tuple(each.detach() for each in {last})"
         return f"detach {held.name} where a step begins: {last} = {detached}"
+    if cause == "held_outside_python" and not held.name:
+        return (
+            "what this line makes is handed, with its graph, to something that is no Python object (a Future, an "
+            "extension, the ctx of a custom Function): hand over loss.detach(), or empty it after the step"
+        )
     if held.name.endswith("._backward_hooks"):
         return "keep the handle that register_hook() returns, and call handle.remove() after the backward pass"
     return ""

@@ -45,8 +45,8 @@ class Checkpoint:
     """What ``save`` made. ``remove`` deletes the folder that it wrote to."""
 
     entries: list[Entry] = field(default_factory=list)
-    random_states: frozenset[str] = frozenset()
-    """Of torch, numpy and python those whose random state is in the checkpoint."""
+    random_states: dict[str, str] = field(default_factory=dict)
+    """Of torch, numpy and python those whose random state is in the checkpoint, each with its entry."""
     seen: bool = False
     """Whether its entries are known: the state was returned, or written by ``torch.save``."""
     _parameter: str = ""
@@ -129,14 +129,16 @@ class Checkpoint:
     def _look_at(self, roots: list[tuple[str, Any]]) -> None:
         self.seen = bool(roots)
         states = _random_states()
-        found: set[str] = set()
+        found: dict[str, str] = {}
         for number, (path, value) in enumerate(_entries(roots)):
             if number >= MOST:
                 break
-            found.update(name for name, state in states.items() if _is_state(value, state))
+            for name, state in states.items():
+                if _is_state(value, state):
+                    found.setdefault(name, path)
             if isinstance(value, torch.Tensor) and not value.is_meta and value.layout is torch.strided:
                 self.entries.append(Entry(path, value, value.detach().clone()))
-        self.random_states = frozenset(found)
+        self.random_states = found
 
 
 def copied(state: Any) -> Any:

@@ -229,10 +229,15 @@ def _scalers(a: Uninterrupted, b: Resumed, renewed: Renewed) -> Iterator[Fact]:
 def _random_states(a: Uninterrupted, b: Resumed, renewed: Renewed) -> Iterator[Fact]:
     if "rng" in renewed.names:
         return
-    drawn, saved = a.ended.half.drawn, a.checkpoint.random_states
+    drawn, saved = a.ended.half.drawn, a.checkpoint.random_states.keys()
     left = sorted((drawn & saved) - b.restored - b.kept_for_later)
     if left:
-        yield Fact("rng_not_put_back", tuple(_SETTERS[name] for name in left), detail=" and ".join(left))
+        yield Fact(
+            "rng_not_put_back",
+            tuple(_SETTERS[name] for name in left),
+            detail=" and ".join(left),
+            saved_as=", ".join(a.checkpoint.random_states[name] for name in left),
+        )
     absent = sorted(drawn - saved)
     if absent and a.checkpoint.seen and not saved:
         yield Fact("rng_not_saved", tuple(_GETTERS[name] for name in absent), "advice", detail=" and ".join(absent))

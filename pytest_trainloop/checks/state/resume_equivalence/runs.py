@@ -377,4 +377,4 @@ def line_of(function: object) -> str:
     code = places.code_of(function)
     if code is None or layer(code.co_filename) != 2:
         return ""
-    return str(place_of(code.co_filename, code.co_firstlineno))
+    return str(place_of(code.co_filename, places.first_line(code)))

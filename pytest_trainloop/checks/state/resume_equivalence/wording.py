@@ -201,6 +201,14 @@ def _repair(fact: Fact) -> str:
     name = fact.component
     if fact.cause == "weights_not_loaded":
         return _repair_of_keys(fact)
+    if fact.cause == "rng_not_put_back":
+        return f"at the end of load call {' and '.join(fact.names)} with what the checkpoint holds: {fact.saved_as}"
+    if fact.cause == "live_references":
+        last = fact.names[0].split("[")[0].rpartition(".")[2]
+        return (
+            f"copy where it is kept, {last} = copy.deepcopy(model.state_dict()): state_dict() returns the live "
+            "tensors, and a copy in save() comes too late"
+        )
     if fact.cause == "optimizer_state_lost" and name.startswith("optimizer["):
         which = name.partition(".")[0]
         return f"save and load the state_dict() of {which} as well, after it is built"
