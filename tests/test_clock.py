@@ -25,6 +25,7 @@ READERS = {
     "plugin.progress": "when a line of progress is due",
     "runs.guard": "a timer ends the time of fit, and the check is skipped",
     "checks.state.determinism.repeat": "so does a wait for a child",
+    "reach.sorts": "the types of dates only, which are plain values",
 }
 """Modules that may read a clock or set a timer, and what for."""
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch.autograd.graph import get_gradient_edge
 
 from pytest_trainloop.recording.record import KeptGraphs, RefusedBackward
+from pytest_trainloop.recording.torch_internals import is_functorch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -71,7 +72,13 @@ class Graphs:
         """Called where a pass raises that goes through an earlier graph."""
 
     def mark(self, roots: Iterable[torch.Tensor], inputs: Sequence[torch.Tensor], *, retained: bool) -> None:
-        """Put a sentinel into every node that the pass goes through and that has none."""
+        """Put a sentinel into every node that the pass goes through and that has none.
+
+        Graphs inside a transform of functorch are none of the loop's, and end with it.
+        """
+        roots = list(roots)
+        if any(map(is_functorch, (*roots, *inputs))):
+            return
         watch = self._watch
         window = watch.record.rounds + 1
         sentinel = Sentinel(self._run, window, watch.items(), retained=retained)

@@ -54,6 +54,9 @@ NAMES = (
     "batchmean_of_one_row_divides_by_the_classes",
     "eps_of_1e8",
     "clip_far_below_the_gradient",
+    "average_swapped_in_for_good",
+    "moments_not_saved",
+    "total_loss_with_graph",
 )
 
 COMPOSED = (
@@ -99,8 +102,8 @@ def test_the_fault_is_named_and_the_repaired_loop_passes_whichever_way_data_come
         assert result.outcome == "passed", described(report)
 
 
-def test_every_check_is_there():
-    assert {PAIRS[name].check for name in NAMES} == set(registry.of("loop"))
+def test_every_check_is_there_but_the_one_that_judges_how_data_are_handed_over():
+    assert {PAIRS[name].check for name in NAMES} == set(registry.of("loop")) - {"data_order"}
 
 
 def language_model(weigh, draw, way):
