@@ -99,4 +99,6 @@ class Ledger:
                 nothing = "every marked function was refused"
             elif not report.entries and terminalreporter.stats.get("error"):
                 nothing = "the session met errors before any check ran"
+            elif not report.entries and terminalreporter.stats.get("failed"):
+                nothing = "the tests failed before any check ran"
             terminalreporter.write_line(f"trainloop: NOTHING WAS CHECKED: {nothing}", **_COLOURS["loud"])

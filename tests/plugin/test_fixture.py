@@ -165,3 +165,16 @@ def test_by_hand(trainloop):
 def test_it_works_with_and_without_the_flag(pytester, run, flag):
     pytester.makepyfile(HEAD + "def test_by_hand(trainloop): trainloop.check('overfit', dict)\n")
     run(*flag).assert_outcomes(passed=1)
+
+
+def test_a_block_that_raises_is_said_to_have_checked_nothing(pytester):
+    pytester.makepyfile(
+        """
+        def test_it(trainloop):
+            with trainloop.observe() as record:
+                raise RuntimeError("the script's own")
+            record.check()
+        """
+    )
+    result = pytester.runpytest_inprocess("--trainloop", "-p", "no:randomly")
+    result.stdout.fnmatch_lines(["trainloop: NOTHING WAS CHECKED: the tests failed before any check ran"])
