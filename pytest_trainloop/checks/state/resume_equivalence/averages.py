@@ -22,7 +22,10 @@ _STATES = ("tensor", "weight", "buffer", "array")
 
 
 def averages(a: Uninterrupted, b: Resumed, renewed: Renewed, found: Sequence[Fact]) -> Iterator[Fact]:
-    """Tensors that training moves, that no weight depends on, and that begin anew: shown by ``evaluate``, or advice."""
+    """Tensors that training moves, that no weight depends on, and that begin anew: shown by ``evaluate``, or advice.
+
+    That ``evaluate`` returns the same shows nothing: an accuracy over few rows is often equal.
+    """
     known = {name for fact in found for name in fact.component.split(" and ")}
     left = candidates(b, renewed)
     moving = {n: d for n, d in left.items() if n not in known and _moves(a, b, d)}
@@ -35,6 +38,7 @@ def averages(a: Uninterrupted, b: Resumed, renewed: Renewed, found: Sequence[Fac
         own = [d for d in differences if d.leaf.kind == "buffer" and not d.leaf.persistent]
         names = tuple(shown(d.leaf.path, a) for d in differences)
         held = saved_as(a, differences)
+        detail = ""
         if whole:
             without = everything - {d.leaf.path for d in differences}
             other = Resumed(a, without, renewed=renewed, steps=False, evaluate=True).numbers
@@ -42,8 +46,10 @@ def averages(a: Uninterrupted, b: Resumed, renewed: Renewed, found: Sequence[Fac
                 cause = "buffer_lost" if own else "average_lost"
                 detail = f"evaluate() gives {_number(other)} in place of {_number(whole)}"
                 yield Fact(cause, names, component=name, differences=differences, detail=detail, saved_as=held)
-        elif as_weights(a, differences) and not own:
-            yield Fact("average_lost", names, "advice", name, differences=differences, saved_as=held)
+                continue
+            detail = f"evaluate() gives {_number(other)} with and without it" if other else ""
+        if as_weights(a, differences) and not own:
+            yield Fact("average_lost", names, "advice", name, differences=differences, detail=detail, saved_as=held)
 
 
 def _moves(a: Uninterrupted, b: Resumed, differences: Sequence[Difference]) -> bool:

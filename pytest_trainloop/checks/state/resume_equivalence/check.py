@@ -146,7 +146,10 @@ CAUSES = {
     "average_lost": Cause(
         proof="the weights go on as before, and the average that evaluate reads begins anew",
         repair='save "ema": ema.state_dict(), and ema.load_state_dict(state["ema"]) in load',
-        settle="evaluate= shows whether it matters; renews=(its path,) where it is meant to begin anew",
+        settle=(
+            "an evaluate= that returns a loss shows whether it matters; renews=(its path,) where it is meant to begin "
+            "anew"
+        ),
     ),
     "live_references": Cause(
         proof="tensors of the checkpoint changed while training went on",

@@ -168,6 +168,11 @@ def _shown(fact: Fact) -> str:
         return f"with everything carried over the runs end alike, and with everything but {fact.component} they do not"
     if fact.cause in ("average_lost", "buffer_lost") and fact.level == "fault":
         return f"evaluate() was called after load, once with {fact.component} carried over and once without"
+    if fact.cause == "average_lost" and fact.detail:
+        return (
+            "it moves as training goes on, and has the shapes of weights; an evaluate= that returns a loss shows who "
+            "reads it, while an accuracy is often equal"
+        )
     return _SHOWN.get(fact.cause, "compared after load with what it was when it was saved")
 
 

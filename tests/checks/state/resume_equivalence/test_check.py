@@ -164,3 +164,29 @@ def test_temporary_folders_are_removed(tmp_path, monkeypatch):
     )
     assert judged(make).outcome == "passed"
     assert list(tmp_path.iterdir()) == []
+
+
+class Averaged(Regression):
+    def __init__(self):
+        super().__init__()
+        self.shadow = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def fit(self, batches):
+        for batch in batches:
+            super().fit([batch])
+            for name, p in self.model.named_parameters():
+                self.shadow[name].lerp_(p.detach(), 0.1)
+
+    def evaluate(self):
+        """The share of outputs below a bound that all of them are below."""
+        x, _ = data.table()
+        return (torch.func.functional_call(self.model, self.shadow, (x,)) < 1e6).float().mean().item()
+
+
+def test_a_result_that_happens_to_be_equal_clears_no_average():
+    result = judged(made(Averaged, evaluate=lambda own: own.evaluate))
+    assert result.outcome == "passed"
+    (finding,) = result.findings
+    assert (finding.cause, finding.level) == ("average_lost", "advice")
+    assert "evaluate() gives 1 with and without it" in finding.measured
+    assert "an accuracy is often equal" in finding.shown_by
