@@ -248,9 +248,18 @@ class Batches(Sequence[Any]):
 
 def _no_batch(loop: TrainLoop) -> UsageError | CannotDecide:
     """Of a loader that drops the only batch that it could give: ``data_order`` says so."""
-    if getattr(loop.batches, "drop_last", False):
+    empty = _empty(loop.batches)
+    if getattr(loop.batches, "drop_last", False) and not empty:
         return CannotDecide("TrainLoop.batches gives no batch, since it drops the last one: see data_order")
-    return UsageError("TrainLoop.batches gave no batch; at least one is needed")
+    return UsageError(f"TrainLoop.batches gave no batch{empty}; at least one is needed")
+
+
+def _empty(batches: Any) -> str:
+    """That the data set of a loader has no item."""
+    try:
+        return ": its data set has 0 items" if len(batches.dataset) == 0 else ""
+    except Exception:  # the project's own __len__, or none
+        return ""
 
 
 def _source(loop: TrainLoop, count: int) -> Iterator[Any]:

@@ -61,7 +61,7 @@ BATCH = {
     "batches-empty": ("loop(batch=None, batches=[])", "TrainLoop.batches gave no batch; at least one is needed"),
     "batches-empty-loader": (
         "loop(batch=None, batches=torch.utils.data.DataLoader([]))",
-        "TrainLoop.batches gave no batch; at least one is needed",
+        "TrainLoop.batches gave no batch: its data set has 0 items; at least one is needed",
     ),
     "batches-of-strings": (
         "loop(batches=['a', 'b'])",

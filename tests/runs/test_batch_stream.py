@@ -272,6 +272,7 @@ def test_in_float64_only_floating_tensors_change():
     ("batches", "sentence"),
     [
         ([], "TrainLoop.batches gave no batch; at least one is needed"),
+        (DataLoader([]), "TrainLoop.batches gave no batch: its data set has 0 items; at least one is needed"),
         (5, "TrainLoop.batches is 5; a DataLoader, an iterable, or a function batches(n) is needed"),
         (lambda n: 3, "TrainLoop.batches(5) gave 3; a DataLoader, an iterable, or a function batches(n) is needed"),
         ([None], "TrainLoop.batches[0] is None; a batch with at least one tensor is needed"),

@@ -65,7 +65,11 @@ class Looks:
                 yield findings.no_batch(source, dropped)
                 continue
             yield from self._at(number, source)
-        yield from self._in_fit(streams)
+        try:
+            yield from self._in_fit(streams)
+        except CannotDecide as reason:
+            # Nothing can be run where the given loader gives no batch, and that is told above.
+            self.undecided.append(reason)
 
     def _at(self, number: int, source: Source) -> Iterator[Finding]:
         """The looks at one stream, whose number is that of the same stream of each fresh loop."""

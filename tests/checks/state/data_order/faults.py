@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections import deque
@@ -889,7 +890,7 @@ pair(
 )
 
 
-def validates(rows):
+def validates(rows, batches=None):
     def fit_of(model, optimizer, step):
         val_loader = DataLoader(TensorDataset(*stored(rows)), batch_size=8, drop_last=True)
 
@@ -904,7 +905,7 @@ def validates(rows):
 
         return fit
 
-    return trains_on(None, fit_of)
+    return trains_on(batches, fit_of)
 
 
 pair(
@@ -915,6 +916,24 @@ pair(
     where="val_loader = DataLoader(",
     faulty=validates(6),
     fixed=validates(16),
+)
+
+
+def drops_last(rows):
+    def loader():
+        return DataLoader(TensorDataset(*stored(rows)), batch_size=8, drop_last=True)
+
+    return lambda: dataclasses.replace(validates(16, loader)(), batch=None)
+
+
+pair(
+    "last_batch_dropped_and_a_validation_loader",
+    "data_order",
+    "no_batch",
+    culprits=("TrainLoop.batches",),
+    faulty=drops_last(6),
+    fixed=drops_last(16),
+    quick=True,
 )
 
 
