@@ -54,7 +54,7 @@ def require_fields(loop: Any) -> None:
     _require_paths("renews", loop.renews, "'optimizer', 'scheduler', 'scaler', 'rng' or paths", "('optimizer',)")
     if loop.renews is not None and loop.load is None:
         raise UsageError(
-            f"TrainLoop.renews is given without load, which renews it; both are needed: {CALLS['load'][0]}"
+            f"TrainLoop.renews is given without load, which renews it; both are needed: {_call('load', loop.save)}"
         )
     require_optimizers(loop.optimizers)
     _require_schedulers(loop.scheduler, loop.optimizers)
@@ -71,7 +71,18 @@ def require_fields(loop: Any) -> None:
         raise _refused("batch_dim", loop.batch_dim, "the number of a dimension is needed, as in batch_dim=1")
     if (loop.save is None) != (loop.load is None):
         given, absent = ("save", "load") if loop.load is None else ("load", "save")
-        raise UsageError(f"TrainLoop.{given} is given without {absent}; both are needed: {CALLS[absent][0]}")
+        call = _call(absent, getattr(loop, given))
+        raise UsageError(f"TrainLoop.{given} is given without {absent}; both are needed: {call}")
+
+
+def _call(absent: str, other: Any) -> str:
+    """How ``save`` or ``load`` is called beside the other one, which shows whether a path is handed over."""
+    signature = _own_signature(other) if other is not None else None
+    first = _first_parameter(signature)
+    if signature is None or first is None:
+        return CALLS[absent][0]
+    by_path = _PATHS.search(first) or (absent == "load" and not _binds(signature, 0))
+    return f"{absent}(path)" if by_path else CALLS[absent][0]
 
 
 def named_modules(model: Any, field: str = "TrainLoop.model") -> dict[str, nn.Module]:

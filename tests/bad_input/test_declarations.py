@@ -209,6 +209,14 @@ OTHERS = {
         "loop(save=lambda: {})",
         "TrainLoop.save is given without load; both are needed: load(state)",
     ),
+    "save-to-a-path-without-load": (
+        "loop(save=lambda path: None)",
+        "TrainLoop.save is given without load; both are needed: load(path)",
+    ),
+    "load-from-a-path-without-save": (
+        "loop(load=lambda ckpt_path: None)",
+        "TrainLoop.load is given without save; both are needed: save(path)",
+    ),
     "load-without-save": (
         "loop(load=lambda checkpoint: None)",
         "TrainLoop.load is given without save; both are needed: save()",

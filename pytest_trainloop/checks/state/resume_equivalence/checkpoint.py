@@ -50,7 +50,11 @@ class Checkpoint:
     seen: bool = False
     """Whether its entries are known: the state was returned, or written by ``torch.save``."""
     _parameter: str = ""
+    bare: bool = False
+    """Whether a file is named without an ending, which the project may put there itself."""
     _given: Path | None = None
+    _text: bool = False
+    """Whether the path is handed over as a string, since the project takes no other."""
     _folder: Path | None = None
     _state: Any = None
 
@@ -75,9 +79,30 @@ class Checkpoint:
         assert loop.load is not None
         if self._given is not None and self._folder is not None:
             _replace(self._folder / "kept", self._folder / "given")
-            loop.load(self._given)
+            self._give_path(loop.load, self._given)
         else:
             loop.load(copied(self._state))
+
+    @property
+    def given(self) -> Path | None:
+        """The path that ``save`` was given; None where it returns a state."""
+        return self._given
+
+    def files(self) -> list[str]:
+        """What ``save`` wrote into the folder of the path, each as a path within it."""
+        if self._folder is None:
+            return []
+        kept = self._folder / "kept"
+        return sorted(str(path.relative_to(kept)) for path in kept.rglob("*") if path.is_file())
+
+    def missing(self, path: Any) -> str:
+        """A path where there is nothing, relative to the folder that ``save`` was given; empty for others."""
+        if self._given is None or not isinstance(path, (str, Path)) or Path(path).exists():
+            return ""
+        try:
+            return str(Path(path).relative_to(self._given.parent))
+        except ValueError:
+            return ""
 
     def changed(self) -> list[Entry]:
         """Entries whose tensor is no longer what it was when it was saved."""
@@ -99,25 +124,40 @@ class Checkpoint:
         self._state, self.entries = None, []
 
     def _written(self, save: Callable[..., Any]) -> Any:
-        """Call ``save`` with a path; with one of the other kind, folder or file, where that is what it wants."""
+        """Call ``save`` with a path; with one of the other kind, folder or file, or with a string, where that is what
+        it wants."""
         self._folder = Path(tempfile.mkdtemp(prefix="trainloop-"))
         place = self._folder / "given"
-        first = is_folder(self._parameter)
+        folder = first = is_folder(self._parameter)
+        raised: Exception | None = None
+        self._text = False
+        while True:
+            path = self._path(place, folder=folder)
+            try:
+                return save(str(path) if self._text else path)
+            except Exception as error:
+                raised = raised or error
+                if isinstance(error, (TypeError, AttributeError)) and not self._text:
+                    self._text = True
+                elif (isinstance(error, OSError) or "directory" in str(error).lower()) and folder is first:
+                    folder = not first
+                else:
+                    raise raised from None
+
+    def _give_path(self, load: Callable[..., Any], path: Path) -> None:
+        """Call ``load`` with the path, as a string where ``save`` or the error says so."""
         try:
-            return save(self._path(place, folder=first))
-        except Exception as error:  # a folder where a file is wanted, or the other way round
-            if not isinstance(error, OSError) and "directory" not in str(error).lower():
+            load(str(path) if self._text else path)
+        except (TypeError, AttributeError) as error:
+            if self._text or type(path).__name__ not in str(error):
                 raise
-            raised = error
-        try:
-            return save(self._path(place, folder=not first))
-        except Exception:
-            raise raised from None
+            self._text = True
+            self._give_path(load, path)
 
     def _path(self, place: Path, *, folder: bool) -> Path:
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
-        self._given = place / ("checkpoint" if folder else "checkpoint.pt")
+        self._given = place / ("checkpoint" if folder or self.bare else "checkpoint.pt")
         if folder:
             self._given.mkdir()
         return self._given

@@ -11,6 +11,7 @@ from pytest_trainloop.checks.state.resume_equivalence.runs import RENEWABLE_KIND
 from pytest_trainloop.errors import CannotDecide, UsageError
 from pytest_trainloop.knobs import nearest
 from pytest_trainloop.runs.halves import halves, no_halves
+from pytest_trainloop.wording import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,9 +51,12 @@ def compared(evidence: Evidence) -> Iterator[tuple[Fact, Uninterrupted]]:
         if changed is not None:
             yield changed, a
         elif b.load_error is not None:
-            _require_own(b.load_error, "load")
+            _require_written(a, b, b.load_error)
+            if not b.unopened:
+                _require_own(b.load_error, "load")
             apart = list(untied(a, b))  # an optimizer over one weight more does not take the state of one over less
-            for fact in apart or [Fact("load_raises", ("load()",), raised=b.load_error)]:
+            names = f"save wrote {some(a.checkpoint.files())}, load opens {b.unopened}" if b.unopened else ""
+            for fact in apart or [Fact("load_raises", ("load()",), raised=b.load_error, detail=names)]:
                 yield fact, a
         else:
             for fact in facts(a, b, renewed):
@@ -68,11 +72,17 @@ def _both(evidence: Evidence) -> tuple[Uninterrupted, Resumed | None, Renewed]:
     scaled = any(call.enabled for call in evidence.run().scaler_calls())
     for double in (False,) if scaled else (True, False):
         a = Uninterrupted(evidence, double=double)
-        raised = bool(a.unreadable) or a.save_error is not None or a.ended.raised is not None or not a.ended.made.end
+        raised = _stopped(a)
         b, renewed = None, Renewed()
         if not raised:
             renewed = _renewed(evidence, a)
             b = Resumed(a, renewed=renewed)
+            if b.unopened and a.checkpoint.files():  # the project may put the ending there itself
+                other = Uninterrupted(evidence, double=double, bare=True)
+                resumed = Resumed(other, renewed=renewed) if not _stopped(other) else None
+                if resumed is not None and not resumed.unopened:
+                    a, b, other = other, resumed, a
+                other.checkpoint.remove()
             raised = b.load_error is not None or b.ended.raised is not None
         if not raised or not double:
             break
@@ -80,11 +90,33 @@ def _both(evidence: Evidence) -> tuple[Uninterrupted, Resumed | None, Renewed]:
     return a, b, renewed
 
 
+def _stopped(a: Uninterrupted) -> bool:
+    return bool(a.unreadable) or a.save_error is not None or a.ended.raised is not None or not a.ended.made.end
+
+
+def _require_written(a: Uninterrupted, b: Resumed, raised: Raised) -> None:
+    """Raise ``CannotDecide`` where ``load`` finds nothing since ``save`` wrote elsewhere, or under a longer name."""
+    given, files = a.checkpoint.given, a.checkpoint.files()
+    if given is None or raised.kind not in ("OSError", "FileNotFoundError"):
+        return
+    if not files:
+        raise CannotDecide(
+            f"save wrote nothing into the folder that it is given, and load raised {raised.summary}; let save write to "
+            "the path that it is given, and load read it"
+        )
+    if b.unopened == given.name and all(name.startswith(f"{given.name}.") for name in files):
+        raise CannotDecide(
+            f"save wrote {some(files)} where it was given {given.name}, and load raised {raised.summary}; declare a "
+            "load that is given the same path and puts the same ending there"
+        )
+
+
 def _require_own(raised: Raised, function: str) -> None:
     """Raise ``CannotDecide`` for what is not in the project's hands here."""
     if raised.kind in _ELSEWHERE:
         raise CannotDecide(
-            f"{function} raised {raised.summary}; let it use the path that it is given: save(path) and load(path)"
+            f"{function} raised {raised.summary}; let {function} use the path that it is given: save(path) and "
+            "load(path)"
         )
 
 

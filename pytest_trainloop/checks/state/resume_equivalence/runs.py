@@ -122,10 +122,10 @@ class Uninterrupted:
     Raises ``CannotDecide`` where ``fit`` cannot be called twice.
     """
 
-    def __init__(self, evidence: Evidence, *, double: bool, put_back: Collection[str] = ()) -> None:
+    def __init__(self, evidence: Evidence, *, double: bool, put_back: Collection[str] = (), bare: bool = False) -> None:
         self.evidence = evidence
         self._put_back = put_back
-        self.checkpoint = Checkpoint()
+        self.checkpoint = Checkpoint(bare=bare)
         self.save_error: Raised | None = None
         self.unreadable = ""
         self.saved: Snapshot | None = None
@@ -234,6 +234,8 @@ class Resumed:
     ) -> None:
         self.a = a
         self.load_error: Raised | None = None
+        self.unopened = ""
+        """What ``load`` did not find, within the folder that ``save`` wrote to."""
         self.built: Snapshot | None = None
         self.loaded: Snapshot | None = None
         self.lost: list[Difference] = []
@@ -294,6 +296,7 @@ class Resumed:
                 self.a.checkpoint.give(loop)
         except Exception as error:
             self.load_error, self.ties = as_text(error), ties(loop)
+            self.unopened = self.a.checkpoint.missing(getattr(error, "filename", None))
             raise Over from None
         self.restored = random_states_are(self.a.states)
 

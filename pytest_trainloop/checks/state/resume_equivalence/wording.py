@@ -75,7 +75,9 @@ def _summary(fact: Fact) -> str:
         "save_changes": f"save leaves {names} changed, and training goes on otherwise",
         "save_raises": f"save raises {fact.raised.summary if fact.raised else ''}",
         "load_raises": (
-            f"load raises {fact.raised.summary}"
+            fact.detail
+            if fact.detail
+            else f"load raises {fact.raised.summary}"
             if fact.raised and fact.names == ("load()",)
             else f"after load fit raises {fact.raised.summary if fact.raised else ''}, and it does not without stopping"
         ),

@@ -92,6 +92,46 @@ def test_a_file_that_is_not_there_is_not_the_loops_fault():
     assert "save(path) and load(path)" in result.reason
 
 
+def test_a_save_that_writes_elsewhere_is_told_so():
+    result = judged(made(save=lambda own: lambda path: None, load=lambda own: lambda path: torch.load(path)))
+    assert result.outcome == "skipped"
+    assert "save wrote nothing into the folder that it is given" in result.reason
+
+
+def test_a_load_that_opens_another_file_than_save_wrote_is_at_fault():
+    def save(own):
+        return lambda path: torch.save(own.save(), path.with_suffix(".pth"))
+
+    def load(own):
+        return lambda path: own.load(torch.load(path.with_suffix(".pt")))
+
+    (finding,) = judged(made(save=save, load=load)).findings
+    assert (finding.cause, finding.level) == ("load_raises", "fault")
+    assert finding.summary == "save wrote checkpoint.pth, load opens checkpoint.pt"
+
+
+def test_a_save_that_adds_its_ending_to_any_name_is_told_so():
+    def save(own):
+        return lambda path: torch.save(own.save(), f"{path}.pth")
+
+    result = judged(made(save=save, load=lambda own: lambda path: own.load(torch.load(path))))
+    assert result.outcome == "skipped"
+    assert "save wrote checkpoint.pt.pth where it was given checkpoint.pt" in result.reason
+
+
+@pytest.mark.parametrize("ending", [lambda path: path + ".pt", lambda path: path.removesuffix(".pt") + ".pt"])
+def test_paths_that_are_strings_with_an_ending_to_add_are_no_fault(ending):
+    def save(own):
+        return lambda path: torch.save(own.save(), path + ".pt")
+
+    def load(own):
+        return lambda path: own.load(torch.load(ending(path)))
+
+    result = judged(made(save=save, load=load))
+    assert result.outcome == "passed"
+    assert not result.findings
+
+
 def test_a_run_that_does_not_repeat_is_unreliable():
     class Drifting(Regression):
         draws = itertools.count()

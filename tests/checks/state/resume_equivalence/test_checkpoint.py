@@ -66,6 +66,36 @@ def test_a_path_is_a_file_or_a_folder_as_the_project_wants_it(checkpoint, kind):
     checkpoint.give(subject)
 
 
+@pytest.mark.parametrize(
+    ("save", "load"),
+    [
+        (lambda path: torch.save({}, path + ".pt"), lambda path: torch.load(path + ".pt")),
+        (lambda path: torch.save({}, path.strip()), torch.load),
+        (lambda path: torch.save({}, path), lambda path: torch.load(path[:])),
+        (lambda path: torch.save({}, path + "/last.pt"), lambda path: torch.load(path + "/last.pt")),
+    ],
+)
+def test_a_path_is_a_string_where_the_project_takes_no_other(checkpoint, save, load):
+    subject = loop(save, load)
+    checkpoint.take(subject)
+    checkpoint.give(subject)
+
+
+def test_what_a_string_does_not_explain_is_raised_as_it_was(checkpoint):
+    def save(path):
+        raise TypeError("cannot pickle a lock")
+
+    with pytest.raises(TypeError, match="cannot pickle a lock"):
+        checkpoint.take(loop(save, print))
+
+    def load(path):
+        raise TypeError("unsupported operand")
+
+    checkpoint.take(loop(lambda path: path.write_text("x"), load))
+    with pytest.raises(TypeError, match="unsupported operand"):
+        checkpoint.give(loop(print, load))
+
+
 def test_what_load_does_to_the_files_is_not_seen_by_the_next_load(checkpoint):
     subject = loop(lambda path: path.write_text("once"), lambda path: (path.read_text(), path.unlink()))
     checkpoint.take(subject)
