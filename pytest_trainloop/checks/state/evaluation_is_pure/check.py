@@ -14,7 +14,8 @@ How it decides
     Evaluation may change much that training does not use: histories, best weights, caches, a calibrated temperature,
     generators that are drawn from. So it is not asked what changed, but whether training comes out differently. Both
     runs have the same batches, and the generators are seeded alike after the cut. Compared are the weights that the
-    second call of ``fit`` moves without evaluation, up to rounding.
+    second call of ``fit`` moves without evaluation, up to rounding; bit for bit where a weight comes back rounded to a
+    lower precision.
     Where they differ, everything that differs right after ``evaluate()`` is put back: weights, gradients, buffers,
     modes, attributes, optimizer state, data, the process's switches. If training then is as it was without evaluation,
     all but one of them is put back, one after another: what makes training differ alone is the cause. If nothing that
@@ -77,6 +78,9 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.state.evaluation_is_pure.reseeding import Reseeding
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.tracing.dropout_in_evaluation import ActiveDropout
+
+MOST_CULPRITS = 6
+"""Attributes that a finding names; its summary says how many there are."""
 
 _LEARNING = ("overfit_one_batch", "determinism")
 
@@ -274,7 +278,7 @@ def _left(left: Left) -> Finding:
         summary=summary,
         measured=_measured(left),
         shown_by=left.shown_by,
-        culprits=left.paths[:12] or (left.component,),
+        culprits=left.paths[:MOST_CULPRITS] or (left.component,),
         where=left.where,
         repair=_repair(left),
     )

@@ -12,6 +12,7 @@ import torch
 from pytest_trainloop.checks.state.evaluation_is_pure.changed_at import ChangedAt, Probe
 from pytest_trainloop.checks.state.evaluation_is_pure.generators import Seed, global_states, noted_seeds
 from pytest_trainloop.errors import UserCodeError
+from pytest_trainloop.reach.copies import same_bits
 from pytest_trainloop.reach.snapshot import differences
 from pytest_trainloop.reach.walk import Reach
 from pytest_trainloop.recording.function_mode import FunctionMode
@@ -81,6 +82,8 @@ class Seen:
     """Calls that seed a global generator, with their lines."""
     casts: bool = False
     """Whether it casts a weight to a lower precision or sets the default dtype: a run in float64 undoes that."""
+    rounded: bool = False
+    """Whether a weight came back rounded to a lower precision."""
     began: int = 0
     """The position in the record at which it began."""
     ended: int = 0
@@ -179,10 +182,32 @@ def _evaluate(
         after = reach.snapshot()
         seen.cut = reach.cut
         seen.differences = differences(before, after)
+        seen.rounded = _add_rounded(seen.differences, before, after) if seen.casts else False
         seen.inference = tuple(path for path in _inference_tensors(after) if path not in kept)
         written = [d.leaf.path for d in seen.differences if d.leaf.kind == "weight" and d.how == "changed"]
         seen.holders = {path: reach.holders(reach.value(path)) for path in written[:MOST_HELD]}
         before.put_back([d.leaf.path for d in seen.differences if put_back(d)])
+
+
+def _add_rounded(found: list[Difference], before: Snapshot, after: Snapshot) -> bool:
+    """Add the weights that went through a lower precision and came back, by less than ``differences`` tells apart."""
+    rounded = [
+        d
+        for d in differences(before, after, same=lambda a, b: not _came_back(a, b))
+        if d.leaf.kind == "weight" and d.how == "changed"
+    ]
+    known = {d.leaf.path for d in found}
+    found += [d for d in rounded if d.leaf.path not in known]
+    return bool(rounded)
+
+
+def _came_back(before: Any, after: Any) -> bool:
+    """Whether ``after`` is ``before`` rounded to a lower precision."""
+    if not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.is_floating_point()):
+        return False
+    if before.dtype != after.dtype or before.layout != torch.strided or same_bits(before, after):
+        return False
+    return any(same_bits(before.to(low).to(before.dtype), after) for low in (torch.float16, torch.bfloat16))
 
 
 def _displace(loop: TrainLoop, watch: Watch) -> None:

@@ -23,6 +23,7 @@ from pytest_trainloop.checks.state.evaluation_is_pure.left import (
 from pytest_trainloop.checks.state.evaluation_is_pure.reseeding import reseeding
 from pytest_trainloop.checks.state.evaluation_is_pure.steering import steers
 from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.reach.copies import same_bits
 from pytest_trainloop.runs.halves import halves, no_halves, same_tensor
 from pytest_trainloop.tracing.dropout_in_evaluation import DropoutInEvaluation
 
@@ -89,9 +90,13 @@ class _Cut:
     interposed: Interposed
     end: Mapping[str, torch.Tensor]
     trained: frozenset[str]
+    same: Callable[[torch.Tensor | None, torch.Tensor | None], bool] = same_tensor
 
     def differs(self, run: Run) -> bool:
-        return run.halves.record.raised is not None or bool(run.halves.differ(self.end, self.trained))
+        end = run.halves.end
+        return run.halves.record.raised is not None or any(
+            not self.same(end.get(name), self.end.get(name)) for name in self.trained
+        )
 
 
 class _Judging:
@@ -114,8 +119,9 @@ class _Judging:
         except EvaluateRaised:
             if not reference.double:
                 raise
-        if run is None or (reference.double and _shows_in_own_precision(run.seen) and not cut.differs(run)):
-            # the wider precision made it raise, or undid what it does; the first may come anyway
+        undone = run is not None and any(d.leaf.kind == "switch" for d in run.seen.differences)
+        if run is None or (reference.double and (run.seen.casts or (undone and not cut.differs(run)))):
+            # the wider precision made it raise, or undid what it does, or what it casts has another dtype by now
             cut, run = self._in_own_precision(dropout)
         self._made.dropout = dropout.between(run.seen.began, run.seen.ended)
         found = self._find(cut, run)
@@ -162,6 +168,9 @@ class _Judging:
             cut = replace(cut, interposed=cut.interposed.also(drawn_late=True))
             cut.end = halves(self._evidence, double=cut.interposed.double, drawn_late=True).end
             run = cut.interposed.run()
+        if run.seen.rounded and not cut.differs(run):
+            bitwise = replace(cut, same=_same_bits)  # holds where putting it back restores every bit
+            cut = cut if bitwise.differs(cut.interposed.run(lambda difference: True)) else bitwise
         if not cut.differs(run):
             return False
         if run.seen.inference and run.halves.record.raised and "nference tensor" in run.halves.record.raised.message:
@@ -367,11 +376,6 @@ def _inference_mode_left(run: Run) -> Left:
     )
 
 
-def _shows_in_own_precision(seen: Seen) -> bool:
-    """Whether evaluation does what a run in float64 has no use for: casts, autocast, another default dtype."""
-    return seen.casts or any(d.leaf.kind == "switch" for d in seen.differences)
-
-
 def _shown_by(cut: _Cut, group: Group, raises: bool) -> str:
     when = {
         "between": "between two calls of fit",
@@ -385,12 +389,16 @@ def _shown_by(cut: _Cut, group: Group, raises: bool) -> str:
     )
 
 
+def _same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is not None and b is not None and same_bits(a, b)
+
+
 def _largest(end: Mapping[str, torch.Tensor], cut: _Cut) -> tuple[str, float]:
     """The weight that differs by most at the end, relative to its largest entry."""
     found = ("", 0.0)
     for name in sorted(cut.trained):
         mine, other = end.get(name), cut.end.get(name)
-        if mine is None or other is None or mine.shape != other.shape or same_tensor(mine, other):
+        if mine is None or other is None or mine.shape != other.shape or cut.same(mine, other):
             continue
         scale = float(other.abs().max()) or 1.0
         change = float((mine.double() - other.double()).abs().max()) / scale

@@ -438,3 +438,42 @@ pair(
     faulty=mode_of_a_part(restoring=False),
     fixed=mode_of_a_part(restoring=True),
 )
+
+
+# The size of what will be deployed is measured by casting the model itself: its weights come back rounded, by less
+# than the rounding that is allowed between two runs.
+
+
+def deployed(of):
+    def make():
+        model = relu_mlp(6, 16, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        held_out = data.labelled(seed=5)
+
+        def validate():
+            small = of(model)
+            small.half()
+            size = sum(p.numel() * p.element_size() for p in small.parameters())
+            small.float()
+            return accuracy(small, held_out), size
+
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.labelled(),
+            fit=lambda batches: train(model, optimizer, batches),
+            evaluate=validate,
+        )
+
+    return make
+
+
+pair(
+    "cast_to_half_precision_and_back",
+    CHECK,
+    "weights_left",
+    culprits=("model.0.weight",),
+    where="small.half()",
+    faulty=deployed(of=lambda model: model),
+    fixed=deployed(of=copy.deepcopy),
+)

@@ -13,8 +13,17 @@ from torch import nn
 from pytest_trainloop import TrainLoop, observe
 from pytest_trainloop.checks.state.evaluation_is_pure import generators
 from pytest_trainloop.checks.state.evaluation_is_pure.changed_at import ChangedAt
+from pytest_trainloop.checks.state.evaluation_is_pure.check import MOST_CULPRITS, _left
 from pytest_trainloop.checks.state.evaluation_is_pure.judgement import Judgement
-from pytest_trainloop.checks.state.evaluation_is_pure.left import Group, cause_of, groups, holder_of, in_words, named
+from pytest_trainloop.checks.state.evaluation_is_pure.left import (
+    Group,
+    Left,
+    cause_of,
+    groups,
+    holder_of,
+    in_words,
+    named,
+)
 from pytest_trainloop.reach.leaves import Leaf
 from pytest_trainloop.reach.snapshot import Difference
 from pytest_trainloop.runs.evidence import Evidence
@@ -136,6 +145,12 @@ def test_names_are_those_a_reader_looks_for():
     )
     rows = [difference(f"queue[{i}]", "tensor", "queue") for i in range(9)]
     assert named(Group("tensor", "queue", rows), loop) == ("queue",)
+
+
+def test_a_finding_names_few_of_many_and_says_how_many():
+    finding = _left(Left("weights_left", component="weights", paths=tuple(f"model.{i}.weight" for i in range(20))))
+    assert len(finding.culprits) == MOST_CULPRITS
+    assert "model.1.weight and 18 more" in finding.summary
 
 
 @pytest.mark.parametrize(
