@@ -24,7 +24,9 @@ How it decides
     epochs of ``fit``. Workers duplicate where each row comes k times as often with k workers as with none. They share
     randomness where two fetches of one item differ within a worker and both workers' are the same. An item is changed
     in place where three fetches under one random state differ, no other item does, and putting back what the data set
-    stores gives the first again (a counter of one entry and running statistics are not such). One batch only is a
+    stores gives the first again (a counter of one entry and running statistics are not such). Where a fetch writes what
+    it draws (a random mask), the item must change so after fetches under other random states, and what they write must
+    add up: a cache keeps its first content, a buffer its last. One batch only is a
     fault where ``fit`` begins a ``DataLoader`` of several batches in one order again for each step. Records share a
     tensor where all hold one object that was written in place once a record. A last batch raises where ``fit`` raises
     on it and does not on full ones.

@@ -213,9 +213,13 @@ def changed_in_place(source: Source, dataset: Any, changed: Changed) -> Finding:
         "changed_in_place",
         source,
         summary=f"fetching an item of {kind} changes what is stored: item {changed.index} is another one each time",
-        measured=f"three fetches of item {changed.index} under one random state differ, and "
+        measured=f"item {changed.index} is another one after further fetches of it, which draw what they write into "
+        f"{some(list(changed.stored))}"
+        if changed.drawn
+        else f"three fetches of item {changed.index} under one random state differ, and "
         f"{some(list(changed.stored))} changed",
-        shown_by=f"with {some(list(changed.stored))} put back the item is what it was at first",
+        shown_by=f"with {some(list(changed.stored))} put back the item is what it was at first"
+        + ("; what each fetch writes adds to what those before it wrote" if changed.drawn else ""),
         culprits=tuple(changed.stored[:2]),
         change=_method(dataset, "__getitem__"),
     )

@@ -6,7 +6,7 @@ import copy
 import itertools
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 MOST_BYTES = 1 << 28
 """Bytes of stored data that are copied, at most."""
 
+DRAWN = 8
+"""Random states under which an item is fetched."""
+
+Copy: TypeAlias = tuple[str, Any, Any]
+"""The path of what is stored, the object and a copy of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Changed:
@@ -30,14 +36,21 @@ class Changed:
     index: Any
     stored: tuple[str, ...]
     """What changed, by its path in the data set."""
+    drawn: bool = False
+    """Whether the change is drawn anew in each fetch, and the changes add up."""
 
 
 def changed_in_place(dataset: Any, indices: Sequence[Any], seed: int) -> Changed | None:
     """Fetch an item three times under one random state, then once more with the stored tensors and arrays put back.
+    Where that changes nothing fetch it under several random states, as a mask may be drawn in each fetch.
 
     What fetching changes besides is no fault: a counter (one entry), or statistics that all items are made with, so
     that another item is another one too.
     """
+    return _changed_alike(dataset, indices, seed) or _changes_add_up(dataset, indices, seed)
+
+
+def _changed_alike(dataset: Any, indices: Sequence[Any], seed: int) -> Changed | None:
     for index, other in itertools.pairwise([*indices, *indices[:1]]):
         if index == other:
             continue
@@ -56,18 +69,74 @@ def changed_in_place(dataset: Any, indices: Sequence[Any], seed: int) -> Changed
     return None
 
 
+def _changes_add_up(dataset: Any, indices: Sequence[Any], seed: int) -> Changed | None:
+    """An item that goes on to change with what each fetch draws, in what is stored."""
+    with preserved():
+        before = _copies(Held.by(("dataset", dataset)))
+        if not before or not indices or not _written(dataset, indices[0], before, seed, least=1):
+            return None
+        for index, other in itertools.pairwise([*indices, *indices[:1]]):
+            if index == other:
+                continue
+            _put_back(before)
+            others, first = [_fetched(dataset, other, seed)], _fetched(dataset, index, seed)
+            written = _written(dataset, index, before, seed, least=2)
+            last = _fetched(dataset, index, seed)
+            others.append(_fetched(dataset, other, seed))
+            _put_back(before)
+            again = _fetched(dataset, index, seed)
+            added = [one[0] for one in written if _adds_up(dataset, index, one, seed)]
+            _put_back(before)
+            if added and last != first == again and others[0] == others[1]:
+                return Changed(index, tuple(added), drawn=True)
+    return None
+
+
+def _written(dataset: Any, index: Any, before: list[Copy], seed: int, *, least: int) -> list[Copy]:
+    """What changes in ``least`` entries while an item is fetched under several random states; not put back."""
+    _put_back(before)
+    for draw in range(1, DRAWN + 1):
+        _fetched(dataset, index, seed + draw)
+    return [one for one in before if _entries_changed(one[1], one[2]) >= least]
+
+
+def _adds_up(dataset: Any, index: Any, one: Copy, seed: int) -> bool:
+    """Whether a fetch leaves another content in a stored tensor than it finds, and than it leaves in the original one.
+
+    A cache is left as it was found; a buffer, or the last view of an item, holds what the last fetch alone leaves.
+    """
+    _, value, _ = one
+    _put_back([one])
+    found = digest(value)
+    for draw in range(1, DRAWN + 1):
+        _fetched(dataset, index, seed + draw)
+        left = digest(value)
+        kept: Copy = ("", value, _copy(value))
+        _put_back([one])
+        _fetched(dataset, index, seed + draw)
+        if draw > 1 and left not in (found, digest(value)):
+            return True
+        _put_back([kept])
+        found = left
+    return False
+
+
 def _fetched(dataset: Any, index: Any, seed: int) -> int:
     seed_all(seed)
     return digest(dataset[index])
 
 
-def _copies(held: Held) -> list[tuple[str, Any, Any]]:
-    room, copies = MOST_BYTES, []
+def _copies(held: Held) -> list[Copy]:
+    room, copies = MOST_BYTES, list[Copy]()
     for path, value in held.stored:
         if isinstance(value, (torch.Tensor, np.ndarray)) and value.nbytes <= room and _writable(value):
             room -= value.nbytes
-            copies.append((path, value, value.clone() if isinstance(value, torch.Tensor) else value.copy()))
+            copies.append((path, value, _copy(value)))
     return copies
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value.copy()
 
 
 def _writable(value: Any) -> bool:
@@ -82,7 +151,7 @@ def _entries_changed(value: Any, copy: Any) -> int:
     return int((value != copy).sum().item())
 
 
-def _put_back(copies: list[tuple[str, Any, Any]]) -> None:
+def _put_back(copies: list[Copy]) -> None:
     for _, value, kept in copies:
         if isinstance(value, np.ndarray):
             value[...] = kept

@@ -776,6 +776,75 @@ pair(
 )
 
 
+# Tokens masked in the stored text.
+
+
+class Masked(Dataset):
+    """Sequences of ids, of which some are masked in each epoch."""
+
+    def __init__(self, mask, copy):
+        self.rows = [torch.randint(3, 90, (8 + i % 5,)) for i in range(ROWS)]
+        self.labels = [int(row.sum()) % 3 for row in self.rows]
+        self.mask, self.copy = mask, copy
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        ids = self.rows[index].clone() if self.copy else self.rows[index]
+        self.mask(ids)
+        return ids, self.labels[index]
+
+
+def tokens_masked(ids):
+    ids[torch.rand(ids.shape) < 0.3] = 2
+
+
+def one_token_repeated(ids):
+    k = int(torch.randint(1, len(ids), ()))
+    ids[k] = ids[k - 1]
+
+
+def masked(mask, copy):
+    def collate(items):
+        rows = nn.utils.rnn.pad_sequence([ids for ids, _ in items], batch_first=True)
+        return {"ids": rows, "labels": torch.tensor([label for _, label in items])}
+
+    def make():
+        model = nn.Sequential(nn.EmbeddingBag(91, 16, padding_idx=0), nn.ReLU(), nn.Linear(16, 3))
+        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+        loader = DataLoader(Masked(mask, copy), batch_size=8, shuffle=True, collate_fn=collate)
+
+        def step(batch):
+            optimizer.zero_grad()
+            F.cross_entropy(model(batch["ids"]), batch["labels"]).backward()
+            optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batches=loader, step=step)
+
+    return make
+
+
+pair(
+    "tokens_masked_in_the_stored_text",
+    "data_order",
+    "changed_in_place",
+    change="def __getitem__(self, index):",
+    mentions=("adds to what those before it wrote",),
+    faulty=masked(tokens_masked, copy=False),
+    fixed=masked(tokens_masked, copy=True),
+    quick=True,
+)
+
+pair(
+    "one_token_repeated_in_the_stored_text",
+    "data_order",
+    "changed_in_place",
+    faulty=masked(one_token_repeated, copy=False),
+    fixed=masked(one_token_repeated, copy=True),
+)
+
+
 # A replay buffer that keeps the environment's own state tensor.
 
 

@@ -652,6 +652,43 @@ def cache_in_place():
     return loaded(Cached(), shuffle=True)
 
 
+class DrawnOnce(Jittered):
+    """Draws each item's noise when it is first asked for, and keeps it."""
+
+    def __init__(self):
+        super().__init__()
+        self.noise = torch.full((ROWS, 6), torch.inf)
+
+    def __getitem__(self, index):
+        if self.noise[index].isinf().any():
+            self.noise[index] = 0.1 * torch.randn(6)
+        return self.x[index] + self.noise[index], self.y[index]
+
+
+@odd(notes="noise drawn once for each item, and cached in a tensor in place")
+def noise_cached():
+    return loaded(DrawnOnce(), shuffle=True)
+
+
+class LastView(Jittered):
+    """Gives a new view of an item beside the one given before, which it keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = self.x.clone()
+
+    def __getitem__(self, index):
+        view = self.x[index] + 0.05 * torch.randn(6)
+        before = self.last[index].clone()
+        self.last[index] = view
+        return (view + before) / 2, self.y[index]
+
+
+@odd(notes="the last view of each item is kept in place, and given with the next")
+def last_view_kept():
+    return loaded(LastView(), shuffle=True)
+
+
 class Projected(Jittered):
     """Every item through one fixed random projection."""
 
