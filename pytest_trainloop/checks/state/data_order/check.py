@@ -93,7 +93,7 @@ CAUSES = {
         repair="order = torch.randperm(len(x)), once an epoch, and x[order], y[order] with it; or one loader over "
         "TensorDataset(x, y)",
         do_not="fix the seed of both shuffles: they part as soon as one of them draws once more",
-        settle="give the DataLoader as batches=, or a data set that stores inputs and labels row by row",
+        settle="a data set that stores inputs and labels row by row, in a DataLoader that is given as batches=",
     ),
     "shuffled_alike": Cause(
         proof="an order is drawn for each epoch, and all epochs come in the same one",
@@ -177,7 +177,11 @@ def data_order(evidence: Evidence) -> Iterator[Finding]:
         known = found.get((finding.cause, finding.where))
         if known is None or (known.level, finding.level) == ("advice", "fault"):
             found[finding.cause, finding.where] = finding
-    yield from found.values()
+    faults = {finding.cause for finding in found.values() if finding.level == "fault"}
+    for finding in found.values():
+        # A collate function is often that of several loaders: its repair is told once.
+        if finding.level == "fault" or finding.cause != "labels_apart" or finding.cause not in faults:
+            yield finding
     if found or looks.judged:
         return
     if looks.undecided:

@@ -31,6 +31,16 @@ ONCE = (
     "seed it with seed + epoch"
 )
 
+SORTED = {
+    "repair": "sort the rows as they are, before their fields are taken apart: rows = sorted(rows, key=..., "
+    "reverse=True)",
+    "do_not": "sort the labels by a key of their own",
+}
+REORDERED = {
+    "repair": "one order for whole items, before their fields are taken apart: items = [items[i] for i in order]",
+    "do_not": "draw an order for each field: they part in every batch",
+}
+
 
 def no_batch(source: Source, dropped: tuple[int, int]) -> Finding:
     rows, size = dropped
@@ -53,8 +63,8 @@ def labels_apart(source: Source, apart: Apart, pair: StoredPair | None, level: L
         "labels_apart",
         source,
         level=level,
-        summary=f"{apart.changed} of {apart.rows} rows of {apart.inputs} come with another {apart.labels} in another "
-        "epoch",
+        summary=f"{apart.changed} of {apart.rows} rows of {apart.inputs} come with another row's {apart.labels} in "
+        f"another epoch of {source.name}",
         measured=f"{apart.inputs} has the same rows in both epochs, {apart.labels} the same values, and the pairs of "
         "them differ",
         shown_by=f"two epochs of {source.name}, row by row{stored}",
@@ -68,16 +78,15 @@ def collated_apart(source: Source, loader: Any, apart: Collated, level: Level) -
         "labels_apart",
         source,
         level=level,
-        summary=f"{name}() gives {apart.changed} of {apart.rows} rows of {apart.inputs} the {apart.labels} of another "
-        "item",
+        summary=f"{name}() of {source.name} gives {apart.changed} of {apart.rows} rows of {apart.inputs} the "
+        f"{apart.labels} of another item",
         measured=f"all rows of {apart.inputs} and all values of {apart.labels} are those of the items, and "
         f"{apart.changed} of {apart.rows} pairs are not",
-        shown_by=f"the items of one batch as the data set gives them, and the same items after {name}()",
+        shown_by=f"the items of one batch of {source.name} as the data set gives them, and the same items after "
+        f"{name}()",
         culprits=(apart.inputs, apart.labels),
         change=_function(loader.collate_fn),
-        do_not="sort the labels by a key of their own",
-        repair="sort the rows as they are, before their fields are taken apart: rows = sorted(rows, key=..., "
-        "reverse=True)",
+        **(SORTED if apart.sorts else REORDERED),
     )
 
 

@@ -25,6 +25,8 @@ MOST_BYTES = 1 << 28
 DRAWN = 8
 """Random states under which an item is fetched."""
 
+SORTING = frozenset({"sorted", "sort", "argsort", "lexsort"})
+
 Copy: TypeAlias = tuple[str, Any, Any]
 """The path of what is stored, the object and a copy of it."""
 
@@ -167,6 +169,8 @@ class Collated:
     labels: str
     rows: int
     changed: int
+    sorts: bool
+    """Whether the collate function names what sorts."""
 
 
 def collated_apart(loader: Any, indices: Sequence[Any], pads: Collection[int], seed: int) -> Collated | None:
@@ -186,7 +190,8 @@ def collated_apart(loader: Any, indices: Sequence[Any], pads: Collection[int], s
         }
         if there and pairs not in there.values() and i != j:
             (x, y), found = next(iter(there.items()))
-            return Collated(x, y, len(indices), (pairs - found).total())
+            sorts = bool(Held.by(("collate_fn", loader.collate_fn)).names & SORTING)
+            return Collated(x, y, len(indices), (pairs - found).total(), sorts)
     return None
 
 

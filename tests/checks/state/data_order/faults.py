@@ -201,9 +201,32 @@ pair(
     "labels_apart",
     culprits=("batch[0]", "batch[1]"),
     change="def by_length_labels_left(rows):",
-    mentions=("of another item",),
+    mentions=("of another item", "rows = sorted("),
     faulty=collated(by_length_labels_left),
     fixed=collated(by_length),
+)
+
+
+def labels_permuted(rows):
+    order = torch.randperm(len(rows)).tolist()
+    words, labels = zip(*rows, strict=True)
+    return nn.utils.rnn.pad_sequence(words, batch_first=True), torch.tensor([labels[i] for i in order])
+
+
+def rows_permuted(rows):
+    order = torch.randperm(len(rows)).tolist()
+    return by_length([rows[i] for i in order])
+
+
+pair(
+    "labels_permuted_in_collate",
+    "data_order",
+    "labels_apart",
+    culprits=("batch[0]", "batch[1]"),
+    change="def labels_permuted(rows):",
+    mentions=("labels_permuted() of TrainLoop.batches", "items = [items[i] for i in order]"),
+    faulty=collated(labels_permuted),
+    fixed=collated(rows_permuted),
 )
 
 

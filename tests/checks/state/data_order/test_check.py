@@ -32,6 +32,31 @@ def test_data_made_on_the_fly_say_what_to_give():
     )
 
 
+def with_labels_of_others(items):
+    x, y = zip(*items, strict=True)
+    return torch.stack(x), torch.stack(y)[torch.randperm(len(y))]
+
+
+def test_a_collate_function_of_two_loaders_is_told_once():
+    def loader():
+        return DataLoader(TensorDataset(*stored()), batch_size=8, shuffle=True, collate_fn=with_labels_of_others)
+
+    def fit_of(model, optimizer, step):
+        val_loader = loader()
+
+        def fit(batches):
+            for batch in batches:
+                step(batch)
+            return [F.cross_entropy(model(x), y).item() for x, y in val_loader]
+
+        return fit
+
+    found = result_of(trains_on(loader, fit_of))
+    assert [fault.cause for fault in found.faults] == ["labels_apart"]
+    assert "TrainLoop.batches" in found.faults[0].summary
+    assert not found.advice
+
+
 class Broken(Dataset):
     def __len__(self):
         return 160
