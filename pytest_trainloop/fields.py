@@ -38,6 +38,9 @@ _PATHS = re.compile(r"path|file|fname|folder|dir(ectory|name)?$|(^|_)dir(_|$)", 
 
 _FOLDERS = re.compile(r"folder|(^|_)dir(ectory|name)?(_|$)|dir$", re.IGNORECASE)
 
+_PASSING_ON = ("torch.utils._contextlib", "torch.amp.autocast_mode", "contextlib")
+"""Modules whose decorators call what they wrap with the arguments that they are given."""
+
 _DEPTH = 3
 """How far optimizers are looked for inside wrappers."""
 
@@ -195,13 +198,34 @@ def _require_function(name: str, given: Any) -> None:
             f"TrainLoop.{name} is a generator function, which runs only as far as it is iterated over; a function that "
             "does its work when it is called is needed"
         )
-    signature = _signature(given)
+    signature = _own_signature(given) if _passes_on(given) else _signature(given)
     if signature is None:
         return
     counts = (0, 1) if name == "save" else (count,)
     if not any(_binds(signature, n) for n in counts):
-        also = " or save(path)" if name == "save" else ""
+        also = " or save(path)" if name == "save" else _bound(given, signature) if name == "evaluate" else ""
         raise UsageError(f"TrainLoop.{name} takes {signature}, and is called as {how}{also}")
+
+
+def _passes_on(function: Callable[..., Any]) -> bool:
+    """Whether what wraps it passes on what it is given: torch's ``no_grad()`` and ``autocast()``, contextlib's managers
+    as decorators."""
+    plain = function.__func__ if inspect.ismethod(function) else function
+    return inspect.isfunction(plain) and plain.__globals__.get("__name__") in _PASSING_ON
+
+
+def _bound(function: Callable[..., Any], signature: inspect.Signature) -> str:
+    """How a function is written that calls this one with what it requires; empty for one without a name."""
+    if not (inspect.ismethod(function) or inspect.isfunction(function)) or not function.__name__.isidentifier():
+        return ""
+    name, owner = function.__name__, function.__self__ if inspect.ismethod(function) else None
+    kind = owner.__name__ if isinstance(owner, type) else type(owner).__name__.lower()
+    required = [
+        f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name
+        for p in signature.parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    return f": lambda: {name if owner is None else f'{kind}.{name}'}({', '.join(required)})"
 
 
 def path_parameter(save: Callable[..., Any], load: Callable[..., Any]) -> str:
@@ -227,7 +251,11 @@ def _own_signature(function: Callable[..., Any]) -> inspect.Signature | None:
     if outer is None or not all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in outer.parameters.values()):
         return outer
     inner = inspect.unwrap(function)
-    return outer if inner is function else _signature(inner)
+    if inner is function:
+        return outer
+    if inspect.ismethod(function) and inspect.isfunction(inner):
+        inner = inner.__get__(function.__self__)  # what a method's decorator wraps takes self as well
+    return _signature(inner)
 
 
 def is_folder(parameter: str) -> bool:

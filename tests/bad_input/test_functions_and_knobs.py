@@ -112,6 +112,26 @@ FUNCTIONS = {
         "return loop(evaluate=lambda model: model.eval())  # here",
         "TrainLoop.evaluate takes (model), and is called as evaluate()",
     ),
+    "evaluate-takes-a-loader": (
+        """
+        class Trainer:
+            @torch.no_grad()
+            def validate(self, loader, topk=1):  # here
+                return 0.0
+
+        return loop(evaluate=Trainer().validate)
+        """,
+        "TrainLoop.evaluate takes (loader, topk=1), and is called as evaluate(): lambda: trainer.validate(loader)",
+    ),
+    "evaluate-takes-the-model-by-name": (
+        """
+        def score(model, *, loader):  # here
+            return 0.0
+
+        return loop(evaluate=score)
+        """,
+        "TrainLoop.evaluate takes (model, *, loader), and is called as evaluate(): lambda: score(model, loader=loader)",
+    ),
     "save-takes-two": (
         "return loop(save=lambda path, step: None, load=print)  # here",
         "TrainLoop.save takes (path, step), and is called as save() or save(path)",
