@@ -221,10 +221,13 @@ def evaluation_is_pure(evidence: Evidence) -> Iterator[Finding]:
     if "evaluate" not in evidence.offers:
         if inside := reseeding_inside(evidence):
             yield _reseeds(inside)
-        elif evidence.repeatable:
+        else:
+            given = (
+                "TrainLoop.evaluate is not given" if evidence.repeatable else "watching once does not offer evaluate"
+            )
             raise CannotDecide(
-                "TrainLoop.evaluate is not given: an evaluation inside fit cannot be taken out, so only dropout and "
-                "reseeding are looked at there",
+                f"{given}: an evaluation inside fit cannot be taken out, so only dropout and reseeding are looked at "
+                "there",
                 needs="evaluate=",
             )
         return

@@ -228,6 +228,8 @@ def test_a_run_that_is_observed_once(seeds):
         torch.set_rng_state(state)
     (result,) = record.check("evaluation_is_pure", raises=False).results
     assert [(f.cause, f.level) for f in result.findings] == ([("reseeds", "fault")] if seeds else [])
+    assert (result.outcome, result.needs) == (("failed", "") if seeds else ("skipped", "evaluate="))
+    assert result.reason.startswith("" if seeds else "watching once does not offer evaluate: an evaluation inside fit")
 
 
 def looped(evaluate_of, fit_of=None):
