@@ -108,7 +108,16 @@ def _named(a: Uninterrupted, b: Resumed, lost: Sequence[Lost]) -> list[Fact]:
     causes = {fact.cause for fact in found}
     if causes & {"optimizer_state_lost", "scheduler_restarts"}:  # what sets the rates is lost, and the rates with it
         found = [fact for fact in found if fact.cause != "rate_lost"]
-    return found
+    calls = [fact.call for fact in found if fact.cause == "weights_not_loaded" and fact.call is not None]
+    return [fact for fact in found if not any(_left_out_with(fact, call) for call in calls)]
+
+
+def _left_out_with(fact: Fact, call: StateDictCall) -> bool:
+    """Whether these are buffers that the same call left out, under the keys that weights were left out by."""
+    if fact.cause != "buffer_lost" or not call.missing:
+        return False
+    keys = {*call.missing, *call.unexpected}
+    return all(any(f".{key}".endswith(f".{name}") for key in keys) for name in fact.names)
 
 
 def _fact(a: Uninterrupted, b: Resumed, lost: Lost) -> Fact:
@@ -155,8 +164,11 @@ def _weights(b: Resumed, fact: Fact) -> Fact:
     """Which call of ``load_state_dict`` it was, and whether the weights were right at its end."""
     right = [call for call in b.loading.calls if set(fact.names) & call.right]
     as_built = all(_as_built(b, d) for d in fact.differences)
-    by_keys = [call for call in b.loading.calls if call.missing or call.unexpected]
-    call = right[-1] if right else next(iter(by_keys or b.loading.calls), None)
+    own = [call for call in b.loading.calls if not call.elsewhere or b.loading.replaced] or b.loading.calls
+    by_keys = [call for call in own if call.missing or call.unexpected]
+    call = right[-1] if right else next(iter(by_keys or own), None)
+    if call is not None and b.loading.replaced:
+        call = replace(call, elsewhere="")
     cause = "weights_overwritten" if right else "weights_not_loaded"
     detail = "as built" if as_built else ""
     return replace(fact, cause=cause, call=call, detail=detail)

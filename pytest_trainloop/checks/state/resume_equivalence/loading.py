@@ -38,6 +38,8 @@ class StateDictCall:
     right: frozenset[str]
     """Names of declared weights and buffers that hold what was saved once it is through."""
     assign: bool
+    elsewhere: str = ""
+    """The class of the module, where it is a declared model's and none of its tensors are declared."""
 
 
 @dataclass(slots=True)
@@ -64,7 +66,8 @@ class Loading:
                 finally:
                     depth[0] -= 1
                 if not depth[0]:
-                    self._note(loop, saved, where, keys, assign=bool(kwargs.get("assign", args[1:2] == (True,))))
+                    assign = bool(kwargs.get("assign", args[1:2] == (True,)))
+                    self._note(loop, saved, where, keys, assign=assign, module=module)
                 return keys
 
             return load_state_dict
@@ -72,10 +75,23 @@ class Loading:
         with patched(nn.Module, "load_state_dict", around):
             yield
 
-    def _note(self, loop: TrainLoop, saved: Mapping[str, torch.Tensor], where: str, keys: Any, *, assign: bool) -> None:
+    def _note(
+        self,
+        loop: TrainLoop,
+        saved: Mapping[str, torch.Tensor],
+        where: str,
+        keys: Any,
+        *,
+        assign: bool,
+        module: nn.Module,
+    ) -> None:
         right = {n for n, tensor in declared_tensors(loop) if n in saved and same_tensor(saved[n], tensor.detach())}
         missing, unexpected = getattr(keys, "missing_keys", ()), getattr(keys, "unexpected_keys", ())
-        self.calls.append(StateDictCall(where, tuple(missing), tuple(unexpected), frozenset(right), assign))
+        declared = {id(tensor) for _, tensor in declared_tensors(loop)}
+        apart = not declared & {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        same_class = any(type(own) is type(module) for own in loop.modules.values())
+        elsewhere = type(module).__name__ if apart and same_class else ""
+        self.calls.append(StateDictCall(where, tuple(missing), tuple(unexpected), frozenset(right), assign, elsewhere))
 
     def put_in_place(self, loop: TrainLoop, before: Mapping[int, Any]) -> None:
         """Let the fields of a loop name what its functions use since ``load``: it may have made another optimizer,

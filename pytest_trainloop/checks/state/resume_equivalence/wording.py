@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.checks.state.resume_equivalence.facts import is_moment, shown
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.wording import be, count, some, they
 
@@ -22,16 +23,15 @@ MOST = 12
 def finding_of(fact: Fact, a: Uninterrupted) -> Finding:
     """The finding of one fact."""
     measured = _measured(fact, a)
-    shown = _shown(fact)
     return Finding(
         cause=fact.cause,
         level=fact.level,
         summary=_summary(fact),
         measured=measured,
-        shown_by=shown,
+        shown_by=_shown(fact),
         culprits=fact.names[:MOST],
         where=_where(fact, a),
-        repair=_repair(fact),
+        repair=_repair_of_keys(fact, a) if fact.cause == "weights_not_loaded" else _repair(fact),
     )
 
 
@@ -125,6 +125,8 @@ def _plain(value: object) -> str:
 def _measured(fact: Fact, a: Uninterrupted) -> str:
     parts = []
     if fact.call is not None and fact.cause != "optimizer_detached":
+        if fact.cause == "weights_not_loaded" and fact.call.elsewhere:
+            parts.append(f"load_state_dict was called on another {fact.call.elsewhere}, which is not TrainLoop.model")
         for kind, keys in (("missing", fact.call.missing), ("unexpected", fact.call.unexpected)):
             if keys:
                 parts.append(f"{count(len(keys), f'{kind} key')} ({some(keys)})")
@@ -206,8 +208,6 @@ def _where(fact: Fact, a: Uninterrupted) -> str:
 def _repair(fact: Fact) -> str:
     """What the loop's own names make of the cause's repair; empty for that one."""
     name = fact.component
-    if fact.cause == "weights_not_loaded":
-        return _repair_of_keys(fact)
     if fact.cause == "rng_not_put_back":
         return f"at the end of load call {' and '.join(fact.names)} with what the checkpoint holds: {fact.saved_as}"
     if fact.cause == "live_references":
@@ -243,23 +243,47 @@ def _repair(fact: Fact) -> str:
     return ""
 
 
-def _repair_of_keys(fact: Fact) -> str:
+def _repair_of_keys(fact: Fact, a: Uninterrupted) -> str:
     call = fact.call
+    if call is not None and call.elsewhere:
+        return f"call load_state_dict on the {call.elsewhere} that trains, and give that one as TrainLoop.model"
     if call is None:
         return 'model.load_state_dict(state["model"]) in load, and model.state_dict() in what save gives'
+    renamed = _renamed(fact, a)
+    state = next((entry for _, _, entry in renamed if "(" not in entry), "state")
     for missing in call.missing:
         for key in call.unexpected:
             if key.endswith(f".{missing}"):
                 prefix = key[: -len(missing)]
                 return (
-                    f"load_state_dict({{k.removeprefix({prefix!r}): v for k, v in state.items()}}) with strict=True, "
+                    f"load_state_dict({{k.removeprefix({prefix!r}): v for k, v in {state}.items()}}) with strict=True, "
                     "which raises where keys do not match"
                 )
             if missing.endswith(f".{key}"):
                 prefix = missing[: -len(key)]
-                return f"load_state_dict({{{prefix!r} + k: v for k, v in state.items()}}) with strict=True"
+                return f"load_state_dict({{{prefix!r} + k: v for k, v in {state}.items()}}) with strict=True"
+    if renamed:
+        name, key, _ = renamed[0]
+        more = f" (and {len(renamed) - 1} more)" if len(renamed) > 1 else ""
+        return (
+            f"the checkpoint has {name} as {key}{more}: use one name in save and in load, and load with strict=True, "
+            "which raises where keys do not match"
+        )
     if call.missing and not fact.saved_as:
         return (
             f"put {some(fact.names)} into the checkpoint as well, and load with strict=True where nothing is left out"
         )
     return ""
+
+
+def _renamed(fact: Fact, a: Uninterrupted) -> list[tuple[str, str, str]]:
+    """Weights that the checkpoint holds under a key that the model does not have: name, key, and the mapping in it."""
+    keys = fact.call.unexpected if fact.call is not None else ()
+    tensors = [(d.leaf.path, d.before) for d in fact.differences if is_moment(d.before)]
+    held = [(shown(path, a), a.checkpoint.holds(value)) for path, value in tensors]
+    return [
+        (name, key, entry.removesuffix(f"[{key!r}]"))
+        for name, entry in held
+        for key in keys
+        if entry.endswith(f"[{key!r}]")
+    ]

@@ -132,6 +132,42 @@ def test_paths_that_are_strings_with_an_ending_to_add_are_no_fault(ending):
     assert not result.findings
 
 
+class Normalized(Regression):
+    """With running statistics, and keys that are written under other names."""
+
+    def __init__(self, renamed=str):
+        super().__init__()
+        self.model.insert(1, nn.BatchNorm1d(8))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
+        self.renamed = renamed
+
+    def save(self):
+        state = super().save()
+        return {**state, "model": {self.renamed(key): value for key, value in state["model"].items()}}
+
+    def load(self, state):
+        self.model.load_state_dict(state["model"], strict=False)
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def test_keys_under_a_prefix_are_one_finding_whose_repair_names_the_entry():
+    (finding,) = judged(made(lambda: Normalized(lambda key: f"module.{key}"))).findings
+    assert (finding.cause, finding.level) == ("weights_not_loaded", "fault")
+    assert "{k.removeprefix('module.'): v for k, v in state['model'].items()}" in finding.repair
+
+
+def test_a_layer_under_another_name_is_named():
+    (finding,) = judged(made(lambda: Normalized(lambda key: key.replace("3.", "head.")))).findings
+    assert finding.cause == "weights_not_loaded"
+    assert "the checkpoint has 3.weight as head.weight: use one name" in finding.repair
+
+
+def test_a_load_into_another_model_is_named():
+    result = judged(made(load=lambda own: lambda state: Regression().load(state)))
+    (finding,) = [f for f in result.findings if f.cause == "weights_not_loaded"]
+    assert "load_state_dict was called on another Sequential, which is not TrainLoop.model" in finding.measured
+
+
 def test_a_run_that_does_not_repeat_is_unreliable():
     class Drifting(Regression):
         draws = itertools.count()
