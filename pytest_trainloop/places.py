@@ -36,7 +36,7 @@ def shown(file: str, line: int) -> str:
 def of_function(function: object) -> str:
     """The line where a function of the user's begins; empty for other callables and for those of libraries."""
     code = code_of(function)
-    return "" if code is None or not _of_the_user(code.co_filename) else shown(code.co_filename, first_line(code))
+    return "" if code is None or not _of_the_user(code.co_filename) else shown(code.co_filename, code.co_firstlineno)
 
 
 def first_line(code: CodeType) -> int:
