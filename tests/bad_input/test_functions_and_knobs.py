@@ -115,8 +115,8 @@ FUNCTIONS = {
     "evaluate-takes-a-loader": (
         """
         class Trainer:
-            @torch.no_grad()
-            def validate(self, loader, topk=1):  # here
+            @torch.no_grad()  # here
+            def validate(self, loader, topk=1):
                 return 0.0
 
         return loop(evaluate=Trainer().validate)
