@@ -856,7 +856,6 @@ pair(
     mentions=("adds to what those before it wrote",),
     faulty=masked(tokens_masked, copy=False),
     fixed=masked(tokens_masked, copy=True),
-    quick=True,
 )
 
 pair(
@@ -1025,7 +1024,6 @@ pair(
     culprits=("TrainLoop.batches",),
     faulty=drops_last(6),
     fixed=drops_last(16),
-    quick=True,
 )
 
 
