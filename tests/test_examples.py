@@ -17,7 +17,14 @@ ROWS = list(TABLE.finditer((ROOT / "examples/planted/README.md").read_text(encod
 def planted(tmp_path_factory):
     """The JSON report on the planted faults, by fault."""
     report = tmp_path_factory.mktemp("planted") / "report.json"
-    options = ["-q", "-p", "no:randomly", "--trainloop-timeout=600"]  # a slow machine shall change no verdict
+    options = [
+        "-q",
+        "-n",
+        "2",
+        "-p",
+        "no:randomly",
+        "--trainloop-timeout=600",
+    ]  # a slow machine shall change no verdict
     subprocess.run(
         [sys.executable, "-m", "pytest", "--trainloop", "examples/planted", *options, f"--trainloop-json={report}"],
         cwd=ROOT,

@@ -216,7 +216,7 @@ def test_a_checkpoint_goes_to_the_folder_that_is_given_and_nowhere_else(tmp_path
         (partial(lightning, trainer=True), True),
         (partial(lightning, enable_checkpointing=False), False),
     ],
-    ids=lambda value: str(getattr(value, "keywords", value)),
+    ids=lambda value: str(value) if isinstance(value, bool) else made_id(value),
 )
 def test_save_and_load_are_offered_where_the_trainer_writes_checkpoints(make, offered, tmp_path):
     loop = make(tmp_path)
