@@ -147,7 +147,9 @@ MADE = [
 
 
 def made_id(make):
-    return "-".join([make.func.__name__, *(f"{name}={value}" for name, value in make.keywords.items())])
+    """The library and the settings; an address would be another one in each worker."""
+    function = getattr(make, "func", make)
+    return "-".join([function.__name__, *(f"{name}={value}" for name, value in getattr(make, "keywords", {}).items())])
 
 
 def run_apart(make, folder, path):
