@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from pytest_trainloop.errors import CannotDecide, UserCodeError
-from pytest_trainloop.reach.leaves import tolerance
+from pytest_trainloop.reach.leaves import same_value
 from pytest_trainloop.recording.events import Backward, Step
 from pytest_trainloop.recording.hooks import before_steps
 from pytest_trainloop.runs.guard import StopFit, let_go
@@ -147,22 +147,7 @@ def halves(
 
 def same_tensor(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     """Whether two tensors are the same up to rounding in the lower of their dtypes; NaN is NaN."""
-    if a is None or b is None:
-        return a is b
-    if a.shape != b.shape or a.layout != b.layout:
-        return False
-    if a.layout is not torch.strided or a.is_quantized:
-        return bool(torch.equal(a.to_dense(), b.to_dense()) if a.layout is not torch.strided else torch.equal(a, b))
-    b = b.to(a.device)
-    if not (a.is_floating_point() or a.is_complex()) or not (b.is_floating_point() or b.is_complex()):
-        return bool(torch.equal(a, b))
-    if a.dtype == b.dtype and torch.equal(a, b):
-        return True
-    near = max(tolerance(t.dtype) for t in (a, b))
-    kind = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
-    a, b = a.to(kind), b.to(kind)
-    scale = max((float(t.abs()[t.isfinite()].max()) for t in (a, b) if t.isfinite().any()), default=0.0)
-    return bool(torch.allclose(a, b, rtol=0.0, atol=near * scale, equal_nan=True))
+    return a is b if a is None or b is None else same_value(a, b)
 
 
 @dataclass(slots=True)

@@ -168,7 +168,7 @@ class Checkpoint:
 
     def _look_at(self, roots: list[tuple[str, Any]]) -> None:
         self.seen = bool(roots)
-        states = _random_states()
+        states = random_states()
         found: dict[str, str] = {}
         for number, (path, value) in enumerate(_entries(roots)):
             if number >= MOST:
@@ -200,7 +200,7 @@ def copied(state: Any) -> Any:
 
 def random_states_are(kept: Mapping[str, Any]) -> frozenset[str]:
     """The generators that stand where they stood in ``kept``."""
-    now = _random_states()
+    now = random_states()
     return frozenset(name for name, state in kept.items() if name in now and _is_state(now[name], state))
 
 
@@ -212,7 +212,11 @@ def states_among(values: Iterable[Any], states: Mapping[str, Any]) -> frozenset[
 
 def random_states() -> dict[str, Any]:
     """Where torch's, numpy's and python's own generators stand."""
-    return _random_states()
+    numpy = sys.modules.get("numpy")
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if numpy is not None:
+        states["numpy"] = numpy.random.get_state()[1]
+    return states
 
 
 def _noting(original: Callable[..., Any], written: list[Any]) -> Callable[..., Any]:
@@ -240,14 +244,6 @@ def _entries(roots: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
             if not plain:
                 items = value.items() if isinstance(value, Mapping) else enumerate(value)
                 todo.extend(reversed([(f"{path}[{key!r}]", item) for key, item in items]))
-
-
-def _random_states() -> dict[str, Any]:
-    numpy = sys.modules.get("numpy")
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if numpy is not None:
-        states["numpy"] = numpy.random.get_state()[1]
-    return states
 
 
 def _is_state(value: Any, state: Any) -> bool:
