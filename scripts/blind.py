@@ -1,6 +1,6 @@
 """What the battery says of the loops that were written blind (tests/blind): faults found, right loops accused.
 
-python scripts/blind.py run OUT.jsonl [--shard I/N] [--only CHECK,...] [-k TEXT]
+python scripts/blind.py run OUT.jsonl [--of FOLDER] [--shard I/N] [--only CHECK,...] [-k TEXT]
 python scripts/blind.py show OUT.jsonl ... [--texts]
 
 ``run`` judges each loop and writes one line a loop; what it finds in OUT.jsonl already is not judged again. ``show``
@@ -34,10 +34,10 @@ TIMEOUT = 600.0
 """Seconds that one run of ``fit`` may take: no verdict shall depend on how busy the machine is."""
 
 
-def run(out: Path, shard: str, only: list[str] | None, text: str) -> int:
+def run(out: Path, folder: str, shard: str, only: list[str] | None, text: str) -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    for file in sorted((ROOT / "tests" / "blind").glob("*/*.py")):
+    for file in sorted((ROOT / "tests" / "blind").glob(f"{folder}/*.py")):
         importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
     index, count = map(int, shard.split("/"))
     done = {entry["name"] for entry in read([out])} if out.exists() else set()
@@ -119,6 +119,7 @@ def main() -> int:
     commands = parser.add_subparsers(required=True, dest="command")
     running = commands.add_parser("run")
     running.add_argument("out", type=Path)
+    running.add_argument("--of", default="*", help="the folder of tests/blind, default all")
     running.add_argument("--shard", default="0/1", help="I/N: every Nth loop, from the Ith on")
     running.add_argument("--only", help="checks, separated by commas")
     running.add_argument("-k", default="", help="only loops whose name contains this")
@@ -127,7 +128,7 @@ def main() -> int:
     showing.add_argument("--texts", action="store_true", help="print every loop with what was found")
     given = parser.parse_args()
     if given.command == "run":
-        return run(given.out, given.shard, given.only.split(",") if given.only else None, given.k)
+        return run(given.out, given.of, given.shard, given.only.split(",") if given.only else None, given.k)
     return show(given.files, texts=given.texts)
 
 
