@@ -44,10 +44,10 @@ def averages(a: Uninterrupted, b: Resumed, renewed: Renewed, found: Sequence[Fac
             other = Resumed(a, without, renewed=renewed, steps=False, evaluate=True).numbers
             if other and not _same_result(whole, other):
                 cause = "buffer_lost" if own else "average_lost"
-                detail = f"evaluate() gives {_number(other)} in place of {_number(whole)}"
+                detail = _other_numbers(whole, other)
                 yield Fact(cause, names, component=name, differences=differences, detail=detail, saved_as=held)
                 continue
-            detail = f"evaluate() gives {_number(other)} with and without it" if other else ""
+            detail = f"evaluate() gives {other[0]:.6g} with and without it" if other else ""
         if as_weights(a, differences) and not own:
             yield Fact("average_lost", names, "advice", name, differences=differences, detail=detail, saved_as=held)
 
@@ -76,8 +76,13 @@ def _same_result(one: list[float], other: list[float]) -> bool:
     return same_value(torch.tensor(one, dtype=torch.float64), torch.tensor(other, dtype=torch.float64))
 
 
-def _number(result: list[float]) -> str:
-    return f"{result[0]:.6g}"
+def _other_numbers(whole: list[float], other: list[float]) -> str:
+    """The number of ``evaluate`` that changes most, relative to its size."""
+    if len(whole) != len(other):
+        return f"evaluate() gives {len(other)} numbers in place of {len(whole)}"
+    at = max(range(len(whole)), key=lambda i: abs(whole[i] - other[i]) / max(abs(whole[i]), abs(other[i]), 1e-300))
+    which = f" (number {at + 1} of the {len(whole)} that it returns)" if len(whole) > 1 else ""
+    return f"evaluate() gives {other[at]:.6g} in place of {whole[at]:.6g}{which}"
 
 
 def steered(a: Uninterrupted, b: Resumed, renewed: Renewed) -> Iterator[Fact]:
