@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pkgutil
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.battery import Settings, Subject, checked, skipped
@@ -228,6 +229,8 @@ class Observation:
         evidence = SingleRun(self._watch.record, self._instruments)
         checks = of("loop")
         results = _by_plan(plan, lambda name, options: _once(checks[name], evidence, options))
+        if results:  # the observed steps count once, as those of the watched run do for the first check that needs it
+            results[0] = replace(results[0], steps=self._watch.record.steps)
         if not any(result.faults for result in results) and _nothing_trained(self._watch.record):
             raise UsageError(
                 f"nothing trained in the observed block: {len(self._watch.record.backwards())} backward passes and no "

@@ -434,6 +434,10 @@ def test_watching_by_hand_judges_what_was_seen():
         trained(never_zeroed).check()
 
 
+def test_the_steps_of_an_observed_block_count_once():
+    assert sum(result.steps for result in trained(plain).check().results) == 4
+
+
 def test_watching_by_hand_judges_the_named_checks_only():
     report = trained(never_zeroed).check("optimizer_holds_every_param")
     assert [r.check for r in report.results] == ["optimizer_holds_every_param"]
