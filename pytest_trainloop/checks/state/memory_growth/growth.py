@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.checks.state.memory_growth.holders import Holder, find, tensors_with_history
+from pytest_trainloop.checks.state.memory_growth.heap import Heap
+from pytest_trainloop.checks.state.memory_growth.holders import Holder, Reached, find, tensors_with_history
 from pytest_trainloop.checks.state.memory_growth.lines import Lines, made, made_at, put_at
 from pytest_trainloop.checks.state.memory_growth.names import Names
 from pytest_trainloop.recording.graphs import SETTLED
@@ -76,6 +77,7 @@ class Growth:
         self.carried: tuple[Held, ...] | None = None
         """The tensors through which a backward pass that raised came to an earlier graph."""
         self._allocated: dict[int, int] = {}
+        self._heap = Heap()
 
     @classmethod
     def of(cls, evidence: Evidence) -> Growth:
@@ -84,14 +86,15 @@ class Growth:
         plan = evidence.plan()
         record = evidence.run()
         count = plan.count if record.raised else _batches_for(MOST, record)
-        evidence.rerun(
-            plan,
-            count=count,
-            read_ahead=None,
-            enough=lambda r: r.rounds >= MOST,
-            contexts=lambda watch: (*lines.contexts(watch), found.looking(watch)),
-            may_raise=True,
-        )
+        with found._heap.of_this_block():
+            evidence.rerun(
+                plan,
+                count=count,
+                read_ahead=None,
+                enough=lambda r: r.rounds >= MOST,
+                contexts=lambda watch: (*lines.contexts(watch), found.looking(watch)),
+                may_raise=True,
+            )
         return found
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
@@ -111,7 +114,7 @@ class Growth:
 
         def refused() -> None:
             with watch.suspended():
-                self.carried = _carried(watch)
+                self.carried = tuple(self._heap.searched(lambda: _carriers(watch, watch.graphs.roots, Names(watch))))
 
         watch.graphs.keeps_roots, watch.graphs.when_refused = True, refused
         try:
@@ -132,18 +135,22 @@ class Growth:
         if last is not None and rounds != MOST:
             self.look = replace(last, rounds=rounds)  # who holds them is looked at once, and at the end
             return
-        names = Names(watch)
-        holders, reached = find(watch.graphs, windows, names)
+        reached = Reached(watch.graphs, windows)
         reaches = watch.graphs.reaches
         carried = all(reaches.get(w, frozenset()) >= set(range(1, w)) for w in windows)
-        held = _carriers(watch, roots, names) if carried else [_held(holder, names) for holder in holders]
+
+        def holders() -> list[Held]:
+            names = Names(watch)
+            held = _carriers(watch, roots, names) if carried else []
+            return held or [_held(holder, names) for holder in find(reached, names)]
+
         self.look = Look(
             rounds=rounds,
             windows=len(windows),
             nodes=reached.nodes,
             carried=carried,
             usable=set(windows) <= watch.graphs.retained() and not reached.overwritten,
-            holders=tuple(held or [_held(holder, names) for holder in holders]),
+            holders=tuple(self._heap.searched(holders)),
             growth=self._growth(),
         )
 
@@ -181,10 +188,6 @@ def _held(holder: Holder, names: Names) -> Held:
         files = [*names.files, *(file for file, _ in (known.site if known is not None else ()))]
         place = put_at(holder.name, files) or place
     return Held(holder.how, holder.name, holder.kind, holder.items, holder.bounded, str(place or ""))
-
-
-def _carried(watch: Watch) -> tuple[Held, ...]:
-    return tuple(_carriers(watch, watch.graphs.roots, Names(watch)))
 
 
 def _carriers(watch: Watch, roots: list[Any], names: Names) -> list[Held]:

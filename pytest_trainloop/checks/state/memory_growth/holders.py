@@ -106,14 +106,13 @@ class Reached:
         return (self._known, self.tensors, self.contexts, *self.tensors)
 
 
-def find(graphs: Graphs, windows: Iterable[int], names: Names) -> tuple[list[Holder], Reached]:
+def find(reached: Reached, names: Names) -> list[Holder]:
     """What holds the graphs of these windows: the tensors that hold all of them, and the containers that do."""
-    reached = Reached(graphs, windows)
     found = [_running_sum(whole, names)] if (whole := reached.all_of_them()) else []
     found += _containers(reached, names)
     if not found:
         found.append(_outside_python(reached))
-    return found, reached
+    return found
 
 
 def _running_sum(whole: list[torch.Tensor], names: Names) -> Holder:

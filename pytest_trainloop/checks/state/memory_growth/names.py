@@ -113,9 +113,9 @@ class Names:
         return self._attributes(holder, wanted)
 
     def _free_variables(self, function: FunctionType, wanted: dict[int, _Step]) -> list[_Step]:
-        """The variables of a closure: its cells lie in a tuple."""
+        """The variables of a closure of the project's: its cells lie in a tuple."""
         step = wanted.get(id(function.__closure__))
-        if step is None:
+        if step is None or not layer(function.__code__.co_filename):
             return []
         number, _, rest = step.suffix[1:].partition("]")
         return [_Step(_Variable(function.__code__.co_freevars[int(number)]), rest)]
