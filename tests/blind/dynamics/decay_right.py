@@ -227,7 +227,11 @@ def frozen_batchnorm_detector():
             optimizer.step()
 
     return TrainLoop(
-        model=model, optimizer=optimizer, batches=image_loader(), fit=run, frozen=("bn", "layers.0.bn", "layers.1.bn")
+        model=model,
+        optimizer=optimizer,
+        batches=image_loader(),
+        fit=run,
+        frozen=("bn.", "layers.0.bn1.", "layers.0.bn2.", "layers.1.bn1.", "layers.1.bn2."),
     )
 
 
@@ -271,8 +275,8 @@ def distilled_vit():
 
 @right(
     "decay",
-    "one no_decay list for all architectures of the project: most of its entries match nothing here, and all biases and "
-    "norms are spared",
+    "one no_decay list for all architectures of the project: most of its entries match nothing here, and all biases "
+    "and norms are spared",
     thread="huggingface/transformers#4832",
 )
 def shared_no_decay_list():
