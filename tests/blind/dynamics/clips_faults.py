@@ -44,16 +44,14 @@ class TwoTasks(nn.Module):
 
 
 class WeightMethod:
-    """Weighs the tasks by how they go."""
+    """Weighs the tasks by the logarithms of their losses."""
 
     def __init__(self, n_tasks, max_norm=1.0):
-        self.w = torch.zeros(n_tasks, requires_grad=True)
+        self.weights = torch.full((n_tasks,), 1 / n_tasks)
         self.max_norm = max_norm
-        self.optimizer = torch.optim.Adam([self.w], lr=0.025)
 
     def get_weighted_loss(self, losses):
-        weights = F.softmax(self.w, -1).detach()
-        return (weights * (losses + 1e-8).log()).sum()
+        return (self.weights * (losses + 1e-8).log()).sum()
 
     def backward(self, losses, parameters):
         loss = self.get_weighted_loss(losses)
@@ -150,9 +148,9 @@ def char_rnn(clipping_theta=1e-1):
     def train(batches):
         for X, Y in batches:
             output = model(X)
-            l = loss(output.reshape(-1, output.shape[-1]), Y.reshape(-1))  # noqa: E741
+            error = loss(output.reshape(-1, output.shape[-1]), Y.reshape(-1))
             optimizer.zero_grad()
-            l.backward()
+            error.backward()
             grad_clipping(model.parameters(), clipping_theta)
             optimizer.step()
 
@@ -255,8 +253,9 @@ def squad_finetuning(accumulate=4, max_grad_norm=0.1):
             if (step + 1) % accumulate == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-        optimizer.step()
-        optimizer.zero_grad()
+        if len(batches) % accumulate:
+            optimizer.step()
+            optimizer.zero_grad()
 
     return TrainLoop(model=model, optimizer=optimizer, batches=class_loader(batch_size=4), fit=train)
 
@@ -276,7 +275,7 @@ class UNet(nn.Module):
 
 @fault(
     "clips",
-    "gradients are clipped to 1.0 while they carry the scaler's factor: scaler.unscale_(optimizer) is missing before it",
+    "gradients are clipped to 1.0 while they carry the scaler's factor: scaler.unscale_(optimizer) is missing before",
     thread="milesial/Pytorch-UNet#468",
     check="grad_scaler",
 )
@@ -413,8 +412,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self, parameters):
-        for shadow, p in zip(self.shadow_params, parameters, strict=True):
-            shadow = self.decay * shadow + (1 - self.decay) * p
+        return [torch.lerp(p, s, self.decay) for s, p in zip(self.shadow_params, parameters, strict=True)]
 
     @torch.no_grad()
     def copy_to(self, parameters):
@@ -424,8 +422,8 @@ class EMA:
 
 @fault(
     "clips",
-    "save_checkpoint copies the average into the model and does not restore it, and the average is never updated in "
-    "place: every 2 steps training begins again at the initial weights",
+    "save_checkpoint copies the average into the model and does not restore it, and what update() "
+    "returns is thrown away: every 2 steps training begins again at the initial weights",
     thread="harubaru/waifu-diffusion#31",
     check="every_param_moves",
 )
