@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -133,7 +134,7 @@ class PlainMLP(nn.Module):
 
     def __init__(self, sizes=(64, 96, 96, 4)):
         super().__init__()
-        shapes = list(zip(sizes[:-1], sizes[1:], strict=True))
+        shapes = list(itertools.pairwise(sizes))
         self.weights = nn.ParameterList(nn.Parameter(torch.randn(n, m) * n**0.5) for n, m in shapes)
         self.biases = nn.ParameterList(nn.Parameter(torch.zeros(m)) for _, m in shapes)
         self.activation = nn.Tanh()

@@ -202,7 +202,7 @@ class ZeroInitBlock(nn.Module):
 
 @right(
     "units",
-    "the last layer of each residual branch starts at zero: the layers before it get no gradient in the first step only",
+    "the last layer of each residual branch starts at zero: the ones before it get no gradient in the first step only",
     thread="openai/improved-diffusion#130",
 )
 def zero_module():
@@ -340,7 +340,7 @@ def bag_of_words():
 
 @right(
     "units",
-    "two thirds of the hidden units are dropped in each pass: a strong dropout silences units by chance and not for good",
+    "most hidden units are dropped in each pass: a strong dropout silences units by chance and not for good",
     thread="keras-team/keras-contrib#262",
 )
 def strong_dropout():
