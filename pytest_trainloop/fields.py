@@ -30,6 +30,11 @@ CALLS = {
 }
 """How each function is called, and with how many arguments; ``save`` may also take the path that it writes to."""
 
+_COUNTS = {
+    "steps": ("the number of optimizer steps of the whole training", "len(loader) * epochs // accumulate"),
+    "epochs": ("the number of passes over the data of the whole training", "90"),
+}
+
 RENEWABLE = ("optimizer", "scheduler", "scaler", "rng")
 """What ``renews`` may name besides paths."""
 
@@ -64,6 +69,10 @@ def require_fields(loop: Any) -> None:
     for scaler in _listed(loop.scaler):
         _require_scaler(scaler)
     _require_batches(loop.batches)
+    for name, (what, example) in _COUNTS.items():
+        given = getattr(loop, name)
+        if given is not None and not (is_whole(given) and operator.index(given) >= 1):
+            raise _refused(name, given, f"{what} is needed, a whole number from 1 on, as in {name}={example}")
     for name in ("rows_interact", "nondeterministic"):
         given = getattr(loop, name)
         if given is not None and not isinstance(given, bool):

@@ -101,6 +101,11 @@ class TrainLoop:
         the expected first loss; more than a factor of 1.5 away is a fault
     scheduler, scaler
         the loop's own; both are found from what runs as well
+    steps
+        the optimizer steps of the whole training, as in ``len(loader) * epochs // accumulate``: the schedule is judged
+        by them. Read again for each setting of the function's keywords
+    epochs
+        the passes over the data of the whole training, for a scheduler that is called once a pass
     pretrained
         which parts have pretrained weights. Accepted, and read by no check yet
     save, load
@@ -130,6 +135,8 @@ class TrainLoop:
     batches: Any = None
     scheduler: Any = None
     scaler: Any = None
+    steps: int | None = None
+    epochs: int | None = None
     evaluate: Callable[[], Any] | None = None
     save: Callable[..., Any] | None = None
     load: Callable[[Any], Any] | None = None

@@ -207,6 +207,9 @@ class Step(Event):
     """The position at which it ended."""
     lrs: tuple[float, ...] = ()
     """The learning rate of each group."""
+    named_rates: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """Numbers that are called a rate and that the step of torch's optimizers does not read: by the expression that
+    holds them, ``group["learning_rate"]`` for each group."""
     reads: list[Read] = field(default_factory=list)
     left: dict[int, TensorSample | None] = field(default_factory=dict)
     """The gradients after the step."""
@@ -245,9 +248,22 @@ class Move:
 
 @dataclass(slots=True, kw_only=True)
 class SchedulerStep(Event):
+    """A call of a scheduler's ``step()`` from outside any scheduler."""
+
     scheduler: str
+    """The name of its class."""
     optimizer: int | None
     metric: bool
+    """Whether it was given a metric or an epoch."""
+    number: int = 0
+    """The scheduler, among those of the record."""
+    value: float = math.nan
+    """The metric that ReduceLROnPlateau was given."""
+    before: tuple[float, ...] = ()
+    """The learning rate of each group of its optimizer when the call began."""
+    after: tuple[float, ...] = ()
+    until: int = 0
+    """The position at which it ended; 0 where it raised."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -103,7 +103,45 @@ class Optimizer:
     """Whether some group has ``maximize`` set."""
     from_torch: bool = False
     """Whether its class is torch's own."""
+    options: tuple[str, ...] = ()
+    """The options that its class has: the keys of ``defaults``."""
+    settings: tuple[dict[str, str], ...] = ()
+    """The numbers, switches and texts in each group, as text, but for ``lr``."""
+    dicts: tuple[int, ...] = ()
+    """The identity of the dict of each group: wrappers share those of the optimizer that they wrap."""
     steps: int = 0
+
+
+@dataclass(slots=True)
+class Scheduler:
+    """One learning rate scheduler of torch, or of a class that inherits from one."""
+
+    number: int
+    """In the order in which they were built, or were first seen."""
+    kind: str
+    """The name of its class."""
+    optimizer: int | None = None
+    """The index of its optimizer; None for one that neither steps nor is declared."""
+    from_torch: bool = False
+    """Whether its class is torch's own."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """What it was built with, as text: equal texts are equal settings. Functions are given by code and closure."""
+    place: Place | None = None
+    """The user's line that built it; None where that was not watched."""
+    declared: bool = False
+    """Whether ``TrainLoop.scheduler`` names it."""
+    at: int = 0
+    """The position at which it was built; 0 before the run."""
+    inner: bool = False
+    """Whether another scheduler holds or steps it."""
+    groups: int = 0
+    """The groups that its optimizer had when it was built."""
+    calls: int = 0
+    """Calls of ``step()`` from outside any scheduler."""
+
+    @property
+    def plateau(self) -> bool:
+        return "patience" in self.settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +213,8 @@ class Record:
     knobs: dict[str, object] = field(default_factory=dict)
     moves: list[Move] = field(default_factory=list)
     """Changes of weights, in order."""
+    schedulers: list[Scheduler] = field(default_factory=list)
+    """Those that were built or stepped, and those that are declared."""
     checkpoints: list[CheckpointCall] = field(default_factory=list)
     end: dict[int, TensorSample] = field(default_factory=dict)
     """Each parameter as the run ended."""

@@ -12,54 +12,98 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pytest_trainloop.recording.as_caller import as_caller
+from pytest_trainloop.recording.built_schedulers import with_subclasses
 from pytest_trainloop.recording.events import ScalerCall, SchedulerStep
 from pytest_trainloop.recording.source import here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from pytest_trainloop.recording.built_schedulers import BuiltSchedulers
     from pytest_trainloop.recording.patches import Patches
     from pytest_trainloop.recording.protocol import Observed
+    from pytest_trainloop.recording.samples import Reader
 
 
 class Schedules:
     """Patches of ``step`` of every scheduler class known when the run begins."""
 
-    def __init__(self, watch: Observed, patches: Patches) -> None:
+    def __init__(self, watch: Observed, patches: Patches, built: BuiltSchedulers) -> None:
         self._watch = watch
+        self._built = built
         self._depth = 0
-        for cls in _with_subclasses(LRScheduler):
+        for cls in with_subclasses(LRScheduler):
             if "step" in vars(cls):
                 patches.put(cls, "step", self._patched)
 
     def _patched(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._depth == 0 and not _under_construction():
-                self._note(scheduler, args, kwargs)
+            noted = None
+            if _under_construction():
+                pass
+            elif self._depth == 0:
+                noted = self._note(scheduler, args, kwargs)
+            else:
+                self._built.steps_inside(scheduler)
             self._depth += 1
             try:
-                return as_caller(original, (scheduler, *args), kwargs)
+                out = as_caller(original, (scheduler, *args), kwargs)
             finally:
                 self._depth -= 1
+            if noted is not None:
+                with self._watch.suspended():
+                    self._read_rates(scheduler, noted, "after")
+                    noted.until = self._watch.tick()
+            return out
 
         return step
 
-    def _note(self, scheduler: Any, args: Any, kwargs: Any) -> None:
+    def _note(self, scheduler: Any, args: Any, kwargs: Any) -> SchedulerStep:
         watch = self._watch
         with watch.suspended():
             optimizer = getattr(scheduler, "optimizer", None)
             place, site = here()
-            watch.add(
-                SchedulerStep(
-                    at=watch.tick(),
-                    place=place,
-                    site=site,
-                    scheduler=type(scheduler).__name__,
-                    optimizer=None if optimizer is None else watch.optimizers.index(optimizer),
-                    metric=isinstance(scheduler, ReduceLROnPlateau) or bool(args or kwargs),
-                )
+            plateau = isinstance(scheduler, ReduceLROnPlateau)
+            noted = SchedulerStep(
+                at=watch.tick(),
+                place=place,
+                site=site,
+                scheduler=type(scheduler).__name__,
+                optimizer=None if optimizer is None else watch.optimizers.index(optimizer),
+                metric=plateau or bool(args or kwargs),
+                number=self._built.called(scheduler),
             )
+            self._read_rates(scheduler, noted, "before")
+            metric = args[0] if args else next(iter(kwargs.values()), None)
+            if plateau and isinstance(metric, torch.Tensor):
+                if metric.numel() == 1:
+                    watch.reader.scalar(metric, functools.partial(setattr, noted, "value"))
+            elif plateau and isinstance(metric, (int, float)):
+                noted.value = float(metric)
+            watch.add(noted)
+        return noted
+
+    def _read_rates(self, scheduler: Any, noted: SchedulerStep, moment: str) -> None:
+        """The rate of each group of the scheduler's optimizer; one that is a tensor is noted when it is read."""
+        groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None) or ()
+        rates_of(groups, self._watch.reader, noted, moment)
+
+
+def rates_of(groups: Any, reader: Reader, event: Any, name: str) -> None:
+    """Give an event's field of this name the learning rate of each group: NaN where it has none, and later, when it is
+    read, that of a tensor."""
+    rates = [group.get("lr") for group in groups if isinstance(group, dict)]
+    plain = tuple(float(lr) if isinstance(lr, (int, float)) else float("nan") for lr in rates)
+    setattr(event, name, plain)
+    for g, lr in enumerate(rates):
+        if isinstance(lr, torch.Tensor) and lr.numel() == 1:
+
+            def put(value: float, group: int = g) -> None:
+                known = getattr(event, name)
+                setattr(event, name, (*known[:group], value, *known[group + 1 :]))
+
+            reader.scalar(lr, put)
 
 
 def _under_construction() -> bool:
@@ -84,7 +128,7 @@ class Scalers:
         self._watch = watch
         self._kept: dict[int, Any] = {}
         self._open: list[tuple[int, str]] = []
-        for cls in _with_subclasses(GradScaler):
+        for cls in with_subclasses(GradScaler):
             for name, watched in (
                 ("scale", self._scale),
                 ("unscale_", self._unscale),
@@ -153,14 +197,3 @@ def _around(watched: Callable[..., Any], original: Callable[..., Any]) -> Callab
         return watched(original, scaler, *args, **kwargs)
 
     return call
-
-
-def _with_subclasses(cls: type) -> Iterator[type]:
-    seen: set[type] = set()
-    todo = [cls]
-    while todo:
-        one = todo.pop()
-        if one not in seen:
-            seen.add(one)
-            todo.extend(one.__subclasses__())
-            yield one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 from pytest_trainloop.recording.events import Read, Step, TensorSample
 from pytest_trainloop.recording.hooks import after_steps, before_steps
 from pytest_trainloop.recording.record import Optimizer as Held
+from pytest_trainloop.recording.schedulers import rates_of
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import has_step_pre_hooks, is_initialised
 
@@ -56,6 +58,10 @@ class Optimizers:
         self.refresh(inner)
         return index
 
+    def known(self, optimizer: Any) -> int | None:
+        """The index of an optimizer that is in the record."""
+        return self._index.get(id(unwrap(optimizer)))
+
     def indexed(self) -> Iterator[tuple[int, Any]]:
         """Every optimizer that was given or has stepped, by its index."""
         yield from enumerate(self._kept)
@@ -77,6 +83,9 @@ class Optimizers:
         entry.peak_lrs = tuple(max(_numbers(g, "initial_lr", "max_lr"), default=float("nan")) for g in groups)
         entry.weight_decays = tuple(sum(_numbers(g, "weight_decay")) for g in groups)
         entry.eps = tuple(sum(_numbers(g, "eps")) for g in groups)
+        entry.options = tuple(getattr(optimizer, "defaults", None) or ())
+        entry.settings = tuple(_settings(g) for g in groups)
+        entry.dicts = tuple(map(id, groups))
         entry.maximizes = any(g.get("maximize") is True for g in groups)
         watch.hook_gradients(held)
         return held
@@ -94,7 +103,8 @@ class Optimizers:
             step = Step(at=watch.tick(), place=place, site=site, optimizer=self.index(optimizer), full=watch.full)
             # inside backward the function mode sees nothing
             step.in_backward = step.asked = step.computed = watch.backward is not None
-            step.lrs = self._lrs(optimizer, step)
+            rates_of(optimizer.param_groups, watch.reader, step, "lrs")
+            step.named_rates = _named_rates(optimizer)
             late = has_step_pre_hooks(optimizer)  # they may yet write gradients: it begins after them
             if not late:
                 watch.add(step)
@@ -119,18 +129,6 @@ class Optimizers:
                 return wrapped
         begin()
         return wrapped
-
-    def _lrs(self, optimizer: Any, step: Step) -> tuple[float, ...]:
-        """The learning rate of each group; one that is a tensor is noted when it is read."""
-        lrs = [group.get("lr") for group in optimizer.param_groups]
-        for g, lr in enumerate(lrs):
-            if isinstance(lr, torch.Tensor):
-                self._watch.reader.scalar(lr, functools.partial(self._set_lr, step, g))
-        return tuple(float(lr) if isinstance(lr, (int, float)) else float("nan") for lr in lrs)
-
-    @staticmethod
-    def _set_lr(step: Step, group: int, value: float) -> None:
-        step.lrs = (*step.lrs[:group], value, *step.lrs[group + 1 :])
 
     def _with_closure_read(self, step: Step, held: list[int], args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """The call's arguments with the closure wrapped, so that gradients are read when it returns; None without
@@ -197,6 +195,40 @@ class Optimizers:
             thread.frames.pop()
             thread.open.pop()
             thread.stepping = max(0, thread.stepping - 1)
+
+
+_NOT_READ = ("lr", "initial_lr", "max_lr", "min_lr", "base_lr")
+"""Keys of a group that torch's optimizers or schedulers read themselves."""
+
+
+def _named_rates(optimizer: Any) -> dict[str, tuple[float, ...]]:
+    """The numbers that are called a rate, but for those that are read: keys of the groups, the default rate and
+    attributes of the optimizer."""
+    groups = [g for g in optimizer.param_groups if isinstance(g, dict)]
+    found: dict[str, list[float]] = {}
+    for group in groups:
+        for key, value in group.items():
+            if key not in _NOT_READ and isinstance(value, (int, float)) and _is_a_rate(key):
+                found.setdefault(f'group["{key}"]', []).append(float(value))
+    default = (getattr(optimizer, "defaults", None) or {}).get("lr")
+    if isinstance(default, (int, float)):
+        found['optimizer.defaults["lr"]'] = [float(default)]
+    for name, value in vars(optimizer).items():
+        if isinstance(value, (int, float)) and _is_a_rate(name):
+            found[f"optimizer.{name}"] = [float(value)]
+    return {name: tuple(values) for name, values in found.items()}
+
+
+@functools.cache
+def _is_a_rate(name: str) -> bool:
+    words = set(re.split(r"[^a-z]+", name.lower()))
+    return bool(words & {"lr", "rate", "learningrate"}) and not words & {"decay", "drop", "dropout", "momentum", "ema"}
+
+
+def _settings(group: dict[str, Any]) -> dict[str, str]:
+    """The numbers, switches and texts of a group as text, but for its rate."""
+    plain = {k: v for k, v in group.items() if isinstance(v, (bool, int, float, str)) and k not in _NOT_READ}
+    return {str(name): repr(value) for name, value in plain.items()}
 
 
 def _numbers(group: dict[str, Any], *options: str) -> list[float]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from pytest_trainloop.recording.backward import Gradients
+from pytest_trainloop.recording.built_schedulers import BuiltSchedulers
 from pytest_trainloop.recording.checkpoints import Checkpoints
 from pytest_trainloop.recording.forward import Modules
 from pytest_trainloop.recording.function_mode import aside
@@ -47,7 +48,8 @@ class Watch:
     """Watches whatever trains inside its ``with`` block; ``record`` is complete once the block is left.
 
     ``modules`` and ``optimizers`` that are not given are found from what runs. ``before_step`` is called before each
-    optimizer step and may raise to end the run. Hooks are removed after an exception too.
+    optimizer step and may raise to end the run. ``schedulers`` are those that were built before. Hooks are removed
+    after an exception too.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Watch:
         *,
         before_step: Callable[[Watch], None] | None = None,
         full_rounds: int = FULL_ROUNDS,
+        schedulers: BuiltSchedulers | None = None,
     ) -> None:
         self._declared = (dict(modules or {}), list(optimizers))
         self._before_step = before_step
@@ -64,6 +67,7 @@ class Watch:
         self._clock = itertools.count(1)
         self._counts: dict[int, int] = {}
         self.record = Record()
+        self._built = BuiltSchedulers() if schedulers is None else schedulers
         self.reader = Reader()
         self.table = ParameterTable(self.reader)
         self.backward: Backward | None = None
@@ -88,7 +92,9 @@ class Watch:
             self.weight_changes = WeightChanges(self)
             self.optimizers = Optimizers(self, self._on_step)
             undo.callback(self.optimizers.remove)
-            self._schedules = Schedules(self, self._patches)
+            self._built.tick = self.tick
+            undo.enter_context(self._built.watching())
+            self._schedules = Schedules(self, self._patches, self._built)
             self._scalers = Scalers(self, self._patches)
             self._modes = Modes(self, self._patches)
             self._checkpoints = Checkpoints(self, self._patches)
@@ -137,6 +143,7 @@ class Watch:
 
     def _note_end(self) -> None:
         self.weight_changes.look()
+        self.record.schedulers = self._built.finish(self.optimizers.known)
         self.table.note_gone()
         for index, tensor in enumerate(self.table.tensors):
             if readable(tensor):

@@ -11,6 +11,7 @@ import torch
 
 from pytest_trainloop import nested
 from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
+from pytest_trainloop.recording.built_schedulers import BuiltSchedulers
 from pytest_trainloop.recording.torch_internals import modes_kept
 from pytest_trainloop.recording.watch import FULL_ROUNDS, Watch
 from pytest_trainloop.runs.batch_stream import Batches, generators_kept
@@ -118,13 +119,21 @@ def _run(make: Make, plan: RunPlan) -> Record:
         torch.set_grad_enabled(True)
         wide = precision.enter_context(double_precision()) if plan.double else None
         precision.enter_context(plan.around())
-        loop = build(make, plan.knobs, plan.seed, _kept(plan))
+        schedulers = BuiltSchedulers()
+        with schedulers.watching():
+            loop = build(make, plan.knobs, plan.seed, _kept(plan))
+        schedulers.declare(loop.scheduler)
         precision.enter_context(generators_kept(loop))
         if wide is not None:
             widen(loop)
             wide.lower.clear()  # building may use a lower precision (from numpy, from a file)
         guard = Guard(plan.timeout)
-        watch = Watch(loop.modules, loop.optimizers, before_step=lambda w: _stop_if_past(w, stop, guard, plan))
+        watch = Watch(
+            loop.modules,
+            loop.optimizers,
+            before_step=lambda w: _stop_if_past(w, stop, guard, plan),
+            schedulers=schedulers,
+        )
 
         def stop() -> None:
             watch.over = True

@@ -197,6 +197,26 @@ OTHERS = {
         "loop(expected_init_loss=True)",
         "TrainLoop.expected_init_loss is True; a finite number is needed, as in math.log(10)",
     ),
+    "steps-zero": (
+        "loop(steps=0)",
+        "TrainLoop.steps is 0; the number of optimizer steps of the whole training is needed, a whole number from 1 "
+        "on, as in steps=len(loader) * epochs // accumulate",
+    ),
+    "steps-divided": (
+        "loop(steps=250.0)",
+        "TrainLoop.steps is 250.0; the number of optimizer steps of the whole training is needed, a whole number from "
+        "1 on, as in steps=len(loader) * epochs // accumulate",
+    ),
+    "steps-true": (
+        "loop(steps=True)",
+        "TrainLoop.steps is True; the number of optimizer steps of the whole training is needed, a whole number from "
+        "1 on, as in steps=len(loader) * epochs // accumulate",
+    ),
+    "epochs-string": (
+        "loop(epochs='90')",
+        "TrainLoop.epochs is '90'; the number of passes over the data of the whole training is needed, a whole number "
+        "from 1 on, as in epochs=90",
+    ),
     "rows-interact-no": (
         "loop(rows_interact='no')",
         "TrainLoop.rows_interact is 'no'; True or False is needed, or leave it out",

@@ -1,0 +1,65 @@
+"""Learning rates follow their schedule, and the schedule fits the run.
+
+What it does
+    It follows the learning rate of every group through the watched run: its value at every step, and whether a
+    scheduler or a line of the loop moved it. It then steps every scheduler of a fresh loop forward without training,
+    and holds its length against ``steps=`` or ``epochs=``.
+
+Why is this bad?
+    A schedule that drives an optimizer which no longer steps, or that is written over at every batch, leaves the rate
+    where it began: the run works, and ends a little worse than the paper says. Nothing raises.
+
+How it decides
+    Only identities are faults.
+
+Faulty
+    >>> scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)           # rebuilt: the scheduler keeps the old one
+    >>> for x, y in batches:
+    ...     optimizer.zero_grad()
+    ...     F.cross_entropy(model(x), y).backward()
+    ...     optimizer.step()
+    ...     scheduler.step()
+
+Fixed
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    >>> for x, y in batches:
+    ...     optimizer.zero_grad()
+    ...     F.cross_entropy(model(x), y).backward()
+    ...     optimizer.step()
+    ...     scheduler.step()
+
+Known limits
+    Rates that are written by hand are known at the watched steps only. Schedulers that do not inherit from torch's are
+    seen as what they write.
+
+References
+    https://docs.pytorch.org/docs/stable/optim.html#how-to-adjust-learning-rate
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.checks.learning.schedule.plan_causes import PLAN_CAUSES
+from pytest_trainloop.checks.learning.schedule.rate_causes import RATE_CAUSES
+from pytest_trainloop.registry import check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.runs.evidence import Evidence
+
+CAUSES = {**RATE_CAUSES, **PLAN_CAUSES}
+
+
+@check(needs={"run"}, causes=CAUSES, rank=5)
+def schedule(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.checks.learning.schedule.driven import driven
+    from pytest_trainloop.checks.learning.schedule.planned import planned
+
+    yield from driven(evidence)
+    if evidence.repeatable:
+        yield from planned(evidence)
