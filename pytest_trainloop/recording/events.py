@@ -190,6 +190,38 @@ class GradWrite(Event):
         return any(not sample.same(self.after.get(i)) for i, sample in self.before.items())
 
 
+@dataclass(slots=True, kw_only=True)
+class ClipCall(Event):
+    """A call of one of torch's clips of gradients, whether it found any or not."""
+
+    by: str
+    """The function: "clip_grad_norm_" or "clip_grad_value_"."""
+    limit: float
+    parts: list[list[int]] = field(default_factory=list)
+    """The watched tensors that were handed over; several lists where a loop of one line clips them in parts."""
+    totals: list[float] = field(default_factory=list)
+    """The norm that the function computed for each of them; NaN where it clips by value."""
+    stand_ins: list[int] = field(default_factory=list)
+    """Parameters in whose place their gradient was handed over, or a view of their data: these have no ``.grad``."""
+    others: int = 0
+    """Tensors handed over that are nothing watched."""
+    iterator: int | None = None
+    """The number of the iterator that was handed over; None for a list or a tensor."""
+    norms: dict[int, float] = field(default_factory=dict)
+    """The Euclidean norm of each watched gradient before the call, those of tensors not handed over as well."""
+    left: dict[int, float] = field(default_factory=dict)
+    """The norms of the gradients handed over, after a clip by value."""
+
+    @property
+    def given(self) -> list[int]:
+        return [i for part in self.parts for i in part]
+
+    @property
+    def found(self) -> set[int]:
+        """The tensors handed over whose gradient was not zero."""
+        return {i for i in self.given if self.norms.get(i, 0.0) != 0.0}
+
+
 @dataclass(slots=True)
 class Read:
     """The gradients that a step read, per parameter that it holds (None: no gradient)."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from pytest_trainloop.recording.as_caller import as_caller
-from pytest_trainloop.recording.events import GradWrite, LossCall, Place
+from pytest_trainloop.recording.events import ClipCall, GradWrite, LossCall, Place
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
 from pytest_trainloop.recording.source import frames_called, here
 from pytest_trainloop.recording.torch_internals import take_off
@@ -185,7 +185,7 @@ class Functions(FunctionMode):
         with watch.suspended():
             frame = sys._getframe(4)
             writer, self._writer = self._writer, (frame, frame.f_lineno)
-            last = watch.record.events[-1] if watch.record.events else None
+            last = next((e for e in reversed(watch.record.events) if not isinstance(e, ClipCall)), None)
             place: Place | None = None
             if isinstance(last, GradWrite) and last.how == how and self._written.isdisjoint(indices):
                 if writer != self._writer:  # a loop over parameters writes them all from one line

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 if TYPE_CHECKING:
+    import types
     from collections.abc import Callable, Iterator
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "aliased_arguments",
     "apply_of",
     "checkpoint_generators",
+    "clip_cells",
     "default_device",
     "exporters",
     "function_class",
@@ -67,6 +69,19 @@ def has_values(tensor: torch.Tensor) -> bool:
     """Whether a tensor's entries can be read here and now: not those of a fake one, one on the meta device, or one
     inside a transform of functorch."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor) or is_functorch(tensor))
+
+
+def clip_cells() -> dict[str, types.CellType]:
+    """The cells in which torch's public clips of gradients keep the function that does the work: one put there is
+    called by whoever imported the public one, and whenever."""
+    names = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+    public = {name: getattr(nn.utils, name, None) for name in names}
+    cells: dict[str, types.CellType] = {}
+    for name, function in public.items():
+        code, closure = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
+        if code is not None and "func" in code.co_freevars:
+            cells[name] = closure[code.co_freevars.index("func")]
+    return cells
 
 
 def is_functorch(tensor: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from torch import nn
 from pytest_trainloop.recording.backward import Gradients
 from pytest_trainloop.recording.built_schedulers import BuiltSchedulers
 from pytest_trainloop.recording.checkpoints import Checkpoints
+from pytest_trainloop.recording.clips import Clips
 from pytest_trainloop.recording.forward import Modules
 from pytest_trainloop.recording.function_mode import aside
 from pytest_trainloop.recording.graphs import Graphs
@@ -98,6 +99,8 @@ class Watch:
             self._scalers = Scalers(self, self._patches)
             self._modes = Modes(self, self._patches)
             self._checkpoints = Checkpoints(self, self._patches)
+            self.clips = Clips(self)
+            undo.callback(self.clips.remove)
             self._leave_exports_alone()
             self._enter_declared()
             self._modules = Modules(self)
@@ -144,6 +147,7 @@ class Watch:
     def _note_end(self) -> None:
         self.weight_changes.look()
         self.record.schedulers = self._built.finish(self.optimizers.known)
+        self.clips.settle()
         self.table.note_gone()
         for index, tensor in enumerate(self.table.tensors):
             if readable(tensor):
