@@ -72,9 +72,6 @@ def next_token_loss(model, ids):
     return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 
-# --- which optimizer a schedule drives ------------------------------------------------------------
-
-
 @fault(
     "schedules",
     "both schedulers are built on the generator's optimizer: it decays twice, the discriminator's never",
@@ -151,9 +148,6 @@ def freeze_then_tune(epochs=4):
     loader = DataLoader(digits(), batch_size=8, shuffle=True)
     trainer = FreezeThenTune(model, total=len(loader) * epochs)
     return TrainLoop(model=model, batches=loader, fit=trainer.fit, steps=len(loader) * epochs)
-
-
-# --- where a rate is written ----------------------------------------------------------------------
 
 
 @fault(
@@ -382,9 +376,6 @@ def eeg_process():
     )
 
 
-# --- how often a schedule is stepped --------------------------------------------------------------
-
-
 @fault(
     "schedules",
     "with manual optimization nobody calls step() of the ExponentialLR that configure_optimizers returns",
@@ -569,9 +560,6 @@ def one_cycle_module(max_epochs=6):
     return from_lightning(module, steps=max_epochs * len(module.train_dataloader()))
 
 
-# --- the horizon ----------------------------------------------------------------------------------
-
-
 @fault(
     "schedules",
     "the linear decay spans len(loader) * epochs micro-batches, four times the optimizer steps that are made",
@@ -589,6 +577,7 @@ def draft_model(accumulate=4, num_epochs=2):
     )
 
     def train(batches):
+        optimizer.zero_grad(set_to_none=True)
         for i, (ids,) in enumerate(batches):
             (next_token_loss(model, ids) / accumulate).backward()
             if (i + 1) % accumulate == 0:
@@ -778,9 +767,6 @@ def hf_finetuning(accumulate=4, epochs=4):
     scheduler = get_linear_schedule_with_warmup(optimizer, 4, batches * epochs)
     trainer = Trainer(model=model, args=args, train_dataset=data, optimizers=(optimizer, scheduler))
     return from_trainer(trainer, steps=batches * epochs // accumulate)
-
-
-# --- the rate that comes out ----------------------------------------------------------------------
 
 
 @fault(
@@ -1013,7 +999,69 @@ def rnn_vae(optimizer_scheduler=False):
     return TrainLoop(model=model, optimizer=optimizer, scheduler=scheduler, batches=loader, fit=train)
 
 
-# --- plateaus -------------------------------------------------------------------------------------
+@fault(
+    "schedules",
+    "the exponent of gamma is negative: the rate is ten times as high after each n_steps, and not a tenth",
+    thread="SYSU-SAIL/PAM#4",
+    check="schedule",
+)
+def stereo_epochs():
+    @dataclass
+    class Config:
+        lr: float = 2e-4
+        gamma: float = 0.1
+        n_steps: int = 2
+        n_epochs: int = 6
+
+    cfg = Config()
+    net = mlp(8, 32, 8)
+    optimizer = torch.optim.Adam(net.parameters(), lr=cfg.lr)
+    loader = DataLoader(curve(), batch_size=16, shuffle=True)
+
+    def train(batches):
+        for epoch in range(cfg.n_epochs):
+            lr = cfg.lr * (cfg.gamma ** -(epoch // cfg.n_steps))
+            for param_group in optimizer.param_groups:
+                param_group["lr"] = lr
+            for high, _ in batches:
+                low = high + 0.1 * torch.randn_like(high)
+                loss = F.mse_loss(net(low), high)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+    return TrainLoop(model=net, optimizer=optimizer, batches=loader, fit=train, epochs=cfg.n_epochs)
+
+
+@fault(
+    "schedules",
+    "the rate is scaled by the batch size in the config and once more in the optimizer's builder: 5e-7 for SGD",
+    thread="facebookresearch/dinov2#320",
+    check="update_ratio",
+)
+def scaled_config(batch_size=8, base_lr=5e-4):
+    def apply_scaling_rules(config):
+        return {**config, "lr": config["lr"] * config["batch_size"] / 256}
+
+    def build_optimizer(config, parameters):
+        lr = config["lr"] * config["batch_size"] / 256
+        return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+    config = apply_scaling_rules({"lr": base_lr, "batch_size": batch_size})
+    model = Tagger()
+    optimizer = build_optimizer(config, model.parameters())
+    loader = DataLoader(digits(), batch_size=batch_size, shuffle=True)
+
+    def do_train(batches):
+        model.train()
+        for x, y in batches:
+            optimizer.zero_grad(set_to_none=True)
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 3.0)
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=do_train)
 
 
 @fault(
@@ -1088,9 +1136,6 @@ def selene_model():
         batches=DataLoader(curve(), batch_size=16, shuffle=True),
         fit=run.train_and_validate,
     )
-
-
-# --- groups and restarts --------------------------------------------------------------------------
 
 
 @fault(

@@ -79,7 +79,7 @@ def next_token_loss(model, ids):
 
 
 @right("schedules", "warm-up, a long constant stretch and a short decay (WSD)", thread="wandb/senpai#543")
-def wsd(epochs=5):
+def wsd(epochs=10):
     model = TinyLM()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
     loader = DataLoader(text(), batch_size=8, shuffle=True)
@@ -126,7 +126,9 @@ def stable_phase():
 
 
 @right(
-    "schedules", "warm restarts, each cycle twice as long: the rate jumps up on purpose", thread="pytorch/pytorch#78003"
+    "schedules",
+    "warm restarts, each cycle twice as long: the rate jumps up on purpose",
+    thread="igorshmukler/kokoro-ruslan#20",
 )
 def sgdr():
     model = mlp()
@@ -147,7 +149,7 @@ def sgdr():
 @right(
     "schedules",
     "a new scheduler at each restart, after the groups' rate was put back by hand",
-    thread="pytorch/pytorch#60265",
+    thread="pytorch/pytorch#78003",
 )
 def restart_by_hand(base=0.05, period=5):
     model = mlp()
@@ -208,7 +210,7 @@ def snapshot_ensemble(cycles=5):
 def triangular():
     model = mlp(8, 32, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    scheduler = lr_scheduler.CyclicLR(optimizer, 2e-4, 5e-3, 4, mode="triangular2", cycle_momentum=False)
+    scheduler = lr_scheduler.CyclicLR(optimizer, 2e-4, 2e-2, 4, mode="triangular2", cycle_momentum=False)
     loader = DataLoader(curve(), batch_size=16, shuffle=True)
 
     def train(batches):
@@ -319,9 +321,9 @@ def constant_schedule():
 @right(
     "schedules", "linear decay to exactly 0 at the last step, the last window short", thread="pytorch/torchtitan#1010"
 )
-def linear_to_zero(accumulate=1, epochs=4):
+def linear_to_zero(accumulate=1, epochs=6):
     model = Tagger()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3)
     loader = DataLoader(digits(), batch_size=8, shuffle=True)
     steps = math.ceil(len(loader) / accumulate) * epochs
     scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
@@ -543,7 +545,7 @@ def scheduled_optim():
     "LambdaLR returns the rate itself, over groups whose own lr is 1.0 and 0.1: a share and not a rate",
     thread="tsun/SSRT#5",
 )
-def relative_groups(lr=0.02):
+def relative_groups(lr=0.1):
     model = Tagger()
     optimizer = torch.optim.SGD(
         [{"params": model.backbone.parameters(), "lr": 0.1}, {"params": model.head.parameters(), "lr": 1.0}],
@@ -587,10 +589,10 @@ def noam(d_model=24, warmup=6):
 
 
 @right("schedules", "the backbone decays, the head has a constant lambda", thread="Lightning-AI/pytorch-lightning#4983")
-def constant_head(epochs=5):
+def constant_head(epochs=8):
     model = Tagger()
     optimizer = torch.optim.AdamW(
-        [{"params": model.backbone.parameters(), "lr": 1e-3}, {"params": model.head.parameters(), "lr": 3e-3}]
+        [{"params": model.backbone.parameters(), "lr": 5e-3}, {"params": model.head.parameters(), "lr": 1e-2}]
     )
     loader = DataLoader(digits(), batch_size=16, shuffle=True)
     steps = len(loader) * epochs
@@ -607,11 +609,11 @@ def constant_head(epochs=5):
 
 
 @right("schedules", "gradual unfreezing by rates: a group's factor is 0 until its turn", thread="FluxVLA/FluxVLA#100")
-def gradual_unfreezing(epochs=6):
+def gradual_unfreezing(epochs=10):
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4))
     layers = [model[4], model[2], model[0]]
     optimizer = torch.optim.AdamW(
-        [{"params": layer.parameters(), "lr": 4e-3 / 2.6**i} for i, layer in enumerate(layers)]
+        [{"params": layer.parameters(), "lr": 1e-2 / 2.6**i} for i, layer in enumerate(layers)]
     )
     loader = DataLoader(digits(), batch_size=16, shuffle=True)
     total = len(loader) * epochs
@@ -639,7 +641,7 @@ def gradual_unfreezing(epochs=6):
 def layer_wise(decay=0.5):
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)], nn.Linear(16, 4))
     optimizer = torch.optim.AdamW(
-        [{"params": part.parameters(), "lr": 4e-3 * decay ** (len(model) - 1 - i)} for i, part in enumerate(model)],
+        [{"params": part.parameters(), "lr": 1e-2 * decay ** (len(model) - 1 - i)} for i, part in enumerate(model)],
         weight_decay=0.05,
     )
     scheduler = lr_scheduler.CosineAnnealingLR(optimizer, T_max=90)
@@ -663,7 +665,7 @@ def layer_wise(decay=0.5):
 def mae_finetune():
     @dataclass
     class Args:
-        lr: float = 4e-3
+        lr: float = 1e-2
         min_lr: float = 1e-5
         warmup_epochs: int = 1
         epochs: int = 10
@@ -710,7 +712,7 @@ def mae_finetune():
 )
 def deeplab(epochs=5):
     model = Tagger()
-    base = 5e-3
+    base = 0.02
     optimizer = torch.optim.SGD(
         [{"params": model.backbone.parameters(), "lr": base}, {"params": model.head.parameters(), "lr": 10 * base}],
         lr=base,
@@ -855,7 +857,7 @@ def added_group():
     "two phases: the head is trained, then everything under a new optimizer with a new scheduler of its own",
     thread="fastai/fastai#2133",
 )
-def probe_then_tune(epochs=5, probe=4):
+def probe_then_tune(epochs=8, probe=4):
     model = Tagger()
     loader = DataLoader(digits(), batch_size=16, shuffle=True)
     total = len(loader) * epochs
@@ -864,7 +866,7 @@ def probe_then_tune(epochs=5, probe=4):
         def __init__(self):
             self.step = 0
             model.backbone.requires_grad_(False)
-            self.create(model.head.parameters(), 5e-3, probe)
+            self.create(model.head.parameters(), 1e-2, probe)
 
         def create(self, parameters, lr, length):
             self.optimizer = torch.optim.AdamW(parameters, lr=lr)
@@ -874,7 +876,7 @@ def probe_then_tune(epochs=5, probe=4):
             for x, y in batches:
                 if self.step == probe:
                     model.backbone.requires_grad_(True)
-                    self.create(model.parameters(), 2e-3, total - probe)
+                    self.create(model.parameters(), 6e-3, total - probe)
                 self.optimizer.zero_grad()
                 F.cross_entropy(model(x), y).backward()
                 self.optimizer.step()
@@ -939,7 +941,7 @@ def one_for_two():
     encoder, decoder = mlp(8, 24, 4), mlp(4, 24, 8)
     adam = torch.optim.Adam(encoder.parameters(), lr=3e-3)
     sgd = torch.optim.SGD(decoder.parameters(), lr=0.05, momentum=0.9)
-    scheduler = lr_scheduler.ExponentialLR(adam, gamma=0.97)
+    scheduler = lr_scheduler.ExponentialLR(adam, gamma=0.99)
     loader = DataLoader(curve(), batch_size=16, shuffle=True)
 
     def train(batches):
@@ -1054,7 +1056,7 @@ def wgan(n_critic=3, epochs=2):
     thread="pytorch/pytorch#3814",
 )
 def resnet_recipe():
-    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+    model = mlp(16, 48, 4)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=1e-4)
     scheduler = lr_scheduler.MultiStepLR(optimizer, [30, 60, 80], gamma=0.1)
     loader = DataLoader(digits(), batch_size=16, shuffle=True)
@@ -1087,7 +1089,8 @@ def cosine_per_epoch(epochs=4):
                 optimizer.zero_grad()
                 F.mse_loss(model(x), y).backward()
                 optimizer.step()
-            scheduler.step()
+            if scheduler.last_epoch < epochs:
+                scheduler.step()
 
     return TrainLoop(
         model=model,
@@ -1203,10 +1206,10 @@ def nano_gpt(accumulate=1, max_iters=60):
     iter_num = [0]
 
     def train(batches):
-        for micro_step, (ids,) in enumerate(batches, 1):
-            (next_token_loss(model, ids) / accumulate).backward()
-            if micro_step % accumulate:
-                continue
+        micro_batches = list(batches)
+        for start in range(0, len(micro_batches) - accumulate + 1, accumulate):
+            for (ids,) in micro_batches[start : start + accumulate]:
+                (next_token_loss(model, ids) / accumulate).backward()
             for param_group in optimizer.param_groups:
                 param_group["lr"] = get_lr(iter_num[0])
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -1349,10 +1352,10 @@ def maml(inner_lr=0.05):
     "the scheduler is stepped only where the scaler made the step",
     thread="huggingface/accelerate#301",
 )
-def scaled_steps(precision="fp32", epochs=5):
+def scaled_steps(precision="fp32", epochs=8):
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = DataLoader(digits(), batch_size=16, shuffle=True)
     steps = len(loader) * epochs
     scheduler = lr_scheduler.LambdaLR(optimizer, lambda i: max(0.0, 1 - i / steps))
@@ -1378,7 +1381,11 @@ def scaled_steps(precision="fp32", epochs=5):
 # --- frameworks -------------------------------------------------------------------------------------
 
 
-@right("schedules", "OneCycleLR per step over estimated_stepping_batches", thread="Lightning-AI/pytorch-lightning#4466")
+@right(
+    "schedules",
+    "a linear decay per step over the trainer's estimated_stepping_batches",
+    thread="Lightning-AI/pytorch-lightning#4466",
+)
 def lightning_per_step():
     class Classifier(lightning.LightningModule):
         def __init__(self):
@@ -1443,14 +1450,14 @@ def lightning_manual():
     "the prepared scheduler is sized in optimizer steps and called at each micro-batch: Accelerate skips the rest",
     thread="huggingface/transformers#27872",
 )
-def accelerate_prepared(accumulate=2, epochs=4):
+def accelerate_prepared(accumulate=2, epochs=8):
     from transformers import get_scheduler
 
     accelerator = fresh_accelerator(gradient_accumulation_steps=accumulate, cpu=True)
     model = Tagger()
     loader = DataLoader(digits(), batch_size=8, shuffle=True)
     max_train_steps = epochs * math.ceil(len(loader) / accumulate)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3)
     scheduler = get_scheduler("linear", optimizer=optimizer, num_warmup_steps=2, num_training_steps=max_train_steps)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
 
