@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pytest_trainloop.api import Observation, check_loop, check_loss, observe
+    from pytest_trainloop.api import Observation, card, check_loop, check_loss, observe
     from pytest_trainloop.errors import CheckFailed, TrainLoopError, UsageError
     from pytest_trainloop.finding import Finding, Result
     from pytest_trainloop.loop import Padding, TrainLoop
@@ -31,6 +31,7 @@ __all__ = [
     "TrainLoopError",
     "UsageError",
     "__version__",
+    "card",
     "check",
     "check_loop",
     "check_loss",
@@ -49,6 +50,7 @@ _HOMES = {
     "TrainLoop": "loop",
     "TrainLoopError": "errors",
     "UsageError": "errors",
+    "card": "api",
     "check": "registry",
     "check_loop": "api",
     "check_loss": "api",

@@ -14,6 +14,7 @@ from pytest_trainloop.finding import Result
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+    from pytest_trainloop.cards.page import Card
     from pytest_trainloop.losscontract import LossContract
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
@@ -77,19 +78,11 @@ def check_loop(
     UsageError
         what was given cannot be judged; one sentence says what was given and what is needed
     """
-    from pytest_trainloop.knobs import read_knobs, require_defaults
     from pytest_trainloop.registry import of
 
-    if not callable(make) or isinstance(make, type):
-        raise UsageError(
-            f"check_loop got {_kind(make)}; the function that returns a TrainLoop is needed, which is called for every "
-            "run"
-        )
-    require_defaults(make, "check_loop")
+    subject = _subject("check_loop", make, Settings(seed=seed, timeout=timeout, device=device), knobs)
     plan = _plan("check_loop", of("loop"), only, skip, xfail, options, strict)
-    name, settings = getattr(make, "__name__", "loop"), Settings(seed=seed, timeout=timeout, device=device)
-    subject = Subject(name, make, settings=settings, knobs=read_knobs(make, knobs))
-    return _reported(name, _battery(subject, plan), raises)
+    return _reported(subject.name, _battery(subject, plan), raises)
 
 
 def check_loss(
@@ -139,6 +132,58 @@ def check_loss(
     settings = Settings(seed=seed, hypothesis_seed=hypothesis_seed)
     subject = Subject(name, given, settings=settings, judges="loss")
     return _reported(name, _battery(subject, plan), raises)
+
+
+def card(
+    make: Callable[..., Any],
+    *,
+    checks: bool = False,
+    knobs: Mapping[str, str] | None = None,
+    seed: int = 0,
+    timeout: float = 120.0,
+    device: str = "auto",
+) -> Card:
+    """One page of facts about a training loop, without verdicts; ``str()`` of it is the page.
+
+    >>> print(card(make_loop))
+
+    Parameters
+    ----------
+    make, knobs, seed, timeout, device
+        as for ``check_loop``
+    checks
+        whether all checks are run first: their results fill the lines on evaluation, checkpoint and data
+
+    Returns
+    -------
+    Card
+        its ``lines`` have label, text, source line and whether something in them is unusual, which ``*`` marks in the
+        text. A loop that cannot be run has a card of one line that says why
+
+    Raises
+    ------
+    UsageError
+        ``make`` is no function that can be called without arguments
+    """
+    from pytest_trainloop.cards.make import card_of
+    from pytest_trainloop.registry import of
+
+    subject = _subject("card", make, Settings(seed=seed, timeout=timeout, device=device), knobs)
+    results = _battery(subject, _plan("card", of("loop"), None, None, None, None, False)) if checks else []
+    return card_of(subject, {result.check: result for result in results})
+
+
+def _subject(caller: str, make: Callable[..., Any], settings: Settings, knobs: Mapping[str, str] | None) -> Subject:
+    """The subject of a function that returns a ``TrainLoop``."""
+    from pytest_trainloop.knobs import read_knobs, require_defaults
+
+    if not callable(make) or isinstance(make, type):
+        raise UsageError(
+            f"{caller} got {_kind(make)}; the function that returns a TrainLoop is needed, which is called for every "
+            "run"
+        )
+    require_defaults(make, caller)
+    return Subject(getattr(make, "__name__", "loop"), make, settings=settings, knobs=read_knobs(make, knobs))
 
 
 def _battery(subject: Subject, plan: Plan) -> list[Result]:

@@ -93,6 +93,11 @@ class Subject:
         if self._evidence is not None:
             self._evidence.make = make
 
+    @property
+    def evidence(self) -> Any:
+        """What the checks share. Raises ``UserCodeError`` where the project's code raised as it was built."""
+        return self._get_evidence()
+
     def run_check(self, name: str, *, options: Mapping[str, Any] | None = None, reporter: str = "") -> Result:
         """The result of one check.
 

@@ -15,6 +15,8 @@ from pytest_trainloop.plugin.summary import Ledger
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pytest_trainloop.plugin.cards import Cards
+
 
 def configure(config: pytest.Config) -> None:
     """Check the options and register the hooks that they need."""
@@ -34,8 +36,24 @@ def configure(config: pytest.Config) -> None:
             )
         for module in (xdist, outcomes, runtest):
             config.pluginmanager.register(module)
+    cards = _cards(config)
     if not worker:
-        config.pluginmanager.register(Ledger(config, settings, _json_file(config)))
+        config.pluginmanager.register(Ledger(config, settings, _json_file(config), cards))
+
+
+def _cards(config: pytest.Config) -> Cards | None:
+    """The cards of the session, where they are asked for."""
+    wanted, update = config.getoption("trainloop_card"), config.getoption("trainloop_update")
+    if update and not wanted:
+        raise pytest.UsageError("--trainloop-update stores cards: it is needed together with --trainloop-card")
+    if not wanted:
+        return None
+    if not config.getoption("trainloop"):
+        raise pytest.UsageError("--trainloop-card takes the cards of loops that are run: it is needed with --trainloop")
+    from pytest_trainloop.plugin import cards
+
+    config.pluginmanager.register(cards)
+    return cards.Cards(config.rootpath, update=update)
 
 
 def _json_file(config: pytest.Config) -> Path | None:

@@ -12,6 +12,7 @@ from pytest_trainloop import api, battery, registry
 from pytest_trainloop.errors import CheckFailed, TrainLoopError, UsageError
 from pytest_trainloop.finding import Result
 from pytest_trainloop.knobs import nearest, read_knobs, require_defaults
+from pytest_trainloop.plugin import cards
 from pytest_trainloop.plugin.outcomes import PROPERTY, causes, location, skip_reason
 from pytest_trainloop.plugin.settings import is_strict, read_selections, read_settings
 from pytest_trainloop.report.entry import Entry
@@ -21,6 +22,7 @@ from pytest_trainloop.selection import choose, marker_selection, validate
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
+    from pytest_trainloop.cards.page import Card
     from pytest_trainloop.report import Report
     from pytest_trainloop.selection import Plan
 
@@ -81,6 +83,16 @@ class TrainloopFixture:
         """All checks on loops from ``make``, with the keywords of :func:`pytest_trainloop.check_loop`."""
         __tracebackhide__ = True
         return self._all(api.check_loop, make, {"timeout": read_settings(self._item.config).timeout}, choice)
+
+    def card(self, make: Callable[..., Any], **choice: Any) -> Card:
+        """The card of a loop, with the keywords of :func:`pytest_trainloop.card`; with ``--trainloop-card`` it is shown
+        and stored as that of a marked function."""
+        __tracebackhide__ = True
+        settings = read_settings(self._item.config)
+        given = {"seed": settings.seed, "timeout": settings.timeout, "device": settings.device}
+        made = api.card(make, **{**given, **choice})
+        cards.note(self._item, self._item.nodeid, made)
+        return made
 
     def check_loss(self, make: Any, **choice: Any) -> Report:
         """Every property of a loss function, with the keywords of :func:`pytest_trainloop.check_loss`."""

@@ -8,6 +8,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 
+CARD = "card"
+"""In the place of the check's name in the item that takes the card of a loop."""
+
 ON_CUDA = "-cuda"
 """The suffix of the check's name where loops are on a CUDA device: ``[precision_parity-cuda]``."""
 

@@ -11,9 +11,9 @@ import pytest
 
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.finding import Result
-from pytest_trainloop.plugin import outcomes, progress
+from pytest_trainloop.plugin import cards, outcomes, progress
 from pytest_trainloop.plugin.collect import RETURNED, MarkedFunction, marked_function
-from pytest_trainloop.plugin.nodeids import loop_of
+from pytest_trainloop.plugin.nodeids import CARD, loop_of
 from pytest_trainloop.plugin.settings import read_settings
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class _Loops:
     """The subjects of this session; each is let go when the last item of its loop has run."""
 
     subjects: dict[str, Subject] = field(default_factory=dict)
+    results: dict[str, dict[str, Result]] = field(default_factory=dict)
     waiting: dict[str, set[str]] = field(default_factory=dict)
     refused: dict[tuple[str, str], str] = field(default_factory=dict)
 
@@ -54,6 +55,7 @@ class _Loops:
         waiting.discard(nodeid)
         if not waiting:
             self.subjects.pop(loop, None)
+            self.results.pop(loop, None)
 
 
 _LOOPS = pytest.StashKey[_Loops]()
@@ -89,7 +91,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
                 pytrace=False,
             )
         return None
-    outcomes.settle(pyfuncitem, _judged(pyfuncitem, *found))
+    if found[0] == CARD:
+        _take_card(pyfuncitem, found[1])
+    else:
+        outcomes.settle(pyfuncitem, _judged(pyfuncitem, *found))
     return True
 
 
@@ -103,7 +108,16 @@ def _judged(item: pytest.Function, check: str, marked: MarkedFunction) -> Result
             result = subject.run_check(check, options=marked.plan.options.get(check), reporter=item.nodeid)
     except UsageError as error:
         return loops.refuse(loop, check, item.nodeid, str(error))
-    return marked.plan.judge(result)
+    result = marked.plan.judge(result)
+    loops.results.setdefault(loop, {})[check] = result
+    return result
+
+
+def _take_card(item: pytest.Function, marked: MarkedFunction) -> None:
+    loops, loop = item.config.stash[_LOOPS], loop_of(item.nodeid, CARD)
+    results = loops.results.get(loop, {})
+    ordered = {check: results[check] for check in marked.plan.checks if check in results}
+    cards.take(item, loop, loops.subject(item, loop, marked), ordered)
 
 
 def _make(item: pytest.Function) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pytest_trainloop.battery import Settings
+    from pytest_trainloop.plugin.cards import Cards
 
 _COLOURS = {
     "plain": {},
@@ -34,10 +35,13 @@ _COLOURS = {
 class Ledger:
     """Collects the results of a session and writes them out at its end."""
 
-    def __init__(self, config: pytest.Config, settings: Settings, file: Path | None) -> None:
+    def __init__(
+        self, config: pytest.Config, settings: Settings, file: Path | None, cards: Cards | None = None
+    ) -> None:
         self._config = config
         self._settings = settings
         self._file = file
+        self._cards = cards
         self._entries: dict[str, list[Entry]] = {}
         self._refused = False
 
@@ -48,6 +52,8 @@ class Ledger:
         return f"trainloop: seed {s.seed}, device {s.device}, {s.timeout:g} s a run of fit at most"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if self._cards is not None:
+            self._cards.note(report)
         self._refused = self._refused or any(name == REFUSED for name, _ in report.user_properties)
         if report.when == "call" or (report.when == "setup" and not report.passed):
             found = [Entry.from_json(json.loads(str(v))) for name, v in report.user_properties if name == PROPERTY]
@@ -76,9 +82,14 @@ class Ledger:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
-        if self._file is None or self._config.getoption("collectonly"):
+        if self._config.getoption("collectonly"):
             return
-        data = document(self._report(), environment(device=self._settings.device, seed=self._settings.seed))
+        if self._cards is not None:
+            self._cards.settle()
+        if self._file is None:
+            return
+        cards = None if self._cards is None else self._cards.to_json()
+        data = document(self._report(), environment(device=self._settings.device, seed=self._settings.seed), cards)
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
@@ -102,3 +113,7 @@ class Ledger:
             elif not report.entries and terminalreporter.stats.get("failed"):
                 nothing = "the tests failed before any check ran"
             terminalreporter.write_line(f"trainloop: NOTHING WAS CHECKED: {nothing}", **_COLOURS["loud"])
+        for loop, lines in self._cards.shown() if self._cards is not None else ():
+            terminalreporter.write_sep("-", f"card of {loop}")
+            for text in lines:
+                terminalreporter.write_line(text)

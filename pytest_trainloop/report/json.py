@@ -9,14 +9,20 @@ from typing import TYPE_CHECKING, Any
 from pytest_trainloop.report.entry import by_loop
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pytest_trainloop.report import Report
     from pytest_trainloop.report.entry import Entry
 
 VERSION = 1
 
 
-def document(report: Report, environment: dict[str, Any]) -> dict[str, Any]:
-    """The whole report as plain data."""
+def document(
+    report: Report, environment: dict[str, Any], cards: Mapping[str, dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """The whole report as plain data; ``cards`` are those of the loops, where they were asked for."""
+    loops = dict(by_loop(report.entries))
+    loops.update({loop: [] for loop in cards or () if loop not in loops})
     return {
         "version": VERSION,
         "environment": environment,
@@ -25,8 +31,9 @@ def document(report: Report, environment: dict[str, Any]) -> dict[str, Any]:
                 "nodeid": loop,
                 "steps": sum(entry.result.steps for entry in entries),
                 "checks": [_check(entry) for entry in entries],
+                **({"card": cards[loop]} if cards and loop in cards else {}),
             }
-            for loop, entries in by_loop(report.entries)
+            for loop, entries in loops.items()
         ],
     }
 

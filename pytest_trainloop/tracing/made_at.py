@@ -26,9 +26,12 @@ if TYPE_CHECKING:
     from pytest_trainloop.finding import Finding
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.recording.parameters import PlainObject
+    from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.registry import Part
     from pytest_trainloop.runs.evidence import Evidence
+
+    Contexts = Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]]
 
 T = TypeVar("T")
 
@@ -56,8 +59,14 @@ class MadeAt:
         found = cls()
         if evidence.repeatable:
             with contextlib.suppress(CannotDecide, UsageError, UserCodeError):
-                evidence.rerun(around=found._noted.watching, contexts=found._named)
+                found.along(evidence)
         return found
+
+    def along(self, evidence: Evidence, look: Contexts = lambda watch: (), **plan: Any) -> Record:
+        """The record of a further run in which the lines are read and ``look`` is entered, with these fields of its
+        plan. Raises as ``Evidence.rerun`` does."""
+        contexts = lambda watch: (*look(watch), *self._named(watch))  # noqa: E731
+        return evidence.rerun(around=self._noted.watching, contexts=contexts, **plan)
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
         """What ``observe()`` opens: without the function mode, which would cost each torch call."""

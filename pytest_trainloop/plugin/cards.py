@@ -1,0 +1,144 @@
+"""``--trainloop-card``: an item for each loop that takes its card, and the stored cards beside the tests.
+
+The item comes behind the checks of its loop, uses their runs and results, and always passes. The card travels on its
+report to whoever prints it: a stored card is read and written there, by one process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_trainloop.cards.page import Card, Line
+from pytest_trainloop.errors import BrokenCheck
+from pytest_trainloop.plugin.collect import marked_function
+from pytest_trainloop.plugin.nodeids import CARD, loop_of
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+
+    from pytest_trainloop.battery import Subject
+    from pytest_trainloop.finding import Result
+
+PROPERTY = "trainloop-card"
+"""The key in an item's user properties; the value is one JSON string."""
+
+FOLDER = "trainloop_baselines"
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
+    """Put each card behind the last check of its loop, whoever else orders the items."""
+    yield
+    cards: dict[str, pytest.Item] = {}
+    last: dict[str, int] = {}
+    for number, item in enumerate(items):
+        found = marked_function(item)
+        if found is not None:
+            loop = loop_of(item.nodeid, found[0])
+            last[loop] = number
+            if found[0] == CARD:
+                cards[loop] = item
+    behind = {last[loop]: card for loop, card in cards.items()}
+    moved = {id(card) for card in cards.values()}
+    ordered: list[pytest.Item] = []
+    for number, item in enumerate(items):
+        ordered += [] if id(item) in moved else [item]
+        ordered += [behind[number]] if number in behind else []
+    items[:] = ordered
+
+
+def take(item: pytest.Function, loop: str, subject: Subject, results: Mapping[str, Result]) -> None:
+    """Note the card of a loop on its item. Whatever goes wrong is a warning: a card fails nobody's session."""
+    from pytest_trainloop.cards.make import card_of
+
+    try:
+        card = card_of(subject, results, base=item.config.rootpath)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        warnings.warn(f"the card could not be made; {reason}; please report it", BrokenCheck, stacklevel=2)
+        card = Card((Line(label="run", text=f"none seen: a mistake in the card ({reason})"),))
+    note(item, loop, card)
+
+
+def note(item: pytest.Item, loop: str, card: Card) -> None:
+    """Put a card on the item's report."""
+    taken = Taken(loop=loop, file=_stored(item, loop), card=card)
+    item.user_properties.append((PROPERTY, json.dumps(taken.to_json())))
+
+
+def _stored(item: pytest.Item, loop: str) -> str:
+    """Where the card of a loop is stored, relative to the root directory: beside its test file."""
+    inside = loop.partition("::")[2].replace("::", ".") or item.name
+    name = re.sub(r"[^\w.\[\]=,+-]", "_", inside)
+    file = item.path.parent / FOLDER / item.path.stem / f"{name}.card.txt"
+    return Path(os.path.relpath(file, item.config.rootpath)).as_posix()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """The card of one loop, as its item took it."""
+
+    loop: str
+    file: str
+    card: Card
+
+    def to_json(self) -> dict[str, Any]:
+        return {"loop": self.loop, "file": self.file, "card": self.card.to_json()}
+
+    @classmethod
+    def from_report(cls, report: pytest.TestReport) -> list[Taken]:
+        """The cards that a report carries."""
+        found = [json.loads(str(value)) for name, value in report.user_properties if name == PROPERTY]
+        return [cls(loop=f["loop"], file=f["file"], card=Card.from_json(f["card"])) for f in found]
+
+
+class Cards:
+    """The cards of a session: compared with the stored ones, stored where that is asked for, and shown."""
+
+    def __init__(self, root: Path, *, update: bool) -> None:
+        self._root = root
+        self._update = update
+        self._taken: dict[str, Taken] = {}
+        self._changes: dict[str, list[str] | None] = {}
+
+    def note(self, report: pytest.TestReport) -> None:
+        for taken in Taken.from_report(report) if report.when == "call" else ():
+            self._taken[taken.loop] = taken
+
+    def settle(self) -> None:
+        """Compare each card with the stored one, and store it with ``--trainloop-update``."""
+        for loop, taken in sorted(self._taken.items()):
+            file = self._root / taken.file
+            stored = file.read_text(encoding="utf-8") if file.is_file() else None
+            self._changes[loop] = None if stored is None else taken.card.changes(stored)
+            if self._update and (stored is None or taken.card.text(stored) != stored.rstrip("\n")):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(f"{taken.card.text(stored or '')}\n", encoding="utf-8")
+
+    def to_json(self) -> dict[str, dict[str, Any]]:
+        """By loop: the lines, the file of the stored card, and the difference from it (None where none is stored)."""
+        return {
+            loop: {**taken.card.to_json(), "file": taken.file, "changes": self._changes.get(loop)}
+            for loop, taken in sorted(self._taken.items())
+        }
+
+    def shown(self) -> list[tuple[str, list[str]]]:
+        """The lines for the terminal, by loop: the page; where a card is stored what changed since."""
+        return [(loop, self._shown(taken)) for loop, taken in sorted(self._taken.items())]
+
+    def _shown(self, taken: Taken) -> list[str]:
+        changes = self._changes.get(taken.loop)
+        if changes is None:
+            done = "stored in" if self._update else "not stored yet; --trainloop-card --trainloop-update writes"
+            return [*str(taken.card).splitlines(), f"{done} {taken.file}"]
+        if not changes:
+            return [f"unchanged: {taken.file}"]
+        return [*changes, f"{'stored in' if self._update else 'differs from'} {taken.file}"]
