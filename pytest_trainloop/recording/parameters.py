@@ -114,6 +114,7 @@ class ParameterTable:
                 if isinstance(parameter, nn.Parameter):  # functional_call puts plain tensors there for one call
                     index = self.add(parameter, f"{path}.{name}" if path else name, "model", owner=path)
                     self.entries[index].layer = type(module).__module__.startswith("torch.")
+                    self.entries[index].module = type(module).__name__
         registered = {id(m) for m in root.modules()}
         for path, module in list(root.named_modules(prefix=prefix)):
             for name, hidden, _ in _hidden(module):

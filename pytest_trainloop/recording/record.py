@@ -44,6 +44,8 @@ class Parameter:
     """Whether it lies in what ``TrainLoop.model`` declares."""
     layer: bool = False
     """Whether its module is a layer of torch's own."""
+    module: str = ""
+    """The class of the module that holds it."""
     start: TensorSample = field(default_factory=TensorSample)
     """The tensor as the run began."""
     gone: bool = False
@@ -98,6 +100,8 @@ class Optimizer:
     peak_lrs: tuple[float, ...] = ()
     """``initial_lr`` or ``max_lr`` of each group; NaN without a scheduler."""
     weight_decays: tuple[float, ...] = ()
+    decoupled: tuple[bool | None, ...] = ()
+    """Whether each group's decay stays out of the gradient; None where its class has no such option."""
     eps: tuple[float, ...] = ()
     maximizes: bool = False
     """Whether some group has ``maximize`` set."""

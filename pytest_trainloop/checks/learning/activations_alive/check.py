@@ -1,0 +1,101 @@
+"""Units behind activations give different outputs for different inputs.
+
+What it does
+    It runs the loop for 25 steps over different batches and looks at the lowest and the highest output of each unit
+    behind ReLU, tanh and sigmoid.
+
+Why is this bad?
+    A unit that gives zero for every input gets no gradient: the layer is as wide as its other units. Inputs that are
+    not scaled, a bias far below zero or one step that is too large leave most of a layer so, and the loss still falls.
+
+How it decides
+    A unit is dead if its output is one and the same number for all rows and positions of six or more different batches;
+    it is saturated if tanh never comes below 0.99 in size, or a sigmoid is never between 0.005 and 0.995. In 426 layers
+    of correct loops at most half of the units were dead after 25 steps (sparse codes, one-sided inputs, detection heads
+    with few positives), so it is advice from 60 % of a layer of eight or more units on. A layer all of whose units are
+    dead gets no gradient: gradient_reaches_every_param says so.
+    Where as many were dead in the first six steps already, initial weights or inputs did it; else training did.
+
+Faulty
+    >>> def forward(self, x):
+    ...     hidden = F.relu(self.encoder(x) - 3)
+    ...     return self.head(hidden)
+
+Fixed
+    >>> def forward(self, x):
+    ...     hidden = F.relu(self.encoder(x))
+    ...     return self.head(hidden)
+
+Known limits
+    With one fixed batch nothing is judged: a unit that it does not need is not dead. Units inside nn.LSTM and
+    nn.MultiheadAttention are not seen.
+
+References
+    https://cs231n.github.io/neural-networks-1/#actfun
+    https://arxiv.org/abs/1903.06733
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.finding import Finding
+from pytest_trainloop.registry import Cause, check
+from pytest_trainloop.wording import count
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.checks.learning.activations_alive.units import Layer
+    from pytest_trainloop.runs.evidence import Evidence
+
+CAUSES = {
+    "dead_from_the_start": Cause(
+        proof="most units of a layer give one number for all batches, in the first steps as in the last",
+        repair="scale the inputs to unit variance, and start biases at 0; or another initialisation of this layer",
+        change=("module", "seen"),
+    ),
+    "dies_in_training": Cause(
+        proof="most units of a layer give one number for all batches after 25 steps, and did not in the first ones",
+        repair="a lower learning rate, a warm-up or a clip; or leaky_relu",
+        change=("optimizer",),
+    ),
+    "saturated": Cause(
+        proof="most units of a layer stay at the ends of tanh or sigmoid for all batches",
+        repair="scale what goes into it: the inputs, the weights of the layer before, or a norm between",
+        change=("module", "seen"),
+    ),
+}
+
+MOST = 0.6
+"""The share of a layer from which on it is said."""
+
+
+@check(needs={"fit"}, causes=CAUSES, rank=20)
+def activations_alive(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.checks.learning.activations_alive.units import Units
+
+    found = evidence.shared(Units.of)
+    for layer in found.layers:
+        if layer.saturated >= MOST * layer.units:
+            yield _finding("saturated", layer, layer.saturated, layer.saturated_at_start, "saturated", found.steps)
+        elif layer.dead >= MOST * layer.units:
+            early = layer.dead_at_start >= MOST * layer.units
+            cause = "dead_from_the_start" if early else "dies_in_training"
+            yield _finding(cause, layer, layer.dead, layer.dead_at_start, "dead", found.steps)
+
+
+def _finding(cause: str, layer: Layer, now: int, before: int, what: str, steps: int) -> Finding:
+    how = "one number" if what == "dead" else "values at its ends only"
+    return Finding(
+        cause=cause,
+        level="advice",
+        summary=(
+            f"{now} of {layer.units} units of {layer.path or 'the model'} are {what} behind {layer.kind} "
+            f"({100 * now / layer.units:.0f} %)"
+        ),
+        measured=f"{before} in the first 6 steps, {now} after {count(steps, 'step')}",
+        shown_by=f"each gives {how} for all rows and positions of {layer.batches} different batches",
+        culprits=(layer.path,) if layer.path else (),
+        where=layer.place,
+    )

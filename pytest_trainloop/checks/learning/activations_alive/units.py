@@ -1,0 +1,213 @@
+"""What each unit behind an activation gives, over different batches: one number only, or values at its ends only."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_trainloop.batches.own_data import HAND_OVER, makes_own_data
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.recording.function_mode import tensors_in
+from pytest_trainloop.recording.source import here
+from pytest_trainloop.recording.torch_names import CONVOLUTIONS, DROPOUTS, NORMALISATIONS
+from pytest_trainloop.tracing.mode import WatchingMode
+from pytest_trainloop.tracing.provenance import name_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.runs.evidence import Evidence
+
+ROUNDS = 25
+"""Steps of the run."""
+
+WINDOW = 6
+"""Different batches over which a unit is looked at, as training begins and as the run ends."""
+
+FEWEST = 8
+"""Units of a layer below which shares say little."""
+
+_LINEAR = frozenset({"linear", "bilinear", "layer_norm", "rms_norm"})
+_CHANNELS = CONVOLUTIONS | (NORMALISATIONS - _LINEAR)
+_SAME_UNITS = DROPOUTS | frozenset(
+    "add add_ __add__ __iadd__ __radd__ sub __sub__ mul mul_ __mul__ __imul__ __rmul__ div __truediv__ contiguous to "
+    "float half bfloat16 clone".split()
+)
+_ONE_SIDED = frozenset("relu relu_ relu6 threshold threshold_ clamp_min clamp_min_ hardswish hardsigmoid".split())
+_TWO_SIDED = {"tanh": (0.0, 0.99), "sigmoid": (0.5, 0.495), "hardtanh": (0.0, 0.99)}
+"""Centre, and the distance from it beyond which an output is saturated."""
+
+
+@dataclass(slots=True)
+class Outputs:
+    """The lowest and the highest output of each unit, and the least distance from the centre of the activation."""
+
+    low: torch.Tensor | None = None
+    high: torch.Tensor | None = None
+    least: torch.Tensor | None = None
+    batches: set[int] = field(default_factory=set)
+
+    def add(self, values: torch.Tensor, centre: float, batch: int) -> None:
+        """``values`` of shape ``(units, everything else)``."""
+        low, high = values.amin(1), values.amax(1)
+        least = (values - centre).abs().amin(1)
+        self.batches.add(batch)
+        if self.low is None or self.high is None or self.least is None:
+            self.low, self.high, self.least = low, high, least
+        elif self.low.shape == low.shape:
+            self.low = torch.minimum(self.low, low)
+            self.high = torch.maximum(self.high, high)
+            self.least = torch.minimum(self.least, least)
+
+    @property
+    def dead(self) -> int:
+        """Units that gave one number only."""
+        return 0 if self.low is None or self.high is None else int((self.low == self.high).sum())
+
+    def saturated(self, beyond: float) -> int:
+        """Units that never came nearer to the centre than this."""
+        return 0 if self.least is None else int((self.least > beyond).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The units of one layer behind one activation."""
+
+    path: str
+    """The module that gives the activation its input."""
+    kind: str
+    """The activation."""
+    place: str
+    units: int
+    dead_at_start: int
+    dead: int
+    saturated_at_start: int
+    saturated: int
+    batches: int
+    """Different batches at the end."""
+
+
+class Units:
+    """The layers of a run of 25 steps over different batches."""
+
+    def __init__(self, layers: tuple[Layer, ...], steps: int, rates: tuple[float, ...]) -> None:
+        self.layers, self.steps, self.rates = layers, steps, rates
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> Units:
+        """Raises ``CannotDecide`` where too few different batches are given."""
+        seen = evidence.run()
+        if not evidence.repeatable:
+            raise CannotDecide("this takes further runs of the loop: return a TrainLoop from a marked test")
+        own_data = "batches" not in evidence.offers and evidence.shared(makes_own_data)
+        if "batches" not in evidence.offers and not own_data:
+            raise CannotDecide(
+                "one fixed batch cannot tell a dead unit from one that is not needed for it: give batches=",
+                needs=HAND_OVER,
+            )
+        mode = _Activations(own_data=own_data)
+        per_round = math.ceil(seen.items / max(seen.rounds, 1))
+        record = evidence.rerun(
+            contexts=mode.contexts,
+            before_item=mode.note_item,
+            count=ROUNDS * max(per_round, 1),
+            enough=lambda r: r.rounds >= ROUNDS,
+            may_raise=True,
+        )
+        if not own_data and len(mode.different) < WINDOW:
+            raise CannotDecide(
+                f"{len(mode.different)} different batches are too few to call a unit dead: give {WINDOW} or more in "
+                "batches=",
+                needs=HAND_OVER,
+            )
+        steps = record.innermost_steps()
+        rates = tuple(max(step.lrs, default=math.nan) for step in steps)
+        return cls(tuple(mode.layers(record)), record.rounds, rates)
+
+
+class _Activations(WatchingMode):
+    def __init__(self, *, own_data: bool) -> None:
+        super().__init__()
+        self._own_data = own_data
+        self._made: dict[int, tuple[weakref.ref[torch.Tensor], int, str]] = {}
+        self._seen: dict[tuple[str, str], tuple[str, float, float, Outputs, Outputs]] = {}
+        self._batch = 0
+        self.different: dict[tuple[float, ...], int] = {}
+        """The batches that were taken, each once, with a number."""
+
+    def note_item(self, number: int, item: Any) -> None:
+        mark = tuple(float(t.detach().double().sum()) for t in tensors_in(item) if t.numel() and not t.is_complex())
+        self._batch = number if self._own_data else self.different.setdefault(mark, len(self.different))
+
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = name_of(func)
+        source = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        known = None if source is None else self._known(source)
+        out = super().call(name, func, args, kwargs)
+        if not isinstance(out, torch.Tensor) or not out.requires_grad:
+            return out
+        if name in _LINEAR or name in _CHANNELS:
+            axis = out.dim() - 1 if name in _LINEAR else 1 if out.dim() > 1 else 0
+            owner = self._owner(*args[1:], *kwargs.values())
+            if owner is not None:
+                self._note(out, axis, owner)
+        elif known is None or source is None or source.shape != out.shape:
+            pass
+        elif name in _SAME_UNITS:
+            self._note(out, *known)
+        elif name in _ONE_SIDED or name.rstrip("_") in _TWO_SIDED:
+            with self.watch.suspended(), torch.no_grad():
+                self._look(name.rstrip("_"), out.detach(), *known)
+            self._note(out, *known)
+        return out
+
+    def _owner(self, *given: Any) -> str | None:
+        """The module that holds the first of these tensors that is a parameter."""
+        table = self.watch.table
+        indices = (table.index(value) for value in given if isinstance(value, torch.Tensor))
+        return next((table.entries[i].owner for i in indices if i is not None), None)
+
+    def _note(self, out: torch.Tensor, axis: int, path: str) -> None:
+        if len(self._made) > 4096:
+            self._made = {key: made for key, made in self._made.items() if made[0]() is not None}
+        self._made[id(out)] = (weakref.ref(out), axis, path)
+
+    def _known(self, tensor: torch.Tensor) -> tuple[int, str] | None:
+        reference, axis, path = self._made.get(id(tensor), (None, 0, ""))
+        return (axis, path) if reference is not None and reference() is tensor else None
+
+    def _look(self, kind: str, out: torch.Tensor, axis: int, path: str) -> None:
+        if out.numel() == 0 or out.shape[axis] < FEWEST or not out.is_floating_point():
+            return
+        centre, beyond = _TWO_SIDED.get(kind, (0.0, math.inf))
+        if (path, kind) not in self._seen:
+            self._seen[path, kind] = (str(here()[0]), centre, beyond, Outputs(), Outputs())
+        _, _, _, start, end = self._seen[path, kind]
+        rounds = self.watch.record.rounds
+        for outputs, open_now in ((start, rounds < WINDOW), (end, rounds >= ROUNDS - 2 * WINDOW)):
+            if open_now:
+                outputs.add(out.movedim(axis, 0).flatten(1), centre, self._batch)
+
+    def layers(self, record: Record) -> list[Layer]:
+        """Those that were looked at over enough batches, behind modules that train."""
+        trained = {p.owner for p in record.parameters if p.trainable and p.index in record.held}
+        return [
+            Layer(
+                path=path,
+                kind=kind,
+                place=place,
+                units=0 if end.low is None else len(end.low),
+                dead_at_start=start.dead,
+                dead=end.dead,
+                saturated_at_start=start.saturated(beyond),
+                saturated=end.saturated(beyond),
+                batches=len(end.batches),
+            )
+            for (path, kind), (place, _, beyond, start, end) in self._seen.items()
+            if path in trained and len(end.batches) >= WINDOW
+        ]

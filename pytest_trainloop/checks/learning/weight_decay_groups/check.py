@@ -1,0 +1,292 @@
+"""Weight decay reaches the weights it is meant for.
+
+What it does
+    It looks at which weights each group of an optimizer decays: matrices, gains of norms, biases, tables of embeddings.
+    Where a filter divides them, it asks whether the filter finds what it is written for.
+
+Why is this bad?
+    ``no_decay = ["bias", "LayerNorm.weight"]`` keeps nothing from decay in a model whose norms are named ``ln_1``. No
+    error says so: the gains are pulled towards zero for the whole run.
+
+How it decides
+    To decay everything is right in many recipes, so it is advice that says what decays and by how much. With
+    ``steps=`` it is silent where the whole run shrinks these weights by less than a twentieth.
+    A filter is at fault where all gains (or tables) of a kind decay, the optimizer keeps others from it, and an
+    experiment shows that the filter is for them: the loop is built again, for one step, and the filter gets the answer
+    "yes" for just these weights. They then stand in a group without decay. Three answers are tried: to patterns that no
+    name has (``in``, ``startswith``, ``endswith``, ``==`` on the names that ``named_parameters()`` hands out), by
+    names with a usual segment put in ("ln_1.LayerNorm.weight": ``re``, ``fnmatch``, names that are put together), and
+    to ``isinstance(module, nn.LayerNorm)`` for the project's own class. A list of spellings of which one matches, a
+    filter for learning rates, and a name that is looked for elsewhere do not pass this experiment. Where the pattern
+    names another norm than the model has (a list that several models share) it is advice.
+    Groups are swapped where all norms and biases decay and no matrix does, though both are trained. A group decays by
+    default where it holds the vectors only, the group of the matrices gives its own decay, and another default of AdamW
+    changes it.
+
+Faulty
+    >>> no_decay = ("bias", "BatchNorm.weight")                              # the model calls it encoder.1
+    >>> kept = [p for n, p in model.named_parameters() if n.endswith(no_decay)]
+    >>> decayed = [p for n, p in model.named_parameters() if not n.endswith(no_decay)]
+    >>> groups = [{"params": decayed, "weight_decay": 0.01}, {"params": kept, "weight_decay": 0.0}]
+    >>> optimizer = torch.optim.AdamW(groups, lr=0.01)
+
+Fixed
+    >>> kept = [p for p in model.parameters() if p.dim() < 2]
+    >>> decayed = [p for p in model.parameters() if p.dim() > 1]
+    >>> groups = [{"params": decayed, "weight_decay": 0.01}, {"params": kept, "weight_decay": 0.0}]
+    >>> optimizer = torch.optim.AdamW(groups, lr=0.01)
+
+Known limits
+    Decay that a loop writes by hand is not seen. A filter by ``type(module)`` is not tried, nor one that reads names
+    from ``named_modules()`` or ``state_dict()``.
+
+References
+    https://arxiv.org/abs/1711.05101
+    https://github.com/karpathy/minGPT (configure_optimizers)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.finding import Finding
+from pytest_trainloop.registry import Cause, check
+from pytest_trainloop.wording import be, count, some
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.checks.learning.weight_decay_groups.filters import Unmatched
+    from pytest_trainloop.checks.learning.weight_decay_groups.groups import DecayGroups, Group, Kind
+    from pytest_trainloop.runs.evidence import Evidence
+
+CAUSES = {
+    "filter_matches_nothing": Cause(
+        proof="weights that a filter is to keep from decay all decay, and do not once it answers yes for them",
+        repair="the names that these modules have in this model, or a filter by dimension: p.dim() < 2",
+        change=("seen", "optimizer"),
+    ),
+    "groups_swapped": Cause(
+        proof="norms and biases decay and no matrix does, in an optimizer that trains both",
+        repair='give the decay to the group of the matrices, and "weight_decay": 0.0 to the other',
+        change=("optimizer",),
+    ),
+    "decays_by_default": Cause(
+        proof="the group of norms and biases gives no weight_decay and takes the default of AdamW",
+        repair='"weight_decay": 0.0 in that group',
+        change=("optimizer",),
+    ),
+    "split_without_effect": Cause(
+        proof="groups that divide matrices from norms and biases decay both alike, at one learning rate",
+        repair='"weight_decay": 0.0 in the group of norms and biases',
+        change=("optimizer",),
+    ),
+    "norms_and_biases_decay": Cause(
+        proof="gains of norms, biases or tables of embeddings stand in groups with weight decay",
+        repair='two groups: p.dim() > 1 with the decay, the others with "weight_decay": 0.0',
+        change=("optimizer",),
+        settle="steps= (optimizer steps of the real run): silent where they shrink by less than 5 %",
+    ),
+    "decay_inside_adam": Cause(
+        proof="Adam adds its weight decay to the gradient, which it then divides by its size",
+        repair="torch.optim.AdamW, with a decay of its own: the values of both do not compare",
+        change=("optimizer",),
+    ),
+    "decayed_twice": Cause(
+        proof="the loss has a term whose gradient is a constant times each weight that weight decay shrinks too",
+        repair="leave the term out of the loss, or weight_decay=0.0",
+    ),
+}
+
+_PLURAL: dict[Kind, tuple[str, str]] = {
+    "norm": ("gain of a norm", "gains of norms"),
+    "bias": ("bias", "biases"),
+    "embedding": ("table of an embedding", "tables of embeddings"),
+    "vector": ("other vector", "other vectors"),
+    "matrix": ("matrix", "matrices"),
+}
+
+
+@check(needs={"fit"}, causes=CAUSES, rank=50)
+def weight_decay_groups(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.checks.learning.weight_decay_groups.default_decay import by_default
+    from pytest_trainloop.checks.learning.weight_decay_groups.filters import unmatched_filters
+    from pytest_trainloop.checks.learning.weight_decay_groups.groups import DecayGroups
+    from pytest_trainloop.checks.learning.weight_decay_groups.l2_in_loss import l2_in_loss
+
+    groups = evidence.shared(DecayGroups.of)
+    if not any(g.decay > 0 for g in groups.groups):
+        return
+    said = False
+    for filtered in unmatched_filters(evidence, groups) if evidence.repeatable else ():
+        said = True
+        yield _unmatched(filtered)
+    if (swapped := groups.swapped) is not None:
+        said = True
+        yield _swapped(*swapped)
+    divided = groups.divided
+    if divided is not None and not said:
+        matrices, vectors = divided
+        by = by_default(evidence) if evidence.repeatable and groups.kinds[vectors.optimizer] == "AdamW" else {}
+        told = by.get((matrices.optimizer, matrices.number)) is False
+        if told and by.get((vectors.optimizer, vectors.number)):
+            said = True
+            yield _by_default(groups, matrices, vectors)
+        elif matrices.decay == vectors.decay:
+            said = True
+            yield _split(matrices, vectors)
+    if not said and (advice := _decayed(evidence, groups)) is not None:
+        yield advice
+    if groups.adds_to_gradient:
+        yield _inside_adam(groups)
+    if evidence.repeatable and (term := l2_in_loss(evidence, groups)) is not None:
+        names = term.names
+        yield Finding(
+            cause="decayed_twice",
+            level="advice",
+            summary=(
+                f"{some(names)} {be(names)} decayed twice: by a term of the loss whose gradient is "
+                f"{term.factor:.3g} * weight, and by weight_decay={term.decay:g}"
+            ),
+            measured=f"the gradient of the term is {term.factor:.6g} times the weight in {count(len(names), 'tensor')}",
+            shown_by="without this term the first gradient differs by just that, in float64",
+            culprits=names,
+            where=term.place,
+        )
+
+
+def _unmatched(found: Unmatched) -> Finding:
+    few = found.weights
+    what = _PLURAL[found.kind][len(few) > 1]
+    decay = f"all {len(few)} {what} decay" if len(few) > 1 else f"the one {what} decays"
+    decay += f" at {found.decay:g}" if found.decay else ""
+    pattern = repr(found.written)
+    if found.how == "asked":
+        summary = f"the filter {pattern} matches no parameter, and {decay} ({some(few)})"
+        measured = f"asked of {found.names} names that named_parameters() gave; true of none"
+        shown = f"were it true of {some(few)}, a group without decay would hold {_them(few)}"
+    elif found.how == "renamed":
+        summary = f"a filter for names with {pattern} finds no such name, and {decay} ({some(few)})"
+        measured = f"no name of the model has {pattern} in it"
+        shown = f"named with {pattern} as their last segment but one, {_they(few)} would stand in a group without decay"
+    else:
+        summary = f"isinstance(module, {found.written}) is true of no {found.module}, and {decay} ({some(few)})"
+        measured = f"{found.module} is a class of the project's own"
+        shown = f"where {found.module} passes for {found.written}, a group without decay holds {_them(few)}"
+    owner = few[0].rpartition(".")[0].rpartition(".")[2]
+    own = f'"{owner}.weight"' if owner and not owner.isdigit() else "the names that these modules have"
+    by_type = f"add {found.module} to the classes" if found.how == "isinstance" else f"{own} in the filter"
+    return Finding(
+        cause="filter_matches_nothing",
+        level="fault" if found.namesake else "advice",
+        summary=summary,
+        measured=measured,
+        shown_by=shown,
+        culprits=few,
+        where=found.place,
+        repair=f"{by_type}; or divide by dimension: no decay where p.dim() < 2",
+    )
+
+
+def _swapped(on: Group, off: Group) -> Finding:
+    return Finding(
+        cause="groups_swapped",
+        summary=(
+            f"group {on.number}, which decays at {on.decay:g}, holds norms and biases only, and no matrix decays: "
+            "the groups are swapped"
+        ),
+        measured=f"{_contents(on)} decay; {_contents(off)} in group {off.number} do not",
+        shown_by="no trained matrix stands in a group with weight decay",
+        culprits=on.names,
+    )
+
+
+def _by_default(groups: DecayGroups, matrices: Group, vectors: Group) -> Finding:
+    kind = groups.kinds[vectors.optimizer]
+    return Finding(
+        cause="decays_by_default",
+        summary=(
+            f"group {vectors.number} holds {_contents(vectors)} and gives no weight_decay: the default of {kind}, "
+            f"{vectors.decay:g}, decays them"
+        ),
+        measured=(
+            f"weight_decay {matrices.decay:g} in group {matrices.number}, {vectors.decay:g} in group {vectors.number}"
+        ),
+        shown_by=f"with another default of {kind} the decay of group {vectors.number} changes, and no other",
+        culprits=vectors.names,
+    )
+
+
+def _split(matrices: Group, vectors: Group) -> Finding:
+    return Finding(
+        cause="split_without_effect",
+        level="advice",
+        summary=(
+            f"groups {matrices.number} and {vectors.number} divide matrices from {_contents(vectors)}, and decay both "
+            f"at {vectors.decay:g}"
+        ),
+        measured=f"the same learning rate, {vectors.rate:g}, and the same weight_decay in both",
+        shown_by="the groups differ in no option that was seen",
+        culprits=vectors.names,
+    )
+
+
+def _decayed(evidence: Evidence, groups: DecayGroups) -> Finding | None:
+    """Advice on what decays besides matrices."""
+    from pytest_trainloop.checks.learning.weight_decay_groups.shrinkage import least_worth_saying, shrinkage
+
+    flat: tuple[Kind, ...] = ("norm", "bias", "embedding")
+    names = tuple(name for kind in flat for name in groups.names(kind, decayed=True))
+    if not names or (groups.splits and not any(groups.names(kind, decayed=True) for kind in ("norm", "bias"))):
+        return None  # to decay tables beside the matrices is the usual division by dimension
+    shrinks = shrinkage(evidence, groups)
+    if shrinks is not None and shrinks < least_worth_saying:
+        return None
+    shares = [
+        f"{groups.count(kind, decayed=True)} of {groups.count(kind)} {_PLURAL[kind][1]}"
+        for kind in flat
+        if groups.count(kind, decayed=True)
+    ]
+    decaying = [g for g in groups.groups if g.decay > 0 and any(kind in g.members for kind in flat)]
+    where = ", ".join(f"group {g.number} of {groups.kinds[g.optimizer]} at {g.decay:g}" for g in decaying[:3])
+    over = "" if shrinks is None else f"; over steps= they would shrink by {100 * shrinks:.2g} % without a gradient"
+    return Finding(
+        cause="norms_and_biases_decay",
+        level="advice",
+        summary=f"weight decay shrinks {_listed(shares)}",
+        measured=f"{where}; learning rate {decaying[0].rate:g}{over}",
+        shown_by="each gets gradients, and its group has weight_decay above 0",
+        culprits=names,
+    )
+
+
+def _inside_adam(groups: DecayGroups) -> Finding:
+    inside = groups.adds_to_gradient
+    kind = groups.kinds[inside[0].optimizer]
+    return Finding(
+        cause="decay_inside_adam",
+        level="advice",
+        summary=(
+            f"{kind} adds weight_decay={inside[0].decay:g} to the gradient and divides both by the gradient's size: "
+            "weights with large gradients hardly decay"
+        ),
+        measured=f"{count(len(inside), 'group')} of {kind} without decoupled_weight_decay",
+        shown_by=f"{kind}(weight_decay=...) is L2 regularisation; AdamW decays each weight by lr * weight_decay",
+        culprits=("weight_decay",),
+    )
+
+
+def _contents(group: Group) -> str:
+    return _listed([f"{len(names)} {_PLURAL[kind][len(names) > 1]}" for kind, names in group.members.items()])
+
+
+def _listed(parts: list[str]) -> str:
+    return " and ".join(", ".join(parts).rsplit(", ", 1))
+
+
+def _them(names: tuple[str, ...]) -> str:
+    return "them" if len(names) > 1 else "it"
+
+
+def _they(names: tuple[str, ...]) -> str:
+    return "they" if len(names) > 1 else "it"

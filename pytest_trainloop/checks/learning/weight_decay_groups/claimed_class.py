@@ -1,0 +1,67 @@
+"""Modules of the project's own that pass for a layer of torch's wherever the loop's code asks ``isinstance``."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from pytest_trainloop.recording.patches import Patches
+from pytest_trainloop.recording.source import here, layer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+BATCH_NORMS: tuple[type, ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+NORMS: tuple[type, ...] = (
+    nn.LayerNorm,
+    nn.GroupNorm,
+    *(kind for kind in (getattr(nn, "RMSNorm", None),) if kind is not None),
+    *BATCH_NORMS,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
+
+
+def namesakes(module: str) -> tuple[type, ...]:
+    """The layers of torch that a class of this name reimplements: those whose names it contains, or is."""
+    lowered = module.lower()
+    found = [kind for kind in (*NORMS, nn.Embedding) if kind.__name__.lower().rstrip("123d") in lowered]
+    return tuple(found)
+
+
+class ClaimedClass:
+    """``isinstance(module, kind)`` is true of the modules of these classes, for each of ``kinds``.
+
+    ``isinstance`` reads ``module.__class__`` where the type of the module is not a subclass of the kind; here that is a
+    class derived from all of these kinds, for code outside of torch. Neither the class of the module nor the kinds are
+    touched.
+    """
+
+    def __init__(self, modules: frozenset[str], kinds: tuple[type, ...]) -> None:
+        self._modules = modules
+        self._claimed = type("Claimed", kinds, {})
+        self.places: list[str] = []
+        """The lines that asked, each once."""
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        with Patches() as patches:
+            patches.put(nn.Module, "__getattribute__", self._wrapped)
+            yield
+
+    def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(module: Any, name: str) -> Any:
+            if name == "__class__" and type(module).__name__ in self._modules:
+                if layer(sys._getframe(1).f_code.co_filename) == 0:
+                    return original(module, name)
+                place = str(here()[0])
+                if place not in self.places:
+                    self.places.append(place)
+                return self._claimed
+            return original(module, name)
+
+        return read

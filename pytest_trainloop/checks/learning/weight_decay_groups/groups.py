@@ -1,0 +1,137 @@
+"""Which weights each group of an optimizer decays, by what they are."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pytest_trainloop.recording.record import Parameter, Record
+    from pytest_trainloop.runs.evidence import Evidence
+
+Kind = Literal["norm", "bias", "embedding", "vector", "matrix"]
+"""A gain of a norm; a bias, or the shift of a norm; the table of an embedding; another tensor of one dimension or none;
+all others."""
+
+
+def letters(text: str) -> str:
+    """The letters of a name in lower case: "ln_1" and "LN" are both "ln"."""
+    return re.sub("[^a-z]", "", text.lower())
+
+
+def kind_of(p: Parameter) -> Kind:
+    module, leaf = letters(p.module), p.name.rpartition(".")[2]
+    in_norm = "norm" in module and (len(p.shape) <= 1 or p.layer)
+    if len(p.shape) <= 1 or in_norm:
+        shifts = "bias" in leaf.lower() or (in_norm and leaf.lower() in ("beta", "shift", "b"))
+        return "bias" if shifts else "norm" if in_norm else "vector"
+    return "embedding" if "embedding" in module and len(p.shape) == 2 else "matrix"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One group of an optimizer, with those of its weights that a gradient reached."""
+
+    optimizer: int
+    number: int
+    decay: float
+    rate: float
+    """Its learning rate at the first step."""
+    members: dict[Kind, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for names in self.members.values() for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class DecayGroups:
+    """The groups of all optimizers that step."""
+
+    groups: tuple[Group, ...]
+    kinds: dict[int, str]
+    """The class of each optimizer by its index."""
+    adds_to_gradient: tuple[Group, ...]
+    """Groups of Adam, or a variant of it, whose decay is added to the gradient."""
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> DecayGroups:
+        return cls.in_record(evidence.run())
+
+    @classmethod
+    def in_record(cls, record: Record) -> DecayGroups:
+        lrs = {step.optimizer: step.lrs for step in reversed(record.innermost_steps())}
+        groups, inside = [], []
+        for optimizer in record.optimizers:
+            if optimizer.index not in lrs:
+                continue
+            for number, decay in enumerate(optimizer.weight_decays):
+                held = [i for i, g in zip(optimizer.parameters, optimizer.groups, strict=True) if g == number]
+                trained = [record.parameters[i] for i in dict.fromkeys(held) if record.reached(i)]
+                rates = lrs[optimizer.index]
+                rate = rates[number] if number < len(rates) else float("nan")
+                group = Group(optimizer.index, number, decay, rate, _by_kind(trained))
+                groups.append(group)
+                if decay > 0 and group.members and optimizer.kind in _ADAMS and optimizer.from_torch:
+                    decoupled = optimizer.decoupled[number] if number < len(optimizer.decoupled) else None
+                    if not decoupled:
+                        inside.append(group)
+        used = tuple(g for g in groups if g.members)
+        return cls(used, {o.index: o.kind for o in record.optimizers}, tuple(inside))
+
+    def count(self, kind: Kind, *, decayed: bool | None = None) -> int:
+        return len(self.names(kind, decayed=decayed))
+
+    def names(self, kind: Kind, *, decayed: bool | None = None) -> tuple[str, ...]:
+        """The weights of a kind, or those of them that do, or do not, decay."""
+        return tuple(
+            name for g in self.groups if decayed is None or decayed == (g.decay > 0) for name in g.members.get(kind, ())
+        )
+
+    @property
+    def splits(self) -> bool:
+        """Whether an optimizer decays some of its groups and not others."""
+        return any({g.decay > 0 for g in self.groups if g.optimizer == index} == {True, False} for index in self.kinds)
+
+    @property
+    def swapped(self) -> tuple[Group, Group] | None:
+        """A group of norms and biases only that decays and one of matrices only that does not, in an optimizer whose
+        groups are all one or the other."""
+        for index in self.kinds:
+            mine = [g for g in self.groups if g.optimizer == index]
+            on = [g for g in mine if g.decay > 0]
+            off = [g for g in mine if g.decay == 0]
+            flat = on and all(g.members.keys() <= FLAT for g in on)
+            deep = off and not any(g.members.keys() & FLAT for g in off)
+            kinds = {kind for g in on for kind in g.members}
+            if flat and deep and {"norm", "bias"} <= kinds and any("matrix" in g.members for g in off):
+                return on[0], off[0]
+        return None
+
+    @property
+    def divided(self) -> tuple[Group, Group] | None:
+        """A group of matrices only and one of norms and biases only that decay at one learning rate, in an optimizer
+        whose groups are all one or the other."""
+        for index in self.kinds:
+            mine = [g for g in self.groups if g.optimizer == index]
+            flat = [g for g in mine if g.members.keys() <= FLAT]
+            deep = [g for g in mine if not g.members.keys() & FLAT]
+            all_decay = len(flat) + len(deep) == len(mine) and all(g.decay > 0 for g in mine)
+            if flat and deep and all_decay and len({g.rate for g in mine}) == 1:
+                return deep[0], flat[0]
+        return None
+
+
+FLAT: frozenset[Kind] = frozenset({"norm", "bias", "vector"})
+
+_ADAMS = {"Adam", "NAdam", "RAdam", "Adamax"}
+
+
+def _by_kind(parameters: Iterable[Parameter]) -> dict[Kind, tuple[str, ...]]:
+    found: dict[Kind, list[str]] = {}
+    for p in parameters:
+        found.setdefault(kind_of(p), []).append(p.name)
+    return {kind: tuple(names) for kind, names in found.items()}

@@ -1,0 +1,184 @@
+"""Names of parameters that note what a filter asks of them, or that answer it otherwise.
+
+While a loop is built and makes its first step, ``named_parameters()`` hands its code strings of a class that equals and
+hashes as ``str``, and that a pickle, a copy or JSON turns into ``str``. No other run hands them out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from pytest_trainloop.recording.patches import Patches
+from pytest_trainloop.recording.source import here, layer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    import torch
+
+    from pytest_trainloop.recording.watch import Watch
+
+
+@dataclass(slots=True)
+class Question:
+    """One pattern that names were asked for: ``pattern in name``, ``name.startswith(pattern)`` and so on."""
+
+    pattern: str
+    place: str
+    asked: set[int] = field(default_factory=set)
+    """The numbers of the names."""
+    ever: bool = False
+    """Whether it was true of any."""
+
+
+class HandedNames:
+    """For one run. Names are numbered in the order in which they are handed out, the same in each run of a seed.
+
+    ``yes`` answers "yes" where names of these numbers are asked for a pattern. ``renamed`` hands out another name for
+    these numbers.
+    """
+
+    def __init__(self, yes: tuple[str, frozenset[int]] | None = None, renamed: Mapping[int, str] | None = None) -> None:
+        self._yes, self._renamed = yes, dict(renamed or {})
+        self._tensors: list[torch.Tensor] = []
+        self.given: list[str] = []
+        """The names as the modules have them, by their numbers."""
+        self.questions: dict[str, Question] = {}
+        self.parameters: list[str] = []
+        """The parameter behind each number, as the record names it."""
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around building and ``fit``."""
+        with Patches() as patches:
+            patches.put(nn.Module, "named_parameters", self._wrapped)
+            yield
+
+    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        return (self._naming(watch),)
+
+    @contextlib.contextmanager
+    def _naming(self, watch: Watch) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            indices = [watch.table.index(tensor) for tensor in self._tensors]
+            self.parameters = ["" if i is None else watch.table.entries[i].name for i in indices]
+            self._tensors.clear()
+
+    def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def named_parameters(module: Any, *args: Any, **kwargs: Any) -> Any:
+            made = original(module, *args, **kwargs)
+            return made if layer(sys._getframe(1).f_code.co_filename) == 0 else self._handed(made)
+
+        return named_parameters
+
+    def _handed(self, pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        for name, parameter in pairs:
+            if isinstance(name, _Name):  # from a method of the project's own that passes on its base class's
+                yield name, parameter
+                continue
+            number = len(self.given)
+            self.given.append(name)
+            self._tensors.append(parameter)
+            yield _Name.made(self._renamed.get(number, name), number, self), parameter
+
+    def answer(self, number: int, pattern: object, true: bool) -> bool:
+        """Note a question and its answer; what is to be answered."""
+        if not isinstance(pattern, str) or isinstance(pattern, _Name):
+            return true
+        question = self.questions.get(pattern)
+        if question is None:
+            question = self.questions[pattern] = Question(pattern, str(here()[0]))
+        question.asked.add(number)
+        question.ever = question.ever or true
+        return true or (self._yes is not None and pattern == self._yes[0] and number in self._yes[1])
+
+
+class _Name(str):
+    __slots__ = ("_asked", "_number")
+    _asked: HandedNames
+    _number: int
+
+    @classmethod
+    def made(cls, text: str, number: int, asked: HandedNames) -> _Name:
+        made = cls(text)
+        made._number, made._asked = number, asked
+        return made
+
+    def _derived(self, text: str) -> _Name:
+        return _Name.made(text, self._number, self._asked)
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        return str, (str(self),)
+
+    __hash__ = str.__hash__
+
+    def __contains__(self, pattern: Any) -> bool:
+        return self._asked.answer(self._number, pattern, super().__contains__(pattern))
+
+    def __eq__(self, other: object) -> bool:
+        return self._asked.answer(self._number, other, super().__eq__(other) is True)
+
+    def __ne__(self, other: object) -> bool:
+        return not self._asked.answer(self._number, other, super().__eq__(other) is True)
+
+    def startswith(self, prefix: Any, *span: Any) -> bool:
+        return self._any(super().startswith, prefix, span)
+
+    def endswith(self, suffix: Any, *span: Any) -> bool:
+        return self._any(super().endswith, suffix, span)
+
+    def _any(self, test: Callable[..., bool], given: Any, span: tuple[Any, ...]) -> bool:
+        found = test(given, *span)
+        for pattern in given if isinstance(given, tuple) else (given,):
+            found = self._asked.answer(self._number, pattern, test(pattern, *span)) or found
+        return found
+
+    def find(self, pattern: Any, *span: Any) -> int:
+        at = super().find(pattern, *span)
+        return max(at, 0) if self._asked.answer(self._number, pattern, at >= 0) else at
+
+    def lower(self) -> _Name:
+        return self._derived(super().lower())
+
+    def casefold(self) -> _Name:
+        return self._derived(super().casefold())
+
+    def replace(self, *args: Any, **kwargs: Any) -> _Name:
+        return self._derived(super().replace(*args, **kwargs))
+
+    def removeprefix(self, prefix: str) -> _Name:
+        return self._derived(super().removeprefix(prefix))
+
+    def removesuffix(self, suffix: str) -> _Name:
+        return self._derived(super().removesuffix(suffix))
+
+    def split(self, *args: Any, **kwargs: Any) -> list[Any]:
+        return [self._derived(part) for part in super().split(*args, **kwargs)]
+
+    def rsplit(self, *args: Any, **kwargs: Any) -> list[Any]:
+        return [self._derived(part) for part in super().rsplit(*args, **kwargs)]
+
+    def partition(self, separator: str) -> Any:
+        return tuple(self._derived(part) for part in super().partition(separator))
+
+    def rpartition(self, separator: str) -> Any:
+        return tuple(self._derived(part) for part in super().rpartition(separator))
+
+    def __getitem__(self, index: Any) -> _Name:
+        return self._derived(super().__getitem__(index))
+
+    def __add__(self, other: Any) -> Any:
+        joined = super().__add__(other)
+        return self._derived(joined)
+
+    def __radd__(self, other: Any) -> Any:
+        return self._derived(other + str(self)) if isinstance(other, str) else NotImplemented

@@ -1,0 +1,146 @@
+"""Groups that decay what they are not for, and decay that is not what it looks like."""
+
+from __future__ import annotations
+
+import torch
+
+from pytest_trainloop.loop import TrainLoop
+from tests.checks.learning.weight_decay_groups.language_model import Model, loop, train
+from tests.loops import data
+from tests.loops.pairs import pair
+
+
+def split(model):
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    return matrices, [p for p in model.parameters() if p.dim() < 2]
+
+
+# The two lists come back in another order than they are taken.
+
+
+def swapped(order):
+    def configure(model):
+        lists = dict(zip(order, split(model), strict=True))
+        groups = [{"params": lists["decay"], "weight_decay": 0.05}, {"params": lists["keep"], "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+    return configure
+
+
+pair(
+    "lists_taken_in_another_order",
+    "weight_decay_groups",
+    "groups_swapped",
+    culprits=("ln_1.weight", "up.bias"),
+    change="torch.optim.AdamW(groups",
+    mentions=("group 0", "0.05"),
+    quick=True,
+    faulty=loop(swapped(("keep", "decay"))),
+    fixed=loop(swapped(("decay", "keep"))),
+)
+
+# The group without decay does not say so, and AdamW has a decay of its own.
+
+
+def unsaid(**said):
+    def configure(model):
+        matrices, vectors = split(model)
+        return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, **said}], lr=1e-2)
+
+    return configure
+
+
+pair(
+    "group_that_takes_the_default_of_adamw",
+    "weight_decay_groups",
+    "decays_by_default",
+    culprits=("ln_1.weight", "head.bias"),
+    change="torch.optim.AdamW(",
+    mentions=("group 1", "0.01"),
+    quick=True,
+    faulty=loop(unsaid()),
+    fixed=loop(unsaid(weight_decay=0.0)),
+)
+
+# Two groups, and one decay for both.
+
+
+def alike(**said):
+    def configure(model):
+        matrices, vectors = split(model)
+        return torch.optim.AdamW([{"params": matrices}, {"params": vectors, **said}], lr=1e-2, weight_decay=0.1)
+
+    return configure
+
+
+pair(
+    "groups_without_a_difference",
+    "weight_decay_groups",
+    "split_without_effect",
+    level="advice",
+    culprits=("ln_1.weight",),
+    quick=True,
+    faulty=loop(alike()),
+    fixed=loop(alike(weight_decay=0.0)),
+)
+
+# Everything decays, and over the whole run by much.
+
+pair(
+    "everything_decays",
+    "weight_decay_groups",
+    "norms_and_biases_decay",
+    level="advice",
+    culprits=("ln_1.weight", "head.bias", "wte.weight"),
+    mentions=("2 of 2 gains of norms", "5 of 5 biases", "63 %"),
+    quick=True,
+    faulty=loop(lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1), steps=1000),
+    fixed=loop(lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1), steps=40),
+)
+
+# Adam's decay is L2 regularisation.
+
+pair(
+    "weight_decay_given_to_adam",
+    "weight_decay_groups",
+    "decay_inside_adam",
+    level="advice",
+    culprits=("weight_decay",),
+    quick=True,
+    faulty=loop(lambda model: torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.01), steps=100),
+    fixed=loop(lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01), steps=100),
+)
+
+# The loss has an L2 term, and the optimizer decays.
+
+
+def penalised(decay):
+    def make():
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=decay)
+
+        def penalty():
+            return 1e-4 * sum(p.pow(2).sum() for p in model.parameters())
+
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.tokens(),
+            fit=lambda batches: train(model, optimizer, batches, penalty),
+        )
+
+    return make
+
+
+pair(
+    "penalty_beside_weight_decay",
+    "weight_decay_groups",
+    "decayed_twice",
+    level="advice",
+    culprits=("wte.weight", "up.weight"),
+    where="p.pow(2).sum()",
+    mentions=("0.0002",),
+    quick=True,
+    faulty=penalised(1e-4),
+    fixed=penalised(0.0),
+)

@@ -1,0 +1,182 @@
+"""Decay that a textbook rule would object to, and that is meant."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.checks.learning.weight_decay_groups.faults_filters import by_list, by_type, two_groups
+from tests.checks.learning.weight_decay_groups.language_model import Model, RMSNorm, loop, train
+from tests.loops import data
+from tests.loops.nets import ConvNet
+from tests.loops.odd import odd
+
+
+@odd(notes="a list of several spellings, of which one is this model's")
+def no_decay_list_with_all_spellings():
+    return loop(by_list(["bias", "LayerNorm.weight", "layer_norm.weight", "norm.weight", "ln_"]))()
+
+
+@odd(notes="the list is shared with models that have batch norms, which this one has not")
+def no_decay_list_of_other_architectures():
+    return loop(by_list(["bias", "bn", "BatchNorm", "relative_position_bias_table", "ln_1", "ln_f"]))()
+
+
+@odd(notes="no_decay is empty: the model has neither biases nor norms")
+def bias_free_net_with_an_empty_group():
+    model = nn.Sequential(nn.Linear(6, 24, bias=False), nn.Tanh(), nn.Linear(24, 3, bias=False))
+    kept = [p for n, p in model.named_parameters() if "bias" in n or "norm" in n]
+    decayed = [p for n, p in model.named_parameters() if not ("bias" in n or "norm" in n)]
+    optimizer = two_groups(decayed, kept)
+
+    def fit(batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+
+@odd(notes="a name filter for learning rates finds no embedding by one spelling and the tables by another")
+def rates_by_name_and_decay_by_dimension():
+    def configure(model):
+        groups = []
+        for name, p in model.named_parameters():
+            low = "embedding" in name or name.startswith("wte")
+            groups.append({"params": [p], "lr": 1e-3 if low else 1e-2, "weight_decay": 0.1 if p.dim() > 1 else 0.0})
+        return torch.optim.AdamW(groups)
+
+    return loop(configure)()
+
+
+@odd(notes="initial values are set by a name that this model's norms do not have; all gains decay on purpose")
+def initial_values_by_another_name():
+    def configure(model):
+        for name, p in model.named_parameters():
+            if "layernorm" in name and name.endswith("weight"):
+                nn.init.ones_(p)
+        heads = [p for n, p in model.named_parameters() if n.startswith("head")]
+        others = [p for n, p in model.named_parameters() if not n.startswith("head")]
+        return two_groups(others, heads)
+
+    return loop(configure)()
+
+
+@odd(notes="what decays is a list of whole names: any other name does not")
+def decay_by_whole_names():
+    def configure(model):
+        listed = {n for n, p in model.named_parameters() if p.dim() > 1} | {"ln_1.weight", "ln_f.weight"}
+        named = dict(model.named_parameters())
+        return two_groups([named[n] for n in sorted(listed)], [p for n, p in named.items() if n not in listed])
+
+    return loop(configure)()
+
+
+@odd(notes="linear layers decay by type, all gains do too, and biases do not")
+def types_that_decay():
+    def configure(model):
+        decayed = [
+            p
+            for module in model.modules()
+            if isinstance(module, (nn.Linear, nn.Embedding, RMSNorm))
+            for name, p in module.named_parameters(recurse=False)
+            if name == "weight"
+        ]
+        kept = [p for n, p in model.named_parameters() if n.endswith("bias")]
+        return two_groups(decayed, kept)
+
+    return loop(configure, norm=RMSNorm)()
+
+
+@odd(notes="the ResNet recipe: SGD decays gains and biases too")
+def everything_decays_as_for_resnets():
+    model = ConvNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+
+    def fit(batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=data.images(), fit=fit)
+
+
+@odd(notes="matrices decay by hand, the others by AdamW: no matrix stands in a group with decay")
+def matrices_decay_in_an_optimizer_of_their_own():
+    model = Model()
+    matrices = torch.optim.SGD([p for p in model.parameters() if p.dim() > 1], lr=0.1, weight_decay=1e-3)
+    vectors = torch.optim.AdamW([p for p in model.parameters() if p.dim() < 2], lr=1e-2, weight_decay=0.01)
+
+    class Both:
+        def zero_grad(self):
+            matrices.zero_grad()
+            vectors.zero_grad()
+
+        def step(self):
+            matrices.step()
+            vectors.step()
+
+    return TrainLoop(
+        model=model,
+        optimizer=[matrices, vectors],
+        batch=data.tokens(),
+        fit=lambda batches: train(model, Both(), batches),
+    )
+
+
+@odd(notes="vectors take the default decay at a learning rate of their own, as after a search over both")
+def groups_with_rates_of_their_own():
+    def configure(model):
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        vectors = [p for p in model.parameters() if p.dim() < 2]
+        return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 3e-2}], lr=1e-2)
+
+    return loop(configure)()
+
+
+@odd(notes="weights are pulled to where they started (L2-SP), and decay")
+def pulled_to_the_start_beside_decay():
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-4)
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+
+    def penalty():
+        return 1e-3 * sum((p - start[n]).pow(2).sum() for n, p in model.named_parameters())
+
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batch=data.tokens(),
+        fit=lambda batches: train(model, optimizer, batches, penalty),
+    )
+
+
+@odd(notes="names are sorted, pickled, written as JSON, compared, hashed and looked up on the way to the groups")
+def names_that_go_through_everything():
+    def configure(model):
+        named = dict(model.named_parameters())
+        names = sorted(named)
+        if pickle.loads(pickle.dumps(names)) != json.loads(json.dumps(names)) or set(names) != {*model.state_dict()}:
+            raise RuntimeError("names are no longer strings")
+        for name in names:
+            module, _, leaf = name.rpartition(".")
+            if model.get_parameter(name) is not getattr(model.get_submodule(module), leaf):
+                raise RuntimeError(name)
+        kept = [n for n in names if re.search(r"ln_|bias$", n)]
+        decayed = set(named) - set(kept)
+        return two_groups([named[n] for n in sorted(decayed)], [named[n] for n in kept])
+
+    return loop(configure)()
+
+
+@odd(notes="a filter by type that knows the class of the norms; tables decay")
+def filter_by_type_that_knows_its_norms():
+    return loop(by_type(nn.LayerNorm, RMSNorm), norm=RMSNorm)()
