@@ -57,7 +57,7 @@ CAUSES = {
     ),
     "dies_in_training": Cause(
         proof="most units of a layer give one number for all batches after 25 steps, and did not in the first ones",
-        repair="a lower learning rate, a warm-up or a clip; or leaky_relu",
+        repair="a lower learning rate, a warm-up or a clip; inputs and targets of unit variance",
         change=("optimizer",),
     ),
     "saturated": Cause(

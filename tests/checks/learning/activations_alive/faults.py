@@ -89,51 +89,17 @@ pair(
 )
 
 
-# A learning rate for targets of unit size; these are in cents.
-
-
-class Prices(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(6, 32)
-        self.head = nn.Linear(32, 1)
-
-    def forward(self, x):
-        return self.head(F.relu(self.first(x)))
-
-
-def prices(cents):
-    def make():
-        model = Prices()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                loss = F.mse_loss(model(x), (y + 2) * cents)
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
-                optimizer.step()
-
-        return TrainLoop(
-            model=model,
-            optimizer=optimizer,
-            batches=lambda n: [data.table(seed=i) for i in range(n)],
-            fit=fit,
-        )
-
-    return make
-
+# The same bytes into ReLU: the first steps push nearly all units below zero.
 
 pair(
-    "targets_in_cents",
+    "pixels_as_bytes_into_relu",
     "activations_alive",
     "dies_in_training",
     level="advice",
     culprits=("first",),
-    where="F.relu(self.first(x))",
-    change="torch.optim.SGD(",
+    where="self.activation(self.first(x))",
+    change="optimizer_of(model.parameters(), lr=rate)",
     quick=True,
-    faulty=prices(100.0),
-    fixed=prices(1.0),
+    faulty=loop(Net, prepared=in_bytes),
+    fixed=loop(Net, prepared=scaled),
 )
