@@ -46,7 +46,7 @@ class TwoTasks(nn.Module):
 class WeightMethod:
     """Weighs the tasks by the logarithms of their losses."""
 
-    def __init__(self, n_tasks, max_norm=1.0):
+    def __init__(self, n_tasks, max_norm=0.1):
         self.weights = torch.full((n_tasks,), 1 / n_tasks)
         self.max_norm = max_norm
 
@@ -525,4 +525,35 @@ def tokenizer_with_adversary(accumulate=2):
         optimizer=[opt_ae, opt_disc],
         batches=lambda n: [torch.randn(8, 16) for _ in range(n)],
         fit=train,
+    )
+
+
+@fault(
+    "clips",
+    "accelerator.clip_grad_norm_ is not under sync_gradients: within accumulate() it cuts after each micro-batch",
+    thread="huggingface/diffusers#721",
+    check="accumulation_equivalence",
+)
+def train_unconditional(accumulate=2):
+    from pytest_trainloop.adapters import fresh_accelerator
+
+    accelerator = fresh_accelerator(gradient_accumulation_steps=accumulate, cpu=True)
+    model = mlp(17, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.95, 0.999))
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def train(batches):
+        model.train()
+        for clean in batches:
+            t = torch.linspace(0.05, 0.95, len(clean)).unsqueeze(1)
+            noisy = (1 - t) * clean + t * clean.flip(1)
+            with accelerator.accumulate(model):
+                loss = F.mse_loss(model(torch.cat([noisy, t], 1)), clean)
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return TrainLoop(
+        model=model, optimizer=optimizer, batches=lambda n: [3 * torch.randn(8, 16) for _ in range(n)], fit=train
     )

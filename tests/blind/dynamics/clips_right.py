@@ -682,3 +682,69 @@ def scaled_and_clipped():
             scaler.update()
 
     return TrainLoop(model=model, optimizer=optimizer, scaler=scaler, batches=class_loader(), fit=train)
+
+
+@right(
+    "clips",
+    "Accelerate: the clip is under sync_gradients, while step() and zero_grad() stand outside and skip by themselves",
+    thread="huggingface/diffusers#10553",
+)
+def accelerated_finetuning(accumulate=1):
+    from pytest_trainloop.adapters import fresh_accelerator
+
+    accelerator = fresh_accelerator(gradient_accumulation_steps=accumulate, cpu=True)
+    model = mlp(12, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def train(batches):
+        model.train()
+        for x, y in batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(F.cross_entropy(model(x), y))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=class_loader(), fit=train)
+
+
+@right(
+    "clips",
+    "Lightning clips by value through the trainer; the module's own groups and steps know nothing of it",
+    thread="Lightning-AI/pytorch-lightning#4767",
+)
+def lightning_with_clip_value():
+    import lightning
+
+    from pytest_trainloop.adapters import from_lightning
+
+    class LitRegressor(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp(12, 1)
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            loss = F.mse_loss(self.net(x), y)
+            self.log("train_loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
+
+        def train_dataloader(self):
+            return regression_loader()
+
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        gradient_clip_val=0.5,
+        gradient_clip_algorithm="value",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    return from_lightning(LitRegressor(), trainer)

@@ -525,3 +525,92 @@ def finetune_without_decay():
         batches=char_loader(),
         fit=lambda batches: train_chars(model, optimizer, batches),
     )
+
+
+class MaskedHead(nn.Module):
+    """Returns a loss when it is given labels, as the library's models do."""
+
+    def __init__(self, vocab=30, width=32):
+        super().__init__()
+        self.embeddings = nn.Embedding(vocab, width)
+        self.LayerNorm = nn.LayerNorm(width)
+        self.dense = nn.Linear(width, width)
+        self.layer_norm = nn.LayerNorm(width)
+        self.decoder = nn.Linear(width, vocab)
+
+    def forward(self, input_ids, labels=None):
+        x = self.LayerNorm(self.embeddings(input_ids))
+        logits = self.decoder(self.layer_norm(F.gelu(self.dense(x + x.mean(1, keepdim=True)))))
+        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+class TokenRows(torch.utils.data.Dataset):
+    def __init__(self, rows=64):
+        self.tokens = torch.randint(0, 30, (rows, 8))
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index].roll(1)}
+
+
+def training_arguments(**kwargs):
+    import tempfile
+
+    from transformers import TrainingArguments
+
+    return TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=8,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        **kwargs,
+    )
+
+
+@right(
+    "decay",
+    "the Hugging Face Trainer's own groups: matrices and embeddings are decayed, norms are found by class and name",
+    thread="huggingface/transformers#35927",
+)
+def trainer_with_its_own_groups():
+    from transformers import Trainer
+
+    from pytest_trainloop.adapters import from_trainer
+
+    trainer = Trainer(model=MaskedHead(), args=training_arguments(weight_decay=0.1), train_dataset=TokenRows())
+    return from_trainer(trainer)
+
+
+@right(
+    "decay",
+    "ultralytics' three groups: weights with decay 5e-4, norms' weights and biases without, in one SGD",
+    thread="ultralytics/ultralytics#19064",
+)
+def three_groups():
+    model = ResNet()
+    groups = [], [], []
+    norms = tuple(v for k, v in nn.__dict__.items() if "Norm" in k and isinstance(v, type))
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            if name == "bias":
+                groups[2].append(param)
+            elif isinstance(module, norms):
+                groups[1].append(param)
+            else:
+                groups[0].append(param)
+    optimizer = torch.optim.SGD(groups[2], lr=0.02, momentum=0.937, nesterov=True)
+    optimizer.add_param_group({"params": groups[0], "weight_decay": 5e-4})
+    optimizer.add_param_group({"params": groups[1], "weight_decay": 0.0})
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batches=image_loader(),
+        fit=lambda batches: train_classifier(model, optimizer, batches),
+    )

@@ -59,7 +59,7 @@ class MultiTask(nn.Module):
 
 @right(
     "terms",
-    "learned uncertainties weigh the tasks: each has weight exp(-s), and s is a term too, so that the loss may be negative",
+    "learned uncertainties weigh the tasks: each has weight exp(-s), and s is a term too: the loss may be negative",
     thread="aharley/simple_bev#13",
 )
 def uncertainty_weights():
