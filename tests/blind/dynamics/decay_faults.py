@@ -322,8 +322,8 @@ def train_vit():
     )
 
 
-class FrozenishNorm(nn.Module):
-    """A norm of the project's own."""
+class ChannelNorm(nn.Module):
+    """Normalizes each channel of each image."""
 
     def __init__(self, channels):
         super().__init__()
@@ -356,10 +356,10 @@ def get_default_optimizer_params(model, base_lr, weight_decay, weight_decay_norm
 def detector_backbone():
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1, bias=False),
-        FrozenishNorm(16),
+        ChannelNorm(16),
         nn.ReLU(),
         nn.Conv2d(16, 16, 3, padding=1, bias=False),
-        FrozenishNorm(16),
+        ChannelNorm(16),
         nn.ReLU(),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
