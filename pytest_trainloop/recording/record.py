@@ -100,6 +100,7 @@ class Optimizer:
     peak_lrs: tuple[float, ...] = ()
     """``initial_lr`` or ``max_lr`` of each group; NaN without a scheduler."""
     weight_decays: tuple[float, ...] = ()
+    momenta: tuple[float, ...] = ()
     decoupled: tuple[bool | None, ...] = ()
     """Whether each group's decay stays out of the gradient; None where its class has no such option."""
     eps: tuple[float, ...] = ()

@@ -82,6 +82,7 @@ class Optimizers:
         entry.parameters, entry.groups = tuple(held), tuple(group_of)
         entry.peak_lrs = tuple(max(_numbers(g, "initial_lr", "max_lr"), default=float("nan")) for g in groups)
         entry.weight_decays = tuple(sum(_numbers(g, "weight_decay")) for g in groups)
+        entry.momenta = tuple(sum(_numbers(g, "momentum")) for g in groups)
         entry.decoupled = tuple(g.get("decoupled_weight_decay") for g in groups)
         entry.eps = tuple(sum(_numbers(g, "eps")) for g in groups)
         entry.options = tuple(getattr(optimizer, "defaults", None) or ())

@@ -54,6 +54,7 @@ NAMES = (
     "batchmean_of_one_row_divides_by_the_classes",
     "eps_of_1e8",
     "list_of_another_model",
+    "bias_far_below_zero",
     "clip_far_below_the_gradient",
     "average_swapped_in_for_good",
     "moments_not_saved",

@@ -141,7 +141,10 @@ class _Activations(WatchingMode):
         """The batches that were taken, each once, with a number."""
 
     def note_item(self, number: int, item: Any) -> None:
-        mark = tuple(float(t.detach().double().sum()) for t in tensors_in(item) if t.numel() and not t.is_complex())
+        sums = (t.detach().double().sum() for t in tensors_in(item) if t.numel() and not t.is_complex())
+        mark = tuple(
+            float(f"{float(total):.6g}") for total in sums
+        )  # the same rows in another order are no other batch
         self._batch = number if self._own_data else self.different.setdefault(mark, len(self.different))
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

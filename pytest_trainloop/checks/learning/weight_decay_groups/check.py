@@ -10,18 +10,20 @@ Why is this bad?
 
 How it decides
     To decay everything is right in many recipes, so it is advice that says what decays and by how much. With
-    ``steps=`` it is silent where the whole run shrinks these weights by less than a twentieth.
+    ``steps=`` it is silent where the whole run shrinks these weights by less than a twentieth; without, where the
+    decay is the default of AdamW.
     A filter is at fault where all gains (or tables) of a kind decay, the optimizer keeps others from it, and an
-    experiment shows that the filter is for them: the loop is built again, for one step, and the filter gets the answer
-    "yes" for just these weights. They then stand in a group without decay. Three answers are tried: to patterns that no
-    name has (``in``, ``startswith``, ``endswith``, ``==`` on the names that ``named_parameters()`` hands out), by
-    names with a usual segment put in ("ln_1.LayerNorm.weight": ``re``, ``fnmatch``, names that are put together), and
-    to ``isinstance(module, nn.LayerNorm)`` for the project's own class. A list of spellings of which one matches, a
-    filter for learning rates, and a name that is looked for elsewhere do not pass this experiment. Where the pattern
-    names another norm than the model has (a list that several models share) it is advice.
-    Groups are swapped where all norms and biases decay and no matrix does, though both are trained. A group decays by
-    default where it holds the vectors only, the group of the matrices gives its own decay, and another default of AdamW
-    changes it.
+    experiment shows that the filter is for them: the loop is built again, for one step, and the filter gets the
+    answer "yes" for just these weights. They then stand in a group without decay. Three answers are tried: to
+    patterns that no name has (``in``, ``startswith``, ``endswith``, ``==`` on the names that ``named_parameters()``
+    hands out), by names with a usual segment put in ("ln_1.LayerNorm.weight": ``re``, ``fnmatch``, names that are
+    put together), and to ``isinstance(module, nn.LayerNorm)`` for the project's own class. A list of spellings of
+    which one matches, a filter for learning rates, and a name that is looked for elsewhere do not pass this
+    experiment. Where the pattern names another norm than the model has (a list that several models share) it is
+    advice.
+    Groups are swapped where norms and biases decay and no matrix does, in a model that trains as a whole. A group
+    decays by default where it holds the vectors only, the group of the matrices gives its own decay, and another
+    default of AdamW changes it. Momentum and decay are swapped where each has the size of the other.
 
 Faulty
     >>> no_decay = ("bias", "BatchNorm.weight")                              # the model calls it encoder.1
@@ -92,11 +94,26 @@ CAUSES = {
         repair="torch.optim.AdamW, with a decay of its own: the values of both do not compare",
         change=("optimizer",),
     ),
+    "momentum_and_decay_swapped": Cause(
+        proof="the weight decay is as large as a momentum, and the momentum as small as a weight decay",
+        repair="give both by name: momentum=0.9, weight_decay=5e-4",
+        explains=("overfit_one_batch", "update_ratio"),
+        change=("optimizer",),
+    ),
+    "decay_turns_weights_over": Cause(
+        proof="lr * weight_decay is above 1: decay alone changes the sign of each weight in each step",
+        repair="a smaller weight_decay: 1 / (lr * weight_decay) is the number of steps that weights last",
+        explains=("overfit_one_batch", "update_ratio"),
+        change=("optimizer",),
+    ),
     "decayed_twice": Cause(
         proof="the loss has a term whose gradient is a constant times each weight that weight decay shrinks too",
         repair="leave the term out of the loss, or weight_decay=0.0",
     ),
 }
+
+MOST_MOMENTUM_OF_A_SWAP, LEAST_DECAY_OF_A_SWAP = 0.01, 0.5
+"""Momenta in use begin at 0.5, and decays beside them end at 0.1 (both with orders of magnitude to spare)."""
 
 _PLURAL: dict[Kind, tuple[str, str]] = {
     "norm": ("gain of a norm", "gains of norms"),
@@ -137,8 +154,8 @@ def weight_decay_groups(evidence: Evidence) -> Iterator[Finding]:
             yield _split(matrices, vectors)
     if not said and (advice := _decayed(evidence, groups)) is not None:
         yield advice
-    if groups.adds_to_gradient:
-        yield _inside_adam(groups)
+    yield from _inside_adam(groups)
+    yield from _overdone(groups)
     if evidence.repeatable and (term := l2_in_loss(evidence, groups)) is not None:
         names = term.names
         yield Finding(
@@ -240,14 +257,14 @@ def _decayed(evidence: Evidence, groups: DecayGroups) -> Finding | None:
     if not names or (groups.splits and not any(groups.names(kind, decayed=True) for kind in ("norm", "bias"))):
         return None  # to decay tables beside the matrices is the usual division by dimension
     shrinks = shrinkage(evidence, groups)
-    if shrinks is not None and shrinks < least_worth_saying:
-        return None
+    decaying = [g for g in groups.groups if g.decay > 0 and any(kind in g.members for kind in flat)]
+    if all(g.default for g in decaying) if shrinks is None else shrinks < least_worth_saying:
+        return None  # nobody asked for the default of AdamW, nor notices it in a short run
     shares = [
         f"{groups.count(kind, decayed=True)} of {groups.count(kind)} {_PLURAL[kind][1]}"
         for kind in flat
         if groups.count(kind, decayed=True)
     ]
-    decaying = [g for g in groups.groups if g.decay > 0 and any(kind in g.members for kind in flat)]
     where = ", ".join(f"group {g.number} of {groups.kinds[g.optimizer]} at {g.decay:g}" for g in decaying[:3])
     over = "" if shrinks is None else f"; over steps= they would shrink by {100 * shrinks:.2g} % without a gradient"
     return Finding(
@@ -260,10 +277,12 @@ def _decayed(evidence: Evidence, groups: DecayGroups) -> Finding | None:
     )
 
 
-def _inside_adam(groups: DecayGroups) -> Finding:
-    inside = groups.adds_to_gradient
+def _inside_adam(groups: DecayGroups) -> Iterator[Finding]:
+    inside = [g for g in groups.groups if g.into_gradient and g.decay > 0]
+    if not inside:
+        return
     kind = groups.kinds[inside[0].optimizer]
-    return Finding(
+    yield Finding(
         cause="decay_inside_adam",
         level="advice",
         summary=(
@@ -274,6 +293,32 @@ def _inside_adam(groups: DecayGroups) -> Finding:
         shown_by=f"{kind}(weight_decay=...) is L2 regularisation; AdamW decays each weight by lr * weight_decay",
         culprits=("weight_decay",),
     )
+
+
+def _overdone(groups: DecayGroups) -> Iterator[Finding]:
+    """Decay in the place of momentum, and decay that turns weights over."""
+    for group in groups.groups:
+        kind = groups.kinds[group.optimizer]
+        each = group.rate * group.decay
+        if 0 < group.momentum <= MOST_MOMENTUM_OF_A_SWAP and group.decay >= LEAST_DECAY_OF_A_SWAP:
+            yield Finding(
+                cause="momentum_and_decay_swapped",
+                summary=f"{kind} has weight_decay={group.decay:g} and momentum={group.momentum:g}: they are swapped",
+                measured=f"each step shrinks all weights of group {group.number} by {100 * each:.2g} %",
+                shown_by="a momentum below 0.01 does nothing, and no recipe decays at 0.5 and more beside a momentum",
+                culprits=("weight_decay", "momentum"),
+            )
+        elif each > 1 and not group.into_gradient:
+            yield Finding(
+                cause="decay_turns_weights_over",
+                summary=(
+                    f"lr * weight_decay is {each:.3g} in group {group.number} of {kind}: each step multiplies its "
+                    f"weights by {1 - each:.3g}"
+                ),
+                measured=f"lr {group.rate:g}, weight_decay {group.decay:g}",
+                shown_by="a step leaves (1 - lr * weight_decay) of each weight, which is below 0",
+                culprits=("weight_decay",),
+            )
 
 
 def _contents(group: Group) -> str:

@@ -40,6 +40,11 @@ class Group:
     decay: float
     rate: float
     """Its learning rate at the first step."""
+    momentum: float = 0.0
+    into_gradient: bool = False
+    """Whether Adam, or a variant of it, adds the decay to the gradient."""
+    default: bool = False
+    """Whether the decay is what AdamW takes where none is given."""
     members: dict[Kind, tuple[str, ...]] = field(default_factory=dict)
 
     @property
@@ -54,8 +59,8 @@ class DecayGroups:
     groups: tuple[Group, ...]
     kinds: dict[int, str]
     """The class of each optimizer by its index."""
-    adds_to_gradient: tuple[Group, ...]
-    """Groups of Adam, or a variant of it, whose decay is added to the gradient."""
+    partly_frozen: bool
+    """Whether some weights of the model do not train."""
 
     @classmethod
     def of(cls, evidence: Evidence) -> DecayGroups:
@@ -64,23 +69,27 @@ class DecayGroups:
     @classmethod
     def in_record(cls, record: Record) -> DecayGroups:
         lrs = {step.optimizer: step.lrs for step in reversed(record.innermost_steps())}
-        groups, inside = [], []
+        groups = []
         for optimizer in record.optimizers:
-            if optimizer.index not in lrs:
-                continue
-            for number, decay in enumerate(optimizer.weight_decays):
+            rates = lrs.get(optimizer.index, ())
+            options = zip(rates, optimizer.weight_decays, optimizer.momenta, optimizer.decoupled, strict=False)
+            for number, (rate, decay, momentum, decoupled) in enumerate(options):
                 held = [i for i, g in zip(optimizer.parameters, optimizer.groups, strict=True) if g == number]
                 trained = [record.parameters[i] for i in dict.fromkeys(held) if record.reached(i)]
-                rates = lrs[optimizer.index]
-                rate = rates[number] if number < len(rates) else float("nan")
-                group = Group(optimizer.index, number, decay, rate, _by_kind(trained))
+                group = Group(
+                    optimizer.index,
+                    number,
+                    decay,
+                    rate,
+                    momentum,
+                    into_gradient=optimizer.from_torch and optimizer.kind in _ADAMS and not decoupled,
+                    default=optimizer.from_torch and (optimizer.kind, decay) == ("AdamW", ADAMW_DEFAULT),
+                    members=_by_kind(trained),
+                )
                 groups.append(group)
-                if decay > 0 and group.members and optimizer.kind in _ADAMS and optimizer.from_torch:
-                    decoupled = optimizer.decoupled[number] if number < len(optimizer.decoupled) else None
-                    if not decoupled:
-                        inside.append(group)
+        frozen = any(p.role == "model" and not p.trainable for p in record.parameters)
         used = tuple(g for g in groups if g.members)
-        return cls(used, {o.index: o.kind for o in record.optimizers}, tuple(inside))
+        return cls(used, {o.index: o.kind for o in record.optimizers}, frozen)
 
     def count(self, kind: Kind, *, decayed: bool | None = None) -> int:
         return len(self.names(kind, decayed=decayed))
@@ -107,7 +116,8 @@ class DecayGroups:
             flat = on and all(g.members.keys() <= FLAT for g in on)
             deep = off and not any(g.members.keys() & FLAT for g in off)
             kinds = {kind for g in on for kind in g.members}
-            if flat and deep and {"norm", "bias"} <= kinds and any("matrix" in g.members for g in off):
+            trained = not self.partly_frozen and any("matrix" in g.members for g in off)
+            if flat and deep and trained and "bias" in kinds:
                 return on[0], off[0]
         return None
 
@@ -124,6 +134,9 @@ class DecayGroups:
                 return deep[0], flat[0]
         return None
 
+
+ADAMW_DEFAULT = 0.01
+"""The weight decay of torch's AdamW where none is given."""
 
 FLAT: frozenset[Kind] = frozenset({"norm", "bias", "vector"})
 

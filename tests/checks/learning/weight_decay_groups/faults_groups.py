@@ -144,3 +144,34 @@ pair(
     faulty=penalised(1e-4),
     fixed=penalised(0.0),
 )
+
+# Positional arguments: SGD(params, lr, momentum, dampening, weight_decay).
+
+
+def sgd(momentum, decay, rate=0.05):
+    return lambda model: torch.optim.SGD(model.parameters(), rate, momentum, 0, decay)
+
+
+pair(
+    "momentum_in_the_place_of_decay",
+    "weight_decay_groups",
+    "momentum_and_decay_swapped",
+    culprits=("weight_decay", "momentum"),
+    change="torch.optim.SGD(",
+    mentions=("weight_decay=0.9", "momentum=0.0005"),
+    quick=True,
+    faulty=loop(sgd(5e-4, 0.9)),
+    fixed=loop(sgd(0.9, 5e-4)),
+)
+
+pair(
+    "decay_of_a_step_given_as_a_rate",
+    "weight_decay_groups",
+    "decay_turns_weights_over",
+    culprits=("weight_decay",),
+    change="torch.optim.SGD(",
+    mentions=("-0.5",),
+    quick=True,
+    faulty=loop(sgd(0.0, 30.0)),
+    fixed=loop(sgd(0.0, 30.0 * 1e-5)),
+)

@@ -180,3 +180,39 @@ def names_that_go_through_everything():
 @odd(notes="a filter by type that knows the class of the norms; tables decay")
 def filter_by_type_that_knows_its_norms():
     return loop(by_type(nn.LayerNorm, RMSNorm), norm=RMSNorm)()
+
+
+@odd(notes="grokking: AdamW decays at 1, a thousand times as much as usual")
+def decay_of_one():
+    return loop(lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=1.0))()
+
+
+@odd(notes="a nearly frozen momentum of 0.001 beside no decay, from a search over both")
+def momentum_of_a_thousandth():
+    return loop(lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=1e-3, weight_decay=1e-4))()
+
+
+@odd(notes="adapters without decay, and biases of a frozen model that take AdamW's: no matrix of the model trains")
+def adapters_beside_biases_that_decay():
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = Model()
+            self.down, self.up = nn.Linear(16, 4, bias=False), nn.Linear(4, 16, bias=False)
+            for p in self.model.parameters():
+                p.requires_grad_(p.dim() < 2)
+
+        def forward(self, ids):
+            scores = self.model(ids)
+            return scores + self.up(self.down(scores))
+
+    model = Adapted()
+    biases = [p for p in model.model.parameters() if p.requires_grad]
+    adapters = [*model.down.parameters(), *model.up.parameters()]
+    optimizer = torch.optim.AdamW([{"params": adapters, "weight_decay": 0.0}, {"params": biases}], lr=1e-2)
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batch=data.tokens(),
+        fit=lambda batches: train(model, optimizer, batches),
+    )
