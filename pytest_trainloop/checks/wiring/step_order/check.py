@@ -47,6 +47,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.checks.wiring.consequences import LEARNING, TRAINING
+from pytest_trainloop.checks.wiring.step_order.clip_causes import CLIP_CAUSES
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.registry import Cause, check
 
@@ -154,19 +155,22 @@ CAUSES = {
         repair="step once more after the loop when a window is open, or drop the remainder on purpose (drop_last=True)",
         change=("seen",),
     ),
+    **CLIP_CAUSES,
 }
 
 
 @check(needs={"fit"}, causes=CAUSES, rank=30)
 def step_order(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.step_order import findings
+    from pytest_trainloop.checks.wiring.step_order.clip_findings import clip_findings, inside_findings
     from pytest_trainloop.checks.wiring.step_order.untrained import untrained
     from pytest_trainloop.checks.wiring.step_order.windows import cleared_inside
     from pytest_trainloop.records.gradient_ledger import gradient_ledger
     from pytest_trainloop.records.windows import left_open
 
     record = evidence.run()
-    order = list(_call_order(record))
+    clips = list(clip_findings(record))
+    order = list(_call_order(record, {clip.where for clip in clips}))
     if not order and not record.steps and (idle := evidence.shared(untrained)):
         yield findings.of_step_without_optimizer(idle) if idle.backwards else findings.of_untrained(idle)
         return
@@ -180,22 +184,26 @@ def step_order(evidence: Evidence) -> Iterator[Finding]:
     yield from [*order, *misused]
     if misused:
         return
+    yield from clips
     if "accumulate" in evidence.knobs and record.raised is None:
         record = evidence.run(accumulate=ACCUMULATE)
         if inside := cleared_inside(record, gradient_ledger(record), ACCUMULATE):
             yield findings.of_cleared_inside(inside)
+        yield from inside_findings(record, judged_elsewhere=True)
         return
+    yield from inside_findings(record, judged_elsewhere=False)
     if inside := cleared_inside(record, ledger):
         yield findings.of_cleared_inside(inside)
     if left := left_open(record, ledger):
         yield findings.of_left_open(record, left, len(ledger.backwards))
 
 
-def _call_order(record: Record) -> Iterator[Finding]:
-    """Faults in the order of clips, scaler calls and schedulers."""
+def _call_order(record: Record, named: set[str]) -> Iterator[Finding]:
+    """Faults in the order of clips, scaler calls and schedulers, but for the lines that are named already."""
     from pytest_trainloop.checks.wiring.step_order import call_order, findings
 
-    yield from map(findings.of_late_clips, call_order.late_clips(record))
+    late = map(findings.of_late_clips, call_order.late_clips(record))
+    yield from (clip for clip in late if clip.where not in named)
     if update := call_order.unstepped_scaler(record):
         scaled = sum(c.what == "scale" for c in record.scaler_calls())
         yield findings.of_unstepped_scaler(update, scaled, record.raised)
