@@ -27,6 +27,7 @@ CALLS = {
     "save": ("save()", 0),
     "load": ("load(state)", 1),
     "split_batch": ("split_batch(batch, k)", 2),
+    "parts": ("parts(model, batch)", 2),
 }
 """How each function is called, and with how many arguments; ``save`` may also take the path that it writes to."""
 
@@ -34,6 +35,11 @@ _COUNTS = {
     "steps": ("the number of optimizer steps of the whole training", "len(loader) * epochs // accumulate"),
     "epochs": ("the number of passes over the data of the whole training", "90"),
 }
+
+_FUNCTIONS = {
+    "parts": 'a function is needed that gives each term by name, as in lambda model, batch: {"ce": ce(model, batch)}'
+}
+"""What is needed in place of a value that is no function, where more is to be said than that."""
 
 RENEWABLE = ("optimizer", "scheduler", "scaler", "rng")
 """What ``renews`` may name besides paths."""
@@ -190,7 +196,7 @@ def _require_function(name: str, given: Any) -> None:
     if given is None:
         return
     if not callable(given):
-        raise UsageError(f"TrainLoop.{name} is {a(given)}; a function is needed")
+        raise UsageError(f"TrainLoop.{name} is {a(given)}; {_FUNCTIONS.get(name, 'a function is needed')}")
     how, count = CALLS[name]
     if name == "loss" and type(given).__module__ == "torch.nn.modules.loss":
         raise UsageError(

@@ -17,6 +17,7 @@ from pytest_trainloop.fields import a, is_whole, named_modules, require_fields
 Fit = Callable[[Sequence[Any]], Any]
 Step = Callable[[Any], Any]
 Loss = Callable[[Any, Any], torch.Tensor]
+Parts = Callable[[Any, Any], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +119,8 @@ class TrainLoop:
         "rng", or paths as in failures of ``resume_equivalence`` (``"model.bank"``), with all that lies below them. The
         resumed run is judged for the rest
     parts
-        the terms of the loss by name. Accepted, and read by no check yet
+        ``parts(model, batch)``, the terms of the loss by name: a mapping of each to its value, or to (weight, value);
+        they must add up to what the loop backpropagates
 
     Raises
     ------
@@ -145,7 +147,7 @@ class TrainLoop:
     padding: Padding | None = None
     batch_dim: Any = None
     split_batch: Callable[[Any, int], Sequence[Any]] | None = None
-    parts: Any = None
+    parts: Parts | None = None
     expected_init_loss: float | None = None
     pretrained: bool | Sequence[str] | None = None
     rows_interact: bool | None = None

@@ -78,23 +78,24 @@ class SeededApart:
         if threading.get_ident() != self._thread:
             yield
             return
-        before = _random_states()
+        before = random_states()
         if self._states is None:
             seed_all(self._seed)
         else:
-            _restore_random(self._states)
+            restore_random(self._states)
         try:
             yield
         finally:
-            self._states = _random_states()
-            _restore_random(before)
+            self._states = random_states()
+            restore_random(before)
 
 
 APART = 104_729
 """Added to a seed: what a loop draws (noise, a latent) must not be the numbers that its data were drawn from."""
 
 
-def _random_states() -> dict[str, Any]:
+def random_states() -> dict[str, Any]:
+    """The states of python's, numpy's and torch's generators."""
     numpy = sys.modules.get("numpy")
     return {
         "python": random.getstate(),
@@ -104,7 +105,8 @@ def _random_states() -> dict[str, Any]:
     }
 
 
-def _restore_random(before: dict[str, Any]) -> None:
+def restore_random(before: dict[str, Any]) -> None:
+    """Put back what ``random_states`` gave."""
     random.setstate(before["python"])
     numpy = sys.modules.get("numpy")
     if numpy is not None and before["numpy"] is not None:
@@ -116,7 +118,7 @@ def _restore_random(before: dict[str, Any]) -> None:
 
 def _states() -> dict[str, Any]:
     return {
-        **_random_states(),
+        **random_states(),
         "dtype": torch.get_default_dtype(),
         "device": default_device(),
         "grad": torch.is_grad_enabled(),
@@ -162,7 +164,7 @@ def _cuda_in_use() -> bool:
 def _restore(before: dict[str, Any]) -> None:
     if default_device() != before["device"]:
         torch.set_default_device(None if before["device"].type == "cpu" else before["device"])
-    _restore_random(before)
+    restore_random(before)
     torch.set_default_dtype(before["dtype"])
     torch.set_grad_enabled(before["grad"])
     if torch.get_num_threads() != before["threads"]:

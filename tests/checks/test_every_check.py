@@ -104,6 +104,10 @@ def loop_of(example: str):
         names["accumulate"] = accumulate
         if "in batches" not in example and "(batches" not in example:
             exec(compiled, names)
+        elif "parts = " in example:
+            defined = {**names, "batches": ()}  # a loop over no batches: what it defines is declared
+            exec(compiled, defined)
+            names["parts"] = defined["parts"]
         if "forward" in names:
             model.forward = types.MethodType(names["forward"], model)
 
@@ -121,7 +125,7 @@ def loop_of(example: str):
             if "batch" in names
             else {"batch": different_batches(1)[0], "batches": names.get("batches", different_batches)}
         )
-        given |= {field: names[field] for field in ("evaluate", "save", "load") if field in names}
+        given |= {field: names[field] for field in ("evaluate", "save", "load", "parts") if field in names}
         return TrainLoop(model=names["model"], optimizer=names["optimizer"], fit=fit, **given)
 
     return make if "accumulate" in example else lambda: make()

@@ -59,6 +59,7 @@ NAMES = (
     "average_swapped_in_for_good",
     "moments_not_saved",
     "total_loss_with_graph",
+    "objectness_logged_and_not_added",
 )
 
 COMPOSED = (

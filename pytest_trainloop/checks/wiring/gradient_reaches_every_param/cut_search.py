@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_candidates import Candidate, Kind, Tracer
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.stopped_side import other_side
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.uses import wanted_elsewhere
 from pytest_trainloop.gradients.dependence import (
@@ -21,6 +20,7 @@ from pytest_trainloop.gradients.dependence import (
     until_stepped,
 )
 from pytest_trainloop.gradients.tolerances import CANCELLATION
+from pytest_trainloop.tracing.cut_candidates import Candidate, Kind, Tracer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_candidates import Tracer
 from pytest_trainloop.gradients.dependence import until_stepped
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import DISTANCE_LOSSES, MULTIPLICATIONS, PRODUCTS
+from pytest_trainloop.tracing.cut_candidates import Tracer
 from pytest_trainloop.tracing.provenance import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_candidates import Candidate
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.tracing.cut_candidates import Candidate
 
 _COMPARISONS = DISTANCE_LOSSES | {
     "cosine_similarity",

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_candidates import Candidate
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.tracing.cut_candidates import Candidate
 
 MOST_KEPT = 256
 """Results of the operation that are followed."""

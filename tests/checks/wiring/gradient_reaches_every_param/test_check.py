@@ -3,7 +3,6 @@
 import pytest
 
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.check import gradient_reaches_every_param
-from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_candidates import Candidate
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.cut_search import Cut, CutSearch, Search
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.exposed_results import ExposedResults
 from pytest_trainloop.checks.wiring.gradient_reaches_every_param.local_slopes import LocalSlopes
@@ -11,6 +10,7 @@ from pytest_trainloop.checks.wiring.gradient_reaches_every_param.unread_targets 
 from pytest_trainloop.gradients.dependence import Dependence, Dependences
 from pytest_trainloop.recording.events import Move, Raised
 from pytest_trainloop.runs.weight_origins import pretrained
+from pytest_trainloop.tracing.cut_candidates import Candidate
 from tests.helpers.records import HERE, ONE, ZERO, FakeEvidence, parameter, record
 
 

@@ -1,0 +1,154 @@
+"""A root written as a weighted sum of the declared parts, by gradients where they have some."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from pytest_trainloop.gradients.vectors import combination
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pytest_trainloop.checks.loss.loss_components.states import Part, State
+    from pytest_trainloop.recording.events import Place, Site
+
+EQUAL = 1e-6
+"""Weights that differ by less are the same: they come from gradients that are exact to 1e-9 of the whole, of terms that
+may be a thousandth of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """One state: the root is the sum of the parts times ``weights``, but for ``residual``, a share of its gradient."""
+
+    weights: dict[str, float]
+    """NaN where the part has no gradient at this state, so that its weight cannot be told."""
+    residual: float
+    outside: tuple[str, ...]
+    """Parameters that the root trains and that none of its parts reaches."""
+    learned: bool
+    """Whether those are so small that they can only be weights of the parts (uncertainty weighting)."""
+    dependent: bool = False
+    """Whether one part is a sum of others, so that other weights would do as well."""
+
+    def explains(self, rounding: float) -> bool:
+        return self.residual <= rounding and (not self.outside or self.learned)
+
+
+def fitted(state: State) -> Fit | None:
+    """None where the parts are not independent: the gradient of one is a sum of those of others."""
+    reached = torch.zeros(len(state.gradient), dtype=torch.bool)
+    sizes: dict[str, int] = {}
+    outside: list[str] = []
+    for (name, start, numel), end in zip(state.sizes, [*[s[1] for s in state.sizes[1:]], len(reached)], strict=True):
+        gradients = [p.gradient for p in state.parts.values() if p.gradient is not None]
+        if any(bool(g[start:end].any()) for g in gradients):
+            reached[start:end] = True
+        elif bool(state.gradient[start:end].any()):
+            outside.append(name)
+            sizes[name] = numel
+    own = {name: p.gradient[reached] for name, p in state.parts.items() if p.gradient is not None}
+    own = {name: g for name, g in own.items() if bool(g.any())}
+    whole = state.gradient[reached]
+    learned = bool(outside) and sum(sizes.values()) <= 2 * len(state.parts)
+    if not own or not bool(whole.any()):
+        nothing = dict.fromkeys(state.parts, math.nan) | ({} if bool(whole.any()) else dict.fromkeys(own, 0.0))
+        return Fit(nothing, 1.0 if bool(whole.any()) else 0.0, tuple(outside), learned)
+    total = torch.stack(list(own.values())).sum(0)
+    common = float(whole @ total) / max(float(total @ total), 1e-300)
+    left = float(torch.linalg.vector_norm(whole - common * total) / torch.linalg.vector_norm(whole))
+    weights = dict.fromkeys(state.parts, math.nan)
+    found = combination(whole, list(own.values()))
+    if found is None or left <= 1e-12:
+        if found is None and left > 1e-9:
+            return None
+        return Fit(weights | dict.fromkeys(own, common), left, tuple(outside), learned, dependent=found is None)
+    return Fit(weights | dict(zip(own, found.weights, strict=True)), found.residual, tuple(outside), learned)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Roots that the parts may belong to, and how they were found."""
+
+    key: tuple[str, Site | None]
+    states: tuple[State, ...]
+    fits: tuple[Fit | None, ...]
+
+    @property
+    def place(self) -> Place:
+        return self.states[0].place
+
+    def explains(self, rounding: float) -> bool:
+        return bool(self.fits) and all(f is not None and f.explains(rounding) for f in self.fits)
+
+    @property
+    def zeros(self) -> int:
+        names = self.states[0].parts
+        return sum(all(f is not None and abs(f.weights[n]) < EQUAL for f in self.fits) for n in names)
+
+
+def candidates(states: Sequence[State]) -> list[Candidate]:
+    """Each line's roots one by one; summed over a batch; and all roots of a batch together."""
+    found: list[Candidate] = []
+    sites = dict.fromkeys(s.site for s in states)
+    for site in sites:
+        mine = [s for s in states if s.site == site]
+        found.append(_candidate(("each", site), mine))
+        if len({s.item for s in mine}) < len(mine):
+            found.append(_candidate(("batch", site), _summed(mine)))
+    if len(sites) > 1:
+        found.append(_candidate(("all", None), _summed(states)))
+    return found
+
+
+def _candidate(key: tuple[str, Site | None], states: Sequence[State]) -> Candidate:
+    return Candidate(key, tuple(states), tuple(fitted(s) for s in states))
+
+
+def _summed(states: Iterable[State]) -> list[State]:
+    """The roots of each batch added up, beside the parts as they were at the last of them."""
+    merged: dict[int, State] = {}
+    for state in states:
+        before = merged.get(state.item)
+        if before is None or len(before.gradient) != len(state.gradient):
+            merged[state.item] = state
+        else:
+            merged[state.item] = replace(
+                state, value=before.value + state.value, gradient=before.gradient + state.gradient
+            )
+    return list(merged.values())
+
+
+def chosen(found: Sequence[Candidate], rounding: float) -> Candidate | None:
+    """The candidate that the parts explain, that with the fewest parts of weight zero; None where none is."""
+    able = [c for c in found if c.explains(rounding)]
+    return min(able, key=lambda c: (c.zeros, not _common(c)), default=None)
+
+
+def _common(candidate: Candidate) -> bool:
+    return all(f is not None and agree(f.weights.values()) for f in candidate.fits)
+
+
+def agree(weights: Iterable[float]) -> bool:
+    """Whether weights are the same, those that cannot be told left out."""
+    known = [w for w in weights if not math.isnan(w)]
+    return not known or max(known) - min(known) <= EQUAL * max(abs(w) for w in known)
+
+
+def solved(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> tuple[list[float], float] | None:
+    """Weights by least squares, and the share that is left; None where the columns are not independent."""
+    matrix = torch.tensor(rows, dtype=torch.float64)
+    goal = torch.tensor(wanted, dtype=torch.float64)
+    lengths = torch.linalg.vector_norm(matrix, dim=0)
+    if not bool((lengths > 0).all()) or len(matrix) <= matrix.shape[1]:
+        return None
+    found = combination(goal, list(matrix.T))
+    return None if found is None else (list(found.weights), found.residual)
+
+
+def gradient_of(part: Part) -> float:
+    return 0.0 if part.gradient is None else float(torch.linalg.vector_norm(part.gradient))

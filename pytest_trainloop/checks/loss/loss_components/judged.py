@@ -1,0 +1,336 @@
+"""The weights at which the declared parts are trained, over several states, and what they say."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from pytest_trainloop.batches.own_data import makes_own_data
+from pytest_trainloop.checks.loss.loss_components.fits import (
+    EQUAL,
+    Candidate,
+    agree,
+    candidates,
+    chosen,
+    gradient_of,
+    solved,
+)
+from pytest_trainloop.checks.loss.loss_components.states import Seen, Setup, seen
+from pytest_trainloop.checks.loss.loss_components.unreported import Unreported, unreported
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.gradients.tolerances import RESEEDED
+from pytest_trainloop.gradients.vectors import combination
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_trainloop.checks.loss.loss_components.states import Part, State
+    from pytest_trainloop.runs.evidence import Evidence
+
+LONG = 24
+"""Steps over which a part that has weight zero may begin to count (a warm-up from zero, a penalty every 16 steps)."""
+
+_TO_CONFIRM = ("left_out", "differs", "negated", "detached", "constant")
+
+How = Literal["agrees", "left_out", "differs", "negated", "detached", "constant", "anneals", "untold"]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """The weight of one part, beside the common factor of all."""
+
+    name: str
+    how: How
+    declared: float
+    found: float
+    """What the loop trains it at, in the units of the declared weight; NaN where it moves or cannot be told."""
+    share: float
+    """Of the sizes of all terms' gradients."""
+    value: float
+
+
+@dataclass(slots=True)
+class Judged:
+    """The parts of one root."""
+
+    place: str
+    weights: list[Weight]
+    factor: float
+    """What all parts are multiplied by: 1/k under accumulation, the scale of a scaler."""
+    states: int
+    residual: float
+    by_value: bool = False
+    learned: bool = False
+    unreported: Unreported | None = None
+
+
+def judged(evidence: Evidence) -> Judged:
+    """Raises ``CannotDecide`` where parts and roots cannot be compared."""
+    first = seen(evidence, Setup())
+    if not any(p.gradient is not None for s in first.states for p in s.parts.values()):
+        return _by_value(evidence, first)
+    runs, key = _matched(evidence, first)
+    if key is None:
+        return _unmatched(evidence, runs[0])
+    found = _with_key(runs, key)
+    made = _judge(found, runs)
+    if made.factor != 1 and any(f is not None and f.dependent for c in found for f in c.fits):
+        _require_independent(found[0].states)
+    if any(w.how in _TO_CONFIRM for w in made.weights):
+        runs += _more(evidence, len(made.weights), runs[0].setup)
+        if any(w.how in ("left_out", "detached") for w in made.weights):
+            base = replace(runs[0].setup, rounds=LONG)
+            runs += [seen(evidence, replace(base, count=count)) for count in (LONG, 3)]  # many batches, many passes
+        made = _judge(_with_key(runs, key), runs)
+    return made
+
+
+def _more(evidence: Evidence, parts: int, setup: Setup) -> list[Seen]:
+    """Further states, as many as there are parts and three: weights stirred, other batches in between."""
+    given = [Setup(rounds=1, stir=0.3, seed=n + 2, batch=n % 2 * n, chunks=setup.chunks) for n in range(parts + 3)]
+    return [seen(evidence, one) for one in given]
+
+
+def _matched(evidence: Evidence, first: Seen) -> tuple[list[Seen], tuple[str, object] | None]:
+    """The run in which some root is made of the parts, and which one."""
+    best = chosen(candidates(first.states), first.rounding)
+    if best is not None:
+        return [first], best.key
+    tries = [Setup(batch=0)]  # the loop reads ahead
+    of_item = max((sum(s.item == i for s in first.states) for i in {s.item for s in first.states}), default=1)
+    if of_item > 1:
+        tries.append(Setup(batch=0, chunks=of_item))  # it splits each batch
+    for setup in tries:
+        again = seen(evidence, setup)
+        best = chosen(candidates(again.states), again.rounding)
+        if best is not None:
+            return [again], best.key
+    return [first], None
+
+
+def _with_key(runs: Sequence[Seen], key: object) -> list[Candidate]:
+    """The candidate of that key in each run, where its fits explain the root."""
+    found = [c for run in runs for c in candidates(run.states) if c.key == key and c.explains(run.rounding)]
+    if len(found) < len(runs):
+        raise CannotDecide("the loss is a weighted sum of its parts at some weights and batches and not at others")
+    return found
+
+
+def _judge(found: Sequence[Candidate], runs: Sequence[Seen]) -> Judged:
+    states = [s for c in found for s in c.states]
+    fits = [f for c in found for f in c.fits if f is not None]
+    names = list(states[0].parts)
+    told = {n: [f.weights[n] for f in fits] for n in names}
+    common = [_factor([told[n][t] for n in names]) for t in range(len(fits))]
+    learned = any(f.learned for f in fits)
+    shares = _shares(states[0], {n: told[n][0] for n in names})
+    weights = []
+    for name in names:
+        relative = [w / c if c else 0.0 for w, c in zip(told[name], common, strict=True)]
+        how, at = _how(relative, learned=learned)
+        part = states[0].parts[name]
+        weights.append(Weight(name, how, part.weight, at * part.weight, shares[name], part.value))
+    weights = _valued(weights, states, _known(told), common, runs)
+    residual = max(f.residual for f in fits)
+    return Judged(str(found[0].place), weights, common[0], len(states), residual, learned=learned)
+
+
+def _known(told: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Zero where a weight cannot be told."""
+    return {name: [0.0 if math.isnan(w) else w for w in weights] for name, weights in told.items()}
+
+
+def _factor(weights: Sequence[float]) -> float:
+    """The common factor: 1 where any part has it, else that of most parts, else of the first."""
+    known = [w for w in weights if not math.isnan(w) and abs(w) > EQUAL]
+    if not known or any(abs(w - 1) <= EQUAL for w in known):
+        return 1.0
+    return max(known, key=lambda w: (sum(abs(v - w) <= EQUAL * abs(w) for v in known), -known.index(w)))
+
+
+def _how(relative: Sequence[float], *, learned: bool) -> tuple[How, float]:
+    known = [w for w in relative if not math.isnan(w)]
+    if not known:
+        return "untold", math.nan
+    if all(abs(w) <= EQUAL for w in known):
+        return "left_out", 0.0
+    if not agree(known):
+        return "anneals", math.nan
+    if abs(known[0] - 1) <= EQUAL:
+        return "agrees", 1.0
+    if learned:
+        return "anneals", math.nan
+    return ("negated" if abs(known[0] + 1) <= EQUAL else "differs"), known[0]
+
+
+def _shares(state: State, weights: dict[str, float]) -> dict[str, float]:
+    sizes = {n: 0.0 if math.isnan(w) else abs(w) * gradient_of(state.parts[n]) for n, w in weights.items()}
+    whole = sum(sizes.values())
+    return {n: size / whole if whole else 0.0 for n, size in sizes.items()}
+
+
+def _valued(
+    weights: list[Weight],
+    states: Sequence[State],
+    told: dict[str, list[float]],
+    common: Sequence[float],
+    runs: Sequence[Seen],
+) -> list[Weight]:
+    """Parts that train nothing, by the value of the root: it holds them, or it does not."""
+    silent = [w for w in weights if w.how in ("left_out", "untold")]
+    if not silent:
+        return weights
+    rest = [
+        (s.value - sum(told[w.name][t] * s.parts[w.name].value for w in weights if w not in silent))
+        / (common[t] or 1.0)
+        for t, s in enumerate(states)
+    ]
+    size = max(abs(s.value / (c or 1.0)) for s, c in zip(states, common, strict=True)) or 1.0
+    rounding = max(run.rounding for run in runs)
+    moving = [w for w in silent if _moves([s.parts[w.name] for s in states])]
+    steady = [w for w in silent if w not in moving]
+    out = {w.name: w for w in weights}
+    for part in steady:
+        how: How = "constant" if part.value and states[0].parts[part.name].gradient is None else "untold"
+        out[part.name] = replace(part, how=how)
+    if moving:
+        rows = [[s.parts[w.name].value for w in moving] + [1.0] for s in states]
+        held = solved(rows, rest) if max(map(abs, rest)) > rounding * size else ([0.0] * len(moving), 0.0)
+        for number, part in enumerate(moving):
+            in_value = held is not None and held[1] <= 100 * rounding and abs(held[0][number] - 1) <= 1e-4
+            unclear = held is None or held[1] > 100 * rounding
+            if part.how == "untold" and states[0].parts[part.name].gradient is not None:
+                continue  # it has a history, and no slope at these states: a hinge that is met
+            how = "detached" if in_value else "untold" if unclear and part.how == "untold" else "left_out"
+            out[part.name] = replace(part, how=how, found=0.0)
+    return [out[w.name] for w in weights]
+
+
+def _moves(parts: Sequence[Part]) -> bool:
+    values = [p.value for p in parts]
+    return max(values) - min(values) > 1e-9 * max(map(abs, values))
+
+
+def _by_value(evidence: Evidence, first: Seen) -> Judged:
+    """Parts that are numbers only: the values of root and parts at several weights and batches."""
+    roots = _value_states(first)
+    names = list(roots[0].parts)
+    ratios = [s.value / t if (t := sum(p.value for p in s.parts.values())) else math.nan for s in roots]
+    place = str(roots[0].place)
+    first_values = {n: p.value for n, p in roots[0].parts.items()}
+    whole = sum(map(abs, first_values.values())) or 1.0
+
+    def made(how: dict[str, tuple[How, float]], factor: float, residual: float, states: int) -> Judged:
+        weights = [
+            Weight(
+                n,
+                how[n][0],
+                roots[0].parts[n].weight,
+                how[n][1] * roots[0].parts[n].weight,
+                abs(first_values[n]) / whole,
+                first_values[n],
+            )
+            for n in names
+        ]
+        return Judged(place, weights, factor, states, residual, by_value=True)
+
+    if agree(ratios) and len(roots) > 1 and not math.isnan(ratios[0]) and ratios[0]:
+        return made(dict.fromkeys(names, ("agrees", 1.0)), ratios[0], 0.0, len(roots))
+    setups = [Setup(rounds=2, stir=0.3, seed=n + 2, batch=n % 2 * n) for n in range(len(names) + 4)]
+    runs = [_value_states(seen(evidence, setup)) for setup in setups]
+    steps = min(len(run) for run in runs)
+    told: list[list[float]] = []
+    residual = 0.0
+    for step in range(min(steps, 2)):
+        at = [run[step] for run in runs]
+        solution = solved([[s.parts[n].value for n in names] for s in at], [s.value for s in at])
+        if solution is None:
+            raise CannotDecide(
+                f"the parts {', '.join(names)} are numbers that do not vary on their own: which has which weight "
+                "cannot be told; return tensors with their history"
+            )
+        told.append(solution[0])
+        residual = max(residual, solution[1])
+    if residual > 1e-8:
+        return _unmatched(evidence, first)
+    common = [_factor(weights) for weights in told]
+    how = {
+        n: _how([weights[i] / c for weights, c in zip(told, common, strict=True)], learned=False)
+        for i, n in enumerate(names)
+    }
+    return made(how, common[0], residual, len(runs) * len(told))
+
+
+def _value_states(run: Seen) -> list[State]:
+    sites = dict.fromkeys(s.site for s in run.states)
+    items = [s.item for s in run.states]
+    if len(sites) > 1 or len(set(items)) < len(items):
+        raise CannotDecide(
+            "the parts are numbers without a history, and the loop backpropagates several losses on a batch: return "
+            "tensors, so that they can be told apart"
+        )
+    return run.states
+
+
+def _unmatched(evidence: Evidence, run: Seen) -> Judged:
+    """No root is a weighted sum of the parts. It is a fault only where nothing else explains it."""
+    states = run.states
+    _require_independent(states)
+    sites = list(dict.fromkeys(s.site for s in states))
+    if len(sites) > 1:
+        lines = ", ".join(dict.fromkeys(f"line {s.place.line}" for s in states))
+        raise CannotDecide(
+            f"the loop backpropagates several losses ({lines}) and none is made of the parts: give those of one",
+            needs="parts=",
+        )
+    if evidence.shared(makes_own_data):
+        raise CannotDecide(
+            "fit makes its own data, so that parts(model, batch) is asked about another batch: hand the data over",
+            needs="batches=",
+        )
+    if any(s.draws != s.parts_draw for s in states):
+        raise CannotDecide(
+            "parts draws other random numbers than the loop: give the model's own function that makes the loss"
+        )
+    by_item = [s.item for s in states]
+    if len(set(by_item)) < len(by_item) or run.items > len(states) + 1:
+        raise CannotDecide(
+            "fit backpropagates parts of a batch, or several batches together, and parts is asked about one batch: "
+            "give what fit takes apart as batches=, or split_batch=",
+            needs="split_batch=",
+        )
+    again = seen(evidence, Setup(batch=0, fit_seed=evidence.plan().seed + RESEEDED))
+    same = seen(evidence, Setup(batch=0))
+    if abs(again.states[0].value - same.states[0].value) > same.rounding * abs(same.states[0].value):
+        raise CannotDecide("the loop draws random numbers outside of torch, and parts may draw others")
+    if not same.double:
+        raise CannotDecide("the loop computes in low precision, so that its loss is no exact sum of its parts")
+    candidate = candidates(same.states)[0]
+    return Judged(
+        str(candidate.place),
+        [Weight(n, "untold", p.weight, math.nan, 0.0, p.value) for n, p in candidate.states[0].parts.items()],
+        1.0,
+        len(candidate.states),
+        math.nan,
+        unreported=unreported(candidate),
+    )
+
+
+def _require_independent(states: Sequence[State]) -> None:
+    """Raise ``CannotDecide`` where one part is a sum of others: the total is among them."""
+    parts = states[0].parts
+    own = {n: p.gradient for n, p in parts.items() if p.gradient is not None and bool(p.gradient.any())}
+    sums: dict[str, dict[str, float]] = {}
+    for name, gradient in own.items():
+        others = {n: g for n, g in own.items() if n != name}
+        found = combination(gradient, list(others.values())) if others else None
+        if found is not None and found.residual < 1e-9:
+            weights = dict(zip(others, found.weights, strict=True))
+            sums[name] = {n: w for n, w in weights.items() if abs(w) > EQUAL}
+    if sums:
+        name = max(sums, key=lambda n: (min(sums[n].values()) > 0, len(sums[n])))
+        raise CannotDecide(
+            f"{name} of parts= is itself a sum of {' and '.join(sums[name])}: give each term once, and no total",
+            needs="parts=",
+        )

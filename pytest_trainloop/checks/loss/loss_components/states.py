@@ -1,0 +1,382 @@
+"""What the loop backpropagates (a root), and the declared parts at the same weights, batch and random state.
+
+Runs are in float64 and without randomness: dropout is off, norms use running statistics, and equal draws give equal
+numbers. Each root and each part is read as a value and as a gradient over all weights. A gradient gives as many
+equations as there are weights, so one state is enough to write the root as a weighted sum of its parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_trainloop import nested
+from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
+from pytest_trainloop.gradients.flat import flat
+from pytest_trainloop.recording.function_mode import aside, is_aside
+from pytest_trainloop.recording.patches import patched
+from pytest_trainloop.recording.source import here
+from pytest_trainloop.recording.torch_internals import has_values, is_functorch
+from pytest_trainloop.runs import checkpoint_bypass
+from pytest_trainloop.runs.batch_stream import first_batches
+from pytest_trainloop.runs.moments import Moment
+from pytest_trainloop.runs.no_randomness import NoRandomness
+from pytest_trainloop.runs.shared_draws import draws
+from pytest_trainloop.runs.user_traceback import user_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.recording.events import Place, Site
+    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.runs.evidence import Evidence
+
+MOST = 64
+"""Roots of a run that are read, at most."""
+
+NEEDED = "a mapping of each term's name to its value, or to (weight, value), is needed"
+
+
+@dataclass(slots=True)
+class Part:
+    """One declared term at one state, its declared weight included."""
+
+    value: float
+    gradient: torch.Tensor | None
+    """Over all weights; None where the term has no history."""
+    weight: float = 1.0
+    """The declared weight."""
+
+
+@dataclass(slots=True)
+class State:
+    """A root, or the sum of several, and the parts beside it."""
+
+    place: Place
+    site: Site
+    item: int
+    step: int
+    """Optimizer steps that were made before."""
+    value: float
+    gradient: torch.Tensor
+    parts: dict[str, Part]
+    sizes: tuple[tuple[str, int, int], ...] = ()
+    """The name of each parameter, its entries in the vectors, and its number of elements."""
+    weights: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    draws: tuple[str, ...] = ()
+    """The draws of random numbers that the loop made for it."""
+    parts_draw: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """How a run differs from the loop's own."""
+
+    rounds: int = 4
+    stir: float = 0.1
+    """Each weight is moved by this share of its root mean square before the run."""
+    seed: int = 1
+    batch: int | None = None
+    """The one batch that is given again and again; None for the loop's own in their order."""
+    chunks: int = 1
+    """The parts are asked for the rows of the nth chunk at the nth root of a batch."""
+    count: int | None = None
+    fit_seed: int | None = None
+
+
+@dataclass(slots=True)
+class Seen:
+    """The states of one run."""
+
+    states: list[State]
+    setup: Setup
+    double: bool
+    items: int
+    """Batches that the loop took."""
+
+    @property
+    def rounding(self) -> float:
+        """The largest share of a root that rounding may leave: sums of up to 1e6 terms in float64, or in float32 where
+        the run was not wholly in float64."""
+        return 1e-9 if self.double else 1e-3
+
+
+def seen(evidence: Evidence, setup: Setup) -> Seen:
+    """The states of a run. Raises ``CannotDecide``, ``UsageError`` for what is no mapping of terms, and
+    ``UserCodeError`` where ``parts`` raises."""
+    reader = _Reader(setup, outside=not evidence.run().backwards())
+    plan = evidence.plan()
+    record = evidence.rerun(
+        replace(
+            plan,
+            prepare=functools.partial(stir, setup.stir, setup.seed),
+            contexts=reader.contexts,
+            before_item=reader.note_item,
+            fit=reader.with_loop(plan.fit),
+            stream=None if setup.batch is None else functools.partial(_repeated, setup.batch),
+            count=setup.count or plan.count,
+            enough=lambda record: record.rounds >= setup.rounds or len(reader.states) >= MOST,
+            fit_seed=setup.fit_seed,
+            double=True,
+            may_raise=True,
+        )
+    )
+    if reader.error is not None:
+        raise reader.error
+    _require_states(evidence, reader, record)
+    return Seen(reader.states, setup, record.double, record.items)
+
+
+def _require_states(evidence: Evidence, reader: _Reader, record: Record) -> None:
+    raised = record.raised
+    if reader.states:
+        return
+    if raised is not None and evidence.run().raised is None:
+        raise CannotDecide(
+            f"fit raised {raised.summary} where its loss was differentiated beside its parts, in float64"
+        )
+    if reader.unread:
+        raise CannotDecide(f"the loss at {reader.unread} cannot be differentiated a second time")
+    raise CannotDecide("fit backpropagates nothing after it takes its first batch: there is no loss to compare with")
+
+
+def _repeated(number: int, loop: TrainLoop) -> Iterator[Any]:
+    given = loop.batch if loop.batches is None else first_batches(loop, number + 1)[number]
+    return itertools.repeat(given)
+
+
+def stir(share: float, seed: int, watch: Watch) -> None:
+    """Move every weight that trains by a share of its root mean square, at random; those at zero by 0.02."""
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in watch.table.tensors:
+            if torch.nn.parameter.is_lazy(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+                continue
+            if tensor.requires_grad and tensor.numel():
+                noise = torch.randn(tensor.shape, generator=random, dtype=torch.float64).to(tensor)
+                tensor.add_(noise, alpha=share * float(tensor.abs().square().mean().sqrt()) or 0.02)
+
+
+class _Reader:
+    """Reads roots and parts in a run that is made in its ``contexts``."""
+
+    def __init__(self, setup: Setup, *, outside: bool) -> None:
+        self._setup = setup
+        self._outside = outside  # gradients are asked for by autograd.grad and accumulate nowhere
+        self._loop: TrainLoop | None = None
+        self._watch: Watch | None = None
+        self._item: Any = None
+        self._moment: Moment | None = None
+        self._number = 0
+        self._of_item = 0
+        self._busy = False
+        self._drawn: list[str] = []
+        self.states: list[State] = []
+        self.unread: Place | None = None
+        self.error: Exception | None = None
+
+    def with_loop(self, fit: Callable[[TrainLoop], Any]) -> Callable[[TrainLoop], Any]:
+        def noted(loop: TrainLoop) -> Any:
+            self._loop = loop
+            return fit(loop)
+
+        return noted
+
+    def note_item(self, number: int, item: Any) -> None:
+        if self._watch is not None:
+            self._item, self._number, self._of_item = nested.copy(item), number, 0
+            self._drawn = []
+            self._moment = Moment(module for _, module in self._watch.table.named_modules())
+
+    @contextlib.contextmanager
+    def _watching(self, watch: Watch) -> Iterator[None]:
+        self._watch = watch
+        try:
+            yield
+        finally:
+            self._watch = self._loop = self._item = self._moment = None
+
+    def contexts(self, watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
+        yield self._watching(watch)
+        yield checkpoint_bypass.switched(checkpoint_bypass.without)
+        yield NoRandomness(keeps=self._note_draw)
+        yield patched(torch.autograd, "backward", functools.partial(self._before, _of_backward))
+        if self._outside:
+            yield patched(torch.autograd, "grad", functools.partial(self._before, _of_grad))
+
+    def _note_draw(self, name: str) -> bool:
+        if draws(name):
+            self._drawn.append(name)
+        return False
+
+    def _before(self, roots_of: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args = tuple(tuple(a) if hasattr(a, "__next__") else a for a in args)
+            kwargs = {n: tuple(v) if hasattr(v, "__next__") else v for n, v in kwargs.items()}
+            if not self._ready():
+                return original(*args, **kwargs)
+            self._busy = True  # torch's own backward, called by a tensor's, comes by here a second time
+            try:
+                self._note(_total(*roots_of(*args, **kwargs)))
+                return original(*args, **kwargs)
+            finally:
+                self._busy = False
+
+        return call
+
+    def _ready(self) -> bool:
+        watching = self._watch is not None and not self._watch.is_suspended and not is_aside()
+        return watching and self._item is not None and not self._busy and self.error is None and len(self.states) < MOST
+
+    def _note(self, root: torch.Tensor | None) -> None:
+        """What goes wrong is raised after the run: a loop may swallow what its backward pass raises."""
+        try:
+            self._look(root)
+        except Exception as error:
+            self.error = error
+
+    def _look(self, root: torch.Tensor | None) -> None:
+        watch, loop = self._watch, self._loop
+        if root is None or watch is None or loop is None or self._moment is None or loop.parts is None:
+            return
+        place, site = here()
+        known = [
+            (entry.name, tensor)
+            for entry, tensor in zip(watch.table.entries, watch.table.tensors, strict=True)
+            if tensor.requires_grad and tensor.is_leaf and not torch.nn.parameter.is_lazy(tensor)
+        ]
+        tensors = [tensor for _, tensor in known]
+        drawn = tuple(self._drawn)
+        try:
+            gradient = _gradient(root, tensors)
+        except RuntimeError:
+            self.unread = place
+            return
+        if gradient is None:
+            return
+        chunks = _chunks(loop, nested.copy(self._item), self._setup.chunks)
+        with self._moment.again(), torch.enable_grad():
+            self._drawn = []
+            parts = _parts(loop, chunks[self._of_item % len(chunks)], tensors)
+            parts_draw = tuple(self._drawn)
+        self._drawn = list(drawn)
+        self._of_item += 1
+        sizes, at = [], 0
+        weights = flat(tensors, tensors)
+        for (name, tensor), vector in zip(known, weights, strict=True):
+            sizes.append((name, at, tensor.numel()))
+            at += len(vector)
+        self.states.append(
+            State(
+                place=place,
+                site=site,
+                item=self._number,
+                step=watch.record.steps,
+                value=float(root.detach()),
+                gradient=gradient,
+                parts=parts,
+                sizes=tuple(sizes),
+                weights=torch.cat(weights),
+                draws=drawn,
+                parts_draw=parts_draw,
+            )
+        )
+
+
+def _gradient(root: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """None where the root has no history."""
+    if not root.requires_grad or not tensors:
+        return None
+    with aside():
+        grads = torch.autograd.grad(root, tensors, retain_graph=True, allow_unused=True)
+    return torch.cat(flat(grads, tensors))
+
+
+def _of_backward(tensors: Any, grad_tensors: Any = None, *_args: Any, **more: Any) -> tuple[Any, Any]:
+    return tensors, grad_tensors if grad_tensors is not None else more.get("grad_variables")
+
+
+def _of_grad(outputs: Any, _inputs: Any, grad_outputs: Any = None, *_args: Any, **_more: Any) -> tuple[Any, Any]:
+    return outputs, grad_outputs
+
+
+def _total(tensors: Any, gradients: Any) -> torch.Tensor | None:
+    """The one number that is differentiated; None where it cannot be read."""
+    roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    given = [gradients] if isinstance(gradients, torch.Tensor) else list(gradients or [None] * len(roots))
+    if not roots or any(not isinstance(t, torch.Tensor) or not has_values(t) or is_functorch(t) for t in roots):
+        return None
+    if any(t.is_complex() or (g is None and t.numel() != 1) for t, g in zip(roots, given, strict=True)):
+        return None
+    with torch.enable_grad():
+        terms = [t.sum() if g is None else (t * g).sum() for t, g in zip(roots, given, strict=True)]
+        return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
+
+
+def _chunks(loop: TrainLoop, batch: Any, count: int) -> list[Any]:
+    if count == 1:
+        return [batch]
+    if loop.split_batch is not None:
+        return list(loop.split_batch(batch, count))
+    axis = loop.batch_dim if isinstance(loop.batch_dim, int) else 0
+    rows = nested.rows(batch, axis)
+    size = math.ceil(rows / count)
+    return [nested.take(batch, range(at, min(at + size, rows)), axis) for at in range(0, rows, size)] or [batch]
+
+
+def _parts(loop: TrainLoop, batch: Any, tensors: Sequence[torch.Tensor]) -> dict[str, Part]:
+    try:
+        given = loop.parts(loop.model, batch)  # type: ignore[misc]
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UserCodeError(user_error(error, "TrainLoop.parts"), one_check=True) from None
+    if not isinstance(given, Mapping):
+        raise loop.located(UsageError(f"TrainLoop.parts returned {nested.describe(given)}; {NEEDED}"))
+    if not given:
+        raise loop.located(UsageError(f"TrainLoop.parts returned an empty mapping; {NEEDED}"))
+    try:
+        return {str(name): _part(str(name), value, tensors) for name, value in given.items()}
+    except UsageError as error:
+        raise loop.located(error) from None
+
+
+def _part(name: str, given: Any, tensors: Sequence[torch.Tensor]) -> Part:
+    weight, value = given if isinstance(given, (tuple, list)) and len(given) == 2 else (1.0, given)
+    for one in (weight, value):
+        _require_number(name, one)
+    whole = weight * value
+    number = float(whole.detach()) if isinstance(whole, torch.Tensor) else float(whole)
+    if not math.isfinite(number):
+        raise CannotDecide(f"{name} of parts= is {number} at some step (see finite)")
+    total = whole.sum() if isinstance(whole, torch.Tensor) else None
+    return Part(number, None if total is None else _gradient(total, tensors), float(weight))
+
+
+def _require_number(name: str, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 1 and not value.is_complex():
+            return
+        raise UsageError(
+            f"TrainLoop.parts gives {name!r} as {nested.describe(value)}; one number is needed: take the mean that the "
+            "loop takes"
+        )
+    try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError
+        float(value)
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"TrainLoop.parts gives {name!r} as {nested.describe(value)}; a number or a tensor with one entry is "
+            "needed, or (weight, value)"
+        ) from None
