@@ -290,7 +290,7 @@ class SchedulerStep(Event):
     number: int = 0
     """The scheduler, among those of the record."""
     value: float = math.nan
-    """The metric that ReduceLROnPlateau was given."""
+    """The metric that ReduceLROnPlateau was given, or the epoch that another one was."""
     before: tuple[float, ...] = ()
     """The learning rate of each group of its optimizer when the call began."""
     after: tuple[float, ...] = ()

@@ -97,6 +97,8 @@ class Optimizer:
     """The parameters of all groups by index, repetitions kept."""
     groups: tuple[int, ...] = ()
     """The group of each of ``parameters``."""
+    first_lrs: tuple[float, ...] = ()
+    """The rate of each group when the optimizer was first seen: before the run where it is declared."""
     peak_lrs: tuple[float, ...] = ()
     """``initial_lr`` or ``max_lr`` of each group; NaN without a scheduler."""
     weight_decays: tuple[float, ...] = ()

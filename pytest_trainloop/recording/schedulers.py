@@ -76,10 +76,10 @@ class Schedules:
             )
             self._read_rates(scheduler, noted, "before")
             metric = args[0] if args else next(iter(kwargs.values()), None)
-            if plateau and isinstance(metric, torch.Tensor):
+            if isinstance(metric, torch.Tensor):
                 if metric.numel() == 1:
                     watch.reader.scalar(metric, functools.partial(setattr, noted, "value"))
-            elif plateau and isinstance(metric, (int, float)):
+            elif isinstance(metric, (int, float)):
                 noted.value = float(metric)
             watch.add(noted)
         return noted

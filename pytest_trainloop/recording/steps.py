@@ -55,6 +55,7 @@ class Optimizers:
         ours = type(inner).__module__.startswith("torch.")
         held = Held(index=index, kind=type(inner).__name__, declared=declared, from_torch=ours)
         self._watch.record.optimizers.append(held)
+        rates_of(getattr(inner, "param_groups", None) or (), self._watch.reader, held, "first_lrs")
         self.refresh(inner)
         return index
 

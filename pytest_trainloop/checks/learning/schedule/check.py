@@ -57,9 +57,29 @@ CAUSES = {**RATE_CAUSES, **PLAN_CAUSES}
 
 @check(needs={"run"}, causes=CAUSES, rank=5)
 def schedule(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.learning.schedule.driven import driven
     from pytest_trainloop.checks.learning.schedule.planned import planned
 
-    yield from driven(evidence)
+    yield from _of_the_record(evidence)
     if evidence.repeatable:
         yield from planned(evidence)
+
+
+def _of_the_record(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.checks.learning.schedule import driven, groups, rebuilt, settings, uncalled, unread
+    from pytest_trainloop.checks.learning.schedule.overwritten import overwritten
+
+    record = evidence.run()
+    yield from driven.drives_another(record)
+    yield from driven.two_on_one(record)
+    yield from driven.called_twice(record)
+    yield from overwritten(evidence)
+    yield from uncalled.uncalled(evidence)
+    yield from rebuilt.rebuilt_optimizers(record)
+    yield from rebuilt.rebuilt_schedulers(record)
+    yield from unread.rate_nobody_reads(evidence)
+    yield from unread.option_nobody_reads(evidence)
+    yield from settings.plateau_mode(record)
+    yield from settings.plateau_metric(record)
+    yield from settings.metric_as_epoch(record)
+    yield from settings.bounds(record)
+    yield from groups.groups(evidence)

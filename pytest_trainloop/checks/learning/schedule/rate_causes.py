@@ -4,15 +4,95 @@ from __future__ import annotations
 
 from pytest_trainloop.registry import Cause
 
-LEARNING = ("overfit_one_batch", "update_ratio")
-
 RATE_CAUSES = {
     "drives_another": Cause(
         proof=(
-            "the scheduler moves the rates of an optimizer that makes no step and holds weights of one that steps at a "
-            "constant rate"
+            "the scheduler moves the rates of an optimizer that makes no step any more, and the one that steps holds "
+            "the same weights at a constant rate"
         ),
         repair="build the scheduler after the last optimizer, and from that one: scheduler = Scheduler(optimizer)",
         change=("scheduler",),
+    ),
+    "two_on_one": Cause(
+        proof="two schedulers of one kind drive one optimizer, and another optimizer that steps has none",
+        repair="give the second scheduler the optimizer that has none",
+        change=("scheduler",),
+    ),
+    "never_called": Cause(
+        proof="the scheduler is built on an optimizer that steps, and fit comes to its end without a call of it",
+        repair="scheduler.step() after optimizer.step(), or once a pass: as the settings count",
+        settle="give fit the whole loop over the epochs, so that the call is in it",
+        change=("seen",),
+    ),
+    "called_twice": Cause(
+        proof="two lines call the same scheduler between each two steps of its optimizer",
+        repair="remove one of the two calls",
+        change=("seen",),
+    ),
+    "schedule_overwritten": Cause(
+        proof="after each call of the scheduler a line, or another scheduler, sets the rate anew before it is used",
+        repair="remove the line that writes the rate, or the scheduler",
+        change=("seen",),
+    ),
+    "optimizer_rebuilt": Cause(
+        proof="optimizers with moments and equal settings make one step each, on the same weights",
+        repair="build the optimizer once, before the loop",
+        change=("optimizer", "seen"),
+    ),
+    "scheduler_rebuilt": Cause(
+        proof="a scheduler is built for every step and called once, and every call leaves the same rates",
+        repair="build the scheduler once, before the loop",
+        change=("seen",),
+    ),
+    "rate_nobody_reads": Cause(
+        proof='a number called a rate takes new values, and group["lr"], which steps read, is constant in all groups',
+        repair='for group in optimizer.param_groups: group["lr"] = ...',
+        change=("seen",),
+    ),
+    "option_nobody_reads": Cause(
+        proof="a key of a group is no option of its optimizer, is nearly the name of one, and no line reads it",
+        repair="the option's own name",
+        change=("group", "optimizer"),
+    ),
+    "plateau_mode": Cause(
+        proof='mode="max", and at every call the metric is the loss that was backpropagated last',
+        repair='ReduceLROnPlateau(optimizer, mode="min")',
+        change=("scheduler",),
+    ),
+    "plateau_metric_stands_still": Cause(
+        proof="every call is given the loss of the first one, while the loss moves on",
+        repair="hand over the loss of this pass: scheduler.step(loss)",
+        change=("seen",),
+    ),
+    "metric_as_epoch": Cause(
+        proof="a scheduler other than ReduceLROnPlateau is called with the loss, or with fractions that rise and fall",
+        repair="scheduler.step() without an argument; only ReduceLROnPlateau takes a metric",
+        change=("seen",),
+    ),
+    "bound_above_rate": Cause(
+        proof="the lower bound of a schedule that lowers the rate lies above the rate of every group",
+        repair="eta_min (or min_lr) far below lr: 0, or a hundredth of it",
+        change=("scheduler",),
+    ),
+    "group_at_zero": Cause(
+        proof="the group's rate is 0 at all watched steps while gradients arrive and other groups learn",
+        repair='write the rate of every group: for group in optimizer.param_groups: group["lr"] = ...',
+        settle='frozen=("path",) where it is not to learn',
+        change=("seen",),
+    ),
+    "zero_for_steps": Cause(
+        proof="the rate of every group is 0 for two steps or more, while gradients arrive",
+        repair="begin a warm-up above 0, (step + 1) / warmup, and divide with / and not with //",
+        change=("scheduler",),
+    ),
+    "group_without_schedule": Cause(
+        proof="the group was added after the scheduler was built, which moves the rates of all groups before it",
+        repair="add the group before the scheduler is built, or give it a schedule of its own",
+        change=("group", "scheduler"),
+    ),
+    "one_group_scheduled": Cause(
+        proof="a line writes the rate of one group by its index, and the other groups keep theirs at all steps",
+        repair='for group in optimizer.param_groups: group["lr"] = ...',
+        change=("seen",),
     ),
 }
