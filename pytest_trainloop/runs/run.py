@@ -94,6 +94,8 @@ class RunPlan:
     """Whether the watched run was made before: this one shows no warnings."""
     kept: LoaderBatches | None = None
     """Batches of DataLoaders with worker processes that earlier runs read; None to read them again."""
+    most_rounds: int = 0
+    """Steps of one optimizer after which the run ends; 0: twice the batches, and at least 25."""
     own_steps: bool = True
     """Whether the steps are the loop's own, and counted as such."""
 
@@ -234,7 +236,7 @@ def _stop_if_past(watch: Watch, stop: Callable[[], None], guard: Guard, plan: Ru
         stop()
     if plan.items is not None and watch.record.rounds >= MOST_STEPS:
         stop()
-    if watch.record.rounds >= max(2 * plan.count, 25) or (
+    if watch.record.rounds >= (plan.most_rounds or max(2 * plan.count, 25)) or (
         plan.enough(watch.record) and watch.record.rounds >= 2 * FULL_ROUNDS
     ):
         stop()

@@ -44,6 +44,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.learning.schedule.plan_causes import PLAN_CAUSES
 from pytest_trainloop.checks.learning.schedule.rate_causes import RATE_CAUSES
+from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.registry import check
 
 if TYPE_CHECKING:
@@ -59,9 +60,15 @@ CAUSES = {**RATE_CAUSES, **PLAN_CAUSES}
 def schedule(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.learning.schedule.planned import planned
 
-    yield from _of_the_record(evidence)
-    if evidence.repeatable:
+    found = list(_of_the_record(evidence))
+    yield from found
+    if not evidence.repeatable:
+        return
+    try:
         yield from planned(evidence)
+    except CannotDecide:
+        if not found:  # what the plan alone would show is no reason to leave out what the record shows
+            raise
 
 
 def _of_the_record(evidence: Evidence) -> Iterator[Finding]:

@@ -1,10 +1,53 @@
-"""The causes that a schedule's length against the plan of the run shows."""
+"""The causes of ``schedule`` that lie in its length: what each proves, and what to write."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pytest_trainloop.registry import Cause
 
-if TYPE_CHECKING:
-    from pytest_trainloop.registry import Cause
+_SETTLE = "give steps= (optimizer steps of the whole training), or epochs= (its passes)"
 
-PLAN_CAUSES: dict[str, Cause] = {}
+PLAN_CAUSES = {
+    "counts_something_else": Cause(
+        proof="the schedule ends after as many calls as there are of one unit, and is called once for each of another",
+        repair="build it for as many calls as are made: steps of the optimizer, where it is called once a step",
+        settle=_SETTLE,
+        explains=("accumulation_equivalence:update_differs",),
+    ),
+    "per_micro_batch": Cause(
+        proof="the scheduler is called once for each micro-batch, and the optimizer steps once for several",
+        repair="call it right after optimizer.step(), in the same branch",
+        change=("seen",),
+        settle=_SETTLE,
+        explains=("accumulation_equivalence:update_differs",),
+    ),
+    "runs_out": Cause(
+        proof="stepped on without training, the scheduler raises before the training is over",
+        repair="total_steps = the number of calls: len(loader) * epochs // accumulate, where it is called once a step",
+        settle=_SETTLE,
+    ),
+    "ends_in_warmup": Cause(
+        proof="stepped on without training, the learning rate still rises when the training is over",
+        repair="a warm-up of a few percent of the steps, in the unit in which the scheduler is called",
+        settle=_SETTLE,
+    ),
+    "over_too_early": Cause(
+        proof="the last change comes before half of the training, and leaves a hundredth of the peak or less",
+        repair="build it for as many calls as the training makes",
+        settle=_SETTLE,
+    ),
+    "rises_again": Cause(
+        proof="the schedule has come to its lowest point before the training is over, and the rate rises again",
+        repair="T_max = the number of calls; CosineAnnealingWarmRestarts where restarts are meant",
+        settle=_SETTLE,
+    ),
+    "barely_begun": Cause(
+        proof="the schedule comes to its lowest point after twice the training, which ends above half of the peak",
+        repair="build it for as many calls as the training makes",
+        settle=_SETTLE,
+    ),
+    "zero_throughout": Cause(
+        proof="stepped on without training, the rate of the group is 0 at every call of the whole training",
+        repair="give the group a rate, or take it out of the optimizer; frozen= where it is meant not to train",
+        explains=("every_param_moves",),
+    ),
+}

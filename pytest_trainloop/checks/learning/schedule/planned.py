@@ -1,17 +1,197 @@
-"""Schedules projected to the end of the planned run."""
+"""Length of a schedule against the declared plan of the training, and against the one that ``fit`` itself makes."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_trainloop.checks.learning.schedule.plan_fit import of_fit, of_windows
+from pytest_trainloop.checks.learning.schedule.plan_named import named_after_another
+from pytest_trainloop.checks.learning.schedule.plan_text import plan_finding, rates_text
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.runs.projection import CYCLIC, Projections
+from pytest_trainloop.wording import count, some
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.finding import Finding
+    from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.runs.projection import Projected, Unit
+
+GONE = 0.01
+"""Of its peak: a rate this low trains nothing that the rest did not."""
 
 
 def planned(evidence: Evidence) -> Iterator[Finding]:
-    """The faults of length; raises ``CannotDecide`` where nothing is known of the plan."""
-    _ = evidence
-    yield from ()
+    """Faults and advice on the length of every schedule. Raises ``CannotDecide`` where only the plan is missing, or
+    where nothing could be projected."""
+    projections = evidence.shared(Projections.of)
+    undecided = [projections.why] if projections.why else []
+    found = False
+    for one in projections.schedulers:
+        findings = list(of_schedule(evidence.run(), one, by_user=not one.by_trainer))
+        found = found or bool(findings)
+        yield from findings
+        if one.planned is None and one.horizon and not findings and not _sized_by_fit(one):
+            undecided.append(_without_plan(one))
+    if undecided and not found:
+        raise CannotDecide("; ".join(undecided), needs="steps=")
+
+
+def of_schedule(record: Record, one: Projected, *, by_user: bool = True) -> Iterator[Finding]:
+    """What is wrong with one schedule: the first of these that is found."""
+    for judged in (of_fit(one), of_windows(one), _of_plan(record, one, by_user=by_user), named_after_another(one)):
+        if findings := list(judged):
+            yield from findings
+            return
+
+
+def _sized_by_fit(one: Projected) -> bool:
+    ends = [s.curve and s.curve.end for s in one.sizes]
+    return one.made_in_fit and len(ends) > 1 and one.horizon is not None and one.horizon <= 2 * one.sizes[0].calls
+
+
+def _without_plan(one: Projected) -> str:
+    times = {None: "now and then", "step": "once a step", "micro-batch": "once a micro-batch", "pass": "once a pass"}
+    give = "epochs= (passes of the real run)" if one.unit == "pass" else "steps= (optimizer steps of the real run)"
+    known = f"{one.kind}, called {times[one.unit]}, is projected to its end at call {one.horizon}"
+    return f"{known}; give {give} to have it judged"
+
+
+def _of_plan(record: Record, one: Projected, *, by_user: bool) -> Iterator[Finding]:
+    """Against the declared plan; a plan that a trainer's settings tell may be that of a test, and gives advice."""
+    if one.planned is None or one.unit is None:
+        return
+    yield from _counts(one)
+    if _other_unit(one) is not None:
+        return
+    yield from _length(one, one.planned, by_user=by_user)
+    if by_user:
+        yield from _zero(record, one, one.planned)
+
+
+def _other_unit(one: Projected) -> Unit | None:
+    """The unit by which the schedule was sized, where that is another than it is called by: its end is that count of
+    the plan to one call, and far from the calls of the plan."""
+    end, calls = one.horizon, one.planned
+    if end is None or calls is None or end < 3 or 0.5 <= end / calls <= 2 or not one.falls(end):
+        return None
+    units: tuple[Unit, ...] = ("pass", "step", "micro-batch")
+    for unit in units:
+        count = one.plan.of(unit)
+        if unit != one.unit and count is not None and abs(count - end) <= 1:
+            return unit
+    return None
+
+
+def _counts(one: Projected) -> Iterator[Finding]:
+    unit = _other_unit(one)
+    if unit is not None:
+        others, calls = count(one.plan.of(unit) or 0, unit), count(one.planned or 0, one.unit or "call")
+        yield plan_finding(
+            one,
+            "counts_something_else",
+            f"{one.kind} ends after {one.horizon} calls, as the training has {others}, and is called once a "
+            f"{one.unit}: {one.planned} times",
+            f"its end is at call {one.horizon} of {one.planned}; {rates_text(one, one.planned or 0)}",
+            f"the training has {others} and {calls}",
+            repair=f"build it for {one.planned} calls, or call it once a {unit}",
+        )
+
+
+def _length(one: Projected, calls: int, *, by_user: bool) -> Iterator[Finding]:
+    curve, told = one.curve, f"{calls} calls in the whole training, one a {one.unit}"
+    group = curve.leading
+    rates = curve.group(group)
+    peak, peak_at = max(rates), curve.peak_at(group)
+    if one.raises_at is not None and one.raises_at < calls:
+        yield plan_finding(
+            one,
+            "runs_out",
+            f"{one.kind} raises at call {one.raises_at}, and the training calls it {calls} times",
+            f"call {one.raises_at} of {calls} raises {one.message}"[:300],
+            f"stepped on without training it raises; {told}",
+            level="fault" if by_user else "advice",
+        )
+        return
+    reached = max(r[group] for r in curve.until(calls))
+    last = curve.rate(calls)[group]
+    if peak_at > calls and reached < peak and not any(name in one.kind for name in CYCLIC):
+        long = peak_at >= 2 * calls
+        yield plan_finding(
+            one,
+            "ends_in_warmup",
+            f"the warm-up takes {peak_at} calls, and the whole training has {calls}: it ends at "
+            f"{reached / peak:.0%} of the peak",
+            f"learning rate {reached:.2g} at the most in the training, {peak:.2g} at call {peak_at}",
+            f"stepped on without training {one.kind} still rises at call {calls}; {told}",
+            level="fault" if long and by_user else "advice",
+        )
+        return
+    yield from _early_or_late(one, calls, peak, last, told)
+
+
+def _early_or_late(one: Projected, calls: int, peak: float, last: float, told: str) -> Iterator[Finding]:
+    curve = one.curve
+    group = curve.leading
+    end = one.horizon
+    if end is not None and curve.settles == end and end < calls / 2 and last <= GONE * peak:
+        nothing = all(rate == 0 for rate in curve.rate(calls))
+        yield plan_finding(
+            one,
+            "over_too_early",
+            f"{one.kind} is over after {end} of {calls} calls, and the rest of the training has a learning rate of "
+            f"{last:.2g}",
+            rates_text(one, calls),
+            f"stepped on without training no rate changes after call {end}; {told}",
+            level="fault" if nothing and not one.by_trainer else "advice",
+        )
+        return
+    low = curve.lowest_at(group)
+    if end is not None and end == low and curve.settles != end and one.raises_at is None and low < calls - 1:
+        again = max(curve.group_between(group, low, calls))
+        if again > max(2 * GONE * peak, 2 * curve.rate(low)[group]):
+            yield plan_finding(
+                one,
+                "rises_again",
+                f"{one.kind} is at its lowest after {low} of {calls} calls, and its rate rises again to "
+                f"{again / peak:.0%} of the peak",
+                rates_text(one, calls),
+                f"stepped on without training the rate falls until call {low} and rises from there; {told}",
+                level="advice",
+            )
+            return
+    lowest = min(curve.group_since(group, curve.peak_at(group)))
+    if low >= 2 * calls and last > peak / 2 and lowest <= GONE * peak and end is not None:
+        yield plan_finding(
+            one,
+            "barely_begun",
+            f"{one.kind} comes to its lowest point at call {low}, and the training ends at call {calls}, at "
+            f"{last / peak:.0%} of the peak",
+            rates_text(one, calls),
+            f"stepped on without training the rate falls until call {low}; {told}",
+            level="advice",
+        )
+
+
+def _zero(record: Record, one: Projected, calls: int) -> Iterator[Finding]:
+    """Groups that never have a rate in the whole training, beside some that do, and get gradients."""
+    through = one.curve.until(calls)
+    if one.optimizer >= len(record.optimizers):
+        return
+    optimizer = record.optimizers[one.optimizer]
+    for group in range(len(through[0])):
+        if any(rates[group] for rates in through) or not any(any(rates) for rates in through):
+            continue
+        held = [i for i, g in zip(optimizer.parameters, optimizer.groups, strict=True) if g == group]
+        names = [record.name(i) for i in held if record.reached(i) and not record.declared_frozen(record.name(i))]
+        if names:
+            yield plan_finding(
+                one,
+                "zero_throughout",
+                f"the learning rate of group {group} ({some(names)}) is 0 in all {calls} calls of {one.kind}",
+                f"0 at every call from 0 to {calls}; other groups have up to {max(max(r) for r in through):.2g}",
+                "stepped on without training no call gives the group a rate, and gradients reach its parameters",
+                culprits=tuple(names),
+            )

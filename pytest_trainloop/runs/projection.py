@@ -1,0 +1,355 @@
+"""Where the schedules of a loop go: every scheduler of a thrown-away loop, stepped on without training.
+
+A run of a few batches shows how often a scheduler is called; the calls that would follow show where its rates go. How
+long the real training is, only ``steps=`` and ``epochs=`` say, or ``fit`` itself: where it sizes the schedule by the
+batches that it is given and comes to its own end, it is its own plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
+from pytest_trainloop.recording.events import SchedulerStep
+from pytest_trainloop.runs.process_state import preserved
+from pytest_trainloop.runs.run import fit_of
+from pytest_trainloop.runs.scheduled import Curve, Driven, Schedules, project, rates_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.runs.scheduled import Rates
+
+Unit = Literal["step", "micro-batch", "pass"]
+
+AHEAD = 20_000
+"""Calls that are looked ahead at least."""
+
+FEW_AHEAD = 600
+"""The same in a run that only shows what a schedule is sized by."""
+
+SIZES = (2, 3)
+"""Windows in the two runs that show what a schedule is sized by."""
+
+MOST_ROUNDS = 48
+"""Steps of one optimizer after which these runs end: 24 passes over two windows."""
+
+LONGEST_WINDOW = 8
+
+CYCLIC = ("CosineAnnealingWarmRestarts", "CyclicLR")
+"""Schedulers whose rates are to rise again."""
+
+ACCUMULATE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a run, or the whole training, has of each unit; None where it is not known."""
+
+    steps: int | None
+    micro_batches: int | None
+    passes: int | None
+
+    def of(self, unit: Unit) -> int | None:
+        return {"step": self.steps, "micro-batch": self.micro_batches, "pass": self.passes}[unit]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """The schedule of one optimizer as a trainer of a library would build and call it in its own training."""
+
+    schedulers: tuple[Any, ...]
+    optimizer: Any
+    unit: Unit
+    calls: int
+    """Calls in the whole training."""
+    counts: Counts
+    place: str = ""
+    """The user's line that sets it up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sized:
+    """The same schedule in one run of a few batches."""
+
+    counts: Counts
+    calls: int
+    curve: Curve | None
+    horizon: int | None
+    windows: int
+    """Items of a pass over those that a step takes."""
+    ended: bool
+    """Whether ``fit`` came to its own end."""
+    raised: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projected:
+    """The schedule of one optimizer."""
+
+    kind: str
+    """The class of its scheduler; of several that are called on one optimizer, all."""
+    optimizer: int
+    made_in_fit: bool
+    place: str
+    """The user's line that calls it."""
+    made_at: str
+    """The user's line that builds it."""
+    made_at_line: tuple[str, int] = ("", 0)
+    """The same as file and line."""
+    by_trainer: bool = False
+    """Whether the trainer of a library says how long the training is: its settings may be those of a test."""
+    unit: Unit | None
+    """What it is called once for; None where neither fits."""
+    per_pass: float
+    per_item: float
+    window: int
+    """Micro-batches for each step of its optimizer."""
+    curve: Curve
+    horizon: int | None
+    """The call at which the schedule ends: the last before it raises, the last that changes a rate, or the lowest point
+    of one that falls to a hundredth and rises again, other than by design."""
+    settings: dict[str, int]
+    sizes: tuple[Sized, ...]
+    """It in the runs of two and of three windows; the first of these is what ``curve`` is of."""
+    accumulated: Sized | None = None
+    """It in a run with the knob accumulate at 4."""
+    plan: Counts = Counts(None, None, None)
+    """The declared plan."""
+    planned: int | None = None
+    """Calls in that plan, where it tells them."""
+    plan_accumulated: Counts = Counts(None, None, None)
+
+    def falls(self, call: int, to: float = 0.5) -> bool:
+        """Whether the highest rate has fallen to this part of its peak, or less, after so many calls."""
+        group = self.curve.leading
+        return self.curve.raises_at is not None or self.curve.rate(call)[group] <= to * max(self.curve.group(group))
+
+    @property
+    def raises_at(self) -> int | None:
+        return self.curve.raises_at
+
+    @property
+    def message(self) -> str:
+        return self.curve.message
+
+    def rate(self, call: int) -> Rates:
+        """The rate of each group after so many calls."""
+        return self.curve.rate(call)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projections:
+    """The schedules of one loop; to be asked for by ``evidence.shared(Projections.of)``."""
+
+    schedulers: tuple[Projected, ...] = ()
+    why: str = ""
+    """What could not be projected, and why; empty where all could."""
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> Projections:
+        """Project the schedules of a loop that can be run again. Raises ``CannotDecide`` for one that cannot."""
+        if not evidence.repeatable:
+            raise CannotDecide("a schedule is projected on a fresh loop: return a TrainLoop from a marked test")
+        if planned := _by_trainer(evidence):
+            return cls(schedulers=tuple(planned))
+        record = evidence.run()
+        if not record.of(SchedulerStep):
+            return cls()
+        window = _window(record)
+        if window > LONGEST_WINDOW:
+            return cls(why=f"a step takes {window} batches, too many to see what the schedule is sized by")
+        first = _Run(evidence, window, SIZES[0], AHEAD)
+        if not first.driven:
+            return cls(why="no scheduler was called over two steps")
+        through = first.ended or any(d.raised for d in first.driven)
+        short = through and max(d.steps for d in first.driven) * SIZES[1] <= MOST_ROUNDS * SIZES[0]
+        second = _Run(evidence, window, SIZES[1], FEW_AHEAD) if short and first.may_be_its_own_plan() else None
+        accumulating = "accumulate" in evidence.knobs and short and window == 1
+        third = _Run(evidence, ACCUMULATE, SIZES[0], FEW_AHEAD, accumulate=ACCUMULATE) if accumulating else None
+
+        def few(driven: Driven) -> bool:
+            """Whether the longer watched run calls it no more often than once a pass."""
+            calls = [e for e in record.of(SchedulerStep) if e.optimizer == driven.optimizer]
+            return len(calls) <= (len(first.record.passes) + 1) * len(driven.kinds)
+
+        found, undecided = [], []
+        for number, driven in enumerate(first.driven):
+            if driven.curve is None:
+                undecided.append(f"{driven.kind}: {driven.why}")
+            else:
+                found.append(
+                    _projected(driven, [r for r in (first, second) if r], third, number, few_calls=few(driven))
+                )
+        return cls(schedulers=tuple(found), why="; ".join(undecided))
+
+
+def horizon(curve: Curve, kind: str) -> int | None:
+    if curve.raises_at is not None:
+        return curve.raises_at - 1
+    settled = curve.settles
+    if settled is not None or any(name in kind for name in CYCLIC):
+        return settled
+    return turns_at(curve)
+
+
+def turns_at(curve: Curve) -> int | None:
+    """The call at which the highest rate has fallen to a hundredth of its peak or less, and rises again from there."""
+    group = curve.leading
+    rates, low = curve.group(group), curve.lowest_at(group)
+    lowest, peak = rates[curve.calls.index(low)], max(rates)
+    rises = max(curve.group_since(group, low)) > max(2 * lowest, peak / 50)
+    return low if lowest <= peak / 100 and rises else None
+
+
+class _Run:
+    """One run of a few batches under the eyes of ``Schedules``."""
+
+    def __init__(self, evidence: Evidence, window: int, windows: int, ahead: int, **knobs: Any) -> None:
+        self.window, self.windows, self._least = window, windows, ahead
+        self.declared = Counts(None, None, None)
+        self.schedules = Schedules(self._ahead)
+        self.record = evidence.rerun(
+            evidence.plan(**knobs),
+            count=windows * window,
+            read_ahead=None,
+            enough=lambda record: False,
+            most_rounds=MOST_ROUNDS,
+            around=self.schedules.around,
+            contexts=self.schedules.contexts,
+            fit=self._noting,
+            may_raise=True,
+        )
+        self.driven = self.schedules.driven
+        self.ended = self.record.ended
+
+    def _noting(self, loop: Any) -> Callable[[Any], Any]:
+        steps = None if loop.steps is None else int(loop.steps)
+        epochs = None if loop.epochs is None else int(loop.epochs)
+        self.declared = Counts(steps, None if steps is None else steps * self.window, epochs)
+        return fit_of(loop)
+
+    def _ahead(self, schedules: Schedules) -> int:
+        return max(self._least, 5 * (self.declared.micro_batches or 0) // 2, 5 * (self.declared.passes or 0) // 2)
+
+    def may_be_its_own_plan(self) -> bool:
+        """Whether a schedule is made inside ``fit``, or ends with one of the counts of this run."""
+        for driven in self.driven:
+            size = self.sized(driven)
+            known = (size.counts.steps, size.counts.micro_batches, size.counts.passes)
+            if driven.curve and (driven.made_in_fit or size.horizon in known):
+                return True
+        return False
+
+    def sized(self, driven: Driven) -> Sized:
+        record, items = self.record, self.windows * self.window
+        passes: int | None = len(record.passes)
+        micro_batches = record.items
+        if passes == 1 and record.items == items and driven.steps > self.windows and driven.steps % self.windows == 0:
+            passes = driven.steps // self.windows  # over a list that the loop has made of its batches
+            micro_batches = passes * items
+        return Sized(
+            counts=Counts(driven.steps, micro_batches, passes),
+            calls=driven.calls,
+            curve=driven.curve,
+            horizon=horizon(driven.curve, driven.kind) if driven.curve else None,
+            windows=self.windows,
+            ended=self.ended,
+            raised=driven.raised,
+        )
+
+
+def _window(record: Record) -> int:
+    """Batches for each step."""
+    if not record.rounds:
+        return 1
+    return max(1, round(record.items / record.rounds))
+
+
+def _projected(
+    driven: Driven, runs: Sequence[_Run], accumulated: _Run | None, number: int, *, few_calls: bool
+) -> Projected:
+    sizes = tuple(run.sized(run.driven[number]) for run in runs if len(run.driven) > number)
+    unit = unit_of(sizes)
+    if unit == "pass" and not few_calls:
+        unit = None
+    window = runs[0].window
+    found = Projected(
+        kind=driven.kind,
+        optimizer=driven.optimizer,
+        made_in_fit=driven.made_in_fit,
+        place=driven.place,
+        made_at=str(driven.made_at or ""),
+        made_at_line=("", 0) if driven.made_at is None else (driven.made_at.file, driven.made_at.line),
+        unit=unit,
+        per_pass=float(unit == "pass"),
+        per_item={"step": 1.0 / window, "micro-batch": 1.0}.get(unit or "", 0.0),
+        window=window,
+        curve=driven.curve,  # type: ignore[arg-type]
+        horizon=sizes[0].horizon,
+        settings=dict(driven.settings),
+        sizes=sizes,
+        plan=runs[0].declared,
+        planned=None if unit is None else runs[0].declared.of(unit),
+    )
+    if accumulated is None or len(accumulated.driven) <= number:
+        return found
+    return replace(
+        found,
+        accumulated=accumulated.sized(accumulated.driven[number]),
+        plan_accumulated=accumulated.declared,
+    )
+
+
+def unit_of(sizes: Sequence[Sized]) -> Unit | None:
+    """What a scheduler is called once for in all of these runs: exactly, else but for one call.
+
+    A run that ends by itself in the middle of a pass, or before its last call, has one call less.
+    """
+    units: tuple[Unit, ...] = ("step", "micro-batch", "pass")
+    for off in (0, 1):
+        for unit in units:
+            if all((n := s.counts.of(unit)) is not None and abs(n - s.calls) <= off for s in sizes):
+                return unit
+    return None
+
+
+def _by_trainer(evidence: Evidence) -> list[Projected]:
+    """Schedules as the trainer of a library builds them for its own data and length."""
+    with preserved():
+        loop = evidence.fresh_loop()
+        make = getattr(loop.fit, "planned_schedules", None)
+        if make is None:
+            return []
+        try:
+            planned: Sequence[Planned] = make()
+        except (CannotDecide, UsageError, UserCodeError):
+            return []
+        return [_of_trainer(one) for one in planned]
+
+
+def _of_trainer(one: Planned) -> Projected:
+    curve = Curve(calls=[0], rates=[rates_of(one.optimizer)])
+    project(one.schedulers, one.optimizer, curve, max(AHEAD, 5 * one.calls // 2))
+    kind = " and ".join(type(s).__name__ for s in one.schedulers)
+    return Projected(
+        kind=kind,
+        optimizer=0,
+        made_in_fit=True,
+        place=one.place,
+        made_at=one.place,
+        by_trainer=True,
+        unit=one.unit,
+        per_pass=float(one.unit == "pass"),
+        per_item=float(one.unit != "pass"),
+        window=1,
+        curve=curve,
+        horizon=horizon(curve, kind),
+        settings={},
+        sizes=(),
+        plan=one.counts,
+        planned=one.calls,
+    )
