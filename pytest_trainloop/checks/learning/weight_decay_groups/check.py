@@ -53,7 +53,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, check
-from pytest_trainloop.wording import be, count, some
+from pytest_trainloop.wording import be, count, some, verb
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,6 +65,11 @@ if TYPE_CHECKING:
 CAUSES = {
     "filter_matches_nothing": Cause(
         proof="weights that a filter is to keep from decay all decay, and do not once it answers yes for them",
+        repair="the names that these modules have in this model, or a filter by dimension: p.dim() < 2",
+        change=("seen", "optimizer"),
+    ),
+    "filter_misses_some": Cause(
+        proof="a filter by name keeps weights of a kind from decay, and others of the same class not",
         repair="the names that these modules have in this model, or a filter by dimension: p.dim() < 2",
         change=("seen", "optimizer"),
     ),
@@ -186,6 +191,18 @@ def _unmatched(found: Unmatched) -> Finding:
         summary = f"a filter for names with {pattern} finds no such name, and {decay} ({some(few)})"
         measured = f"no name of the model has {pattern} in it"
         shown = f"named with {pattern} as their last segment but one, {_they(few)} would stand in a group without decay"
+    elif found.how == "prefix":
+        short = few[0].partition(".")[2]
+        summary = f"the filter without decay knows {short!r} and gets {few[0]!r}: {decay}"
+        measured = f"named_parameters() gives {found.names} names, these with the prefix {found.written!r}"
+        shown = f"named without this prefix, {_they(few)} would stand in a group without decay; with another, not"
+    elif found.how == "missed":
+        summary = (
+            f"a filter by name keeps {count(found.names, _PLURAL[found.kind][0].partition(' ')[0])} of {found.module} "
+            f"from decay and misses {some(few)}"
+        )
+        measured = f"{some(few)} {verb(few, 'decay')} at {found.decay:g}"
+        shown = f"with {found.written!r} as their last segment but one, {_they(few)} would stand there too"
     else:
         summary = f"isinstance(module, {found.written}) is true of no {found.module}, and {decay} ({some(few)})"
         measured = f"{found.module} is a class of the project's own"
@@ -193,8 +210,10 @@ def _unmatched(found: Unmatched) -> Finding:
     owner = few[0].rpartition(".")[0].rpartition(".")[2]
     own = f'"{owner}.weight"' if owner and not owner.isdigit() else "the names that these modules have"
     by_type = f"add {found.module} to the classes" if found.how == "isinstance" else f"{own} in the filter"
+    if found.how == "prefix":
+        by_type = "name.endswith(...) in place of name in ..., or the list with the prefix"
     return Finding(
-        cause="filter_matches_nothing",
+        cause="filter_misses_some" if found.how == "missed" else "filter_matches_nothing",
         level="fault" if found.namesake else "advice",
         summary=summary,
         measured=measured,

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.learning.weight_decay_groups.claimed_class import NORMS, ClaimedClass, namesakes
 from pytest_trainloop.checks.learning.weight_decay_groups.groups import Kind, kind_of, letters
 from pytest_trainloop.checks.learning.weight_decay_groups.handed_names import HandedNames
-from pytest_trainloop.errors import CannotDecide, TrainLoopError
+from pytest_trainloop.checks.learning.weight_decay_groups.trials import Trial, kept_by_segment, kept_without_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.checks.learning.weight_decay_groups.groups import DecayGroups
-    from pytest_trainloop.recording.record import Parameter, Record
+    from pytest_trainloop.recording.record import Parameter
     from pytest_trainloop.runs.evidence import Evidence
 
 _NAMES_OF = {
@@ -42,9 +42,6 @@ _TOKENS: dict[str, tuple[str, ...]] = {
 }
 """Spellings of a segment that is put into names, where it cannot be seen what a filter asks."""
 
-_NO_KIND = "part"
-"""A segment that names no kind of layer."""
-
 
 @dataclass(frozen=True, slots=True)
 class Unmatched:
@@ -53,7 +50,7 @@ class Unmatched:
     written: str
     """What it asks: a pattern, or a class of torch's."""
     how: str
-    """"asked", "renamed" or "isinstance"."""
+    """"asked", "renamed", "isinstance", "prefix" or "missed"."""
     place: str
     weights: tuple[str, ...]
     module: str
@@ -63,7 +60,7 @@ class Unmatched:
     namesake: bool
     """Whether the pattern names the very class of the modules, and not another norm."""
     names: int = 0
-    """How many names were asked."""
+    """How many names were asked, or how many weights the filter keeps from decay."""
 
 
 def unmatched_filters(evidence: Evidence, groups: DecayGroups) -> list[Unmatched]:
@@ -73,18 +70,67 @@ def unmatched_filters(evidence: Evidence, groups: DecayGroups) -> list[Unmatched
     by_name = {p.name: p for p in record.parameters}
     kinds: tuple[Kind, ...] = ("norm", "embedding")
     suspects = [kind for kind in kinds if groups.names(kind) and not groups.names(kind, decayed=False)]
-    if not groups.splits or not suspects:
+    partly = [kind for kind in kinds if groups.names(kind, decayed=True) and groups.names(kind, decayed=False)]
+    if not groups.splits or not (suspects or partly or _own_and_nested(groups, by_name)):
         return []
-    first = _Trial(evidence)
+    first = Trial(evidence)
     if first.decays is None:
         return []
+    found += _behind_a_prefix(evidence, first, groups, by_name)
     for kind in suspects:
         weights = [by_name[name] for name in groups.names(kind)]
         one = _first(_asked(evidence, first, weights)) or _first(_renamed(evidence, first, weights))
         one = one or _first(_by_class(evidence, weights))
         if one is not None:
             found.append(one)
+    for kind in partly:
+        found += _missed(evidence, first, groups, kind, by_name)
     return found
+
+
+def _own_and_nested(groups: DecayGroups, by_name: dict[str, Parameter]) -> list[Parameter]:
+    """Weights that decay and that a module of the project's own holds itself, below another: tokens, positions."""
+    kinds: tuple[Kind, ...] = ("matrix", "vector")
+    decayed = [by_name[name] for kind in kinds for name in groups.names(kind, decayed=True)]
+    return [p for p in decayed if not p.layer and "." in p.name and p.role == "model"]
+
+
+def _behind_a_prefix(
+    evidence: Evidence, first: Trial, groups: DecayGroups, by_name: dict[str, Parameter]
+) -> list[Unmatched]:
+    """Weights that a list holds by their names below a module, and ``named_parameters()`` gives with that module."""
+    own = _own_and_nested(groups, by_name)
+    kept = kept_without_prefix(evidence, first, [p.name for p in own]) if own else ()
+    if not kept:
+        return []
+    prefix = kept[0].partition(".")[0]
+    weights = [by_name[name] for name in kept]
+    return [_unmatched(prefix, "prefix", "", weights, first, namesake=True, names=len(first.names.given))]
+
+
+def _missed(
+    evidence: Evidence, first: Trial, groups: DecayGroups, kind: Kind, by_name: dict[str, Parameter]
+) -> list[Unmatched]:
+    """Weights of a kind that decay where a filter by name keeps the others of their class from it."""
+    if any("matrix" in g.members for g in groups.groups if g.decay == 0):
+        return []  # divided by parts of the model
+    found = []
+    kept = [by_name[name] for name in groups.names(kind, decayed=False)]
+    decayed = [by_name[name] for name in groups.names(kind, decayed=True)]
+    for module in dict.fromkeys(p.module for p in decayed):
+        missed = [p for p in decayed if p.module == module]
+        segments = dict.fromkeys(_last(p.owner) for p in kept if p.module == module and _last(p.owner).isidentifier())
+        for segment in list(segments)[:2]:
+            moved = kept_by_segment(evidence, first, [p.name for p in missed], segment)
+            if len(moved) == len(missed):
+                one = _unmatched(segment, "missed", "", missed, first, namesake=True, names=len(kept))
+                found.append(one)
+                break
+    return found
+
+
+def _all_kept(trial: Trial, weights: Sequence[Parameter]) -> bool:
+    return len(trial.kept_from_decay(p.name for p in weights)) == len(weights)
 
 
 def _first(found: Iterator[Unmatched]) -> Unmatched | None:
@@ -93,34 +139,7 @@ def _first(found: Iterator[Unmatched]) -> Unmatched | None:
     return next((f for f in all_of_them if f.namesake), all_of_them[0] if all_of_them else None)
 
 
-class _Trial:
-    """One step of a fresh loop, and the decay of each parameter in it; None where the loop does not take it."""
-
-    def __init__(self, evidence: Evidence, given: HandedNames | ClaimedClass | None = None) -> None:
-        given = HandedNames() if given is None else given
-        more: dict[str, Any] = {"contexts": given.contexts} if isinstance(given, HandedNames) else {}
-        self.names = given if isinstance(given, HandedNames) else HandedNames()
-        self.decays: dict[str, float] | None = None
-        try:
-            record = evidence.rerun(around=given.watching, enough=lambda r: r.rounds >= 1, may_raise=True, **more)
-        except (TrainLoopError, CannotDecide):
-            return
-        if record.raised is None:
-            self.decays = _decays(record)
-
-    def without_decay(self, weights: Sequence[Parameter]) -> bool:
-        return self.decays is not None and all(self.decays.get(p.name, 1.0) == 0 for p in weights)
-
-
-def _decays(record: Record) -> dict[str, float]:
-    return {
-        record.name(index): optimizer.weight_decays[group]
-        for optimizer in record.optimizers
-        for index, group in zip(optimizer.parameters, optimizer.groups, strict=True)
-    }
-
-
-def _asked(evidence: Evidence, first: _Trial, weights: Sequence[Parameter]) -> Iterator[Unmatched]:
+def _asked(evidence: Evidence, first: Trial, weights: Sequence[Parameter]) -> Iterator[Unmatched]:
     """Patterns that the names of all these weights were asked for, and that no name has."""
     names = first.names
     for question in names.questions.values():
@@ -133,7 +152,7 @@ def _asked(evidence: Evidence, first: _Trial, weights: Sequence[Parameter]) -> I
         numbers = frozenset(n for n in question.asked if names.parameters[n] in {p.name for p in meant})
         if {names.parameters[n] for n in numbers} != {p.name for p in meant}:
             continue
-        if _Trial(evidence, HandedNames(yes=(question.pattern, numbers))).without_decay(meant):
+        if _all_kept(Trial(evidence, HandedNames(yes=(question.pattern, numbers))), meant):
             yield _unmatched(
                 question.pattern, "asked", question.place, meant, first, namesake=namesake, names=len(question.asked)
             )
@@ -162,34 +181,19 @@ def _last(owner: str) -> str:
     return owner.rpartition(".")[2]
 
 
-def _renamed(evidence: Evidence, first: _Trial, weights: Sequence[Parameter]) -> Iterator[Unmatched]:
+def _renamed(evidence: Evidence, first: Trial, weights: Sequence[Parameter]) -> Iterator[Unmatched]:
     """Spellings with which these weights would be kept from decay: a filter by ``re`` or ``fnmatch``, or one that puts
     names together."""
-    names = first.names
-    numbers = [n for n, name in enumerate(names.parameters) if name in {p.name for p in weights}]
-    if not numbers:
-        return
-
-    def trial_of(token: str) -> _Trial:
-        return _Trial(evidence, HandedNames(renamed={n: _with_segment(names.given[n], token) for n in numbers}))
-
     modules = " ".join(letters(p.module) for p in weights)
     of_class = [kind for kind in _TOKENS if kind in modules]
     for kind in [*of_class, *(["layernorm"] if "norm" in of_class and "layernorm" not in of_class else [])]:
         for token in _TOKENS[kind]:
-            if any(token in name for name in names.given):
+            if any(token in name for name in first.names.given):
                 continue
-            if trial_of(token).without_decay(weights):
-                if trial_of(_NO_KIND).without_decay(weights):
-                    return  # a list of whole names: any other one is not in it
-                exact = kind in of_class
-                yield _unmatched(token, "renamed", "", weights, first, namesake=exact, names=len(names.given))
+            if len(kept_by_segment(evidence, first, [p.name for p in weights], token)) == len(weights):
+                exact, names = kind in of_class, len(first.names.given)
+                yield _unmatched(token, "renamed", "", weights, first, namesake=exact, names=names)
                 return
-
-
-def _with_segment(name: str, token: str) -> str:
-    path, _, leaf = name.rpartition(".")
-    return ".".join(filter(None, (path, token, leaf)))
 
 
 def _by_class(evidence: Evidence, weights: Sequence[Parameter]) -> Iterator[Unmatched]:
@@ -203,8 +207,7 @@ def _by_class(evidence: Evidence, weights: Sequence[Parameter]) -> Iterator[Unma
         if not kinds:
             continue
         claimed = ClaimedClass(modules, kinds)
-        trial = _Trial(evidence, claimed)
-        if trial.without_decay(weights):
+        if _all_kept(Trial(evidence, claimed), weights):
             written = f"nn.{kinds[0].__name__}" if namesake else "torch's norms"
             place = next((p for p in reversed(claimed.places) if "isinstance" in p), "")
             yield _unmatched(written, "isinstance", place, weights, None, namesake=namesake, names=0)
@@ -216,7 +219,7 @@ def _unmatched(
     how: str,
     place: str,
     weights: Sequence[Parameter],
-    first: _Trial | None,
+    first: Trial | None,
     *,
     namesake: bool,
     names: int,

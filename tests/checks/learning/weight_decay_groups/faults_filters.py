@@ -204,3 +204,73 @@ pair(
     faulty=trained(("ln_1", "ln_f")),
     fixed=trained(("layer_norm_1", "layer_norm_f")),
 )
+
+# A skip list of whole names, as vision transformers give it, and a classifier around the backbone.
+
+
+class Backbone(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pos_embed = nn.Parameter(0.1 * torch.randn(1, 6, 16))
+        self.patch = nn.Linear(1, 16)
+        self.norm = nn.LayerNorm(16)
+
+    def no_weight_decay(self):
+        return {"pos_embed"}
+
+    def forward(self, x):
+        return self.norm(torch.tanh(self.patch(x.unsqueeze(-1)) + self.pos_embed)).mean(1)
+
+
+class Vision(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = Backbone()
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(self.backbone(x))
+
+
+def vision(prefix):
+    def make():
+        model = Vision()
+        skipped = {prefix + name for name in model.backbone.no_weight_decay()}
+        kept, decayed = [], []
+        for name, p in model.named_parameters():
+            (kept if p.dim() < 2 or name in skipped else decayed).append(p)
+        optimizer = two_groups(decayed, kept)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "skip_list_without_the_prefix",
+    "weight_decay_groups",
+    "filter_matches_nothing",
+    culprits=("backbone.pos_embed",),
+    mentions=("'pos_embed'", "'backbone'"),
+    faulty=vision(""),
+    fixed=vision("backbone."),
+)
+
+# One of two norms has another name.
+
+pair(
+    "last_norm_by_another_name",
+    "weight_decay_groups",
+    "filter_misses_some",
+    culprits=("final.weight",),
+    mentions=("'norm1'",),
+    quick=True,
+    faulty=loop(by_list(["bias", "norm"]), names=("norm1", "final")),
+    fixed=loop(by_list(["bias", "norm"]), names=("norm1", "final_norm")),
+)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
-from tests.checks.learning.weight_decay_groups.faults_filters import by_list, by_type, two_groups
+from tests.checks.learning.weight_decay_groups.faults_filters import Vision, by_list, by_type, two_groups
 from tests.checks.learning.weight_decay_groups.language_model import Model, RMSNorm, loop, train
 from tests.loops import data
 from tests.loops.nets import ConvNet
@@ -216,3 +216,32 @@ def adapters_beside_biases_that_decay():
         batch=data.tokens(),
         fit=lambda batches: train(model, optimizer, batches),
     )
+
+
+@odd(notes="the head decays as a whole, its norm too; of the trunk only matrices do")
+def head_decays_with_its_norm():
+    def configure(model):
+        head = [*model.get_submodule("final").parameters(), *model.head.parameters()]
+        trunk = [(n, p) for n, p in model.named_parameters() if not n.startswith(("final", "head"))]
+        kept = [p for n, p in trunk if "norm" in n or n.endswith("bias")]
+        decayed = [p for n, p in trunk if not ("norm" in n or n.endswith("bias"))]
+        groups = [{"params": decayed}, {"params": kept, "weight_decay": 0.0}, {"params": head, "weight_decay": 0.05}]
+        return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
+
+    return loop(configure, names=("norm1", "final"))()
+
+
+@odd(notes="positions decay on purpose; what decays is chosen by the module that a name begins with")
+def positions_that_decay():
+    model = Vision()
+    decayed = [p for n, p in model.named_parameters() if "backbone" in n and p.dim() > 1]
+    kept = [p for n, p in model.named_parameters() if not ("backbone" in n and p.dim() > 1)]
+    optimizer = two_groups(decayed, kept)
+
+    def fit(batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)

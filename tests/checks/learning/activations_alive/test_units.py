@@ -1,0 +1,67 @@
+"""What counts as dead or saturated, over which dimensions, and what is skipped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop import check_loop
+from pytest_trainloop.checks.learning.activations_alive.units import Outputs, Units
+from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop.runs.evidence import Evidence
+from tests.checks.learning.activations_alive.faults import Net, loop
+from tests.loops import data
+
+
+def test_a_unit_is_dead_if_all_batches_give_the_same_number():
+    outputs = Outputs()
+    outputs.add(torch.tensor([[0.0, 0.0], [1.0, 1.0], [0.0, 2.0]]), 0.0, 0)
+    assert outputs.dead == 2
+    outputs.add(torch.tensor([[0.0, 0.0], [1.0, 3.0], [0.0, 2.0]]), 0.0, 1)
+    assert outputs.dead == 1
+    assert outputs.saturated(0.9) == 1
+    assert outputs.batches == {0, 1}
+
+
+def test_values_that_are_not_finite_are_not_dead():
+    outputs = Outputs()
+    outputs.add(torch.full((1, 3), torch.nan), 0.0, 0)
+    assert outputs.dead == 0
+
+
+def test_channels_of_convolutions_are_units_and_names_are_those_of_the_layer_before():
+    class Conv(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm, self.head = nn.Conv1d(1, 16, 3), nn.BatchNorm1d(16), nn.Linear(16, 3)
+
+        def forward(self, x):
+            return self.head(F.relu(self.norm(self.conv(x.unsqueeze(1)))).mean(-1))
+
+    (layer,) = Units.of(Evidence(loop(Conv))).layers
+    assert (layer.path, layer.kind, layer.units, layer.dead) == ("norm", "relu", 16, 0)
+
+
+def fixed(**given):
+    def make():
+        made = loop(Net)()
+        return TrainLoop(model=made.model, optimizer=made.optimizer, fit=made.fit, **given)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"batch": data.labelled()}, "one fixed batch"),
+        ({"batches": [data.labelled(seed=i) for i in range(3)]}, "3 different batches are too few"),
+        ({"batches": lambda n: [tuple(t.flip(0) for t in data.labelled())] * n}, "1 different batches are too few"),
+    ],
+)
+def test_too_few_different_batches_are_a_skip_that_says_what_to_give(given, reason):
+    (result,) = check_loop(fixed(**given), only=["activations_alive"], raises=False).results
+    assert result.outcome == "skipped"
+    assert reason in result.reason
+    assert result.needs == "batches="

@@ -1,0 +1,121 @@
+"""The names that note what is asked of them behave as the strings that they are."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_trainloop.checks.learning.weight_decay_groups.claimed_class import NORMS, ClaimedClass
+from pytest_trainloop.checks.learning.weight_decay_groups.handed_names import HandedNames
+
+
+@pytest.fixture
+def handed():
+    names = HandedNames()
+    with names.watching():
+        yield names
+
+
+def model():
+    return nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
+
+
+PLAIN = [name for name, _ in model().named_parameters()]
+
+
+def test_names_are_strings_to_whoever_gets_them(handed):
+    net = model()
+    names = [name for name, _ in net.named_parameters()]
+    assert names == PLAIN
+    as_the_other_side = PLAIN == names
+    assert as_the_other_side
+    assert set(names) == set(net.state_dict())
+    assert all(isinstance(name, str) for name in names)
+    assert [hash(name) for name in names] == [hash(name) for name in PLAIN]
+    assert dict.fromkeys(names, 1) == dict.fromkeys(PLAIN, 1)
+    assert dict.fromkeys(PLAIN, 1)[names[0]] == 1
+    assert json.dumps(names) == json.dumps(PLAIN)
+    assert sorted(names, reverse=True) == sorted(PLAIN, reverse=True)
+    assert f"{names[0]}" == ".".join(names[0].split(".")) == "0.weight"
+
+
+@pytest.mark.parametrize("how", [lambda n: pickle.loads(pickle.dumps(n)), copy.copy, copy.deepcopy, str])
+def test_what_is_stored_of_a_name_is_a_plain_string(handed, how):
+    for name, _ in model().named_parameters():
+        assert type(how(name)) is str
+        assert how(name) == name
+
+
+def test_all_methods_give_what_a_string_gives(handed):
+    for name, plain in zip((n for n, _ in model().named_parameters()), PLAIN, strict=True):
+        assert name.lower() == plain.lower()
+        assert name.split(".") == plain.split(".")
+        assert name.partition(".") == plain.partition(".")
+        assert name.replace("0", "x") + "!" == plain.replace("0", "x") + "!"
+        assert "model." + name == f"model.{plain}"
+        assert name[2:] == plain[2:]
+        assert [name.find("w"), name.find("q")] == [plain.find("w"), plain.find("q")]
+        assert name.startswith(("1", "0")) is plain.startswith(("1", "0"))
+        assert (name != plain) is False
+        assert (name == 3) is False
+
+
+def test_questions_are_noted_with_their_line_and_parts_of_names_ask_for_the_whole(handed):
+    for name, _ in model().named_parameters():
+        any(part in name.lower() for part in ("norm", "bias"))
+        name.rpartition(".")[2].endswith(("gain", "weight"))
+    assert {q.pattern: q.ever for q in handed.questions.values()} == {
+        "norm": False,
+        "bias": True,
+        "gain": False,
+        "weight": True,
+    }
+    assert handed.questions["norm"].asked == {0, 1, 2, 3}
+    assert "any(part in name.lower()" in handed.questions["norm"].place
+
+
+def test_a_question_is_answered_otherwise_for_the_numbers_given_only():
+    names = HandedNames(yes=("norm", frozenset({2})), renamed={0: "first.weight"})
+    with names.watching():
+        given = [name for name, _ in model().named_parameters()]
+    assert ["norm" in name for name in given] == [False, False, True, False]
+    assert given[0] == "first.weight"
+
+
+def test_nothing_is_left_behind():
+    before = nn.Module.named_parameters, nn.Module.__getattribute__, inspect.signature(nn.Module.named_parameters)
+    names, claimed = HandedNames(), ClaimedClass(frozenset({"Own"}), NORMS)
+    with names.watching(), claimed.watching():
+        assert inspect.signature(nn.Module.named_parameters) == before[2]
+    assert (nn.Module.named_parameters, nn.Module.__getattribute__) == before[:2]
+    assert type(next(iter(model().named_parameters()))[0]) is str
+
+
+def test_torch_itself_gets_plain_names(handed):
+    list(model().parameters())
+    torch.nn.utils.parameters_to_vector(model().parameters())
+    assert handed.given == []
+
+
+class Own(nn.Module):
+    pass
+
+
+def test_a_module_passes_for_another_class_and_stays_what_it_is():
+    claimed = ClaimedClass(frozenset({"Own"}), (nn.LayerNorm,))
+    own, linear = Own(), nn.Linear(2, 2)
+    with claimed.watching():
+        assert isinstance(own, nn.LayerNorm)
+        assert isinstance(own, (nn.LayerNorm, nn.Embedding))
+        assert not isinstance(own, nn.Embedding)
+        assert not isinstance(linear, nn.LayerNorm)
+        assert type(own) is Own
+        assert isinstance(own, Own)
+    assert not isinstance(own, nn.LayerNorm)
+    assert any("isinstance(own, nn.LayerNorm)" in place for place in claimed.places)
