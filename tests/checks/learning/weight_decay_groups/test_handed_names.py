@@ -33,7 +33,7 @@ def test_names_are_strings_to_whoever_gets_them(handed):
     net = model()
     names = [name for name, _ in net.named_parameters()]
     assert names == PLAIN
-    as_the_other_side = PLAIN == names
+    as_the_other_side = names == PLAIN
     assert as_the_other_side
     assert set(names) == set(net.state_dict())
     assert all(isinstance(name, str) for name in names)
