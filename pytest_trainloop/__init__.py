@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pytest_trainloop.api import Observation, card, check_loop, check_loss, observe
+    from pytest_trainloop.cards.page import Card
     from pytest_trainloop.errors import CheckFailed, TrainLoopError, UsageError
     from pytest_trainloop.finding import Finding, Result
     from pytest_trainloop.loop import Padding, TrainLoop
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "Card",
     "Cause",
     "CheckFailed",
     "Finding",
@@ -39,6 +41,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Card": "cards.page",
     "Cause": "registry",
     "CheckFailed": "errors",
     "Finding": "finding",

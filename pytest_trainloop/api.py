@@ -137,7 +137,7 @@ def check_loss(
 def card(
     make: Callable[..., Any],
     *,
-    checks: bool = False,
+    checks: bool | Sequence[str] = False,
     knobs: Mapping[str, str] | None = None,
     seed: int = 0,
     timeout: float = 120.0,
@@ -152,7 +152,8 @@ def card(
     make, knobs, seed, timeout, device
         as for ``check_loop``
     checks
-        whether all checks are run first: their results fill the lines on evaluation, checkpoint and data
+        whether all checks are run first, or names or patterns of some: those of ``evaluation_is_pure``,
+        ``resume_equivalence`` and ``data_order`` are lines of the card
 
     Returns
     -------
@@ -169,7 +170,8 @@ def card(
     from pytest_trainloop.registry import of
 
     subject = _subject("card", make, Settings(seed=seed, timeout=timeout, device=device), knobs)
-    results = _battery(subject, _plan("card", of("loop"), None, None, None, None, False)) if checks else []
+    only = None if isinstance(checks, bool) else list(checks)
+    results = _battery(subject, _plan("card", of("loop"), only, None, None, None, False)) if checks else []
     return card_of(subject, {result.check: result for result in results})
 
 

@@ -70,10 +70,11 @@ def data(facts: Facts) -> Iterator[Line]:
     if not items:
         yield none_seen("data", facts.measured.why)
         return
-    different = len({item.identity for item in items})
     own = "batches" in facts.measured.given
-    alike = own and different < len(items)
-    parts = [marked(f"{numbered(len(items), 'batch')}, {different} different", alike)]
+    first = items[: facts.measured.length or len(items)]
+    different = len({item.identity for item in first})
+    alike = own and different < len(first)
+    parts = [marked(f"{different} different in {numbered(len(first), 'batch')}", alike)]
     parts.append(facts.measured.loader if own else "made from batch=: give batches= to see the project's own")
     found = facts.findings("data_order")
     parts.extend(f"{_short(finding)} *" for finding in found)

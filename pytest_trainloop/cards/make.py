@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.cards import batch, loss, model, rates, state, step
+from pytest_trainloop.cards import batch, gradients, loss, model, rates, state, step
 from pytest_trainloop.cards.facts import Facts
 from pytest_trainloop.cards.measured import Measured
 from pytest_trainloop.cards.page import Card, Line
@@ -22,10 +22,11 @@ LINES: tuple[Callable[[Facts], Iterator[Line]], ...] = (
     model.optimizer,
     step.one_step,
     batch.batch,
-    rates.clip,
+    gradients.clip,
     rates.schedule,
     loss.loss,
     model.precision,
+    gradients.units,
     state.moves,
     batch.data,
     state.evaluation,

@@ -35,8 +35,6 @@ class Group:
 
     name: str = ""
     names: list[str] = field(default_factory=list)
-    matrices: int = 0
-    """Tensors of two and more dimensions; the others are vectors and numbers."""
     decay: float = 0.0
     norms: list[float] = field(default_factory=list)
     """|g| of all its tensors together, as a step reads it: NaN where it has none."""
@@ -73,6 +71,8 @@ class Measured:
     devices: tuple[str, ...] = ()
     loader: str = ""
     """The DataLoader that gives the batches, in words."""
+    length: int = 0
+    """The batches of one pass over ``batches=``; 0 where they are not sized."""
     given: frozenset[str] = frozenset()
     fields: dict[str, str] = field(default_factory=dict)
     """The line that gives each field of the ``TrainLoop`` that was given, as text."""
@@ -121,6 +121,8 @@ class Measured:
         for name in self.given & {"batch", "batches"}:
             self.fields[name] = loop.located(UsageError(f"TrainLoop.{name} is given")).place
         given = loop.batches
+        with contextlib.suppress(Exception):
+            self.length = len(given)
         if isinstance(given, torch.utils.data.DataLoader):
             sampler = type(given.sampler if given.batch_sampler is not None else given.batch_sampler).__name__
             size = "" if given.batch_size is None else f"batch_size {given.batch_size}, "
@@ -175,7 +177,6 @@ class _Looking:
         group.decay = float(decay) if isinstance(decay, (int, float)) else 0.0
         indices = [i for p in own if (i := self._watch.table.index(p)) is not None]
         group.names = [self._watch.table.entries[i].name for i in indices]
-        group.matrices = sum(p.dim() > 1 for p in own)
 
     def _close(self) -> None:
         watch, found = self._watch, self._found

@@ -9,14 +9,18 @@ from typing import TYPE_CHECKING
 from pytest_trainloop.cards.facts import none_seen
 from pytest_trainloop.cards.page import Line
 from pytest_trainloop.cards.words import marked, names, numbered, span, two
+from pytest_trainloop.checks.learning.weight_decay_groups.groups import Kind, kind_of
 from pytest_trainloop.recording.events import LossCall
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from pytest_trainloop.cards.facts import Facts
     from pytest_trainloop.cards.measured import Group
     from pytest_trainloop.recording.record import Parameter
+
+KINDS: tuple[Kind, ...] = ("embedding", "matrix", "norm", "bias", "vector")
+"""What the tensors of a group are, in the order of the line."""
 
 _SINGLE = "float32"
 
@@ -55,6 +59,7 @@ def model(facts: Facts) -> Iterator[Line]:
 
 def optimizer(facts: Facts) -> Iterator[Line]:
     record, measured = facts.record, facts.measured
+    known = {p.name: p for p in record.parameters}
     if not facts.stepping:
         yield none_seen("optimizer", "no optimizer stepped; give optimizer=", odd=True)
     for index in facts.stepping:
@@ -76,7 +81,7 @@ def optimizer(facts: Facts) -> Iterator[Line]:
         rates = _rates(facts, index)
         line = facts.where(measured.made.group(index))
         for number, group in enumerate(groups):
-            yield _group(number, group, rates[number] if number < len(rates) else [], line)
+            yield _group(number, group, rates[number] if number < len(rates) else [], known, line)
 
 
 def _rates(facts: Facts, index: int) -> list[list[float]]:
@@ -85,19 +90,19 @@ def _rates(facts: Facts, index: int) -> list[list[float]]:
     return [[s.lrs[g] for s in steps if g < len(s.lrs)] for g in range(max((len(s.lrs) for s in steps), default=0))]
 
 
-def _group(number: int, group: Group, rates: list[float], where: str) -> Line:
+def _group(number: int, group: Group, rates: list[float], known: Mapping[str, Parameter], where: str) -> Line:
     still = bool(rates) and not any(rates)
     unmoved = bool(group.moved) and all(m == 0 for m in group.moved)
     norms = [n for n in group.norms if not math.isnan(n)]
-    vectors = len(group.names) - group.matrices
-    kinds = [numbered(group.matrices, "matrix")] * bool(group.matrices) + [numbered(vectors, "vector")] * bool(vectors)
+    kinds = Counter(kind_of(known[name]) for name in group.names if name in known)
+    told = ", ".join(numbered(kinds[kind], kind) for kind in KINDS if kinds[kind])
     without = not norms and bool(group.norms)
     fields = [
         f"decay {two(group.decay)}",
         f"rate {marked(span(rates[0], rates[-1]), still)}" if rates else "rate not seen",
         f"|g| {span(norms[0], norms[-1])}" if norms else marked("|g| none", without),
         f"update/weight {marked(span(group.moved[0], group.moved[-1]), unmoved)}" if group.moved else "",
-        f"{' and '.join(kinds) or 'no tensors *'}: {names(group.names)}" if group.names else "no tensors *",
+        f"{told}: {names(group.names)}" if group.names else "no tensors *",
     ]
     return Line(
         label=f"  group {number}",

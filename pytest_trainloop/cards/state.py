@@ -116,7 +116,7 @@ def decided(facts: Facts) -> Iterator[Line]:
     advised = [f"{r.check}:{f.cause}" for r in results for f in r.advice]
     open_ = sorted({r.needs for r in results if r.outcome == "skipped" and r.needs})
     waiting = [r.check for r in results if r.outcome == "unreliable"]
-    parts = [numbered(of["passed"], "check") + " passed"]
+    parts = [f"{of['passed']} check{'s' * (of['passed'] != 1)} passed"]
     parts += [f"{len(failed)} failed: {', '.join(failed)}"] if failed else []
     parts += [f"advice: {', '.join(dict.fromkeys(advised))}"] if advised else []
     parts += [f"unreliable: {', '.join(waiting)}"] if waiting else []

@@ -51,6 +51,8 @@ def one_step(facts: Facts) -> Iterator[Line]:
     if not windows:
         yield none_seen("one step", "no optimizer stepped", odd=True)
         return
+    if len(windows) > 1 and windows[-1] == windows[-2][: len(windows[-1])]:
+        windows[-1] = windows[-2]  # what was watched in full ended in it
     kinds = Counter(windows).most_common()
     most, often = kinds[0]
     last = next((c for c in reversed(most) if c.name.startswith("step")), most[-1])

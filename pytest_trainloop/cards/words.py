@@ -48,9 +48,12 @@ def names(of: Sequence[str], most: int = 3) -> str:
     return shown if len(of) <= most else f"{shown} and {len(of) - most:,} more"
 
 
+_PLURALS = {"matrix": "matrices", "bias": "biases"}
+
+
 def numbered(number: int, thing: str) -> str:
     """A number of things: "1 step", "2,000 steps", "2 passes", "3 matrices"."""
     if number == 1:
         return f"1 {thing}"
-    plural = "matrices" if thing == "matrix" else f"{thing}{'es' if thing.endswith(('s', 'ch', 'x')) else 's'}"
+    plural = _PLURALS.get(thing) or f"{thing}{'es' if thing.endswith(('s', 'ch', 'x')) else 's'}"
     return f"{number:,} {plural}"
