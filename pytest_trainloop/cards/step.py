@@ -97,6 +97,8 @@ def _name(event: Event, facts: Facts, *, several: bool) -> str:
 def _windows(calls: Sequence[tuple[Event, Call]]) -> Iterator[tuple[Call, ...]]:
     steps = [e for e, _ in calls if isinstance(e, Step)]
     size = _round([s.optimizer for s in steps])
+    if not size:
+        return
     behind = _BEHIND if calls and calls[0][1].name == "zero" else (*_BEHIND, "zero")
     window: list[Call] = []
     made = 0
@@ -107,7 +109,7 @@ def _windows(calls: Sequence[tuple[Event, Call]]) -> Iterator[tuple[Call, ...]]:
         if not (window and window[-1] == call and call.name in ("zero", "clip", "write", "unscale")):
             window.append(call)
         made += isinstance(event, Step)
-    if made == size and size:
+    if made == size:
         yield tuple(window)
 
 
