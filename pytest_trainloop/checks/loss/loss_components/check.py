@@ -91,7 +91,8 @@ CAUSES = {
     ),
     "something_unreported": Cause(
         proof="no weights make the gradient of the loss a sum of the parts' gradients",
-        repair='name what is missing as a part of its own, {"rest": ...}, or take it out of the loss',
+        repair='name what is missing as a part of its own, {"rest": ...}, or take it out of the loss; or compute the '
+        "parts from the inputs that the loop gives its model",
         change=("seen",),
     ),
 }
@@ -180,21 +181,21 @@ def _shown(found: Judged, weight: Weight, others: list[str]) -> str:
 
 def _unreported(found: Judged, rest: Unreported) -> Finding:
     decayed = not math.isnan(rest.decay)
-    names = some(rest.names, most=2) or "the weights"
+    names = some(rest.names) or "the weights"
     if decayed:
-        what = f"{rest.decay:.3g} times the sum of the squares of {names}"
+        what = f": it holds {rest.decay:.3g} times the sum of the squares of {names}"
     elif rest.outside:
-        what = f"something that trains {names}, which no part reaches"
+        what = f": it holds something that trains {names}, which no part reaches"
     else:
-        what = f"something more; most of it trains {names}" if rest.names else "something more"
+        what = f": no weights of them give its gradient, most visibly that of {rest.names[0]}" if rest.names else ""
     return Finding(
         cause="something_unreported",
-        summary=f"the loss is not the sum of its parts: it holds {what}",
+        summary=f"the loss is not the sum of its parts{what}",
         measured=(
             f"the loss is {rest.root:.6g}, its parts add up to {rest.root - rest.value:.6g}"
             + ("" if rest.by_value else f"; {share(rest.share)} of its gradient is left when theirs are taken away")
         ),
-        shown_by="no weights of the parts give its gradient, at equal weights, batch and draws",
+        shown_by="both were taken at equal weights, batch and draws, in float64",
         culprits=tuple(w.name for w in found.weights),
         where=found.place,
         repair=f'"decay": {rest.decay:.3g} * sum of squares, as a part of its own' if decayed else "",

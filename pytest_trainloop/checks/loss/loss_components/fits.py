@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.loss.loss_components.states import Part, State
     from pytest_trainloop.recording.events import Place, Site
 
+Key = tuple[str, "Site | None"]
+"""How roots were put together, and the site of their backward passes."""
+
 EQUAL = 1e-6
 """Weights that differ by less are the same: they come from gradients that are exact to 1e-9 of the whole, of terms that
 may be a thousandth of it."""
@@ -74,7 +77,7 @@ def fitted(state: State) -> Fit | None:
 class Candidate:
     """Roots that the parts may belong to, and how they were found."""
 
-    key: tuple[str, Site | None]
+    key: Key
     states: tuple[State, ...]
     fits: tuple[Fit | None, ...]
 
@@ -82,16 +85,31 @@ class Candidate:
     def place(self) -> Place:
         return self.states[0].place
 
+    def of(self, rounding: float) -> Candidate:
+        """Without the first batch, where the parts explain the root from the second on: a loss that is a module with a
+        state of its own is not known before its first call."""
+        later = [n for n, state in enumerate(self.states) if state.item > 0]
+        if self._explained(range(len(self.fits)), rounding) or not self._explained(later, rounding):
+            return self
+        return replace(self, states=tuple(self.states[n] for n in later), fits=tuple(self.fits[n] for n in later))
+
     def explains(self, rounding: float) -> bool:
-        return bool(self.fits) and all(f is not None and f.explains(rounding) for f in self.fits)
+        return self._explained(range(len(self.fits)), rounding)
+
+    def explains_some(self, rounding: float) -> bool:
+        return any(self._explained([n], rounding) for n in range(len(self.fits)))
+
+    def _explained(self, chosen: Sequence[int], rounding: float) -> bool:
+        return bool(chosen) and all((f := self.fits[n]) is not None and f.explains(rounding) for n in chosen)
 
     @property
-    def zeros(self) -> int:
+    def absent(self) -> set[str]:
+        """Parts whose weight is zero at each state."""
         names = self.states[0].parts
-        return sum(all(f is not None and abs(f.weights[n]) < EQUAL for f in self.fits) for n in names)
+        return {n for n in names if all(f is None or not abs(f.weights[n]) > EQUAL for f in self.fits)}
 
 
-def candidates(states: Sequence[State]) -> list[Candidate]:
+def candidates(states: Sequence[State], rounding: float) -> list[Candidate]:
     """Each line's roots one by one; summed over a batch; and all roots of a batch together."""
     found: list[Candidate] = []
     sites = dict.fromkeys(s.site for s in states)
@@ -102,10 +120,10 @@ def candidates(states: Sequence[State]) -> list[Candidate]:
             found.append(_candidate(("batch", site), _summed(mine)))
     if len(sites) > 1:
         found.append(_candidate(("all", None), _summed(states)))
-    return found
+    return [candidate.of(rounding) for candidate in found]
 
 
-def _candidate(key: tuple[str, Site | None], states: Sequence[State]) -> Candidate:
+def _candidate(key: Key, states: Sequence[State]) -> Candidate:
     return Candidate(key, tuple(states), tuple(fitted(s) for s in states))
 
 
@@ -123,10 +141,18 @@ def _summed(states: Iterable[State]) -> list[State]:
     return list(merged.values())
 
 
-def chosen(found: Sequence[Candidate], rounding: float) -> Candidate | None:
-    """The candidate that the parts explain, that with the fewest parts of weight zero; None where none is."""
-    able = [c for c in found if c.explains(rounding)]
-    return min(able, key=lambda c: (c.zeros, not _common(c)), default=None)
+def chosen(found: Sequence[Candidate], rounding: float) -> list[Candidate]:
+    """The candidate that the parts explain, that with the fewest parts of weight zero, and others that have these.
+
+    Empty where the parts explain none.
+    """
+    able = sorted((c for c in found if c.explains(rounding)), key=lambda c: (len(c.absent), not _common(c)))
+    kept: list[Candidate] = []
+    for candidate in able:
+        absent = set.intersection(*(c.absent for c in kept)) if kept else set()
+        if not kept or absent - candidate.absent:
+            kept.append(candidate)
+    return kept
 
 
 def _common(candidate: Candidate) -> bool:

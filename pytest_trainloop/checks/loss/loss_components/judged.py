@@ -10,6 +10,7 @@ from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.checks.loss.loss_components.fits import (
     EQUAL,
     Candidate,
+    Key,
     agree,
     candidates,
     chosen,
@@ -70,20 +71,30 @@ def judged(evidence: Evidence) -> Judged:
     first = seen(evidence, Setup())
     if not any(p.gradient is not None for s in first.states for p in s.parts.values()):
         return _by_value(evidence, first)
-    runs, key = _matched(evidence, first)
-    if key is None:
+    runs, keys = _matched(evidence, first)
+    if not keys:
         return _unmatched(evidence, runs[0])
-    found = _with_key(runs, key)
-    made = _judge(found, runs)
-    if made.factor != 1 and any(f is not None and f.dependent for c in found for f in c.fits):
-        _require_independent(found[0].states)
+    made = _judge_all(runs, keys)
     if any(w.how in _TO_CONFIRM for w in made.weights):
         runs += _more(evidence, len(made.weights), runs[0].setup)
         if any(w.how in ("left_out", "detached") for w in made.weights):
             base = replace(runs[0].setup, rounds=LONG)
             runs += [seen(evidence, replace(base, count=count)) for count in (LONG, 3)]  # many batches, many passes
-        made = _judge(_with_key(runs, key), runs)
+        made = _judge_all(runs, keys)
     return made
+
+
+def _judge_all(runs: Sequence[Seen], keys: Sequence[Key]) -> Judged:
+    """The parts by the root that trains them, where several are made of some of them."""
+    made = [_judge(_with_key(runs, key), runs) for key in keys]
+    for other in made[1:]:
+        known = {w.name: w for w in other.weights}
+        lacking = ("left_out", "detached", "untold", "constant")
+        weights = [
+            w if w.how not in lacking or known[w.name].how in lacking else known[w.name] for w in made[0].weights
+        ]
+        made[0].weights = weights
+    return made[0]
 
 
 def _more(evidence: Evidence, parts: int, setup: Setup) -> list[Seen]:
@@ -92,26 +103,29 @@ def _more(evidence: Evidence, parts: int, setup: Setup) -> list[Seen]:
     return [seen(evidence, one) for one in given]
 
 
-def _matched(evidence: Evidence, first: Seen) -> tuple[list[Seen], tuple[str, object] | None]:
-    """The run in which some root is made of the parts, and which one."""
-    best = chosen(candidates(first.states), first.rounding)
-    if best is not None:
-        return [first], best.key
+def _matched(evidence: Evidence, first: Seen) -> tuple[list[Seen], list[Key]]:
+    """The run in which some root is made of the parts, and which one, or which ones."""
+    if best := _chosen(first):
+        return [first], best
     tries = [Setup(batch=0)]  # the loop reads ahead
     of_item = max((sum(s.item == i for s in first.states) for i in {s.item for s in first.states}), default=1)
     if of_item > 1:
         tries.append(Setup(batch=0, chunks=of_item))  # it splits each batch
     for setup in tries:
         again = seen(evidence, setup)
-        best = chosen(candidates(again.states), again.rounding)
-        if best is not None:
-            return [again], best.key
-    return [first], None
+        if best := _chosen(again):
+            return [again], best
+    return [first], []
 
 
-def _with_key(runs: Sequence[Seen], key: object) -> list[Candidate]:
+def _chosen(run: Seen) -> list[Key]:
+    return [c.key for c in chosen(candidates(run.states, run.rounding), run.rounding)]
+
+
+def _with_key(runs: Sequence[Seen], key: Key) -> list[Candidate]:
     """The candidate of that key in each run, where its fits explain the root."""
-    found = [c for run in runs for c in candidates(run.states) if c.key == key and c.explains(run.rounding)]
+    of_run = ((run, c) for run in runs for c in candidates(run.states, run.rounding))
+    found = [c for run, c in of_run if c.key == key and c.explains(run.rounding)]
     if len(found) < len(runs):
         raise CannotDecide("the loss is a weighted sum of its parts at some weights and batches and not at others")
     return found
@@ -122,6 +136,8 @@ def _judge(found: Sequence[Candidate], runs: Sequence[Seen]) -> Judged:
     fits = [f for c in found for f in c.fits if f is not None]
     names = list(states[0].parts)
     told = {n: [f.weights[n] for f in fits] for n in names}
+    if any(f.dependent for f in fits) and not agree([1.0, *(w for ws in told.values() for w in ws)]):
+        _require_independent(states)
     common = [_factor([told[n][t] for n in names]) for t in range(len(fits))]
     learned = any(f.learned for f in fits)
     shares = _shares(states[0], {n: told[n][0] for n in names})
@@ -253,7 +269,10 @@ def _by_value(evidence: Evidence, first: Seen) -> Judged:
         told.append(solution[0])
         residual = max(residual, solution[1])
     if residual > 1e-8:
-        return _unmatched(evidence, first)
+        raise CannotDecide(
+            "the parts are numbers without a history, and no constant weights of them give the loss: return tensors, "
+            "so that weights that move can be told from what is missing"
+        )
     common = [_factor(weights) for weights in told]
     how = {
         n: _how([weights[i] / c for weights, c in zip(told, common, strict=True)], learned=False)
@@ -276,6 +295,11 @@ def _value_states(run: Seen) -> list[State]:
 def _unmatched(evidence: Evidence, run: Seen) -> Judged:
     """No root is a weighted sum of the parts. It is a fault only where nothing else explains it."""
     states = run.states
+    if any(c.explains_some(run.rounding) for c in candidates(states, run.rounding)):
+        raise CannotDecide(
+            "the parts add up to the loss at some batches and not at others: they depend on what the loop carries from "
+            "batch to batch, or a term begins later"
+        )
     _require_independent(states)
     sites = list(dict.fromkeys(s.site for s in states))
     if len(sites) > 1:
@@ -306,7 +330,7 @@ def _unmatched(evidence: Evidence, run: Seen) -> Judged:
         raise CannotDecide("the loop draws random numbers outside of torch, and parts may draw others")
     if not same.double:
         raise CannotDecide("the loop computes in low precision, so that its loss is no exact sum of its parts")
-    candidate = candidates(same.states)[0]
+    candidate = candidates(same.states, same.rounding)[0]
     return Judged(
         str(candidate.place),
         [Weight(n, "untold", p.weight, math.nan, 0.0, p.value) for n, p in candidate.states[0].parts.items()],
