@@ -3,6 +3,7 @@
 import pytest
 
 from pytest_trainloop.batches.own_data import makes_own_data
+from pytest_trainloop.checks.wiring.step_order.leaks import leak
 from pytest_trainloop.recording.events import Arrival, Backward, Place, Read, Root, Step, TensorSample
 from pytest_trainloop.recording.record import Optimizer, Parameter, Record
 from pytest_trainloop.tracing.made_at import MadeAt
@@ -80,7 +81,7 @@ class FakeEvidence:
         self._record, self._accumulated, self._shared = (
             record,
             accumulated,
-            {MadeAt.of: MadeAt(), makes_own_data: False, **(shared or {})},
+            {MadeAt.of: MadeAt(), makes_own_data: False, leak: None, **(shared or {})},
         )
         self.knobs = {} if accumulated is None else {"accumulate": "accumulate"}
 

@@ -163,6 +163,7 @@ CAUSES = {
 def step_order(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.step_order import findings
     from pytest_trainloop.checks.wiring.step_order.clip_findings import clip_findings, inside_findings
+    from pytest_trainloop.checks.wiring.step_order.leaks import leak
     from pytest_trainloop.checks.wiring.step_order.untrained import untrained
     from pytest_trainloop.checks.wiring.step_order.windows import cleared_inside
     from pytest_trainloop.records.gradient_ledger import gradient_ledger
@@ -190,11 +191,15 @@ def step_order(evidence: Evidence) -> Iterator[Finding]:
         if inside := cleared_inside(record, gradient_ledger(record), ACCUMULATE):
             yield findings.of_cleared_inside(inside)
         yield from inside_findings(record, judged_elsewhere=True)
+        if leaking := evidence.shared(leak):
+            yield findings.of_leak(leaking)
         return
     yield from inside_findings(record, judged_elsewhere=False)
     if inside := cleared_inside(record, ledger):
         yield findings.of_cleared_inside(inside)
-    if left := left_open(record, ledger):
+    if leaking := evidence.shared(leak):
+        yield findings.of_leak(leaking)
+    elif left := left_open(record, ledger):
         yield findings.of_left_open(record, left, len(ledger.backwards))
 
 

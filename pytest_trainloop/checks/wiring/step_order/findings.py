@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.wiring.step_order.call_order import EarlyScheduler, LateClips
     from pytest_trainloop.checks.wiring.step_order.empty_steps import EmptySteps
     from pytest_trainloop.checks.wiring.step_order.late_backwards import LateBackwards, RefusedBackward
+    from pytest_trainloop.checks.wiring.step_order.leaks import Leak
     from pytest_trainloop.checks.wiring.step_order.missing_calls import MissingBackward, MissingStep
     from pytest_trainloop.checks.wiring.step_order.reused_gradients import Kept, Repeated, Stale
     from pytest_trainloop.checks.wiring.step_order.untrained import Untrained
@@ -257,6 +258,26 @@ def of_left_open(record: Record, left: list[BackwardOutcome], backwards: int) ->
         shown_by="their gradients still stand in .grad when fit returns",
         culprits=("optimizer.step()",),
         where=str(left[0].backward.place),
+    )
+
+
+def of_leak(found: Leak) -> Finding:
+    next_one = "call of fit" if found.next_call else "pass over the data"
+    left = count(found.left, "micro-batch")
+    return Finding(
+        cause="leaks_into_next",
+        level="advice" if found.loader is None else "fault",
+        summary=(
+            f"{left} left over at the end of one {next_one} {'is' if found.left == 1 else 'are'} added to the first "
+            f"step of the next: it uses {found.used} backward passes, all others {found.window}"
+        ),
+        measured=(
+            f"{found.items} batches in windows of {found.window} leave {found.left}"
+            + (f"; the loader has {found.loader} batches" if found.loader else "")
+        ),
+        shown_by="nothing zeroes or steps them in between, and the window after them is a whole one by itself",
+        culprits=("optimizer.step()",),
+        where=str(found.first.place),
     )
 
 

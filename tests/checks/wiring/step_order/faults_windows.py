@@ -217,6 +217,7 @@ def train_autoencoder_zeroed_inside(model, optimizer, batches):
 
 
 def train_autoencoder_without_tail(model, optimizer, batches):
+    optimizer.zero_grad()
     for i, x in enumerate(batches, start=1):
         loss = F.mse_loss(model(x), x)
         (loss / EVERY).backward()
