@@ -51,6 +51,15 @@ FUNCTIONS = {
         "return TrainLoop(model=mlp(), batch=rows(), fit=lambda model, batches: None)  # here",
         "TrainLoop.fit takes (model, batches), and is called as fit(batches)",
     ),
+    "parts-mapping": (
+        "return loop(parts={'ce': 1.0})  # here",
+        "TrainLoop.parts is a dict; a function is needed that gives each term by name, as in lambda model, batch: "
+        '{"ce": ce(model, batch)}',
+    ),
+    "parts-takes-the-model": (
+        "return loop(parts=lambda model: {})  # here",
+        "TrainLoop.parts takes (model), and is called as parts(model, batch)",
+    ),
     "fit-coroutine": (
         """
         async def fit(batches):  # here

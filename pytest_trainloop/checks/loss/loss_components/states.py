@@ -342,7 +342,7 @@ def _parts(loop: TrainLoop, batch: Any, tensors: Sequence[torch.Tensor]) -> dict
     except Exception as error:
         raise UserCodeError(user_error(error, "TrainLoop.parts"), one_check=True) from None
     if not isinstance(given, Mapping):
-        raise loop.located(UsageError(f"TrainLoop.parts returned {nested.describe(given)}; {NEEDED}"))
+        raise loop.located(UsageError(f"TrainLoop.parts returned {_described(given)}; {NEEDED}"))
     if not given:
         raise loop.located(UsageError(f"TrainLoop.parts returned an empty mapping; {NEEDED}"))
     try:
@@ -368,8 +368,8 @@ def _require_number(name: str, value: Any) -> None:
         if value.numel() == 1 and not value.is_complex():
             return
         raise UsageError(
-            f"TrainLoop.parts gives {name!r} as {nested.describe(value)}; one number is needed: take the mean that the "
-            "loop takes"
+            f"TrainLoop.parts gives {name!r} as {_described(value)}; one number is needed: take the mean that the loop "
+            "takes"
         )
     try:
         if isinstance(value, (str, bytes)):
@@ -380,3 +380,8 @@ def _require_number(name: str, value: Any) -> None:
             f"TrainLoop.parts gives {name!r} as {nested.describe(value)}; a number or a tensor with one entry is "
             "needed, or (weight, value)"
         ) from None
+
+
+def _described(value: Any) -> str:
+    """Without the dtype, which is that of this run."""
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else nested.describe(value)
