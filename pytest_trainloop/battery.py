@@ -85,6 +85,7 @@ class Subject:
         self._evidence: Evidence | LossEvidence | None = None
         self._broken: tuple[UserError, str] | None = None
         self._verdicts: dict[tuple[str, str], Verdict] = {}
+        self._rates_given = False
         self.progress: Progress = lambda step, most, loss: None
 
     def bind(self, make: Callable[..., Any]) -> None:
@@ -115,7 +116,17 @@ class Subject:
         steps = self._evidence.own_steps if self._evidence is not None else 0
         result = self._judged(chosen, dict(options or {}), reporter or f"{self.name}[{name}]")
         used = (self._evidence.own_steps if self._evidence is not None else 0) - steps
-        return replace(result, seconds=time.perf_counter() - began, steps=used)
+        return replace(result, seconds=time.perf_counter() - began, steps=used, rates=self._rates())
+
+    def _rates(self) -> tuple[dict[str, Any], ...]:
+        """The learning rates of the watched run, with the first result after it was made."""
+        from pytest_trainloop.records.learning_rates import table
+
+        record = getattr(self._evidence, "watched", None)
+        if record is None or self._rates_given:
+            return ()
+        self._rates_given = True
+        return tuple(table(record))
 
     def _judged(self, check: Check, options: dict[str, Any], reporter: str) -> Result:
         if self._broken is not None:
@@ -209,7 +220,7 @@ class Subject:
         from pytest_trainloop.registry import of
 
         known = of("loop").values()
-        others = [c for c in known if c.family != "learning" and c.name != asked.name and c.needs <= evidence.offers]
+        others = [c for c in known if not c.long and c.name != asked.name and c.needs <= evidence.offers]
         verdicts = []
         for other in others:
             verdicts.append(self._verdict(other, evidence, {}))

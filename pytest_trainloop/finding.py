@@ -101,6 +101,8 @@ class Result:
     """False for a skip of a check whose question the loop does not pose."""
     needs: str = ""
     """What the user can give to have a skipped check decided: ``padding=``."""
+    rates: tuple[dict[str, Any], ...] = ()
+    """The learning rates of the watched run, with the first result of a loop that knows them."""
 
     @property
     def faults(self) -> tuple[Finding, ...]:
@@ -125,6 +127,7 @@ class Result:
             "needs": self.needs,
             "error": asdict(self.error) if self.error else None,
             "findings": [f.to_json() for f in self.findings],
+            **({"rates": list(self.rates)} if self.rates else {}),
         }
 
     @classmethod
@@ -140,6 +143,7 @@ class Result:
             error=UserError(**error) if error else None,
             applies=data.get("applies", True),
             needs=data.get("needs", ""),
+            rates=tuple(data.get("rates", ())),
         )
 
     def with_outcome(self, outcome: Outcome, reason: str = "") -> Result:

@@ -89,6 +89,8 @@ class Check:
     """What ``observe()`` opens during its single run for this check, as ``module:class``."""
     names: str = "operation"
     """What a name among a finding's culprits is that is no parameter, buffer, module, input or call."""
+    long: bool = False
+    """Whether it makes long runs: it is not asked what made ``fit`` raise."""
 
     @property
     def proofs(self) -> dict[str, str]:
@@ -112,6 +114,7 @@ def check(
     subject: Judged = "loop",
     instrument: str = "",
     names: str = "operation",
+    long: bool = False,
 ) -> Callable[[Property], Property]:
     """Register a function from evidence to findings as a check of the function's name.
 
@@ -150,6 +153,7 @@ def check(
             options=tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY),
             instrument=instrument,
             names=names,
+            long=long,
         )
         return function
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_trainloop.recording.events import Backward, SchedulerStep, Step
 
@@ -52,7 +52,7 @@ class GroupRates:
         return set(self.known) == {0.0}
 
     @property
-    def movers(self) -> set[int | str]:
+    def movers(self) -> set[int | Literal["hand"]]:
         return {mover for mover in self.moved_by if mover is not None}
 
 
@@ -95,6 +95,18 @@ def _movers(group: int, steps: Sequence[Step], calls: Sequence[SchedulerStep]) -
 
 def _differ(one: float, other: float) -> bool:
     return not math.isnan(one) and not math.isnan(other) and one != other
+
+
+def table(record: Record) -> list[dict[str, Any]]:
+    """The rates as plain data for the JSON report: for each optimizer that steps its class and its groups, for each
+    group the rate at every step (None where the group was not there yet) and what moved it."""
+    kinds = {s.number: s.kind for s in record.schedulers}
+    found: dict[int, list[dict[str, Any]]] = {}
+    for group in rates(record):
+        movers = sorted({kinds.get(m, "scheduler") if isinstance(m, int) else m for m in group.movers})
+        values = [None if math.isnan(v) else v for v in group.values]
+        found.setdefault(group.optimizer, []).append({"lr": values, "moved_by": movers})
+    return [{"optimizer": record.optimizers[i].kind, "groups": groups} for i, groups in found.items()]
 
 
 @dataclass(frozen=True, slots=True)

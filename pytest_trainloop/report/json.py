@@ -20,7 +20,11 @@ VERSION = 1
 def document(
     report: Report, environment: dict[str, Any], cards: Mapping[str, dict[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """The whole report as plain data; ``cards`` are those of the loops, where they were asked for."""
+    """The whole report as plain data; ``cards`` are those of the loops, where they were asked for.
+
+    ``rates`` of a loop are those of its watched run: for each optimizer its class and its groups, and for each group
+    the learning rate at every step.
+    """
     loops = dict(by_loop(report.entries))
     loops.update({loop: [] for loop in cards or () if loop not in loops})
     return {
@@ -31,6 +35,7 @@ def document(
                 "nodeid": loop,
                 "steps": sum(entry.result.steps for entry in entries),
                 "checks": [_check(entry) for entry in entries],
+                "rates": next((list(entry.result.rates) for entry in entries if entry.result.rates), []),
                 **({"card": cards[loop]} if cards and loop in cards else {}),
             }
             for loop, entries in loops.items()
@@ -53,6 +58,7 @@ def environment(*, device: str, seed: int) -> dict[str, Any]:
 
 def _check(entry: Entry) -> dict[str, Any]:
     data = entry.result.to_json()
+    data.pop("rates", None)  # they are the loop's
     return {"check": data.pop("check"), "nodeid": entry.nodeid, **data}
 
 

@@ -107,6 +107,11 @@ class Evidence:
                 raise
         return self._records[key]
 
+    @property
+    def watched(self) -> Record | None:
+        """The watched run with all knobs at their defaults, if it was made."""
+        return self._records.get(())
+
     def plan(self, **knobs: Any) -> RunPlan:
         """The plan of the run with these knobs; that of the watched run has as many batches as it needed."""
         if knobs:
