@@ -95,6 +95,8 @@ def two_on_one(record: Record) -> Iterator[Finding]:
         if not _at_one_time(record, one, other):
             continue
         equal = _comparable(one) == _comparable(other)
+        if not equal and all(_is_plain(s) for s in (one, other)):
+            continue  # a warm-up times a decay
         place = next((c.place for c in calls_of(record, other.number)), None)
         left = without[0]
         yield Finding(
@@ -134,6 +136,11 @@ def _at_one_time(record: Record, one: Scheduler, other: Scheduler) -> bool:
 def _comparable(scheduler: Scheduler) -> dict[str, str]:
     """The settings but for the rates that the optimizer had, which an earlier scheduler may have moved."""
     return {name: text for name, text in scheduler.settings.items() if name != "base_lrs"}
+
+
+def _is_plain(scheduler: Scheduler) -> bool:
+    """Whether the settings hold no function, which might be another's equal."""
+    return not any(" at " in text for text in scheduler.settings.values())
 
 
 def called_twice(record: Record) -> Iterator[Finding]:

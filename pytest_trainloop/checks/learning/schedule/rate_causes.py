@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pytest_trainloop.registry import Cause
 
+LEARNING = ("overfit_one_batch", "update_ratio")
+
 RATE_CAUSES = {
     "drives_another": Cause(
         proof=(
@@ -22,6 +24,7 @@ RATE_CAUSES = {
         proof="the scheduler is built on an optimizer that steps, and fit comes to its end without a call of it",
         repair="scheduler.step() after optimizer.step(), or once a pass: as the settings count",
         settle="give fit the whole loop over the epochs, so that the call is in it",
+        explains=LEARNING,
         change=("seen",),
     ),
     "called_twice": Cause(
@@ -32,21 +35,25 @@ RATE_CAUSES = {
     "schedule_overwritten": Cause(
         proof="after each call of the scheduler a line, or another scheduler, sets the rate anew before it is used",
         repair="remove the line that writes the rate, or the scheduler",
+        explains=LEARNING,
         change=("seen",),
     ),
     "optimizer_rebuilt": Cause(
         proof="optimizers with moments and equal settings make one step each, on the same weights",
         repair="build the optimizer once, before the loop",
+        explains=LEARNING,
         change=("optimizer", "seen"),
     ),
     "scheduler_rebuilt": Cause(
         proof="a scheduler is built for every step and called once, and every call leaves the same rates",
         repair="build the scheduler once, before the loop",
+        explains=LEARNING,
         change=("seen",),
     ),
     "rate_nobody_reads": Cause(
         proof='a number called a rate takes new values, and group["lr"], which steps read, is constant in all groups',
         repair='for group in optimizer.param_groups: group["lr"] = ...',
+        explains=LEARNING,
         change=("seen",),
     ),
     "option_nobody_reads": Cause(
@@ -67,6 +74,7 @@ RATE_CAUSES = {
     "metric_as_epoch": Cause(
         proof="a scheduler other than ReduceLROnPlateau is called with the loss, or with fractions that rise and fall",
         repair="scheduler.step() without an argument; only ReduceLROnPlateau takes a metric",
+        explains=LEARNING,
         change=("seen",),
     ),
     "bound_above_rate": Cause(

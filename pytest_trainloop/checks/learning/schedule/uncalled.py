@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import linecache
 from functools import cache
 from typing import TYPE_CHECKING
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING
 from pytest_trainloop.checks.learning.schedule.driven import line_of
 from pytest_trainloop.errors import BrokenRun, CannotDecide
 from pytest_trainloop.finding import Finding
-from pytest_trainloop.recording.events import SchedulerStep
 from pytest_trainloop.records.learning_rates import rates
 
 if TYPE_CHECKING:
@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.recording.record import Record, Scheduler
     from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.tracing.called_functions import CalledFunctions
+
+
+STEPPED = ("optim", "scaler", "ema", "env", "prof", "bar")
+"""What stands before ``.step(`` that is no scheduler."""
 
 
 def uncalled(evidence: Evidence) -> Iterator[Finding]:
@@ -38,7 +43,7 @@ def uncalled(evidence: Evidence) -> Iterator[Finding]:
         proof = _proof(evidence, scheduler)
         if not proof and (not scheduler.declared or scheduler.plateau):
             continue
-        certain = bool(proof) and not _may_be_called(record)
+        certain = bool(proof) and not evidence.shared(WholeFit.of).may_call
         rate = groups[0].known[0] if groups and groups[0].known else 0.0
         yield Finding(
             cause="never_called",
@@ -66,66 +71,70 @@ def _proof(evidence: Evidence, scheduler: Scheduler) -> str:
     alike = [s for s in record.schedulers if s.calls and s.kind == scheduler.kind and not s.inner]
     if alike:
         return f"fit calls the {scheduler.kind} of another optimizer, {alike[0].calls} times"
-    whole = evidence.shared(whole_run)
-    if whole is None or any(s.calls for s in whole.schedulers):
+    whole = evidence.shared(WholeFit.of)
+    if not whole.ended or any(s.calls for s in whole.schedulers):
         return ""
     if scheduler.at:
         return "fit builds it, and came to its end"
-    if len(whole.passes) > 1:
-        return f"fit makes {len(whole.passes)} passes over the batches by itself, and came to its end"
+    if whole.passes > 1:
+        return f"fit makes {whole.passes} passes over the batches by itself, and came to its end"
     return ""
 
 
-def whole_run(evidence: Evidence) -> Record | None:
-    """A further run over two batches a pass, which is made to its end; None where it has none of its own."""
-    if not evidence.repeatable:
-        return None
-    try:
-        record = evidence.rerun(count=2, enough=lambda record: False, read_ahead=None)
-    except (CannotDecide, BrokenRun):
-        return None
-    return record if record.ended and not record.cut_short and record.steps else None
+class WholeFit:
+    """A further run over two batches a pass, which is made to its end, and the functions that it called."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        """Whether ``fit`` came back by itself, after some steps."""
+        self.passes = 0
+        self.schedulers: list[Scheduler] = []
+        self.may_call = True
+        """Whether a function that ran holds a call of a scheduler, or of what is named after one, that did not."""
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> WholeFit:
+        from pytest_trainloop.tracing.called_functions import CalledFunctions
+
+        found, called = cls(), CalledFunctions()
+        with contextlib.suppress(CannotDecide, BrokenRun):
+            if evidence.repeatable:
+                record = evidence.rerun(count=2, enough=lambda record: False, read_ahead=None, contexts=called.contexts)
+                found.ended = record.ended and not record.cut_short and record.steps > 0
+                found.passes = len(record.passes)
+                found.schedulers = record.schedulers
+                found.may_call = _may_call(record, called)
+        return found
 
 
-def _may_be_called(record: Record) -> bool:
-    """Whether a function of the loop holds a ``.step(`` that did not run: it may stand behind a condition that holds
-    later (every tenth epoch)."""
-    ran = {(file, line) for event in record.events for file, line in event.site}
-    files = {file for file, _ in ran}
-    steps = {(file, line) for event in record.of(SchedulerStep) for file, line in event.site} | ran
-    for file in files:
-        for first, last, calls in _functions(file):
-            runs = any(f == file and first <= line <= last for f, line in ran)
-            own = [line for line in calls if _is_innermost(file, line, first)]
-            if runs and any((file, line) not in steps for line in own):
-                return True
-    return False
-
-
-def _is_innermost(file: str, line: int, first: int) -> bool:
-    """Whether the function that begins on line ``first`` is the innermost one around a line."""
-    around = [start for start, last, _ in _functions(file) if start <= line <= last]
-    return max(around, default=0) == first
+def _may_call(record: Record, called: CalledFunctions) -> bool:
+    """It may stand behind a condition that holds later: every tenth epoch, after a warm-up."""
+    if not called.own or any("sched" in name.lower() for name in called.libraries):
+        return True
+    ran = {at for event in record.events for at in event.site}
+    return any((file, line) not in ran for file, first in called.own for line in _calls(file).get(first, ()))
 
 
 @cache
-def _functions(file: str) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Each function of a file: its first and last line, and the lines that call a ``step`` or what is named after a
-    schedule in it."""
+def _calls(file: str) -> dict[int, tuple[int, ...]]:
+    """For the first line of each function of a file the lines in it that may call a scheduler."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
-        return []
-    found = []
+        return {}
+    found: dict[int, tuple[int, ...]] = {}
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            calls = tuple(c.lineno for c in ast.walk(node) if isinstance(c, ast.Call) and _is_a_step(c.func))
-            found.append((node.lineno, node.end_lineno or node.lineno, calls))
+            decorators = getattr(node, "decorator_list", ())
+            first = min([node.lineno, *(d.lineno for d in decorators)])
+            calls = (c.lineno for c in ast.walk(node) if isinstance(c, ast.Call) and _may_be_one(c.func))
+            found[first] = (*found.get(first, ()), *calls)
     return found
 
 
-def _is_a_step(function: ast.expr) -> bool:
+def _may_be_one(function: ast.expr) -> bool:
+    """Whether a call may be that of a scheduler, by its name."""
+    if isinstance(function, ast.Attribute) and function.attr == "step":
+        return not any(word in ast.unparse(function.value).lower() for word in STEPPED)
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-    if name == "step" and isinstance(function, ast.Attribute):
-        return "optim" not in ast.unparse(function.value).lower()
     return any(word in name.lower() for word in ("sched", "adjust", "epoch_end", "lr_step", "step_lr"))
