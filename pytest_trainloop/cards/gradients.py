@@ -1,4 +1,4 @@
-"""The lines "clip" and "units"."""
+"""The lines "clip", "gradient" and "units"."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.cards.facts import Facts
+    from pytest_trainloop.gradients.stopped_slope import Site
 
 MOST_LAYERS = 6
 """Layers whose units are shown."""
@@ -60,6 +61,38 @@ def _clip(fact: ClipFact, facts: Facts) -> Iterator[Line]:
         whole = "all" if group.whole else f"{group.tensors}"
         text = f"left out: {which}{whole} of {group.of_tensors} tensors ({names(group.names)}), |g| {two(group.norm)} *"
         yield Line(label="", text=text, where=where, odd=True)
+
+
+def gradient(facts: Facts) -> Iterator[Line]:
+    """How much of the slope of the loss is stopped on its way to the weights, and where."""
+    from pytest_trainloop.gradients.stopped_slope import StoppedSlope
+
+    found = facts.ask(StoppedSlope.of)
+    if found is None:
+        yield none_seen("gradient", facts.why)
+        return
+    if not found.share:
+        yield Line(label="gradient", text="all of the first loss's slope reaches the weights")
+        return
+    first, *rest = found.sites or (None,)
+    text = f"{percent(found.share)} of the first loss's slope does not reach the weights *"
+    if first is None:
+        yield Line(label="gradient", text=f"{text}, by no line that was found", odd=True)
+        return
+    yield Line(label="gradient", text=f"{text}: {_site(first)}", where=facts.where(first.place), odd=True)
+    for site in rest:
+        yield Line(label="", text=_site(site), where=facts.where(site.place))
+
+
+_STOPS = {
+    "grad_off": "gradients switched off",
+    "value": "a plain number (item(), .data)",
+    "zero_slope": "a slope of zero",
+}
+
+
+def _site(site: Site) -> str:
+    return f"{percent(site.share)} by {_STOPS.get(site.what, site.what)}"
 
 
 def units(facts: Facts) -> Iterator[Line]:

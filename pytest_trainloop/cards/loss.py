@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.cards.facts import none_seen
 from pytest_trainloop.cards.page import Line
-from pytest_trainloop.cards.words import span, two
+from pytest_trainloop.cards.words import marked, percent, span, two
 from pytest_trainloop.recording.events import LossCall
 
 if TYPE_CHECKING:
@@ -59,3 +59,21 @@ def _chances(facts: Facts) -> dict[tuple[str, str], float]:
         return {}
     found = facts.ask(lambda _evidence: runs.losses())
     return {(one.name, facts.where(one.where)): one.chance for one in found or ()}
+
+
+def terms(facts: Facts) -> Iterator[Line]:
+    from pytest_trainloop.checks.loss.loss_components.terms import Terms
+
+    if "parts" not in facts.measured.given:
+        yield none_seen("terms", "give parts=")
+        return
+    found = facts.ask(Terms.of)
+    if found is None:
+        yield none_seen("terms", facts.why)
+        return
+    for number, term in enumerate(found.terms):
+        weight = "a weight that moves" if term.moves else two(term.weight)
+        odd = term.weight == 0 or term.share == 0
+        text = f"{term.name} {two(term.value)} x {weight}: {percent(term.share)} of the terms' gradients"
+        label = "" if number else "terms"
+        yield Line(label=label, text=marked(text, odd), where=facts.where(found.place), odd=odd)

@@ -25,6 +25,8 @@ LINES: tuple[Callable[[Facts], Iterator[Line]], ...] = (
     gradients.clip,
     rates.schedule,
     loss.loss,
+    loss.terms,
+    gradients.gradient,
     model.precision,
     gradients.units,
     state.moves,

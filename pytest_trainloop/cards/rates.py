@@ -10,10 +10,22 @@ from pytest_trainloop.recording.events import SchedulerStep
 from pytest_trainloop.records.learning_rates import cadence, rates
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pytest_trainloop.cards.facts import Facts
     from pytest_trainloop.records.learning_rates import GroupRates
+    from pytest_trainloop.runs.projection import Projected
+
+COLUMNS = 24
+"""Points of the drawn rate."""
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+FALLEN = 0.01
+"""Part of its peak at which a rate has come to nothing."""
+
+SHOWN = 1_000
+"""Calls that are drawn of a schedule that never ends."""
 
 
 def schedule(facts: Facts) -> Iterator[Line]:
@@ -33,6 +45,7 @@ def schedule(facts: Facts) -> Iterator[Line]:
         moved = [g for g in every if scheduler.number in g.movers]
         text = f"{scheduler.kind}{f' of {name}' if name else ''}, {told}{_moves(moved)}"
         yield Line(label="schedule", text=text, where=facts.where(place), odd=not usual)
+    yield from _ahead(facts)
     yield from _by_hand(every, facts)
     if not record.schedulers and not any("hand" in g.movers for g in every):
         yield Line(
@@ -44,6 +57,55 @@ def schedule(facts: Facts) -> Iterator[Line]:
                 name = facts.optimizer(group.optimizer)
                 still = f"group {group.group}{f' of {name}' if name else ''} stays at {two(group.known[0])} *"
                 yield Line(label="", text=still, odd=True)
+
+
+def _ahead(facts: Facts) -> Iterator[Line]:
+    """Where the schedules go, from a projection without training."""
+    from pytest_trainloop.runs.projection import Projections
+
+    found = facts.ask(Projections.of) if facts.record.schedulers else None
+    if found is None:
+        return
+    for one in found.schedulers:
+        end, until, odd = _end(one)
+        peak = f"peak {two(max(one.curve.group(one.curve.leading)))} at call {one.curve.peak_at(one.curve.leading):,}"
+        plan = f"plan: {one.planned:,} calls" if one.planned is not None else "give steps= to see it against the plan"
+        where = facts.where(one.made_at)
+        yield Line(label="", text=f"{one.kind} ahead: {peak}, {marked(end, odd)}; {plan}", where=where, odd=odd)
+        yield Line(label="", text=_drawn(one.rate, one.curve.leading, one.planned or until), where=where)
+    if found.why:
+        yield Line(label="", text=f"not projected: {found.why}")
+
+
+def _end(one: Projected) -> tuple[str, int, bool]:
+    """How a schedule ends, the call up to which it is worth drawing, and whether that is unusual."""
+    from pytest_trainloop.runs.projection import CYCLIC, turns_at
+
+    curve, group = one.curve, one.curve.leading
+    rates = curve.group(group)
+    fallen = FALLEN * max(rates)
+    if one.raises_at is not None:
+        early = one.planned is not None and one.planned >= one.raises_at
+        return f"raises at call {one.raises_at:,}", one.raises_at - 1, early
+    if any(kind in one.kind for kind in CYCLIC):
+        return "rises again and again by design", SHOWN, False
+    if (turn := turns_at(curve)) is not None:
+        return f"lowest at call {turn:,}, and rises again", turn, one.planned is None or one.planned > turn
+    settled = curve.settles
+    if settled is not None and rates[-1] > fallen:
+        return f"last change at call {settled:,}", settled, False
+    high = [at for at, rate in zip(curve.calls, rates, strict=True) if rate > fallen]
+    if high and high[-1] < curve.end:
+        return f"below 1 % of its peak from call {high[-1] + 1:,}", high[-1] + 1, False
+    return f"changes on past call {curve.end:,}", SHOWN, False
+
+
+def _drawn(rate: Callable[[int], Sequence[float]], group: int, until: int) -> str:
+    """The rate as a row of blocks, over the calls up to ``until``."""
+    points = [rate(round(n * until / (COLUMNS - 1)))[group] for n in range(COLUMNS)]
+    most = max(points)
+    blocks = "".join(BLOCKS[round(p / most * (len(BLOCKS) - 1)) if most > 0 else 0] for p in points)
+    return f"rate {two(points[0])} {blocks} {two(points[-1])}   calls 0 to {until:,}"
 
 
 def _moves(groups: Sequence[GroupRates]) -> str:
