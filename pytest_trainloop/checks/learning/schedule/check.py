@@ -10,7 +10,13 @@ Why is this bad?
     where it began: the run works, and ends a little worse than the paper says. Nothing raises.
 
 How it decides
-    Only identities are faults.
+    Only identities are faults. What drives which rate: a scheduler moves an optimizer that another one, on the same
+    weights and at a constant rate, has replaced; two equal ones drive one optimizer and none the other; a scheduler is
+    never called by a fit that comes to its end over its passes, and holds no call that waits; two lines call one; each
+    rate that it leaves is set anew before a step uses it; it, or the optimizer, is built for every step. What no step
+    reads: a number called a rate that moves while no group's rate does, a group's key that is an option misspelled.
+    What contradicts itself: ``mode="max"`` on the loss that is minimized, a metric given as the epoch, a lower bound
+    above the rate. Groups at rate 0, and rates of 0 for some steps, are advice: unfreezing by rates looks the same.
 
 Faulty
     >>> scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)

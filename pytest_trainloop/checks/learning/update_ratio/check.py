@@ -16,7 +16,8 @@ How it decides
     of ten, and nothing else, learns it. An eps above 1e-3 is too large if a usual one alone learns it.
     The learning rate is too high where the loss of that batch ends above its start, or stands still after steps that
     are as large as the weights, and a lower one learns it. Learning rates that still rise after 300 steps, schedules
-    that have ended by then, and loops that have no single loss to lower are left alone. Each learning rate that is
+    that have ended by then, and loops that have no single loss to lower are left alone. A LambdaLR
+    whose largest factor is the base rate itself is named where the rate is too low. Each learning rate that is
     tried gets 200 steps, whatever time they take: overfit_one_batch adds up what all searches may make.
     Advice: pretrained weights (the same under another seed) train at the learning rate of a randomly initialised
     head.
@@ -75,6 +76,12 @@ CAUSES = {
         explains=("overfit_one_batch:not_learning", "overfit_one_batch:learns_slowly"),
         change=("optimizer",),
     ),
+    "lambda_gives_the_rate": Cause(
+        proof="the largest factor that the lambda of LambdaLR returns is the base rate itself, and higher rates learn",
+        repair="let the function return a factor on the rate: LambdaLR(optimizer, lambda step: rate(step) / lr)",
+        explains=("overfit_one_batch:not_learning", "overfit_one_batch:learns_slowly"),
+        change=("scheduler",),
+    ),
     "eps_too_large": Cause(
         proof="no step moves the weights by more than 2e-6 of their size, and with a usual eps alone they learn",
         repair="eps=1e-8, or a learning rate that makes up for it: where eps dominates, steps go as lr / eps",
@@ -114,18 +121,19 @@ def update_ratio(evidence: Evidence) -> Iterator[Finding]:
         return
     clip = clipped_to(batch.seen)
     if found.peak == 0:
-        yield replace(_nothing(batch, found), change=evidence.shared(MadeAt.of).scheduler())
+        line = evidence.shared(MadeAt.of).scheduler() or _written_by_hand(evidence)
+        yield replace(_nothing(batch, found), change=line)
     elif found.too_far:
         helped = lower(batch, found)
         if helped is not None:
-            yield _too_high(batch, found, helped)
+            yield replace(_too_high(batch, found, helped), change=_written_by_hand(evidence))
     elif found.too_small and not (clip is not None and clip.starves):
         if (eps := usual_eps(batch, found)) is not None:
             yield _eps(batch, found, *eps)
             return
         helped = higher(batch, found)
         if helped is not None:
-            yield _too_low(batch, found, helped)
+            yield _rate_as_factor(evidence, _too_low(batch, found, helped))
 
 
 def _same_lr(evidence: Evidence) -> Iterator[Finding]:
@@ -189,6 +197,39 @@ def _too_low(batch: OneBatch, found: Learning, helped: Remedy) -> Finding:
         where=batch.seen.step_line(),
         repair=f"lr={helped.band[0]:.0e} here; lr up to {helped.band[1]:.0e} learns the batch",
         tried=f"with lr={helped.band[0]:.0e} the batch is learned in {helped.steps} steps",
+    )
+
+
+def _written_by_hand(evidence: Evidence) -> str:
+    """The line of the loop that writes the rates, where one moves them; else empty."""
+    from pytest_trainloop.records.learning_rates import rates
+
+    if not any("hand" in group.movers for group in rates(evidence.run())):
+        return ""
+    from pytest_trainloop.tracing.rate_writes import RateWrites
+
+    return evidence.shared(RateWrites.of).line()
+
+
+def _rate_as_factor(evidence: Evidence, low: Finding) -> Finding:
+    """The finding of a rate that is too low, by the lambda that makes it so, where one does."""
+    from pytest_trainloop.checks.learning.update_ratio.rate_as_factor import rate_as_factor
+
+    given = rate_as_factor(evidence)
+    if given is None:
+        return low
+    projected, base, peak = given
+    return replace(
+        low,
+        cause="lambda_gives_the_rate",
+        summary=(
+            f"the function of LambdaLR returns the learning rate where a factor on it is meant: {base:g} times "
+            f"{base:g} makes {peak:g}"
+        ),
+        shown_by=f"its largest factor is the base rate, {base:g}; {low.shown_by}",
+        where=projected.place,
+        change=projected.made_at,
+        repair="",
     )
 
 

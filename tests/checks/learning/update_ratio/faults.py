@@ -72,8 +72,12 @@ def scheduled(factor):
 pair(
     "schedule_gives_the_rate_where_a_factor_is_meant",
     "update_ratio",
-    "lr_too_low",
+    "lambda_gives_the_rate",
     culprits=("lr",),
+    where="schedule.step()",
+    change="LambdaLR(",
+    mentions=("0.0001 times 0.0001",),
+    quick=True,
     faulty=scheduled(None),
     fixed=scheduled(lambda step: 1.0),
 )
