@@ -85,11 +85,11 @@ class Facts:
         roots = {name.split(".")[0] for name in own}
         others = {
             self.record.parameters[i].name.split(".")[0]
-            for o in self.record.optimizers
-            if o.index != index
-            for i in o.parameters
+            for other in self.stepping
+            if other != index
+            for i in self.record.optimizers[other].parameters
         }
-        return next(iter(roots)) if len(roots) == 1 and not roots & others else str(index)
+        return next(iter(roots)) if len(roots) == 1 and not roots & others else str(self.stepping.index(index))
 
     @property
     def stepping(self) -> list[int]:

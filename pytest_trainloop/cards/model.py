@@ -91,24 +91,25 @@ def _rates(facts: Facts, index: int) -> list[list[float]]:
 
 
 def _group(number: int, group: Group, rates: list[float], known: Mapping[str, Parameter], where: str) -> Line:
-    still = bool(rates) and not any(rates)
     unmoved = bool(group.moved) and all(m == 0 for m in group.moved)
     norms = [n for n in group.norms if not math.isnan(n)]
+    empty = not group.names and not norms
+    still = bool(rates) and not any(rates) and not empty
     kinds = Counter(kind_of(known[name]) for name in group.names if name in known)
     told = ", ".join(numbered(kinds[kind], kind) for kind in KINDS if kinds[kind])
-    without = not norms and bool(group.norms)
+    without = not norms and bool(group.norms) and not empty
     fields = [
         f"decay {two(group.decay)}",
         f"rate {marked(span(rates[0], rates[-1]), still)}" if rates else "rate not seen",
-        f"|g| {span(norms[0], norms[-1])}" if norms else marked("|g| none", without),
-        f"update/weight {marked(span(group.moved[0], group.moved[-1]), unmoved)}" if group.moved else "",
-        f"{told}: {names(group.names)}" if group.names else "no tensors *",
+        f"|g| {span(norms[0], norms[-1])}" if norms else "" if empty else marked("|g| none", without),
+        f"update/weight {marked(span(group.moved[0], group.moved[-1]), unmoved)}" if group.moved and not empty else "",
+        "no tensors" if empty else f"{told}: {names(group.names)}" if told else "tensors of no module",
     ]
     return Line(
         label=f"  group {number}",
         text=(f"{group.name}: " if group.name else "") + "   ".join(filter(None, fields)),
         where=where,
-        odd=bool(still or unmoved or without or not group.names),
+        odd=not empty and (still or unmoved or without),
     )
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.cards.facts import Facts
-    from pytest_trainloop.finding import Result
+    from pytest_trainloop.finding import Finding, Result
 
 
 def moves(facts: Facts) -> Iterator[Line]:
@@ -96,7 +96,7 @@ def checkpoint(facts: Facts) -> Iterator[Line]:
     elif result is None:
         yield Line(label="checkpoint", text="not looked at: resume_equivalence was not run", seen=False)
     elif result.findings:
-        lacks = [_PARTS.get(f.cause, f"{f.cause} ({names(f.culprits, 2)})") for f in result.findings]
+        lacks = [_lacking(f) for f in result.findings]
         where = next((facts.where(f.change or f.where) for f in result.findings if f.change or f.where), "")
         text = f"not in it, or not put back: {', '.join(f'{part} *' for part in dict.fromkeys(lacks))}"
         yield Line(label="checkpoint", text=text, where=where, odd=True)
@@ -104,6 +104,13 @@ def checkpoint(facts: Facts) -> Iterator[Line]:
         yield Line(label="checkpoint", text="a resumed run ends where the uninterrupted one does, bit for bit")
     else:
         yield Line(label="checkpoint", text=f"not decided: {result.reason}")
+
+
+def _lacking(finding: Finding) -> str:
+    """What a finding says is lost: the part, and of weights their names."""
+    part = _PARTS.get(finding.cause, finding.cause)
+    named = finding.culprits if finding.cause == "average_lost" or part == finding.cause else ()
+    return f"{part} ({names(named, 2)})" if named else part
 
 
 def decided(facts: Facts) -> Iterator[Line]:

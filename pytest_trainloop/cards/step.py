@@ -46,7 +46,7 @@ class Call:
 
 
 def one_step(facts: Facts) -> Iterator[Line]:
-    calls = list(_calls(facts))
+    calls = _without_first_zeros(list(_calls(facts)))
     windows = list(_windows(calls))
     if not windows:
         yield none_seen("one step", "no optimizer stepped", odd=True)
@@ -74,6 +74,13 @@ def _calls(facts: Facts) -> Iterator[tuple[Event, Call]]:
             return
         if name := _name(event, facts, several=len(models) > 1):
             yield event, Call(name, event.place)
+
+
+def _without_first_zeros(calls: list[tuple[Event, Call]]) -> list[tuple[Event, Call]]:
+    """The calls without the zeros of lines that run once, before the first forward pass: they belong to no window."""
+    often = Counter(call for _, call in calls)
+    first = next((n for n, (_, call) in enumerate(calls) if call.name != "zero"), 0)
+    return [(event, call) for event, call in calls[:first] if often[call] > 1] + calls[first:]
 
 
 def _name(event: Event, facts: Facts, *, several: bool) -> str:

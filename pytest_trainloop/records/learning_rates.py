@@ -148,7 +148,7 @@ def _cadence(record: Record, number: int, calls: Sequence[SchedulerStep]) -> Cad
     before_last = [b for b in backwards if b.at < last]
     ends = list(itertools.accumulate(record.passes))
     items = [max((b.item for b in backwards if b.at < call.at), default=0) for call in calls]
-    at_ends = len(set(items)) == len(items) and bool(ends) and set(items) <= set(ends)
+    at_ends = bool(ends) and set(items) <= set(ends) and _once_an_end(items, calls)
     per: Literal["step", "pass", "micro-batch", "", "once"] = ""
     if len(calls) == 1 and len(steps) > 1:
         per = "once"
@@ -159,6 +159,14 @@ def _cadence(record: Record, number: int, calls: Sequence[SchedulerStep]) -> Cad
     elif len(before_last) > len(steps) and _one_between([b.at for b in before_last], [c.at for c in calls]):
         per = "micro-batch"
     return Cadence(number, len(calls), len(steps), len(before_last), sum(end <= record.items for end in ends), per)
+
+
+def _once_an_end(items: Sequence[int], calls: Sequence[SchedulerStep]) -> bool:
+    """Whether each call follows another item, but for those of one line behind the last item: a loop over passes goes
+    on where the batches of a run have come to their end."""
+    behind = [call.place for item, call in zip(items, calls, strict=True) if item == items[-1]]
+    before = [item for item in items if item != items[-1]]
+    return len(set(before)) == len(before) and len(set(behind)) == 1
 
 
 def _one_between(events: Sequence[int], calls: Sequence[int]) -> bool:
