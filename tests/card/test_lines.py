@@ -152,7 +152,7 @@ def test_a_schedule_that_is_called_once_a_pass_is_marked():
             schedule.step()
 
     told = pytest_trainloop.card(loop(scheduled))["schedule"]
-    assert told.startswith("ExponentialLR, 2 calls in 12 steps *")
+    assert told.startswith("ExponentialLR, 1 call a pass *")
 
 
 def test_rates_that_are_written_by_hand_are_told():
@@ -250,3 +250,42 @@ def test_without_a_step_there_is_no_window():
     (line,) = one_step(facts(made))
     assert line.odd
     assert line.text.startswith("none seen")
+
+
+def test_a_group_without_tensors_is_nothing_unusual():
+    card = pytest_trainloop.card(loop(groups=lambda net: [{"params": list(net.parameters())}, {"params": []}]))
+    assert "group 1 decay 0   rate 0.1   no tensors" in card["optimizer"]
+    assert not card.odd
+
+
+def test_a_zeroing_before_the_loop_is_in_no_window():
+    def zeroed_behind(optimizer, batches, model):
+        optimizer.zero_grad()
+        for x, y in batches:
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert "the same in 12 of 12 windows" in pytest_trainloop.card(loop(zeroed_behind))["one step"]
+
+
+def test_optimizers_are_named_by_what_they_train_though_others_held_it_before():
+    def make():
+        nets = {"one": nn.Linear(4, 4), "other": nn.Linear(4, 1)}
+        both = [p for net in nets.values() for p in net.parameters()]
+
+        def fit(batches):
+            for x, y in batches:
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                F.mse_loss(nets["other"](nets["one"](x)), y).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+
+        torch.optim.SGD(both, lr=0.1)
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets.values()]
+        return TrainLoop(model=nets, batch=(torch.randn(8, 4), torch.randn(8, 1)), fit=fit)
+
+    card = pytest_trainloop.card(make)
+    assert "SGD of one, 12 steps" in card["optimizer"]
+    assert "SGD of other, 12 steps" in card["optimizer"]
