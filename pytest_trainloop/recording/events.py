@@ -276,6 +276,10 @@ class Move:
     at: int
     parameters: tuple[int, ...]
     by: int | None
+    before: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    """The sampled entries before the change, of parameters that an optimizer steps and user code changes as well."""
+    change: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    """What was added to these entries."""
 
 
 @dataclass(slots=True, kw_only=True)

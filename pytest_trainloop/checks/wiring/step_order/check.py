@@ -186,6 +186,7 @@ def step_order(evidence: Evidence) -> Iterator[Finding]:
     if misused:
         return
     yield from clips
+    yield from _moved_by_hand(evidence, record)
     if "accumulate" in evidence.knobs and record.raised is None:
         record = evidence.run(accumulate=ACCUMULATE)
         if inside := cleared_inside(record, gradient_ledger(record), ACCUMULATE):
@@ -201,6 +202,18 @@ def step_order(evidence: Evidence) -> Iterator[Finding]:
         yield findings.of_leak(leaking)
     elif left := left_open(record, ledger):
         yield findings.of_left_open(record, left, len(ledger.backwards))
+
+
+def _moved_by_hand(evidence: Evidence, record: Record) -> Iterator[Finding]:
+    """Weights that user code moves between the backward passes of a step, or back after it."""
+    from pytest_trainloop.checks.wiring.step_order import move_findings, moved_by_hand
+
+    if kept := moved_by_hand.kept_gradient(record):
+        yield move_findings.of_kept_gradient(kept)
+    if pull := moved_by_hand.pull(record):
+        from pytest_trainloop.checks.wiring.step_order.weight_writes import line_of_write
+
+        yield move_findings.of_pull(pull, line_of_write(evidence, pull.parameters))
 
 
 def _call_order(record: Record, named: set[str]) -> Iterator[Finding]:

@@ -35,7 +35,6 @@ CLIP_CAUSES = {
         proof="steps use gradients that no clip covers beside those of the same optimizer that one does",
         repair="clip_grad_norm_(model.parameters(), max_norm), or every group of the optimizer",
         change=("seen",),
-        settle="skip={'step_order:clip_leaves_out': 'why these are not clipped'} where it is meant",
     ),
     "clip_inside_window": Cause(
         proof="gradients are clipped, a backward pass of another batch adds to them, and they are clipped again",
@@ -47,7 +46,15 @@ CLIP_CAUSES = {
         proof="between two backward passes before one step the weights moved along what already stood in .grad",
         repair="zero_grad() between the two: sharpness-aware steps use g(w + e) alone",
         change=("seen",),
-        settle="skip={'step_order:first_gradient_kept': 'both gradients are meant, as in a penalty'}",
+    ),
+    "step_taken_back": Cause(
+        proof="after each step the weights are pulled by one constant share towards one point that never moves",
+        repair=(
+            "swap the two sides where an average is to follow the weights: "
+            "average.lerp_(weight, 1 - decay), not weight.lerp_(average, ...)"
+        ),
+        explains=TRAINING,
+        change=("seen",),
     ),
     "leaks_into_next": Cause(
         proof=(
