@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
+import linecache
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +78,7 @@ class BuiltSchedulers:
             place=place,
             at=self.tick(),
             groups=len(getattr(optimizer, "param_groups", None) or ()),
+            shares=_shared_variables(getattr(scheduler, "lr_lambdas", None) or ()),
         )
         self.entries.append(entry)
         self._references.append(weakref.ref(scheduler))
@@ -94,7 +97,9 @@ class BuiltSchedulers:
         self.entries[self.number(scheduler)].inner = True
 
     def declare(self, given: Any) -> None:
-        """Note what ``TrainLoop.scheduler`` holds: a scheduler, or a list or dict of some."""
+        """Note what ``TrainLoop.scheduler`` holds: a scheduler, or a list or dict of some; and what nothing holds."""
+        for entry, reference in zip(self.entries, self._references, strict=True):
+            entry.dropped = reference() is None
         for scheduler in _listed(given):
             if isinstance(scheduler, LRScheduler):
                 self.entries[self.number(scheduler)].declared = True
@@ -149,6 +154,36 @@ def _text(value: Any, depth: int = 3) -> str:
         inside = ", ".join(_text(v, depth - 1) for v in given)
         return f"{code.co_name} at {code.co_filename}:{code.co_firstlineno}({inside})"
     return f"{type(value).__name__} {id(value)}"
+
+
+def _shared_variables(functions: Any) -> tuple[str, ...]:
+    """The variables of a loop that several functions made in it share: each reads the last value."""
+    closures = [f.__closure__ for f in functions if getattr(f, "__closure__", None)]
+    codes = {f.__code__ for f in functions if getattr(f, "__code__", None)}
+    if len({id(f) for f in functions}) < 2 or len(closures) != len(functions) or len(codes) != 1:
+        return ()
+    code = next(iter(codes))
+    cells = zip(code.co_freevars, zip(*closures, strict=True), strict=True)
+    shared = [name for name, of_each in cells if len(set(map(id, of_each))) == 1]
+    looped = _looped_over(code.co_filename, code.co_firstlineno) if shared else frozenset()
+    return tuple(name for name in shared if name in looped)
+
+
+@functools.cache
+def _looped_over(file: str, line: int) -> frozenset[str]:
+    """The variables of the loops around a function that begins on a line: of ``for`` and of comprehensions."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return frozenset()
+    targets: list[ast.expr] = []
+    for node in ast.walk(tree):
+        inside = node.lineno <= line <= (node.end_lineno or 0) if isinstance(node, (ast.expr, ast.stmt)) else False
+        if inside and isinstance(node, ast.For):
+            targets.append(node.target)
+        elif inside and isinstance(node, (ast.ListComp, ast.GeneratorExp)):
+            targets += [comprehension.target for comprehension in node.generators]
+    return frozenset(n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name))
 
 
 def _filled(cell: Any) -> bool:

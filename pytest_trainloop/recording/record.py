@@ -141,6 +141,10 @@ class Scheduler:
     """The position at which it was built; 0 before the run."""
     inner: bool = False
     """Whether another scheduler holds or steps it."""
+    dropped: bool = False
+    """Whether nothing held it any more when ``fit`` began."""
+    shares: tuple[str, ...] = ()
+    """The variables that its functions, one for each group, share as one and the same: a loop's last value."""
     groups: int = 0
     """The groups that its optimizer had when it was built."""
     calls: int = 0

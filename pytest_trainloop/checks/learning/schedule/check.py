@@ -79,16 +79,20 @@ def schedule(evidence: Evidence) -> Iterator[Finding]:
 
 def _of_the_record(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.learning.schedule import driven, groups, rebuilt, settings, uncalled, unread
-    from pytest_trainloop.checks.learning.schedule.overwritten import overwritten
+    from pytest_trainloop.checks.learning.schedule.overwritten import lost_by_hand, overwritten
 
     record = evidence.run()
     yield from driven.drives_another(record)
     yield from driven.two_on_one(record)
-    yield from driven.called_twice(record)
+    missing = list(uncalled.uncalled(evidence))
+    yield from missing
+    yield from (f for f in driven.called_twice(record) if f.where not in {m.where for m in missing})
     yield from overwritten(evidence)
-    yield from uncalled.uncalled(evidence)
+    yield from lost_by_hand(evidence)
+    yield from settings.shared_variable(record)
     yield from rebuilt.rebuilt_optimizers(record)
     yield from rebuilt.rebuilt_schedulers(record)
+    yield from rebuilt.rebuilt_each_pass(evidence)
     yield from unread.rate_nobody_reads(evidence)
     yield from unread.option_nobody_reads(evidence)
     yield from settings.plateau_mode(record)

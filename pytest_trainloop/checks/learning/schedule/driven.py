@@ -19,6 +19,10 @@ FEWEST = 3
 """Steps, or calls, that make a rule of what is seen."""
 
 
+WARM_UPS = ("LinearLR", "ConstantLR")
+"""Schedulers of which two on one optimizer are a warm-up and a decay."""
+
+
 def calls_of(record: Record, number: int) -> list[SchedulerStep]:
     """The calls of a scheduler that came to their end, in order."""
     return [c for c in record.of(SchedulerStep) if c.number == number and c.until]
@@ -95,7 +99,7 @@ def two_on_one(record: Record) -> Iterator[Finding]:
         if not _at_one_time(record, one, other):
             continue
         equal = _comparable(one) == _comparable(other)
-        if not equal and all(_is_plain(s) for s in (one, other)):
+        if not equal and one.kind in WARM_UPS:
             continue  # a warm-up times a decay
         place = next((c.place for c in calls_of(record, other.number)), None)
         left = without[0]
@@ -136,11 +140,6 @@ def _at_one_time(record: Record, one: Scheduler, other: Scheduler) -> bool:
 def _comparable(scheduler: Scheduler) -> dict[str, str]:
     """The settings but for the rates that the optimizer had, which an earlier scheduler may have moved."""
     return {name: text for name, text in scheduler.settings.items() if name != "base_lrs"}
-
-
-def _is_plain(scheduler: Scheduler) -> bool:
-    """Whether the settings hold no function, which might be another's equal."""
-    return not any(" at " in text for text in scheduler.settings.values())
 
 
 def called_twice(record: Record) -> Iterator[Finding]:

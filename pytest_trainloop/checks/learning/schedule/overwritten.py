@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.learning.schedule.driven import FEWEST, calls_of, line_of
 from pytest_trainloop.finding import Finding
+from pytest_trainloop.recording.events import SchedulerStep
 from pytest_trainloop.records.learning_rates import rates
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_trainloop.recording.events import SchedulerStep
     from pytest_trainloop.recording.record import Record, Scheduler
     from pytest_trainloop.records.learning_rates import GroupRates
     from pytest_trainloop.runs.evidence import Evidence
@@ -37,6 +37,40 @@ def overwritten(evidence: Evidence) -> Iterator[Finding]:
             ):
                 yield _of_other(record, scheduler, other)
                 break
+
+
+def lost_by_hand(evidence: Evidence) -> Iterator[Finding]:
+    """Rates that a line writes and that a scheduler sets anew before any step uses them."""
+    record = evidence.run()
+    for scheduler in record.schedulers:
+        if scheduler.kind not in ABSOLUTE or not scheduler.from_torch or scheduler.optimizer is None:
+            continue
+        calls = calls_of(record, scheduler.number)
+        steps = [s for s in record.innermost_steps() if s.optimizer == scheduler.optimizer]
+        lost = []
+        for call in calls:
+            step = next((s for s in reversed(steps) if s.at < call.at), None)
+            others = [o for o in record.of(SchedulerStep) if step and step.at < o.at < call.at]
+            if step is not None and not others and call.before and step.lrs[: len(call.before)] != call.before:
+                lost.append((step, call))
+        if len(lost) < FEWEST or len(lost) < len(calls) - 1 or any(c.before == c.after for _, c in lost):
+            continue
+        from pytest_trainloop.tracing.rate_writes import RateWrites
+
+        step, call = lost[0]
+        line = evidence.shared(RateWrites.of).line(optimizer=scheduler.optimizer)
+        yield Finding(
+            cause="written_rate_lost",
+            summary=(
+                f"a line writes {call.before[0]:g} and {scheduler.kind} sets the rate to {call.after[0]:g} before any "
+                "step uses it"
+            ),
+            measured=f"{len(lost)} of {len(calls)} calls find a rate that no step was made with",
+            shown_by=f"{scheduler.kind} computes each rate from the base rate, whatever stands there",
+            culprits=(f"{scheduler.kind}.step()",),
+            where=line or str(call.place),
+            change=line,
+        )
 
 
 def _by_hand(evidence: Evidence, record: Record, scheduler: Scheduler) -> Finding | None:

@@ -38,6 +38,16 @@ RATE_CAUSES = {
         explains=LEARNING,
         change=("seen",),
     ),
+    "written_rate_lost": Cause(
+        proof="the scheduler sets each rate that a line writes anew before a step uses it, from the base rate",
+        repair="remove the line that writes the rate, or the scheduler",
+        change=("seen",),
+    ),
+    "lambdas_share_a_variable": Cause(
+        proof="the lambdas of the groups have one code, and all read one variable, which the loop around them sets",
+        repair="bind the variable: lambda step, factor=factor: ...",
+        change=("scheduler",),
+    ),
     "optimizer_rebuilt": Cause(
         proof="optimizers with moments and equal settings make one step each, on the same weights",
         repair="build the optimizer once, before the loop",
@@ -45,7 +55,7 @@ RATE_CAUSES = {
         change=("optimizer", "seen"),
     ),
     "scheduler_rebuilt": Cause(
-        proof="a scheduler is built for every step and called once, and every call leaves the same rates",
+        proof="a scheduler is built for every step, or for every pass and sized for all, and begins again each time",
         repair="build the scheduler once, before the loop",
         explains=LEARNING,
         change=("seen",),

@@ -87,6 +87,26 @@ def metric_as_epoch(record: Record) -> Iterator[Finding]:
         )
 
 
+def shared_variable(record: Record) -> Iterator[Finding]:
+    """A list of lambdas, one for each group, made in a loop whose variable they all read: each sees its last value."""
+    for scheduler in record.schedulers:
+        groups = [r for r in rates(record) if r.optimizer == scheduler.optimizer]
+        if not scheduler.shares or not scheduler.calls:
+            continue
+        name = scheduler.shares[0]
+        yield Finding(
+            cause="lambdas_share_a_variable",
+            summary=f"the lambdas of {len(groups)} groups all read the last value of {name}: they are one and the same",
+            measured=f"{scheduler.kind} multiplies the rate of each group by the same factor",
+            shown_by=f"the functions have one code, and their variable {name}, which a loop sets, is one and the same",
+            culprits=(name,),
+            kinds=("attribute",),
+            where=line_of(scheduler),
+            change=line_of(scheduler),
+            repair=f"lambda step, {name}={name}: ...",
+        )
+
+
 def bounds(record: Record) -> Iterator[Finding]:
     """Schedules that are to lower the rate and end above where it begins, or may not lower it at all."""
     for scheduler in record.schedulers:

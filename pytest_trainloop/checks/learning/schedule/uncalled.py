@@ -8,7 +8,7 @@ import linecache
 from functools import cache
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.checks.learning.schedule.driven import line_of
+from pytest_trainloop.checks.learning.schedule.driven import called_twice, line_of
 from pytest_trainloop.errors import BrokenRun, CannotDecide
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.records.learning_rates import rates
@@ -41,9 +41,10 @@ def uncalled(evidence: Evidence) -> Iterator[Finding]:
         if optimizer.steps < 2 or any(g.moves for g in groups) or _another_drives(record, scheduler):
             continue
         proof = _proof(evidence, scheduler)
-        if not proof and (not scheduler.declared or scheduler.plateau):
+        if not proof and scheduler.plateau:
             continue
-        certain = bool(proof) and not evidence.shared(WholeFit.of).may_call
+        certain = scheduler.dropped or (bool(proof) and not evidence.shared(WholeFit.of).may_call)
+        twice = _called_in_its_place(record, scheduler)
         rate = groups[0].known[0] if groups and groups[0].known else 0.0
         yield Finding(
             cause="never_called",
@@ -55,9 +56,16 @@ def uncalled(evidence: Evidence) -> Iterator[Finding]:
             shown_by=proof or "fit may be one epoch of a loop that calls it",
             culprits=(f"{scheduler.kind}.step()",),
             kinds=("missing call",),
-            where=record.step_line(),
-            change=record.step_line() if certain else line_of(scheduler),
+            where=twice or record.step_line(),
+            change=twice or (record.step_line() if certain else line_of(scheduler)),
+            repair="call the one that is never called on this line: it calls the other a second time" if twice else "",
         )
+
+
+def _called_in_its_place(record: Record, scheduler: Scheduler) -> str:
+    """The line that calls a scheduler of the same kind a second time."""
+    twice = [f for f in called_twice(record) if f.culprits == (f"{scheduler.kind}.step()",)]
+    return twice[0].where if twice else ""
 
 
 def _another_drives(record: Record, scheduler: Scheduler) -> bool:
@@ -68,6 +76,8 @@ def _another_drives(record: Record, scheduler: Scheduler) -> bool:
 def _proof(evidence: Evidence, scheduler: Scheduler) -> str:
     """Why nobody will call it later; empty where somebody may."""
     record = evidence.run()
+    if scheduler.dropped:
+        return "nothing held it any more when fit began"
     alike = [s for s in record.schedulers if s.calls and s.kind == scheduler.kind and not s.inner]
     if alike:
         return f"fit calls the {scheduler.kind} of another optimizer, {alike[0].calls} times"

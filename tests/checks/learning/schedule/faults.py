@@ -692,3 +692,164 @@ pair(
     fixed=trained(head_joins(late=False), call_scheduler),
     quick=True,
 )
+
+
+# A schedule that is built by a helper which nobody keeps the result of.
+
+
+def built_and_dropped(kept):
+    def configure(model):
+        optimizer = sgd(model)
+        scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
+        return optimizer, scheduler if kept else None
+
+    return configure
+
+
+pair(
+    "scheduler_that_nothing_holds",
+    "schedule",
+    "never_called",
+    culprits=("LambdaLR.step()",),
+    mentions=("nothing held it",),
+    faulty=trained(built_and_dropped(kept=False)),
+    fixed=trained(built_and_dropped(kept=True), call_scheduler),
+)
+
+
+# A copied line: the critic's schedule is not called, and the generator's twice.
+
+
+def copied_call(second):
+    def make():
+        generator, critic = mlp(4, 32, 6), mlp(6, 32, 1)
+        g_optimizer = torch.optim.Adam(generator.parameters(), lr=1e-3)
+        c_optimizer = torch.optim.Adam(critic.parameters(), lr=1e-3)
+        g_scheduler = lr_scheduler.ExponentialLR(g_optimizer, 0.99)
+        c_scheduler = lr_scheduler.ExponentialLR(c_optimizer, 0.99)
+        last = {"generator": g_scheduler, "critic": c_scheduler}[second]
+
+        def fit(batches):
+            for x, _ in batches:
+                fake = generator(torch.randn(len(x), 4))
+                c_optimizer.zero_grad()
+                (F.softplus(-critic(x)) + F.softplus(critic(fake.detach()))).mean().backward()
+                c_optimizer.step()
+                g_optimizer.zero_grad()
+                F.softplus(-critic(fake)).mean().backward()
+                g_optimizer.step()
+                g_scheduler.step()
+                last.step()
+
+        return TrainLoop(
+            model={"generator": generator, "critic": critic},
+            optimizer=[g_optimizer, c_optimizer],
+            scheduler=[g_scheduler, c_scheduler],
+            batch=data.table(),
+            fit=fit,
+        )
+
+    return make
+
+
+pair(
+    "schedule_of_the_generator_called_for_the_critic",
+    "schedule",
+    "never_called",
+    culprits=("ExponentialLR.step()",),
+    where="last.step()",
+    mentions=("another optimizer", "second time"),
+    faulty=copied_call("generator"),
+    fixed=copied_call("critic"),
+)
+
+
+# A schedule for the whole training, built in the function of one epoch.
+
+
+def one_cycle_in_the_epoch(each):
+    def make():
+        model = mlp(6, 32, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+        def fit(batches):
+            batches = list(batches)
+            for epoch in range(3):
+                if each or epoch == 0:
+                    scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=3 * len(batches))
+                for x, y in batches:
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+                    scheduler.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "one_cycle_built_in_each_epoch",
+    "schedule",
+    "scheduler_rebuilt",
+    culprits=("OneCycleLR.step()",),
+    mentions=("begins again",),
+    faulty=one_cycle_in_the_epoch(each=True),
+    fixed=one_cycle_in_the_epoch(each=False),
+)
+
+
+# A line lowers the rate, and the lambda puts it back before the next step.
+
+
+def write_and_call(trainer):
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 0.05 * 0.98**trainer.steps
+    trainer.scheduler.step()
+
+
+def constant_lambda(model):
+    optimizer = sgd(model)
+    return optimizer, lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
+
+
+pair(
+    "decay_by_hand_before_the_lambda",
+    "schedule",
+    "written_rate_lost",
+    culprits=("LambdaLR.step()",),
+    where='group["lr"] =',
+    change='group["lr"] =',
+    faulty=trained(constant_lambda, write_and_call),
+    fixed=trained(constant_lambda, call_scheduler),
+    quick=True,
+)
+
+
+# One lambda for each group, made in a comprehension: all of them see the last decay.
+
+
+def decays(bound):
+    def configure(model):
+        optimizer = torch.optim.SGD(
+            [{"params": model[0].parameters()}, {"params": model[-1].parameters()}], lr=0.1, momentum=0.9
+        )
+        if bound:
+            factors = [lambda step, decay=decay: decay**step for decay in (0.99, 0.999)]
+        else:
+            factors = [lambda step: decay**step for decay in (0.99, 0.999)]  # noqa: B023
+        return optimizer, lr_scheduler.LambdaLR(optimizer, factors)
+
+    return configure
+
+
+pair(
+    "lambdas_that_see_the_last_decay",
+    "schedule",
+    "lambdas_share_a_variable",
+    culprits=("decay",),
+    change="lr_scheduler.LambdaLR(optimizer, factors)",
+    faulty=trained(decays(bound=False), call_scheduler),
+    fixed=trained(decays(bound=True), call_scheduler),
+    quick=True,
+)
