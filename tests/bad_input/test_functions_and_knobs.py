@@ -52,7 +52,7 @@ FUNCTIONS = {
         "TrainLoop.fit takes (model, batches), and is called as fit(batches)",
     ),
     "parts-mapping": (
-        "return loop(parts={'ce': 1.0})  # here",
+        "loop(parts={'ce': 1.0})",
         "TrainLoop.parts is a dict; a function is needed that gives each term by name, as in lambda model, batch: "
         '{"ce": ce(model, batch)}',
     ),

@@ -60,17 +60,22 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.loss.loss_components.unreported import Unreported
     from pytest_trainloop.runs.evidence import Evidence
 
+_DROPPED = ("gradient_reaches_every_param:parameter_unused", "loss_contract:part_left_out")
+"""What other checks see of a term that trains nothing: its layer, or its result, is used by nobody."""
+
 CAUSES = {
     "part_detached": Cause(
         proof="the value of the loss holds the part, the part changes with the weights, and the gradient of the loss "
         "is the sum of the other parts' gradients",
         repair="leave out the detach(), no_grad() or item() on its way into the sum",
         change=("seen",),
+        explains=("gradient_reaches_every_param:graph_cut", *_DROPPED),
     ),
     "part_left_out": Cause(
         proof="the gradient of the loss is the sum of the other parts' gradients, at all weights and batches",
         repair="add it to what is backpropagated, or take it out of parts=",
         change=("seen",),
+        explains=_DROPPED,
         settle='a term that begins later: declare it with its weight of now, {"kl": (0.0, kl)}',
     ),
     "sign_differs": Cause(
