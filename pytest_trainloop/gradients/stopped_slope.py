@@ -2,16 +2,17 @@
 
 See docs/how-it-decides.md#a-stop-on-one-of-several-paths.
 
-The slope of the first root along three random directions is taken twice: by central differences, which know nothing of
-``detach()``, and from its gradient. Seven runs of one step in float64. What the gradient lacks is then looked for among
-the operations that cut a graph: each is passed through in a run of its own, and the gradient gains what it had stopped.
+The slope of the first root along three random directions, in the weights that it has a gradient on, is taken twice: by
+central differences, which know nothing of ``detach()``, and from its gradient. Seven runs of one step in float64. What
+the gradient lacks is then looked for among the operations that cut a graph: each is passed through in a run of its own,
+and the gradient gains what it had stopped.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.function_mode import aside, is_aside
 from pytest_trainloop.recording.patches import patched
+from pytest_trainloop.recording.source import here
 from pytest_trainloop.runs import checkpoint_bypass
 from pytest_trainloop.runs.no_randomness import NoRandomness
 from pytest_trainloop.tracing.cut_candidates import Tracer
@@ -27,10 +29,11 @@ if TYPE_CHECKING:
     import contextlib
     from collections.abc import Callable, Iterator, Sequence
 
+    from pytest_trainloop.recording.events import Place
+    from pytest_trainloop.recording.events import Site as Site_
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.cut_candidates import Candidate
 
 DIRECTIONS = 3
 STEP = 1e-5
@@ -39,6 +42,10 @@ slope, by the third derivative, and 1e-11 by rounding."""
 
 LEAST = 1e-4
 """Share of the slope below which a difference is one of a kink between the two points, or of lower precision."""
+
+SAME = 1e-6
+"""Share of the loss by which the mean of two values may miss the one between them; the second derivative gives
+1e-10."""
 
 MOST = 5
 """Lines that are given, at most."""
@@ -73,9 +80,7 @@ class StoppedSlope:
         if not evidence.repeatable or "run" not in evidence.offers:
             raise CannotDecide("the slope of the loss takes runs of their own")
         base = _run(evidence)
-        slopes = [(_value(evidence, n, STEP) - _value(evidence, n, -STEP)) / (2 * STEP) for n in range(DIRECTIONS)]
-        if not all(map(math.isfinite, [*slopes, *base.slopes])):
-            raise CannotDecide("the first loss is not finite")
+        slopes = [_difference(evidence, base, which) for which in range(DIRECTIONS)]
         size = math.hypot(*slopes)
         lacking = [slope - own for slope, own in zip(slopes, base.slopes, strict=True)]
         share = math.hypot(*lacking) / size if size else 0.0
@@ -87,8 +92,20 @@ class StoppedSlope:
 class _FirstRoot:
     """The first root of a run, and its slopes along the directions."""
 
-    def __init__(self, traced: Tracer | None = None, *, moved: tuple[int, float] | None = None) -> None:
-        self.traced, self._moved = traced, moved
+    def __init__(
+        self,
+        traced: Tracer | None,
+        *,
+        moved: tuple[int, float] | None,
+        only: frozenset[int] | None,
+        through: Site_ | None,
+    ) -> None:
+        self.traced, self._moved, self._only, self._through = traced, moved, only, through
+        self.reached: frozenset[int] = frozenset()
+        """Weights that the root has a gradient on. Those that it has none on are cut off on all paths, or trained by
+        another loss."""
+        self.derived: dict[Site_, Place] = {}
+        """The calls of ``autograd.grad`` whose result has no history."""
         self.value = math.nan
         self.slopes: list[float] = []
         self._watch: Watch | None = None
@@ -107,7 +124,7 @@ class _FirstRoot:
                 tensor.add_(_noise(tensor, random), alpha=0.1 * _size(tensor) or 0.02)
                 size = _size(tensor)  # drawn here: the run itself is without randomness
                 self._directions[number] = [size * _noise(tensor, random) for _ in range(DIRECTIONS)]
-                if self._moved is not None:
+                if self._moved is not None and (self._only is None or number in self._only):
                     tensor.add_(self._directions[number][self._moved[0]], alpha=self._moved[1])
 
     def contexts(self, watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
@@ -117,6 +134,7 @@ class _FirstRoot:
         if self.traced is not None:
             yield from self.traced.contexts(watch)
         yield patched(torch.autograd, "backward", self._before)
+        yield patched(torch.autograd, "grad", self._derive)
 
     def _before(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -136,18 +154,29 @@ class _FirstRoot:
         if self._moved is not None or self._watch is None:
             return
         known = [(n, t) for n, t in _trained(self._watch) if n in self._directions]
+        if self._only is not None:
+            known = [(n, t) for n, t in known if n in self._only]
         tensors = [t for _, t in known]
         with aside():
             found = torch.autograd.grad(root, tensors, retain_graph=True, allow_unused=True)
+        gradients = {n: _dense(g) for (n, _), g in zip(known, found, strict=True) if g is not None}
+        self.reached = frozenset(n for n, g in gradients.items() if bool(g.any()))
         for which in range(DIRECTIONS):
-            along = [self._directions[n][which] for n, _ in known]
-            self.slopes.append(
-                sum(
-                    float((g.detach().conj() * d).sum().real)
-                    for g, d in zip(found, along, strict=True)
-                    if g is not None and g.layout is torch.strided
-                )
-            )
+            along = ((g.conj() * self._directions[n][which]).sum() for n, g in gradients.items())
+            self.slopes.append(sum(float(slope.real) for slope in along))
+
+    def _derive(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Note calls of ``autograd.grad`` without a graph, and give the chosen one a graph."""
+
+        @functools.wraps(original)
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            if is_aside() or kwargs.get("create_graph") or len(args) > 4:
+                return original(*args, **kwargs)
+            place, site = here()
+            self.derived.setdefault(site, place)
+            return original(*args, **(kwargs | {"create_graph": True} if site == self._through else kwargs))
+
+        return grad
 
 
 def _trained(watch: Watch) -> Iterator[tuple[int, torch.Tensor]]:
@@ -155,6 +184,11 @@ def _trained(watch: Watch) -> Iterator[tuple[int, torch.Tensor]]:
         plain = not torch.nn.parameter.is_lazy(tensor) and (tensor.is_floating_point() or tensor.is_complex())
         if plain and tensor.requires_grad and tensor.is_leaf and tensor.numel():
             yield number, tensor
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    values = gradient.detach()
+    return values if values.layout is torch.strided else values.to_dense()
 
 
 def _size(tensor: torch.Tensor) -> float:
@@ -165,8 +199,15 @@ def _noise(tensor: torch.Tensor, random: torch.Generator) -> torch.Tensor:
     return torch.randn(tensor.shape, generator=random, dtype=torch.float64).to(tensor)
 
 
-def _run(evidence: Evidence, traced: Tracer | None = None, *, moved: tuple[int, float] | None = None) -> _FirstRoot:
-    first = _FirstRoot(traced, moved=moved)
+def _run(
+    evidence: Evidence,
+    traced: Tracer | None = None,
+    *,
+    moved: tuple[int, float] | None = None,
+    only: frozenset[int] | None = None,
+    through: Site_ | None = None,
+) -> _FirstRoot:
+    first = _FirstRoot(traced, moved=moved, only=only, through=through)
     record: Record = evidence.rerun(
         prepare=first.prepare,
         contexts=first.contexts,
@@ -183,26 +224,41 @@ def _run(evidence: Evidence, traced: Tracer | None = None, *, moved: tuple[int, 
     return first
 
 
-def _value(evidence: Evidence, which: int, step: float) -> float:
-    return _run(evidence, moved=(which, step)).value
+def _difference(evidence: Evidence, base: _FirstRoot, which: int) -> float:
+    """The slope along one direction. Raises ``CannotDecide`` where the three values do not lie on a line."""
+    above, below = (_run(evidence, moved=(which, step), only=base.reached).value for step in (STEP, -STEP))
+    if not all(map(math.isfinite, (above, below, base.value))):
+        raise CannotDecide("the first loss is not finite")
+    if abs((above + below) / 2 - base.value) > SAME * max(abs(base.value), abs(above - below)):
+        raise CannotDecide("the first loss is another one in each run")
+    return (above - below) / (2 * STEP)
 
 
 def _sites(evidence: Evidence, base: _FirstRoot, lacking: Sequence[float], size: float) -> tuple[Site, ...]:
     """The operations that stop most, by what the gradient gains along what it lacks when one is passed through."""
     tracer = Tracer()
-    _run(evidence, tracer)
-    found: list[Site] = []
-    for candidate in [c for c in tracer.found.values() if c.kind in _KINDS][:TRIED]:
-        gained = _gained(evidence, base, candidate)
-        along = sum(g * lack for g, lack in zip(gained, lacking, strict=True)) / max(math.hypot(*lacking), 1e-300)
-        if along / size > LEAST:
-            found.append(Site(str(candidate.place), candidate.op, along / size))
-    return tuple(sorted(found, key=lambda s: -s.share)[:MOST])
+    derived = _run(evidence, tracer, only=base.reached).derived
+    cuts = [c for c in tracer.found.values() if c.kind in _KINDS][:TRIED]
+    found = [Site(str(c.place), c.op, _gained(evidence, base, lacking, traced=Tracer([c]))) for c in cuts]
+    found += [
+        Site(str(place), "grad", _gained(evidence, base, lacking, through=site)) for site, place in derived.items()
+    ]
+    shares = [replace(site, share=site.share / size) for site in found]
+    return tuple(sorted((s for s in shares if s.share > LEAST), key=lambda s: -s.share)[:MOST])
 
 
-def _gained(evidence: Evidence, base: _FirstRoot, candidate: Candidate) -> list[float]:
+def _gained(
+    evidence: Evidence,
+    base: _FirstRoot,
+    lacking: Sequence[float],
+    *,
+    traced: Tracer | None = None,
+    through: Site_ | None = None,
+) -> float:
+    """What the gradient gains along what it lacks; 0 where the run cannot be made."""
     try:
-        through = _run(evidence, Tracer([candidate]))
+        made = _run(evidence, traced, only=base.reached, through=through)
     except CannotDecide:
-        return [0.0] * DIRECTIONS
-    return [after - before for after, before in zip(through.slopes, base.slopes, strict=True)]
+        return 0.0
+    gained = [after - before for after, before in zip(made.slopes, base.slopes, strict=True)]
+    return sum(g * lack for g, lack in zip(gained, lacking, strict=True)) / max(math.hypot(*lacking), 1e-300)

@@ -42,14 +42,30 @@ class Fit:
         return self.residual <= rounding and (not self.outside or self.learned)
 
 
-def fitted(state: State) -> Fit | None:
-    """None where the parts are not independent: the gradient of one is a sum of those of others."""
+def fitted(state: State, rounding: float) -> Fit | None:
+    """None where the parts are not independent: the gradient of one is a sum of those of others.
+
+    Where the parts do not explain the root, a few numbers that it trains may be weights of theirs which were declared
+    as numbers: all other parameters are asked alone.
+    """
+    found = _fitted(state, small=0)
+    if found is None or found.explains(rounding):
+        return found
+    without = _fitted(state, small=2 * len(state.parts))
+    return without if without is not None and without.explains(rounding) else found
+
+
+def _fitted(state: State, small: int) -> Fit | None:
+    """``small``: tensors of so many entries and fewer are left out of the equations."""
     reached = torch.zeros(len(state.gradient), dtype=torch.bool)
     sizes: dict[str, int] = {}
     outside: list[str] = []
+    left_out = False
     for (name, start, numel), end in zip(state.sizes, [*[s[1] for s in state.sizes[1:]], len(reached)], strict=True):
         gradients = [p.gradient for p in state.parts.values() if p.gradient is not None]
-        if any(bool(g[start:end].any()) for g in gradients):
+        if numel <= small:
+            left_out = left_out or bool(state.gradient[start:end].any())
+        elif any(bool(g[start:end].any()) for g in gradients):
             reached[start:end] = True
         elif bool(state.gradient[start:end].any()):
             outside.append(name)
@@ -57,10 +73,10 @@ def fitted(state: State) -> Fit | None:
     own = {name: p.gradient[reached] for name, p in state.parts.items() if p.gradient is not None}
     own = {name: g for name, g in own.items() if bool(g.any())}
     whole = state.gradient[reached]
-    learned = bool(outside) and sum(sizes.values()) <= 2 * len(state.parts)
+    learned = left_out or (bool(outside) and sum(sizes.values()) <= 2 * len(state.parts))
     if not own or not bool(whole.any()):
-        nothing = dict.fromkeys(state.parts, math.nan) | ({} if bool(whole.any()) else dict.fromkeys(own, 0.0))
-        return Fit(nothing, 1.0 if bool(whole.any()) else 0.0, tuple(outside), learned)
+        nothing = dict.fromkeys(state.parts, math.nan)  # a root without a gradient says nothing
+        return Fit(nothing, 1.0 if bool(state.gradient.any()) else 0.0, tuple(outside), learned)
     total = torch.stack(list(own.values())).sum(0)
     common = float(whole @ total) / max(float(total @ total), 1e-300)
     left = float(torch.linalg.vector_norm(whole - common * total) / torch.linalg.vector_norm(whole))
@@ -115,16 +131,16 @@ def candidates(states: Sequence[State], rounding: float) -> list[Candidate]:
     sites = dict.fromkeys(s.site for s in states)
     for site in sites:
         mine = [s for s in states if s.site == site]
-        found.append(_candidate(("each", site), mine))
+        found.append(_candidate(("each", site), mine, rounding))
         if len({s.item for s in mine}) < len(mine):
-            found.append(_candidate(("batch", site), _summed(mine)))
+            found.append(_candidate(("batch", site), _summed(mine), rounding))
     if len(sites) > 1:
-        found.append(_candidate(("all", None), _summed(states)))
+        found.append(_candidate(("all", None), _summed(states), rounding))
     return [candidate.of(rounding) for candidate in found]
 
 
-def _candidate(key: Key, states: Sequence[State]) -> Candidate:
-    return Candidate(key, tuple(states), tuple(fitted(s) for s in states))
+def _candidate(key: Key, states: Sequence[State], rounding: float) -> Candidate:
+    return Candidate(key, tuple(states), tuple(fitted(s, rounding) for s in states))
 
 
 def _summed(states: Iterable[State]) -> list[State]:
@@ -146,7 +162,8 @@ def chosen(found: Sequence[Candidate], rounding: float) -> list[Candidate]:
 
     Empty where the parts explain none.
     """
-    able = sorted((c for c in found if c.explains(rounding)), key=lambda c: (len(c.absent), not _common(c)))
+    explained = (c for c in found if c.explains(rounding) and len(c.absent) < len(c.states[0].parts))
+    able = sorted(explained, key=lambda c: (len(c.absent), not _common(c)))
     kept: list[Candidate] = []
     for candidate in able:
         absent = set.intersection(*(c.absent for c in kept)) if kept else set()

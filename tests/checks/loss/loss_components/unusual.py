@@ -157,6 +157,45 @@ def parts_with_declared_learned_weights():
     return loop(Weighted(), plain(uncertainty_loss), parts)
 
 
+@odd(notes="uncertainty weighting, with the weights of now as numbers and the logarithms as a term")
+def parts_with_learned_weights_as_numbers():
+    def parts(model, batch):
+        first, second = task_losses(model, batch)
+        precision = (-model.log_variance).exp()
+        return {
+            "ce": (precision[0].item(), first),
+            "mse": (precision[1].item(), second),
+            "rest": model.log_variance.sum(),
+        }
+
+    return loop(Weighted(), plain(uncertainty_loss), parts)
+
+
+@odd(notes="an actor and its temperature, each with a loss of its own; the parts are the actor's")
+def parts_beside_a_temperature():
+    actor, log_alpha = mlp(6, 24, 3), nn.Parameter(torch.zeros(()))
+    of_alpha = torch.optim.Adam([log_alpha], lr=1e-2)
+
+    def terms(model, batch):
+        policy = torch.distributions.Categorical(logits=model(batch[0]))
+        return {"ce": -policy.log_prob(batch[1]).mean(), "entropy": (-log_alpha.exp().item(), policy.entropy().mean())}
+
+    def fit_of(model, optimizer):
+        def fit(batches):
+            for batch in batches:
+                of_alpha.zero_grad()
+                entropy = terms(model, batch)["entropy"][1]
+                (log_alpha.exp() * (entropy - 0.5).detach()).backward()
+                of_alpha.step()
+                optimizer.zero_grad()
+                summed(terms(model, batch)).backward()
+                optimizer.step()
+
+        return fit
+
+    return loop(actor, fit_of, terms)
+
+
 @odd(notes="weights are chosen so that both gradients on the last layer have one size (as in VQGAN)")
 def parts_with_balanced_gradients():
     def loss_of(model, batch, _number):
