@@ -9,16 +9,17 @@ Why is this bad?
     not scaled, a bias far below zero or one step that is too large leave most of a layer so, and the loss still falls.
 
 How it decides
-    A unit is dead if its output is one and the same number for all rows and positions of six or more different batches;
-    it is saturated if tanh never comes below 0.99 in size, or a sigmoid is never between 0.005 and 0.995. In 426 layers
-    of correct loops at most half of the units were dead after 25 steps (sparse codes, one-sided inputs, detection heads
-    with few positives), so it is advice from 60 % of a layer of eight or more units on. A layer all of whose units are
-    dead gets no gradient: gradient_reaches_every_param says so.
+    A unit is dead if its output is one and the same number for all rows and positions of four or more different
+    batches; it is saturated if in nine of ten of them tanh is above 0.99 in size, or a sigmoid outside 0.005 to
+    0.995. In 426 layers of correct loops at most half of the units were dead after 25 steps (sparse codes,
+    one-sided inputs, detection heads with few positives), so it is advice from 60 % of a layer of eight or more
+    units on, and where all units of a smaller one are dead. What gets no gradient from the first step on is a fault
+    of gradient_reaches_every_param.
     Where as many were dead in the first six steps already, initial weights or inputs did it; else training did.
 
 Faulty
     >>> def forward(self, x):
-    ...     hidden = F.relu(self.encoder(x) - 3)
+    ...     hidden = F.relu(self.encoder(x) - torch.linspace(0, 3, 16))  # a threshold for each unit
     ...     return self.head(hidden)
 
 Fixed
@@ -61,7 +62,7 @@ CAUSES = {
         change=("optimizer",),
     ),
     "saturated": Cause(
-        proof="most units of a layer stay at the ends of tanh or sigmoid for all batches",
+        proof="most units of a layer give an end of tanh or sigmoid for nine of ten rows and positions",
         repair="scale what goes into it: the inputs, the weights of the layer before, or a norm between",
         change=("module", "seen"),
     ),
@@ -73,10 +74,12 @@ MOST = 0.6
 
 @check(needs={"fit"}, causes=CAUSES, rank=20)
 def activations_alive(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.learning.activations_alive.units import Units
+    from pytest_trainloop.checks.learning.activations_alive.units import FEWEST, Units
 
     found = evidence.shared(Units.of)
     for layer in found.layers:
+        if layer.units < FEWEST and layer.dead < layer.units:
+            continue
         if layer.saturated >= MOST * layer.units:
             yield _finding("saturated", layer, layer.saturated, layer.saturated_at_start, "saturated", found.steps)
         elif layer.dead >= MOST * layer.units:
@@ -86,7 +89,7 @@ def activations_alive(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _finding(cause: str, layer: Layer, now: int, before: int, what: str, steps: int) -> Finding:
-    how = "one number" if what == "dead" else "values at its ends only"
+    how = "one number" if what == "dead" else "an end of it in nine of ten outputs or more,"
     return Finding(
         cause=cause,
         level="advice",

@@ -27,12 +27,18 @@ ROUNDS = 25
 """Steps of the run."""
 
 WINDOW = 6
-"""Different batches over which a unit is looked at, as training begins and as the run ends."""
+"""Steps over which a unit is looked at as training begins; twice as many as the run ends."""
+
+DIFFERENT = 4
+"""Different batches in these, at least."""
 
 FEWEST = 8
-"""Units of a layer below which shares say little."""
+"""Units of a layer below which shares say little, unless it is all of them."""
 
-_LINEAR = frozenset({"linear", "bilinear", "layer_norm", "rms_norm"})
+MOST_OUTPUTS = 0.9
+"""The share of a saturated unit's outputs that lie at the ends."""
+
+_LINEAR = frozenset("linear bilinear layer_norm rms_norm matmul __matmul__ __rmatmul__ mm addmm bmm baddbmm".split())
 _CHANNELS = CONVOLUTIONS | (NORMALISATIONS - _LINEAR)
 _SAME_UNITS = DROPOUTS | frozenset(
     "add add_ __add__ __iadd__ __radd__ sub __sub__ mul mul_ __mul__ __imul__ __rmul__ div __truediv__ contiguous to "
@@ -45,33 +51,39 @@ _TWO_SIDED = {"tanh": (0.0, 0.99), "sigmoid": (0.5, 0.495), "hardtanh": (0.0, 0.
 
 @dataclass(slots=True)
 class Outputs:
-    """The lowest and the highest output of each unit, and the least distance from the centre of the activation."""
+    """The lowest and the highest output of each unit, and how many of its outputs lie at an end of the activation."""
 
     low: torch.Tensor | None = None
     high: torch.Tensor | None = None
-    least: torch.Tensor | None = None
+    at_ends: torch.Tensor | None = None
+    outputs: int = 0
+    """Of each unit."""
     batches: set[int] = field(default_factory=set)
 
-    def add(self, values: torch.Tensor, centre: float, batch: int) -> None:
+    def add(self, values: torch.Tensor, centre: float, beyond: float, batch: int) -> None:
         """``values`` of shape ``(units, everything else)``."""
         low, high = values.amin(1), values.amax(1)
-        least = (values - centre).abs().amin(1)
+        at_ends = ((values - centre).abs() > beyond).sum(1)
         self.batches.add(batch)
-        if self.low is None or self.high is None or self.least is None:
-            self.low, self.high, self.least = low, high, least
+        if self.low is None or self.high is None or self.at_ends is None:
+            self.low, self.high, self.at_ends = low, high, at_ends
         elif self.low.shape == low.shape:
             self.low = torch.minimum(self.low, low)
             self.high = torch.maximum(self.high, high)
-            self.least = torch.minimum(self.least, least)
+            self.at_ends = self.at_ends + at_ends
+        else:
+            return
+        self.outputs += values.shape[1]
 
     @property
     def dead(self) -> int:
         """Units that gave one number only."""
         return 0 if self.low is None or self.high is None else int((self.low == self.high).sum())
 
-    def saturated(self, beyond: float) -> int:
-        """Units that never came nearer to the centre than this."""
-        return 0 if self.least is None else int((self.least > beyond).sum())
+    @property
+    def saturated(self) -> int:
+        """Units most of whose outputs lie at the ends."""
+        return 0 if self.at_ends is None else int((self.at_ends >= MOST_OUTPUTS * self.outputs).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +131,9 @@ class Units:
             enough=lambda r: r.rounds >= ROUNDS,
             may_raise=True,
         )
-        if not own_data and len(mode.different) < WINDOW:
+        if not own_data and len(mode.different) < DIFFERENT:
             raise CannotDecide(
-                f"{len(mode.different)} different batches are too few to call a unit dead: give {WINDOW} or more in "
+                f"{len(mode.different)} different batches are too few to call a unit dead: give {DIFFERENT} or more in "
                 "batches=",
                 needs=HAND_OVER,
             )
@@ -135,8 +147,9 @@ class _Activations(WatchingMode):
         super().__init__()
         self._own_data = own_data
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], int, str]] = {}
-        self._seen: dict[tuple[str, str], tuple[str, float, float, Outputs, Outputs]] = {}
+        self._seen: dict[tuple[str, str], tuple[str, Outputs, Outputs]] = {}
         self._batch = 0
+        self._parameters: dict[str, int] = {}
         self.different: dict[tuple[float, ...], int] = {}
         """The batches that were taken, each once, with a number."""
 
@@ -156,7 +169,7 @@ class _Activations(WatchingMode):
             return out
         if name in _LINEAR or name in _CHANNELS:
             axis = out.dim() - 1 if name in _LINEAR else 1 if out.dim() > 1 else 0
-            owner = self._owner(*args[1:], *kwargs.values())
+            owner = self._owner(*args[1:], *kwargs.values(), *args[:1])
             if owner is not None:
                 self._note(out, axis, owner)
         elif known is None or source is None or source.shape != out.shape:
@@ -170,10 +183,15 @@ class _Activations(WatchingMode):
         return out
 
     def _owner(self, *given: Any) -> str | None:
-        """The module that holds the first of these tensors that is a parameter."""
+        """The first of these tensors that is a parameter: torch's layer that holds it, else its own name."""
         table = self.watch.table
         indices = (table.index(value) for value in given if isinstance(value, torch.Tensor))
-        return next((table.entries[i].owner for i in indices if i is not None), None)
+        found = next((table.entries[i] for i in indices if i is not None), None)
+        if found is None:
+            return None
+        path = found.owner if found.layer else found.name
+        self._parameters[path] = found.index
+        return path
 
     def _note(self, out: torch.Tensor, axis: int, path: str) -> None:
         if len(self._made) > 4096:
@@ -185,20 +203,21 @@ class _Activations(WatchingMode):
         return (axis, path) if reference is not None and reference() is tensor else None
 
     def _look(self, kind: str, out: torch.Tensor, axis: int, path: str) -> None:
-        if out.numel() == 0 or out.shape[axis] < FEWEST or not out.is_floating_point():
+        if out.numel() == 0 or not out.is_floating_point():
             return
         centre, beyond = _TWO_SIDED.get(kind, (0.0, math.inf))
         if (path, kind) not in self._seen:
-            self._seen[path, kind] = (str(here()[0]), centre, beyond, Outputs(), Outputs())
-        _, _, _, start, end = self._seen[path, kind]
+            self._seen[path, kind] = (str(here()[0]), Outputs(), Outputs())
+        _, start, end = self._seen[path, kind]
         rounds = self.watch.record.rounds
         for outputs, open_now in ((start, rounds < WINDOW), (end, rounds >= ROUNDS - 2 * WINDOW)):
             if open_now:
-                outputs.add(out.movedim(axis, 0).flatten(1), centre, self._batch)
+                outputs.add(out.movedim(axis, 0).flatten(1), centre, beyond, self._batch)
 
     def layers(self, record: Record) -> list[Layer]:
         """Those that were looked at over enough batches, behind modules that train."""
-        trained = {p.owner for p in record.parameters if p.trainable and p.index in record.held}
+        held = {p.index for p in record.parameters if p.trainable and p.index in record.held}
+        trained = {path for path, index in self._parameters.items() if index in held}
         return [
             Layer(
                 path=path,
@@ -207,10 +226,10 @@ class _Activations(WatchingMode):
                 units=0 if end.low is None else len(end.low),
                 dead_at_start=start.dead,
                 dead=end.dead,
-                saturated_at_start=start.saturated(beyond),
-                saturated=end.saturated(beyond),
+                saturated_at_start=start.saturated,
+                saturated=end.saturated,
                 batches=len(end.batches),
             )
-            for (path, kind), (place, _, beyond, start, end) in self._seen.items()
-            if path in trained and len(end.batches) >= WINDOW
+            for (path, kind), (place, start, end) in self._seen.items()
+            if path in trained and len(end.batches) >= DIFFERENT
         ]

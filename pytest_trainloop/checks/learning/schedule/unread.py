@@ -22,6 +22,7 @@ MEANT = {
     "lrate": "lr",
     "rate": "lr",
     "wd": "weight_decay",
+    "weight_decay_rate": "weight_decay",
     "decay": "weight_decay",
     "l2": "weight_decay",
     "epsilon": "eps",

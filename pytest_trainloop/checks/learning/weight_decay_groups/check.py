@@ -17,13 +17,14 @@ How it decides
     answer "yes" for just these weights. They then stand in a group without decay. Three answers are tried: to
     patterns that no name has (``in``, ``startswith``, ``endswith``, ``==`` on the names that ``named_parameters()``
     hands out), by names with a usual segment put in ("ln_1.LayerNorm.weight": ``re``, ``fnmatch``, names that are
-    put together), and to ``isinstance(module, nn.LayerNorm)`` for the project's own class. A list of spellings of
-    which one matches, a filter for learning rates, and a name that is looked for elsewhere do not pass this
-    experiment. Where the pattern names another norm than the model has (a list that several models share) it is
-    advice.
+    put together), and to ``isinstance(module, nn.LayerNorm)`` for the project's own class. Names are tried without
+    what stands before them, too (``re.match``, lists of whole names), and a module's own ``no_weight_decay()`` that
+    the outer module does not pass on. A list of spellings of which one matches, a filter for learning rates, and a
+    name that is looked for elsewhere do not pass this experiment. Where the pattern names another norm than the
+    model has (a list that several models share) it is advice.
     Groups are swapped where norms and biases decay and no matrix does, in a model that trains as a whole. A group
-    decays by default where it holds the vectors only, the group of the matrices gives its own decay, and another
-    default of AdamW changes it. Momentum and decay are swapped where each has the size of the other.
+    decays by default where it holds the vectors only and gives no weight_decay, and the other group differs from it
+    in nothing else. Momentum and decay are swapped where each has the size of the other.
 
 Faulty
     >>> no_decay = ("bias", "BatchNorm.weight")                              # the model calls it encoder.1
@@ -79,7 +80,7 @@ CAUSES = {
         change=("optimizer",),
     ),
     "decays_by_default": Cause(
-        proof="the group of norms and biases gives no weight_decay and takes the default of AdamW",
+        proof="the group of norms and biases gives no weight_decay and takes that of its optimizer",
         repair='"weight_decay": 0.0 in that group',
         change=("optimizer",),
     ),
@@ -131,13 +132,16 @@ _PLURAL: dict[Kind, tuple[str, str]] = {
 
 @check(needs={"fit"}, causes=CAUSES, rank=50)
 def weight_decay_groups(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.learning.weight_decay_groups.default_decay import by_default
     from pytest_trainloop.checks.learning.weight_decay_groups.filters import unmatched_filters
+    from pytest_trainloop.checks.learning.weight_decay_groups.group_keys import GroupKeys
     from pytest_trainloop.checks.learning.weight_decay_groups.groups import DecayGroups
     from pytest_trainloop.checks.learning.weight_decay_groups.l2_in_loss import l2_in_loss
 
     groups = evidence.shared(DecayGroups.of)
+    divided = groups.divided
     if not any(g.decay > 0 for g in groups.groups):
+        if divided is not None:
+            yield _split(*divided)
         return
     said = False
     for filtered in unmatched_filters(evidence, groups) if evidence.repeatable else ():
@@ -146,17 +150,16 @@ def weight_decay_groups(evidence: Evidence) -> Iterator[Finding]:
     if (swapped := groups.swapped) is not None:
         said = True
         yield _swapped(*swapped)
-    divided = groups.divided
     if divided is not None and not said:
         matrices, vectors = divided
-        by = by_default(evidence) if evidence.repeatable and groups.kinds[vectors.optimizer] == "AdamW" else {}
-        told = by.get((matrices.optimizer, matrices.number)) is False
-        if told and by.get((vectors.optimizer, vectors.number)):
-            said = True
+        given = evidence.shared(GroupKeys.of).keys.get((vectors.optimizer, vectors.number))
+        said = True
+        if given is not None and given <= {"params", "lr"} and _one_rate(evidence, matrices, vectors):
             yield _by_default(groups, matrices, vectors)
         elif matrices.decay == vectors.decay:
-            said = True
             yield _split(matrices, vectors)
+        else:
+            said = False
     if not said and (advice := _decayed(evidence, groups)) is not None:
         yield advice
     yield from _inside_adam(groups)
@@ -192,10 +195,13 @@ def _unmatched(found: Unmatched) -> Finding:
         measured = f"no name of the model has {pattern} in it"
         shown = f"named with {pattern} as their last segment but one, {_they(few)} would stand in a group without decay"
     elif found.how == "prefix":
-        short = few[0].partition(".")[2]
-        summary = f"the filter without decay knows {short!r} and gets {few[0]!r}: {decay}"
-        measured = f"named_parameters() gives {found.names} names, these with the prefix {found.written!r}"
-        shown = f"named without this prefix, {_they(few)} would stand in a group without decay; with another, not"
+        summary = f"the filter knows {pattern} and gets {few[0]!r}: {decay} ({some(few)})"
+        measured = f"named_parameters() gives {found.names} names"
+        shown = f"named {pattern} it would stand in a group without decay; with any prefix, it does not"
+    elif found.how == "promised":
+        summary = f"{found.written}.no_weight_decay() names {some(few)}, and {decay}"
+        measured = f"the module that the optimizer is made from has no {found.written}.no_weight_decay()"
+        shown = f"where each module passes on what those below it name, a group without decay holds {_them(few)}"
     elif found.how == "missed":
         summary = (
             f"a filter by name keeps {count(found.names, _PLURAL[found.kind][0].partition(' ')[0])} of {found.module} "
@@ -211,7 +217,9 @@ def _unmatched(found: Unmatched) -> Finding:
     own = f'"{owner}.weight"' if owner and not owner.isdigit() else "the names that these modules have"
     by_type = f"add {found.module} to the classes" if found.how == "isinstance" else f"{own} in the filter"
     if found.how == "prefix":
-        by_type = "name.endswith(...) in place of name in ..., or the list with the prefix"
+        by_type = "re.search in place of re.match; name.endswith(...); or the list with the prefix"
+    elif found.how == "promised":
+        by_type = "pass it on: no_weight_decay() of the outer module, with the prefix"
     return Finding(
         cause="filter_misses_some" if found.how == "missed" else "filter_matches_nothing",
         level="fault" if found.namesake else "advice",
@@ -237,30 +245,35 @@ def _swapped(on: Group, off: Group) -> Finding:
     )
 
 
+def _one_rate(evidence: Evidence, one: Group, other: Group) -> bool:
+    """Whether both groups have one learning rate at every step: else the groups may be there for that."""
+    steps = [s for s in evidence.run().innermost_steps() if s.optimizer == one.optimizer]
+    return all(s.lrs[one.number] == s.lrs[other.number] for s in steps)
+
+
 def _by_default(groups: DecayGroups, matrices: Group, vectors: Group) -> Finding:
     kind = groups.kinds[vectors.optimizer]
+    whose = f"the default of {kind}" if vectors.default else f"that of {kind}(...)"
     return Finding(
         cause="decays_by_default",
         summary=(
-            f"group {vectors.number} holds {_contents(vectors)} and gives no weight_decay: the default of {kind}, "
-            f"{vectors.decay:g}, decays them"
+            f"group {vectors.number} holds {_contents(vectors)} and gives no weight_decay, so it takes {whose}: "
+            f"{vectors.decay:g}"
         ),
         measured=(
             f"weight_decay {matrices.decay:g} in group {matrices.number}, {vectors.decay:g} in group {vectors.number}"
         ),
-        shown_by=f"with another default of {kind} the decay of group {vectors.number} changes, and no other",
+        shown_by="the groups divide matrices from the others, and the second differs in nothing that it gives",
         culprits=vectors.names,
     )
 
 
 def _split(matrices: Group, vectors: Group) -> Finding:
+    both = f"decay both at {vectors.decay:g}" if vectors.decay else "decay neither"
     return Finding(
         cause="split_without_effect",
         level="advice",
-        summary=(
-            f"groups {matrices.number} and {vectors.number} divide matrices from {_contents(vectors)}, and decay both "
-            f"at {vectors.decay:g}"
-        ),
+        summary=f"groups {matrices.number} and {vectors.number} divide matrices from {_contents(vectors)}, and {both}",
         measured=f"the same learning rate, {vectors.rate:g}, and the same weight_decay in both",
         shown_by="the groups differ in no option that was seen",
         culprits=vectors.names,
@@ -271,13 +284,16 @@ def _decayed(evidence: Evidence, groups: DecayGroups) -> Finding | None:
     """Advice on what decays besides matrices."""
     from pytest_trainloop.checks.learning.weight_decay_groups.shrinkage import least_worth_saying, shrinkage
 
-    flat: tuple[Kind, ...] = ("norm", "bias", "embedding")
+    flat: tuple[Kind, ...] = ("norm", "bias", "embedding", *(("vector",) if groups.splits else ()))
     names = tuple(name for kind in flat for name in groups.names(kind, decayed=True))
-    if not names or (groups.splits and not any(groups.names(kind, decayed=True) for kind in ("norm", "bias"))):
+    if not names or (
+        groups.splits and not any(groups.names(kind, decayed=True) for kind in flat if kind != "embedding")
+    ):
         return None  # to decay tables beside the matrices is the usual division by dimension
     shrinks = shrinkage(evidence, groups)
     decaying = [g for g in groups.groups if g.decay > 0 and any(kind in g.members for kind in flat)]
-    if all(g.default for g in decaying) if shrinks is None else shrinks < least_worth_saying:
+    by_default = all(g.default for g in decaying) and not groups.splits
+    if by_default if shrinks is None else shrinks < least_worth_saying:
         return None  # nobody asked for the default of AdamW, nor notices it in a short run
     shares = [
         f"{groups.count(kind, decayed=True)} of {groups.count(kind)} {_PLURAL[kind][1]}"

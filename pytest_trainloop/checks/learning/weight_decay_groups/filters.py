@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from pytest_trainloop.checks.learning.weight_decay_groups.claimed_class import NORMS, ClaimedClass, namesakes
 from pytest_trainloop.checks.learning.weight_decay_groups.groups import Kind, kind_of, letters
 from pytest_trainloop.checks.learning.weight_decay_groups.handed_names import HandedNames
-from pytest_trainloop.checks.learning.weight_decay_groups.trials import Trial, kept_by_segment, kept_without_prefix
+from pytest_trainloop.checks.learning.weight_decay_groups.skip_lists import SkipLists, promised
+from pytest_trainloop.checks.learning.weight_decay_groups.trials import Trial, kept_by_end, kept_by_segment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -50,7 +51,7 @@ class Unmatched:
     written: str
     """What it asks: a pattern, or a class of torch's."""
     how: str
-    """"asked", "renamed", "isinstance", "prefix" or "missed"."""
+    """"asked", "renamed", "isinstance", "prefix", "promised" or "missed"."""
     place: str
     weights: tuple[str, ...]
     module: str
@@ -64,27 +65,33 @@ class Unmatched:
 
 
 def unmatched_filters(evidence: Evidence, groups: DecayGroups) -> list[Unmatched]:
-    """One for each kind of weights that decay as a whole, in loops that keep others from it."""
-    record = evidence.run()
-    found: list[Unmatched] = []
-    by_name = {p.name: p for p in record.parameters}
-    kinds: tuple[Kind, ...] = ("norm", "embedding")
+    """One for each kind of weights that decay as a whole, or but for some."""
+    by_name = {p.name: p for p in evidence.run().parameters}
+    divides = groups.splits or bool(groups.empty)
+    kinds: tuple[Kind, ...] = ("norm", "embedding", "bias")
     suspects = [kind for kind in kinds if groups.names(kind) and not groups.names(kind, decayed=False)]
-    partly = [kind for kind in kinds if groups.names(kind, decayed=True) and groups.names(kind, decayed=False)]
-    if not groups.splits or not (suspects or partly or _own_and_nested(groups, by_name)):
-        return []
-    first = Trial(evidence)
-    if first.decays is None:
-        return []
-    found += _behind_a_prefix(evidence, first, groups, by_name)
+    partly = [kind for kind in kinds[:2] if groups.names(kind, decayed=True) and groups.names(kind, decayed=False)]
+    own = _own_and_nested(groups, by_name) if divides else []
+    found: list[Unmatched] = []
+    first: Trial | None = Trial(evidence) if suspects or partly or own else None
+    if first is not None and (first.decays is None or not first.names.given):
+        first = None  # no code of the loop's asked for names
+    if first is not None:
+        found += _behind_a_prefix(evidence, first, own)
+        found += [] if found else _promised(evidence, first, own)
     for kind in suspects:
         weights = [by_name[name] for name in groups.names(kind)]
-        one = _first(_asked(evidence, first, weights)) or _first(_renamed(evidence, first, weights))
-        one = one or _first(_by_class(evidence, weights))
+        one = None
+        if first is not None:
+            one = _first(_asked(evidence, first, weights)) or _first(_renamed(evidence, first, weights))
+            one = one or _first(_ends(evidence, first, weights))
+        one = one or (_first(_by_class(evidence, weights)) if kind != "bias" else None)
         if one is not None:
             found.append(one)
-    for kind in partly:
-        found += _missed(evidence, first, groups, kind, by_name)
+    if first is not None:
+        for kind in partly:
+            decayed = [by_name[name] for name in groups.names(kind, decayed=True)]
+            found += _missed(evidence, first, groups, kind, by_name) or list(_ends(evidence, first, decayed))
     return found
 
 
@@ -95,17 +102,37 @@ def _own_and_nested(groups: DecayGroups, by_name: dict[str, Parameter]) -> list[
     return [p for p in decayed if not p.layer and "." in p.name and p.role == "model"]
 
 
-def _behind_a_prefix(
-    evidence: Evidence, first: Trial, groups: DecayGroups, by_name: dict[str, Parameter]
-) -> list[Unmatched]:
+def _behind_a_prefix(evidence: Evidence, first: Trial, own: Sequence[Parameter]) -> list[Unmatched]:
     """Weights that a list holds by their names below a module, and ``named_parameters()`` gives with that module."""
-    own = _own_and_nested(groups, by_name)
-    kept = kept_without_prefix(evidence, first, [p.name for p in own]) if own else ()
-    if not kept:
-        return []
-    prefix = kept[0].partition(".")[0]
-    weights = [by_name[name] for name in kept]
-    return [_unmatched(prefix, "prefix", "", weights, first, namesake=True, names=len(first.names.given))]
+    kept = kept_by_end(evidence, first, [p.name for p in own], 0) if own else ()
+    weights = [p for p in own if p.name in kept]
+    written = weights[0].name.partition(".")[2] if weights else ""
+    names = len(first.names.given)
+    return [_unmatched(written, "prefix", "", weights, first, namesake=True, names=names)] if weights else []
+
+
+def _promised(evidence: Evidence, first: Trial, own: Sequence[Parameter]) -> list[Unmatched]:
+    """Weights that a module names in ``no_weight_decay()``, which the optimizer's code asks of another module."""
+    names = promised(evidence) if own else {}
+    weights = [p for p in own if p.name in names]
+    kept = Trial(evidence, SkipLists()).kept_from_decay(p.name for p in weights) if weights else ()
+    weights = [p for p in weights if p.name in kept]
+    return [
+        _unmatched(module, "promised", "", of_module, first, namesake=True, names=0)
+        for module in dict.fromkeys(names[p.name] for p in weights)
+        if (of_module := [p for p in weights if names[p.name] == module])
+    ]
+
+
+def _ends(evidence: Evidence, first: Trial, weights: Sequence[Parameter]) -> Iterator[Unmatched]:
+    """Patterns that are looked for at the start of names only (``re.match``), or compared with whole names."""
+    for segments in (2, 1):
+        kept = kept_by_end(evidence, first, [p.name for p in weights if "." in p.name], segments)
+        moved = [p for p in weights if p.name in kept]
+        if moved:
+            written = ".".join(moved[0].name.split(".")[-segments:])
+            yield _unmatched(written, "prefix", "", moved, first, namesake=True, names=len(first.names.given))
+            return
 
 
 def _missed(

@@ -24,7 +24,7 @@ def letters(text: str) -> str:
 
 def kind_of(p: Parameter) -> Kind:
     module, leaf = letters(p.module), p.name.rpartition(".")[2]
-    in_norm = "norm" in module and (len(p.shape) <= 1 or p.layer)
+    in_norm = "norm" in module and (p.layer or sum(size > 1 for size in p.shape) <= 1)
     if len(p.shape) <= 1 or in_norm:
         shifts = "bias" in leaf.lower() or (in_norm and leaf.lower() in ("beta", "shift", "b"))
         return "bias" if shifts else "norm" if in_norm else "vector"
@@ -61,6 +61,8 @@ class DecayGroups:
     """The class of each optimizer by its index."""
     partly_frozen: bool
     """Whether some weights of the model do not train."""
+    empty: tuple[tuple[int, int], ...] = ()
+    """Groups without decay that hold nothing, by optimizer and number."""
 
     @classmethod
     def of(cls, evidence: Evidence) -> DecayGroups:
@@ -69,12 +71,14 @@ class DecayGroups:
     @classmethod
     def in_record(cls, record: Record) -> DecayGroups:
         lrs = {step.optimizer: step.lrs for step in reversed(record.innermost_steps())}
-        groups = []
+        groups, empty = [], []
         for optimizer in record.optimizers:
             rates = lrs.get(optimizer.index, ())
             options = zip(rates, optimizer.weight_decays, optimizer.momenta, optimizer.decoupled, strict=False)
             for number, (rate, decay, momentum, decoupled) in enumerate(options):
                 held = [i for i, g in zip(optimizer.parameters, optimizer.groups, strict=True) if g == number]
+                if not held and decay == 0:
+                    empty.append((optimizer.index, number))
                 trained = [record.parameters[i] for i in dict.fromkeys(held) if record.reached(i)]
                 group = Group(
                     optimizer.index,
@@ -89,7 +93,7 @@ class DecayGroups:
                 groups.append(group)
         frozen = any(p.role == "model" and not p.trainable for p in record.parameters)
         used = tuple(g for g in groups if g.members)
-        return cls(used, {o.index: o.kind for o in record.optimizers}, frozen)
+        return cls(used, {o.index: o.kind for o in record.optimizers}, frozen, tuple(empty))
 
     def count(self, kind: Kind, *, decayed: bool | None = None) -> int:
         return len(self.names(kind, decayed=decayed))
@@ -123,15 +127,17 @@ class DecayGroups:
 
     @property
     def divided(self) -> tuple[Group, Group] | None:
-        """A group of matrices only and one of norms and biases only that decay at one learning rate, in an optimizer
-        whose groups are all one or the other."""
+        """A group of matrices only and one of norms and biases only at one learning rate, in an optimizer whose groups
+        are all one or the other and all decay, or none of which does."""
         for index in self.kinds:
             mine = [g for g in self.groups if g.optimizer == index]
             flat = [g for g in mine if g.members.keys() <= FLAT]
             deep = [g for g in mine if not g.members.keys() & FLAT]
-            all_decay = len(flat) + len(deep) == len(mine) and all(g.decay > 0 for g in mine)
-            if flat and deep and all_decay and len({g.rate for g in mine}) == 1:
-                return deep[0], flat[0]
+            alike = len({g.decay > 0 for g in mine}) == 1 and len({g.rate for g in mine}) == 1
+            common = any(g.members.keys() & {"norm", "bias"} for g in flat)
+            apart = any(len(g.names) > 1 for g in mine)  # groups of one weight each give all of them their options
+            if deep and common and alike and apart and len(flat) + len(deep) == len(mine):
+                return deep[0], next(g for g in flat if g.members.keys() & {"norm", "bias"})
         return None
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from pytest_trainloop.checks.learning.weight_decay_groups.claimed_class import ClaimedClass
+    from pytest_trainloop.checks.learning.weight_decay_groups.skip_lists import SkipLists
     from pytest_trainloop.runs.evidence import Evidence
 
 _NO_KIND = "part"
@@ -20,7 +21,7 @@ _NO_KIND = "part"
 class Trial:
     """The decay of each parameter in that step; None where the loop does not take the answers."""
 
-    def __init__(self, evidence: Evidence, given: HandedNames | ClaimedClass | None = None) -> None:
+    def __init__(self, evidence: Evidence, given: HandedNames | ClaimedClass | SkipLists | None = None) -> None:
         given = HandedNames() if given is None else given
         more: dict[str, Any] = {"contexts": given.contexts} if isinstance(given, HandedNames) else {}
         self.names = given if isinstance(given, HandedNames) else HandedNames()
@@ -75,12 +76,17 @@ def kept_by_segment(evidence: Evidence, first: Trial, weights: Iterable[str], se
     return tuple(name for name in kept if name not in listed)
 
 
-def kept_without_prefix(evidence: Evidence, first: Trial, weights: Iterable[str]) -> tuple[str, ...]:
-    """Those of these weights that a group without decay holds if their names lack their first segment, and does not if
-    that is another one."""
+def kept_by_end(evidence: Evidence, first: Trial, weights: Iterable[str], segments: int) -> tuple[str, ...]:
+    """Those of these weights that a group without decay holds if their names are the last segments alone, and does not
+    if another one stands before these; without their first segment where ``segments`` is 0."""
     weights = tuple(weights)
-    kept = renamed(evidence, first, weights, lambda name: name.partition(".")[2] or name)
+
+    def end(name: str) -> str:
+        parts = name.split(".")
+        return ".".join((parts[-segments:] if segments else parts[1:]) or parts)
+
+    kept = renamed(evidence, first, weights, end)
     if not kept:
         return ()
-    listed = renamed(evidence, first, weights, lambda name: f"{_NO_KIND}.{name.partition('.')[2] or name}")
+    listed = renamed(evidence, first, weights, lambda name: f"{_NO_KIND}.{end(name)}")
     return tuple(name for name in kept if name not in listed)

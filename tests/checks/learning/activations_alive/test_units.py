@@ -17,17 +17,17 @@ from tests.loops import data
 
 def test_a_unit_is_dead_if_all_batches_give_the_same_number():
     outputs = Outputs()
-    outputs.add(torch.tensor([[0.0, 0.0], [1.0, 1.0], [0.0, 2.0]]), 0.0, 0)
+    outputs.add(torch.tensor([[0.0, 0.0], [1.0, 1.0], [0.0, 2.0]]), 0.0, 0.9, 0)
     assert outputs.dead == 2
-    outputs.add(torch.tensor([[0.0, 0.0], [1.0, 3.0], [0.0, 2.0]]), 0.0, 1)
+    outputs.add(torch.tensor([[0.0, 0.0], [1.0, 3.0], [0.0, 2.0]]), 0.0, 0.9, 1)
     assert outputs.dead == 1
-    assert outputs.saturated(0.9) == 1
+    assert outputs.saturated == 1
     assert outputs.batches == {0, 1}
 
 
 def test_values_that_are_not_finite_are_not_dead():
     outputs = Outputs()
-    outputs.add(torch.full((1, 3), torch.nan), 0.0, 0)
+    outputs.add(torch.full((1, 3), torch.nan), 0.0, 0.9, 0)
     assert outputs.dead == 0
 
 

@@ -257,7 +257,7 @@ pair(
     "weight_decay_groups",
     "filter_matches_nothing",
     culprits=("backbone.pos_embed",),
-    mentions=("'pos_embed'", "'backbone'"),
+    mentions=("'pos_embed'", "gets 'backbone.pos_embed'"),
     faulty=vision(""),
     fixed=vision("backbone."),
 )
@@ -273,4 +273,65 @@ pair(
     quick=True,
     faulty=loop(by_list(["bias", "norm"]), names=("norm1", "final")),
     fixed=loop(by_list(["bias", "norm"]), names=("norm1", "final_norm")),
+)
+
+# re.match looks at the start of a name only.
+
+
+def by_match(*patterns):
+    def configure(model):
+        decayed, kept = [], []
+        for name, p in model.named_parameters():
+            (kept if any(re.match(pattern, name) for pattern in patterns) else decayed).append(p)
+        groups = [{"params": decayed, "weight_decay": DECAY}, {"params": kept, "weight_decay": 0.0}]
+        return torch.optim.AdamW([group for group in groups if group["params"]], lr=RATE)
+
+    return configure
+
+
+pair(
+    "patterns_matched_at_the_start",
+    "weight_decay_groups",
+    "filter_matches_nothing",
+    culprits=("up.bias", "head.bias"),
+    mentions=("'bias'", "re.search"),
+    faulty=loop(by_match(r"bias$")),
+    fixed=loop(by_match(r".*bias$", r"ln_")),
+)
+
+# The list of a module that is wrapped: whoever asks the wrapper gets none.
+
+
+def vision_by_own_list(wrapped):
+    class Outer(Vision):
+        def no_weight_decay(self):
+            return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
+
+    def make():
+        model = Vision() if wrapped else Outer()
+        skipped = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()
+        kept, decayed = [], []
+        for name, p in model.named_parameters():
+            (kept if p.dim() < 2 or name in skipped else decayed).append(p)
+        optimizer = two_groups(decayed, kept)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "list_of_a_module_below",
+    "weight_decay_groups",
+    "filter_matches_nothing",
+    culprits=("backbone.pos_embed",),
+    mentions=("Backbone.no_weight_decay()",),
+    faulty=vision_by_own_list(wrapped=True),
+    fixed=vision_by_own_list(wrapped=False),
 )

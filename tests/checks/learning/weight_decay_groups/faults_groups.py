@@ -62,13 +62,38 @@ pair(
     fixed=loop(unsaid(weight_decay=0.0)),
 )
 
-# Two groups, and one decay for both.
+# Without a key of its own the group takes the decay that the optimizer is given for the other one.
 
 
-def alike(**said):
+def of_the_optimizer(**said):
     def configure(model):
         matrices, vectors = split(model)
         return torch.optim.AdamW([{"params": matrices}, {"params": vectors, **said}], lr=1e-2, weight_decay=0.1)
+
+    return configure
+
+
+pair(
+    "group_that_takes_the_decay_of_its_optimizer",
+    "weight_decay_groups",
+    "decays_by_default",
+    culprits=("ln_1.weight",),
+    mentions=("that of AdamW(...): 0.1",),
+    faulty=loop(of_the_optimizer()),
+    fixed=loop(of_the_optimizer(weight_decay=0.0)),
+)
+
+# Two groups, and one decay for both, as the configuration has it.
+
+
+def configured(decay, decay_of_norms):
+    def configure(model):
+        matrices, vectors = split(model)
+        groups = [
+            {"params": matrices, "weight_decay": decay},
+            {"params": vectors, "weight_decay": decay_of_norms},
+        ]
+        return torch.optim.AdamW(groups, lr=1e-2)
 
     return configure
 
@@ -80,8 +105,19 @@ pair(
     level="advice",
     culprits=("ln_1.weight",),
     quick=True,
-    faulty=loop(alike()),
-    fixed=loop(alike(weight_decay=0.0)),
+    faulty=loop(configured(0.1, 0.1)),
+    fixed=loop(configured(0.1, 0.0)),
+)
+
+pair(
+    "decay_lost_on_its_way_to_the_groups",
+    "weight_decay_groups",
+    "split_without_effect",
+    level="advice",
+    culprits=("ln_1.weight",),
+    mentions=("decay neither",),
+    faulty=loop(configured(0.0, 0.0)),
+    fixed=loop(configured(0.1, 0.0)),
 )
 
 # Everything decays, and over the whole run by much.

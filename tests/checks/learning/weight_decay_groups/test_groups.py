@@ -72,8 +72,9 @@ def test_swapped_and_divided_groups():
     assert decays((0.0, 1e-3, ["matrix"]), (0.1, 1e-3, ["norm", "bias"])).swapped is not None
     assert decays((0.0, 1e-3, ["matrix"]), (0.1, 1e-3, ["norm"])).swapped is None
     assert decays((0.0, 1e-3, ["matrix"]), (0.1, 1e-3, ["bias", "matrix"])).swapped is None
-    assert decays((0.1, 1e-3, ["matrix"]), (0.1, 1e-3, ["bias"])).divided is not None
-    assert decays((0.1, 1e-3, ["matrix"]), (0.1, 1e-2, ["bias"])).divided is None
+    assert decays((0.1, 1e-3, ["matrix", "matrix"]), (0.1, 1e-3, ["bias"])).divided is not None
+    assert decays((0.1, 1e-3, ["matrix", "matrix"]), (0.1, 1e-2, ["bias"])).divided is None
+    assert decays((0.1, 1e-3, ["matrix"]), (0.1, 1e-3, ["bias"])).divided is None
 
 
 def test_the_decay_of_adam_goes_into_the_gradient_unless_it_is_decoupled():

@@ -245,3 +245,26 @@ def positions_that_decay():
             optimizer.step()
 
     return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+
+@odd(notes="divided by dimension; a module below has no_weight_decay(), for the optimizer of another library")
+def own_list_that_this_optimizer_does_not_use():
+    model = Vision()
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    optimizer = two_groups(decayed, [p for p in model.parameters() if p.dim() < 2])
+
+    def fit(batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+
+@odd(notes="one group for each weight, with options of its own: vectors and matrices decay alike on purpose")
+def a_group_for_each_weight():
+    def configure(model):
+        return torch.optim.AdamW([{"params": [p], "lr": 1e-2, "weight_decay": 0.05} for p in model.parameters()])
+
+    return loop(configure)()
