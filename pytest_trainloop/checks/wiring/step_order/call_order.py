@@ -40,10 +40,14 @@ class EarlyScheduler:
 
 
 def late_clips(record: Record) -> Iterator[LateClips]:
-    """Lines most of whose clips come after the step, at least twice."""
-    for clips in clips_by_site(record):
-        late = [c for c in clips if comes_after_step(record, c)]
-        if len(late) >= 2 and 2 * len(late) > len(clips):
+    """Lines most of whose clips come after the step, at least twice.
+
+    Where two networks are clipped before the step of either, each is clipped in time as well, from another place.
+    """
+    lines = [(clips, [c for c in clips if comes_after_step(record, c)]) for clips in clips_by_site(record)]
+    for clips, late in lines:
+        in_time = {i for all_of, after in lines if not after for c in all_of for i in c.parameters}
+        if len(late) >= 2 and 2 * len(late) > len(clips) and not set(late[0].parameters) <= in_time:
             step = next((s for s in record.of(Step) if s.until and s.at < late[0].at), None)
             yield LateClips(late[0], len(late), len(clips), step)
 
