@@ -15,8 +15,9 @@ How it decides
     never called by a fit that comes to its end over its passes, and holds no call that waits; two lines call one; each
     rate that it leaves is set anew before a step uses it; it, or the optimizer, is built for every step. What no step
     reads: a number called a rate that moves while no group's rate does, a group's key that is an option misspelled.
-    What contradicts itself: ``mode="max"`` on the loss that is minimized, a metric given as the epoch, a lower bound
-    above the rate. Groups at rate 0, and rates of 0 for some steps, are advice: unfreezing by rates looks the same.
+    What contradicts itself: ``mode="max"`` on the loss that is minimized, a mode against the metric's own name, a
+    metric given as the epoch, a lower bound above the rate. Groups at rate 0, and rates of 0 for some steps, are
+    advice: unfreezing by rates looks the same.
 
 Faulty
     >>> scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -79,6 +80,7 @@ def schedule(evidence: Evidence) -> Iterator[Finding]:
 
 def _of_the_record(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.learning.schedule import driven, groups, rebuilt, settings, uncalled, unread
+    from pytest_trainloop.checks.learning.schedule.metric_names import metric_of_other_mode
     from pytest_trainloop.checks.learning.schedule.overwritten import lost_by_hand, overwritten
 
     record = evidence.run()
@@ -95,7 +97,7 @@ def _of_the_record(evidence: Evidence) -> Iterator[Finding]:
     yield from rebuilt.rebuilt_each_pass(evidence)
     yield from unread.rate_nobody_reads(evidence)
     yield from unread.option_nobody_reads(evidence)
-    yield from settings.plateau_mode(record)
+    yield from list(settings.plateau_mode(record)) or metric_of_other_mode(record)
     yield from settings.plateau_metric(record)
     yield from settings.metric_as_epoch(record)
     yield from settings.bounds(record)

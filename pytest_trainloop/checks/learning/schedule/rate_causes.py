@@ -72,7 +72,7 @@ RATE_CAUSES = {
         change=("group", "optimizer"),
     ),
     "plateau_mode": Cause(
-        proof='mode="max", and at every call the metric is the loss that was backpropagated last',
+        proof="the mode is the one for the opposite of the metric: for the loss that is minimized, or by its name",
         repair='ReduceLROnPlateau(optimizer, mode="min")',
         change=("scheduler",),
     ),

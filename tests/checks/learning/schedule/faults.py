@@ -25,6 +25,7 @@ class Trainer:
     def fit(self, batches):
         for _ in range(self.epochs):
             for x, y in batches:
+                self.batch = x, y
                 self.optimizer.zero_grad()
                 self.loss = F.cross_entropy(self.model(x), y)
                 self.loss.backward()

@@ -377,45 +377,36 @@ def schedule_of_the_critic_only():
     )
 
 
-@odd(notes="one lambda for each group, alike on purpose: the variable that they share is no loop's")
-def alike_lambdas_of_all_groups():
-    model = mlp(6, 32, 3)
-    optimizer = torch.optim.SGD([{"params": m.parameters()} for m in (model[0], model[2])], lr=0.1, momentum=0.9)
-    decay = 0.99
-    schedule = lr_scheduler.LambdaLR(optimizer, [lambda step: decay**step for _ in optimizer.param_groups])
-    return trained(optimizer, lambda loss: schedule.step(), model=model)
-
-
-@odd(notes="a warm-up by hand writes over the lambda's rates in the first steps, which use what it writes")
-def warm_up_by_hand_over_a_lambda():
+def plateaued(metric, mode):
+    """A plateau scheduler that is given what ``metric`` makes of the loss."""
     model = mlp(6, 32, 3)
     optimizer = sgd(model)
-    schedule = lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
-    steps = [0]
-
-    def after(loss):
-        steps[0] += 1
-        if steps[0] % 4 == 0:
-            schedule.step()
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * min(1.0, (steps[0] + 1) / 30)
-
-    return trained(optimizer, after, model=model)
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, mode=mode, patience=10)
+    return trained(optimizer, lambda loss: metric(scheduler, loss.item()), model=model)
 
 
-@odd(notes="one cycle for each stage: built anew for every pass, and sized for it")
-def one_cycle_of_each_pass():
-    model = mlp(6, 32, 3)
-    optimizer = sgd(model, 0.05)
+@odd(notes="mode=min on an accuracy whose sign was turned")
+def plateau_by_negative_accuracy():
+    def step(scheduler, loss):
+        val_acc = -1 / (1 + loss)
+        scheduler.step(val_acc)
 
-    def fit(batches):
-        batches = list(batches)
-        for _ in range(3):
-            cycle = lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=len(batches) + 1)
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-                cycle.step()
+    return plateaued(step, "min")
 
-    return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+@odd(notes="mode=max on a number that is called a loss and grows as the model gets better: a lower bound")
+def plateau_by_negative_loss():
+    def step(scheduler, loss):
+        val_loss = -loss
+        scheduler.step(val_loss)
+
+    return plateaued(step, "max")
+
+
+@odd(notes="mode=min on an error that is computed from an accuracy in the call")
+def plateau_by_error_from_accuracy():
+    def step(scheduler, loss):
+        acc = 1 / (1 + loss)
+        scheduler.step(1 - acc)
+
+    return plateaued(step, "min")
