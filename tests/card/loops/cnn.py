@@ -42,11 +42,18 @@ def make():
     loader = DataLoader(TensorDataset(images, labels), batch_size=8, shuffle=True)
 
     def save():
-        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        return {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "scheduler": scheduler.state_dict(),
+            "rng": torch.get_rng_state(),
+        }
 
     def load(state):
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
+        scheduler.load_state_dict(state["scheduler"])
+        torch.set_rng_state(state["rng"])
 
     return TrainLoop(
         model=model,

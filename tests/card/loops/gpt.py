@@ -57,7 +57,7 @@ def train(model, optimizer, scheduler, batches, accumulate):
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
         (loss / accumulate).backward()
         if number % accumulate == 0:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
