@@ -81,7 +81,7 @@ class BuiltSchedulers:
             shares=_shared_variables(getattr(scheduler, "lr_lambdas", None) or ()),
         )
         self.entries.append(entry)
-        self._references.append(weakref.ref(scheduler))
+        self._references.append(weakref.ref(scheduler, lambda _: setattr(entry, "gone", self.tick())))
         self._optimizers.append(None if optimizer is None else weakref.ref(optimizer))
         self._numbers[id(scheduler)] = number
         return number
@@ -97,9 +97,7 @@ class BuiltSchedulers:
         self.entries[self.number(scheduler)].inner = True
 
     def declare(self, given: Any) -> None:
-        """Note what ``TrainLoop.scheduler`` holds: a scheduler, or a list or dict of some; and what nothing holds."""
-        for entry, reference in zip(self.entries, self._references, strict=True):
-            entry.dropped = reference() is None
+        """Note what ``TrainLoop.scheduler`` holds: a scheduler, or a list or dict of some."""
         for scheduler in _listed(given):
             if isinstance(scheduler, LRScheduler):
                 self.entries[self.number(scheduler)].declared = True

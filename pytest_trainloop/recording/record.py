@@ -141,8 +141,8 @@ class Scheduler:
     """The position at which it was built; 0 before the run."""
     inner: bool = False
     """Whether another scheduler holds or steps it."""
-    dropped: bool = False
-    """Whether nothing held it any more when ``fit`` began."""
+    gone: int | None = None
+    """The position from which nothing held it any more: 0 where that was before the run."""
     shares: tuple[str, ...] = ()
     """The variables that its functions, one for each group, share as one and the same: a loop's last value."""
     groups: int = 0

@@ -101,6 +101,102 @@ def test_schedulers_can_be_copied_and_pickled_while_watched():
     assert "step" not in vars(scheduler)
 
 
+def test_each_call_has_the_rates_before_and_after_it():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Watch({"": model}, [optimizer]) as watch:
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+        optimizer.step()
+        scheduler.step()
+    (call,) = watch.record.of(SchedulerStep)
+    assert (call.before, call.after) == ((0.1,), (0.05,))
+    assert call.at < call.until
+
+
+def test_the_rates_of_a_call_may_be_tensors():
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5))
+    with Watch({"": model}, [optimizer]) as watch:
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+        optimizer.step()
+        scheduler.step()
+    (call,) = watch.record.of(SchedulerStep)
+    assert (call.before, call.after) == ((0.5,), (0.25,))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "plateau"])
+def test_schedulers_are_numbered_with_their_line_also_when_nobody_calls_them(kind):
+    optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+    with Watch({}, [optimizer]) as watch:
+        kept = lr_scheduler.ReduceLROnPlateau(optimizer) if kind == "plateau" else KINDS[kind](optimizer)
+    outer = watch.record.schedulers[-1]
+    assert (outer.kind, outer.optimizer, outer.calls, outer.inner) == (type(kept).__name__, 0, 0, False)
+    assert outer.place is not None
+    assert "test_watch_schedules" in outer.place.file
+    assert all(s.inner for s in watch.record.schedulers[:-1])
+    assert outer.plateau == (kind == "plateau")
+
+
+def test_equal_settings_are_equal_texts():
+    optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+    with Watch({}, [optimizer]) as watch:
+        kept = [lr_scheduler.LambdaLR(optimizer, lambda step, k=k: 1 / (step + k)) for k in (1, 1, 2)]
+        kept += [lr_scheduler.StepLR(optimizer, 10, gamma) for gamma in (0.5, 0.5, 0.1)]
+    one, same, other, *steps = (s.settings for s in watch.record.schedulers)
+    assert one == same != other
+    assert steps[0] == steps[1] != steps[2]
+
+
+def test_a_scheduler_that_nothing_holds_is_gone():
+    optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+    with Watch({}, [optimizer]) as watch:
+        lr_scheduler.StepLR(optimizer, 10)
+        kept = lr_scheduler.StepLR(optimizer, 10)
+        optimizer.step()
+    dropped, held = watch.record.schedulers
+    assert dropped.gone is not None
+    assert dropped.gone < watch.record.of(Step)[0].at
+    assert held.gone is None
+    assert kept.optimizer is optimizer
+
+
+def test_the_constructors_are_torchs_own_again():
+    before = {cls: vars(cls).get("__init__") for cls in (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)}
+    with Watch({}, []):
+        assert lr_scheduler.LRScheduler.__init__ is not before[lr_scheduler.LRScheduler]
+    assert {cls: vars(cls).get("__init__") for cls in before} == before
+
+
+def test_lambdas_that_share_the_variable_of_a_loop():
+    optimizer = torch.optim.SGD([{"params": [p]} for p in net().parameters()], lr=0.1)
+    groups, decay = range(len(optimizer.param_groups)), 0.9
+    with Watch({}, [optimizer]) as watch:
+        kept = [
+            lr_scheduler.LambdaLR(optimizer, [lambda step: 1 / (step + k + 1) for k in groups]),  # noqa: B023
+            lr_scheduler.LambdaLR(optimizer, [lambda step, k=k: 1 / (step + k + 1) for k in groups]),
+            lr_scheduler.LambdaLR(optimizer, [lambda step: decay**step for _ in groups]),
+            lr_scheduler.LambdaLR(optimizer, lambda step: decay**step),
+        ]
+    assert [s.shares for s in watch.record.schedulers] == [("k",), (), (), ()]
+    assert len(kept) == 4
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (lambda o: o.param_groups[0].update(learning_rate=0.5), 'group["learning_rate"]'),
+        (lambda o: o.defaults.update(lr=0.5), 'optimizer.defaults["lr"]'),
+        (lambda o: setattr(o, "lr", 0.5), "optimizer.lr"),
+    ],
+)
+def test_numbers_that_are_called_a_rate_are_noted_at_each_step(write, name):
+    optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+    write(optimizer)
+    with Watch({}, [optimizer]) as watch:
+        optimizer.step()
+    assert watch.record.of(Step)[0].named_rates[name] == (0.5,)
+
+
 def scaled_loop(model, optimizer, scaler, losses, *, clip=False):
     for x, y in losses:
         optimizer.zero_grad()

@@ -43,7 +43,7 @@ def uncalled(evidence: Evidence) -> Iterator[Finding]:
         proof = _proof(evidence, scheduler)
         if not proof and scheduler.plateau:
             continue
-        certain = scheduler.dropped or (bool(proof) and not evidence.shared(WholeFit.of).may_call)
+        certain = _is_gone(record, scheduler) or (bool(proof) and not evidence.shared(WholeFit.of).may_call)
         twice = _called_in_its_place(record, scheduler)
         rate = groups[0].known[0] if groups and groups[0].known else 0.0
         yield Finding(
@@ -76,8 +76,8 @@ def _another_drives(record: Record, scheduler: Scheduler) -> bool:
 def _proof(evidence: Evidence, scheduler: Scheduler) -> str:
     """Why nobody will call it later; empty where somebody may."""
     record = evidence.run()
-    if scheduler.dropped:
-        return "nothing held it any more when fit began"
+    if _is_gone(record, scheduler):
+        return "nothing holds it any more while the steps are made"
     alike = [s for s in record.schedulers if s.calls and s.kind == scheduler.kind and not s.inner]
     if alike:
         return f"fit calls the {scheduler.kind} of another optimizer, {alike[0].calls} times"
@@ -89,6 +89,12 @@ def _proof(evidence: Evidence, scheduler: Scheduler) -> str:
     if whole.passes > 1:
         return f"fit makes {whole.passes} passes over the batches by itself, and came to its end"
     return ""
+
+
+def _is_gone(record: Record, scheduler: Scheduler) -> bool:
+    """Whether nothing held the scheduler any more before the last step of its optimizer."""
+    steps = [s.at for s in record.innermost_steps() if s.optimizer == scheduler.optimizer]
+    return scheduler.gone is not None and scheduler.gone < steps[-1]
 
 
 class WholeFit:

@@ -712,7 +712,7 @@ pair(
     "schedule",
     "never_called",
     culprits=("LambdaLR.step()",),
-    mentions=("nothing held it",),
+    mentions=("nothing holds it",),
     faulty=trained(built_and_dropped(kept=False)),
     fixed=trained(built_and_dropped(kept=True), call_scheduler),
 )
