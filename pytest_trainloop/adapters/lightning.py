@@ -11,16 +11,20 @@ from importlib.util import find_spec
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+from pytest_trainloop.adapters.lightning_plan import configured_schedules, told
 from pytest_trainloop.adapters.swap import swapped
 from pytest_trainloop.adapters.training_data import TrainingData
-from pytest_trainloop.errors import UsageError
+from pytest_trainloop.errors import CannotDecide, UsageError
 from pytest_trainloop.fields import a
 from pytest_trainloop.loop import TrainLoop
+from pytest_trainloop.runs.projection import Counts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
     from types import ModuleType
+
+    from pytest_trainloop.runs.projection import Planned
 
 _MANY = 1_000_000
 """Epochs; more than any checkpoint was written after."""
@@ -41,7 +45,8 @@ def from_lightning(
     During the runs nothing is logged or drawn. Validation inside ``fit`` takes one batch; ``evaluate`` is
     ``trainer.validate`` over two. ``save`` is ``trainer.save_checkpoint``, ``load`` is what
     ``trainer.fit(ckpt_path=...)`` restores before it trains. A second ``fit`` goes on with the optimizers' states, the
-    epoch and the step count of the first; the schedule begins anew with the batches that it gets. A trainer with
+    epoch and the step count of the first; the schedule begins anew with the batches that it gets. ``steps`` and
+    ``epochs`` are the ``max_steps`` and ``max_epochs`` of the trainer, where it is given some. A trainer with
     ``enable_checkpointing=False`` is given neither ``save`` nor ``load``.
 
     Parameters
@@ -74,7 +79,7 @@ def from_lightning(
         )
     if batch is None and batches is None:
         batch = _first_batch(package, module, datamodule)
-    writes = trainer is None or trainer.checkpoint_callbacks
+    writes, own = trainer is None or trainer.checkpoint_callbacks, trainer is None
     if trainer is None:
         with _quiet_warnings(package):
             trainer = _quiet_trainer(package, module)
@@ -91,11 +96,17 @@ def from_lightning(
     evaluate.within_fit = True  # type: ignore[attr-defined]
     fit.without_evaluation = partial(fit, validating=False)  # type: ignore[attr-defined]
     fit.training_data = lambda: _training_data(package, module, datamodule)  # type: ignore[attr-defined]
+    plan = Counts(fields.get("steps"), None, fields.get("epochs"))
+    if not own:
+        plan = told(trainer, plan)
+        fit.planned_schedules = lambda: _planned(package, module, trainer, datamodule, plan)  # type: ignore[attr-defined]
     offered = {
         "model": module,
         "batch": batch,
         "batches": batches,
         "fit": fit,
+        "steps": plan.steps,
+        "epochs": plan.passes,
     }
     if _validates(package, module, trainer, datamodule):
         offered["evaluate"] = evaluate
@@ -224,6 +235,24 @@ def _validate(package: ModuleType, module: Any, trainer: Any, datamodule: Any) -
 def _save(package: ModuleType, trainer: Any, path: Path) -> None:
     with _quiet_warnings(package), _silenced(package, trainer):  # the callbacks of a run: no Checkpoint
         type(trainer).save_checkpoint(trainer, path)
+
+
+def _planned(package: ModuleType, module: Any, trainer: Any, datamodule: Any, plan: Counts) -> Sequence[Planned]:
+    """The schedules that Lightning configures for the trainer's own data and length; nothing is trained."""
+    if trainer.fast_dev_run or not module.automatic_optimization or _own_loader(package, module, datamodule) is None:
+        raise CannotDecide("the trainer has no data and length of its own to plan by")
+    found: list[Planned] = []
+    length = {name: getattr(trainer, name) for name in ("limit_train_batches", "overfit_batches")}
+    configured = {"run": lambda: found.extend(configured_schedules(trainer, plan))}
+    epochs = trainer.fit_loop.max_epochs
+    with (
+        _quiet_warnings(package),
+        _silenced(package, trainer),
+        swapped(trainer, **length),
+        swapped(trainer.fit_loop, max_epochs=epochs, **configured),
+    ):
+        trainer.fit(module, datamodule=datamodule)
+    return found
 
 
 def _load(package: ModuleType, module: Any, trainer: Any, datamodule: Any, path: Path) -> None:

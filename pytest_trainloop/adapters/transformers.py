@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pytest_trainloop.adapters.hf_plan import batches_a_pass, plan_of, planned_schedules
 from pytest_trainloop.adapters.swap import swapped
 from pytest_trainloop.adapters.training_data import TrainingData
 from pytest_trainloop.errors import UsageError
@@ -28,9 +29,10 @@ def from_trainer(trainer: Any, *, batch: Any = None, **fields: Any) -> TrainLoop
     ...     return from_trainer(MyTrainer(model=my_model(), args=args, train_dataset=my_data()))
 
     During the runs nothing is logged, reported or evaluated; the schedule spans these batches; the project's own
-    callbacks run. ``save`` is the Trainer's own way to write a checkpoint, ``load`` its own way to resume from it, but
-    for the data, which stay those that ``fit`` gets. A Trainer that writes no checkpoints one can resume from
-    (``save_strategy="no"``, ``save_only_model=True``) is given neither.
+    callbacks run. ``steps`` and ``epochs`` are those that ``train()`` would make of the trainer's own data and
+    settings; its schedule is judged by them. ``save`` is the Trainer's own way to write a checkpoint, ``load`` its own
+    way to resume from it, but for the data, which stay those that ``fit`` gets. A Trainer that writes no checkpoints
+    one can resume from (``save_strategy="no"``, ``save_only_model=True``) is given neither.
 
     Parameters
     ----------
@@ -56,12 +58,16 @@ def from_trainer(trainer: Any, *, batch: Any = None, **fields: Any) -> TrainLoop
 
     evaluate.within_fit = True  # type: ignore[attr-defined]
     fit.training_data = lambda: _training_data(trainer)  # type: ignore[attr-defined]
+    fit.planned_schedules = lambda: planned_schedules(trainer, fields.get("steps"))  # type: ignore[attr-defined]
+    plan = plan_of(trainer, batches_a_pass(trainer) if _has_training_data(trainer) else None)
     offered = {
         "model": trainer.model,
         "optimizer": trainer.optimizer,
         "scheduler": trainer.lr_scheduler,
         "batch": _first_batch(trainer) if batch is None else batch,
         "fit": fit,
+        "steps": plan.steps,
+        "epochs": plan.passes,
         "evaluate": evaluate if trainer.eval_dataset is not None else None,
         **_resuming(trainer),
     }

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
+from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.events import SchedulerStep
 from pytest_trainloop.runs.process_state import preserved
 from pytest_trainloop.runs.run import fit_of
-from pytest_trainloop.runs.scheduled import Curve, Driven, Schedules, project, rates_of
+from pytest_trainloop.runs.scheduled import PLATEAU, Curve, Driven, Schedules, project, rates_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,6 +69,8 @@ class Planned:
     counts: Counts
     place: str = ""
     """The user's line that sets it up."""
+    declared: bool = False
+    """Whether the project itself says how long the training is; else it follows from data that may be a test's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +102,8 @@ class Projected:
     """The user's line that builds it."""
     made_at_line: tuple[str, int] = ("", 0)
     """The same as file and line."""
-    by_trainer: bool = False
-    """Whether the trainer of a library says how long the training is: its settings may be those of a test."""
+    by_data: bool = False
+    """Whether the plan follows from the length of data, which may be those of a test."""
     unit: Unit | None
     """What it is called once for; None where neither fits."""
     per_pass: float
@@ -157,7 +159,7 @@ class Projections:
         if planned := _by_trainer(evidence):
             return cls(schedulers=tuple(planned))
         record = evidence.run()
-        if not record.of(SchedulerStep):
+        if not record.of(SchedulerStep) and not record.schedulers:
             return cls()
         window = _window(record)
         if window > LONGEST_WINDOW:
@@ -178,7 +180,7 @@ class Projections:
 
         found, undecided = [], []
         for number, driven in enumerate(first.driven):
-            if driven.curve is None:
+            if driven.curve is None and PLATEAU not in driven.why:
                 undecided.append(f"{driven.kind}: {driven.why}")
             else:
                 found.append(
@@ -211,6 +213,7 @@ class _Run:
     def __init__(self, evidence: Evidence, window: int, windows: int, ahead: int, **knobs: Any) -> None:
         self.window, self.windows, self._least = window, windows, ahead
         self.declared = Counts(None, None, None)
+        self.by_data = self.by_trainer = False
         self.schedules = Schedules(self._ahead)
         self.record = evidence.rerun(
             evidence.plan(**knobs),
@@ -229,6 +232,9 @@ class _Run:
     def _noting(self, loop: Any) -> Callable[[Any], Any]:
         steps = None if loop.steps is None else int(loop.steps)
         epochs = None if loop.epochs is None else int(loop.epochs)
+        self.by_trainer = hasattr(loop.fit, "planned_schedules")
+        if steps is None and epochs is not None and (batches := _length(loop.batches)):
+            steps, self.by_data = max(1, batches * epochs // self.window), True
         self.declared = Counts(steps, None if steps is None else steps * self.window, epochs)
         return fit_of(loop)
 
@@ -262,6 +268,16 @@ class _Run:
         )
 
 
+def _length(batches: Any) -> int | None:
+    """The batches of a loader in one pass, also of one that Accelerate has prepared; None where they have no length."""
+    if not hasattr(batches, "dataset"):
+        return None
+    try:
+        return len(batches)
+    except TypeError:  # of an iterable data set
+        return None
+
+
 def _window(record: Record) -> int:
     """Batches for each step."""
     if not record.rounds:
@@ -293,6 +309,7 @@ def _projected(
         settings=dict(driven.settings),
         sizes=sizes,
         plan=runs[0].declared,
+        by_data=runs[0].by_trainer or (unit != "pass" and runs[0].by_data),
         planned=None if unit is None else runs[0].declared.of(unit),
     )
     if accumulated is None or len(accumulated.driven) <= number:
@@ -326,7 +343,7 @@ def _by_trainer(evidence: Evidence) -> list[Projected]:
             return []
         try:
             planned: Sequence[Planned] = make()
-        except (CannotDecide, UsageError, UserCodeError):
+        except Exception:  # a trainer without data, or whose code needs more than its settings: its runs show less
             return []
         return [_of_trainer(one) for one in planned]
 
@@ -341,7 +358,7 @@ def _of_trainer(one: Planned) -> Projected:
         made_in_fit=True,
         place=one.place,
         made_at=one.place,
-        by_trainer=True,
+        by_data=not one.declared,
         unit=one.unit,
         per_pass=float(one.unit == "pass"),
         per_item=float(one.unit != "pass"),

@@ -19,7 +19,7 @@ from pytest_trainloop.fields import is_whole
 from pytest_trainloop.recording.as_caller import as_caller
 from pytest_trainloop.recording.construction import maker
 from pytest_trainloop.recording.patches import Patches
-from pytest_trainloop.recording.source import here
+from pytest_trainloop.recording.source import here, layer
 from pytest_trainloop.recording.steps import unwrap
 
 if TYPE_CHECKING:
@@ -34,6 +34,11 @@ MOST_CALLS = 60_000
 """Calls that are projected one by one: 0.2 seconds. What goes on beyond them is looked at in leaps."""
 
 LEAPS = 2_000
+
+OWN = 2
+"""The layer of the project's own files."""
+
+PLATEAU = "its rates follow a metric"
 
 _ROUNDING = 1e-10
 """What a rate that is computed from the last one may be off by after some thousand calls, of its highest."""
@@ -56,10 +61,14 @@ class Curve:
 
     @property
     def settles(self) -> int | None:
-        """The call after which no rate changes any more; None where one changes until the end."""
+        """The call after which no rate changes any more; None where one changes until the end, or until it is too small
+        for a float."""
+        peak = max(max(rates, default=0.0) for rates in self.rates)
         for i in range(len(self.rates) - 1, 0, -1):
-            if self.rates[i] != self.rates[i - 1]:
-                return None if i == len(self.rates) - 1 else self.calls[i]
+            before = self.rates[i - 1]
+            if self.rates[i] != before:
+                fades = max(before) < peak * _ROUNDING**2
+                return None if i == len(self.rates) - 1 or fades else self.calls[i]
         return 0
 
     def group(self, number: int) -> list[float]:
@@ -240,7 +249,9 @@ class Schedules:
     def _before(self, scheduler: Any, told: bool) -> tuple[_Scheduler, _Traced]:
         called = self._made.setdefault(id(scheduler), _Scheduler(scheduler, {}))
         called.told = called.told or told or isinstance(scheduler, ReduceLROnPlateau)
-        called.place = called.place or str(here()[0])
+        place = here()[0]
+        library = layer(place.file) != OWN  # of a trainer
+        called.place = called.place or str((library and called.made_at) or place)
         optimizer = unwrap(scheduler.optimizer)
         traced = self._traced.setdefault(id(optimizer), _Traced(optimizer))
         now = rates_of(optimizer)
@@ -285,7 +296,7 @@ class Schedules:
 def _why_not(traced: _Traced) -> str:
     kinds = [type(one.scheduler).__name__ for one in traced.schedulers]
     if any(isinstance(one.scheduler, ReduceLROnPlateau) for one in traced.schedulers):
-        return "ReduceLROnPlateau goes by a metric"
+        return PLATEAU
     if any(one.told for one in traced.schedulers):
         return f"the loop gives {kinds[0]} its position at each call"
     if traced.by_hand:

@@ -10,6 +10,7 @@ PLAN_CAUSES = {
     "counts_something_else": Cause(
         proof="the schedule ends after as many calls as there are of one unit, and is called once for each of another",
         repair="build it for as many calls as are made: steps of the optimizer, where it is called once a step",
+        change=("scheduler",),
         settle=_SETTLE,
         explains=("accumulation_equivalence:update_differs",),
     ),
@@ -23,30 +24,36 @@ PLAN_CAUSES = {
     "runs_out": Cause(
         proof="stepped on without training, the scheduler raises before the training is over",
         repair="total_steps = the number of calls: len(loader) * epochs // accumulate, where it is called once a step",
+        change=("scheduler",),
         settle=_SETTLE,
     ),
     "ends_in_warmup": Cause(
         proof="stepped on without training, the learning rate still rises when the training is over",
         repair="a warm-up of a few percent of the steps, in the unit in which the scheduler is called",
+        change=("scheduler",),
         settle=_SETTLE,
     ),
     "over_too_early": Cause(
         proof="the last change comes before half of the training, and leaves a hundredth of the peak or less",
         repair="build it for as many calls as the training makes",
+        change=("scheduler",),
         settle=_SETTLE,
     ),
     "rises_again": Cause(
         proof="the schedule has come to its lowest point before the training is over, and the rate rises again",
         repair="T_max = the number of calls; CosineAnnealingWarmRestarts where restarts are meant",
+        change=("scheduler",),
         settle=_SETTLE,
     ),
     "barely_begun": Cause(
         proof="the schedule comes to its lowest point after twice the training, which ends above half of the peak",
         repair="build it for as many calls as the training makes",
+        change=("scheduler",),
         settle=_SETTLE,
     ),
     "zero_throughout": Cause(
         proof="stepped on without training, the rate of the group is 0 at every call of the whole training",
+        change=("group",),
         repair="give the group a rate, or take it out of the optimizer; frozen= where it is meant not to train",
         explains=("every_param_moves",),
     ),

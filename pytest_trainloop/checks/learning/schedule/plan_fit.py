@@ -132,6 +132,8 @@ def of_windows(one: Projected) -> Iterator[Finding]:
     if not steps or not micro_batches or window * steps != micro_batches or window < 2 or not one.sizes:
         return
     end, before = grown.horizon, one.sizes[0].horizon
+    if _stretched(one, grown, window):
+        return
     in_steps = before == one.sizes[0].calls and one.made_in_fit if end is not None else False
     if grown.calls == micro_batches:
         quarter = (
@@ -151,6 +153,15 @@ def of_windows(one: Projected) -> Iterator[Finding]:
         planned = divided and end == before and abs(before - (plans[0] or 0)) <= 1
         if (in_steps and end == micro_batches) or planned:
             yield _sized_otherwise(one, grown, window, before, end, "micro-batch")
+
+
+def _stretched(one: Projected, grown: Sized, window: int) -> bool:
+    """Whether the rates of a step are the same with a window and without: the schedule counts in windows itself."""
+    if grown.curve is None or grown.calls != grown.counts.micro_batches:
+        return False
+    calls = range(0, min(20, grown.curve.end // window, one.curve.end))
+    same = all(grown.curve.rates[window * call] == one.curve.rates[call] for call in calls)
+    return same and len({one.curve.rates[call] for call in calls}) > 1
 
 
 def _ends_otherwise(size: Sized, planned: int | None) -> bool:

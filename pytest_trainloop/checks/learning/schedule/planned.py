@@ -30,7 +30,7 @@ def planned(evidence: Evidence) -> Iterator[Finding]:
     undecided = [projections.why] if projections.why else []
     found = False
     for one in projections.schedulers:
-        findings = list(of_schedule(evidence.run(), one, by_user=not one.by_trainer))
+        findings = list(of_schedule(evidence.run(), one))
         found = found or bool(findings)
         yield from findings
         if one.planned is None and one.horizon and not findings and not _sized_by_fit(one):
@@ -39,17 +39,20 @@ def planned(evidence: Evidence) -> Iterator[Finding]:
         raise CannotDecide("; ".join(undecided), needs="steps=")
 
 
-def of_schedule(record: Record, one: Projected, *, by_user: bool = True) -> Iterator[Finding]:
+def of_schedule(record: Record, one: Projected) -> Iterator[Finding]:
     """What is wrong with one schedule: the first of these that is found."""
-    for judged in (of_fit(one), of_windows(one), _of_plan(record, one, by_user=by_user), named_after_another(one)):
+    for judged in (of_fit(one), of_windows(one), _of_plan(record, one), named_after_another(one)):
         if findings := list(judged):
             yield from findings
             return
 
 
 def _sized_by_fit(one: Projected) -> bool:
-    ends = [s.curve and s.curve.end for s in one.sizes]
-    return one.made_in_fit and len(ends) > 1 and one.horizon is not None and one.horizon <= 2 * one.sizes[0].calls
+    """Whether the schedule is built inside ``fit`` for the batches that it is given, or may be."""
+    if not one.made_in_fit or not one.sizes:
+        return False
+    ends = [size.horizon for size in one.sizes]
+    return len(ends) == 1 or ends[0] != ends[1]
 
 
 def _without_plan(one: Projected) -> str:
@@ -59,16 +62,16 @@ def _without_plan(one: Projected) -> str:
     return f"{known}; give {give} to have it judged"
 
 
-def _of_plan(record: Record, one: Projected, *, by_user: bool) -> Iterator[Finding]:
-    """Against the declared plan; a plan that a trainer's settings tell may be that of a test, and gives advice."""
-    if one.planned is None or one.unit is None:
+def _of_plan(record: Record, one: Projected) -> Iterator[Finding]:
+    """Against the declared plan. One that follows from the length of data may be that of a test: only what no length of
+    the data would make right is a fault then."""
+    if one.planned is None or one.unit is None or _sized_by_fit(one):
         return
     yield from _counts(one)
-    if _other_unit(one) is not None:
-        return
-    yield from _length(one, one.planned, by_user=by_user)
-    if by_user:
-        yield from _zero(record, one, one.planned)
+    if _other_unit(one) is None:
+        yield from _length(one, one.planned)
+        if not one.by_data:
+            yield from _zero(record, one, one.planned)
 
 
 def _other_unit(one: Projected) -> Unit | None:
@@ -100,7 +103,7 @@ def _counts(one: Projected) -> Iterator[Finding]:
         )
 
 
-def _length(one: Projected, calls: int, *, by_user: bool) -> Iterator[Finding]:
+def _length(one: Projected, calls: int) -> Iterator[Finding]:
     curve, told = one.curve, f"{calls} calls in the whole training, one a {one.unit}"
     group = curve.leading
     rates = curve.group(group)
@@ -112,13 +115,18 @@ def _length(one: Projected, calls: int, *, by_user: bool) -> Iterator[Finding]:
             f"{one.kind} raises at call {one.raises_at}, and the training calls it {calls} times",
             f"call {one.raises_at} of {calls} raises {one.message}"[:300],
             f"stepped on without training it raises; {told}",
-            level="fault" if by_user else "advice",
+            level="advice" if one.by_data else "fault",
         )
         return
     reached = max(r[group] for r in curve.until(calls))
     last = curve.rate(calls)[group]
-    if peak_at > calls and reached < peak and not any(name in one.kind for name in CYCLIC):
-        long = peak_at >= 2 * calls
+    long = peak_at >= 2 * calls
+    if (
+        peak_at > calls
+        and reached < peak
+        and (long or not one.by_data)
+        and not any(name in one.kind for name in CYCLIC)
+    ):
         yield plan_finding(
             one,
             "ends_in_warmup",
@@ -126,10 +134,11 @@ def _length(one: Projected, calls: int, *, by_user: bool) -> Iterator[Finding]:
             f"{reached / peak:.0%} of the peak",
             f"learning rate {reached:.2g} at the most in the training, {peak:.2g} at call {peak_at}",
             f"stepped on without training {one.kind} still rises at call {calls}; {told}",
-            level="fault" if long and by_user else "advice",
+            level="fault" if long and not one.by_data else "advice",
         )
         return
-    yield from _early_or_late(one, calls, peak, last, told)
+    if not one.by_data:
+        yield from _early_or_late(one, calls, peak, last, told)
 
 
 def _early_or_late(one: Projected, calls: int, peak: float, last: float, told: str) -> Iterator[Finding]:
@@ -145,7 +154,7 @@ def _early_or_late(one: Projected, calls: int, peak: float, last: float, told: s
             f"{last:.2g}",
             rates_text(one, calls),
             f"stepped on without training no rate changes after call {end}; {told}",
-            level="fault" if nothing and not one.by_trainer else "advice",
+            level="fault" if nothing else "advice",
         )
         return
     low = curve.lowest_at(group)
