@@ -171,7 +171,8 @@ class Projections:
         short = through and max(d.steps for d in first.driven) * SIZES[1] <= MOST_ROUNDS * SIZES[0]
         second = _Run(evidence, window, SIZES[1], FEW_AHEAD) if short and first.may_be_its_own_plan() else None
         accumulating = "accumulate" in evidence.knobs and short and window == 1
-        third = _Run(evidence, ACCUMULATE, SIZES[0], FEW_AHEAD, accumulate=ACCUMULATE) if accumulating else None
+        ahead = max([FEW_AHEAD, *(s.horizon or 0 for s in map(first.sized, first.driven))])
+        third = _Run(evidence, ACCUMULATE, SIZES[0], ahead, accumulate=ACCUMULATE) if accumulating else None
 
         def few(driven: Driven) -> bool:
             """Whether the longer watched run calls it no more often than once a pass."""

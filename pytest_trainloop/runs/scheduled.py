@@ -136,7 +136,7 @@ class Driven:
 
     @property
     def kind(self) -> str:
-        return " and ".join(self.kinds)
+        return " and ".join(dict.fromkeys(self.kinds))
 
 
 @dataclass(slots=True)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pytest_trainloop.registry import Cause
 
+LEARNING = ("overfit_one_batch", "update_ratio")
+
+WINDOWS = ("accumulation_equivalence:update_differs", "accumulation_equivalence:scheduled_inside_window")
+
 _SETTLE = "give steps= (optimizer steps of the whole training), or epochs= (its passes)"
 
 PLAN_CAUSES = {
@@ -12,31 +16,34 @@ PLAN_CAUSES = {
         repair="build it for as many calls as are made: steps of the optimizer, where it is called once a step",
         change=("scheduler",),
         settle=_SETTLE,
-        explains=("accumulation_equivalence:update_differs",),
+        explains=(*LEARNING, *WINDOWS),
     ),
     "per_micro_batch": Cause(
         proof="the scheduler is called once for each micro-batch, and the optimizer steps once for several",
         repair="call it right after optimizer.step(), in the same branch",
         change=("seen",),
         settle=_SETTLE,
-        explains=("accumulation_equivalence:update_differs",),
+        explains=(*LEARNING, *WINDOWS),
     ),
     "runs_out": Cause(
         proof="stepped on without training, the scheduler raises before the training is over",
         repair="total_steps = the number of calls: len(loader) * epochs // accumulate, where it is called once a step",
         change=("scheduler",),
+        explains=LEARNING,
         settle=_SETTLE,
     ),
     "ends_in_warmup": Cause(
         proof="stepped on without training, the learning rate still rises when the training is over",
         repair="a warm-up of a few percent of the steps, in the unit in which the scheduler is called",
         change=("scheduler",),
+        explains=LEARNING,
         settle=_SETTLE,
     ),
     "over_too_early": Cause(
         proof="the last change comes before half of the training, and leaves a hundredth of the peak or less",
         repair="build it for as many calls as the training makes",
         change=("scheduler",),
+        explains=LEARNING,
         settle=_SETTLE,
     ),
     "rises_again": Cause(

@@ -59,7 +59,8 @@ def _other_unit(one: Projected, unit: Unit) -> Finding:
         "counts_something_else",
         f"{one.kind} is built for as many calls as fit makes {count(2, unit)[2:]}, and is called once a {one.unit}",
         f"in a fit of {count(end, unit)} its last change is at call {end}, and it is called "
-        f"{first.calls} times; the rate is {_last(first, one):.2g} in the end and {_peak(first, one):.2g} at its peak",
+        f"{first.calls} times; the rate is {_last(first, one):.2g} after the last of them, {_peak(first, one):.2g} at "
+        "its peak",
         f"over {_batches(one, first)} and {_batches(one, second)} batches it ends at call {end} and "
         f"{second.horizon}, with {first.counts.of(unit)} and {second.counts.of(unit)} {count(2, unit)[2:]}, and is "
         f"called {first.calls} and {second.calls} times",

@@ -68,10 +68,10 @@ def _of_plan(record: Record, one: Projected) -> Iterator[Finding]:
     if one.planned is None or one.unit is None or _sized_by_fit(one):
         return
     yield from _counts(one)
-    if _other_unit(one) is None:
-        yield from _length(one, one.planned)
-        if not one.by_data:
-            yield from _zero(record, one, one.planned)
+    if _other_unit(one) is not None:
+        return
+    zero = [] if one.by_data else list(_zero(record, one, one.planned))
+    yield from zero or _length(one, one.planned)
 
 
 def _other_unit(one: Projected) -> Unit | None:
