@@ -41,7 +41,7 @@ def uncalled(evidence: Evidence) -> Iterator[Finding]:
         if optimizer.steps < 2 or any(g.moves for g in groups) or _another_drives(record, scheduler):
             continue
         proof = _proof(evidence, scheduler)
-        if not proof and scheduler.plateau:
+        if not proof and (scheduler.plateau or evidence.shared(WholeFit.of).calls(scheduler)):
             continue
         certain = _is_gone(record, scheduler) or (bool(proof) and not evidence.shared(WholeFit.of).may_call)
         twice = _called_in_its_place(record, scheduler)
@@ -57,7 +57,7 @@ def uncalled(evidence: Evidence) -> Iterator[Finding]:
             culprits=(f"{scheduler.kind}.step()",),
             kinds=("missing call",),
             where=twice or record.step_line(),
-            change=twice or (record.step_line() if certain else line_of(scheduler)),
+            change=twice or (record.step_line() if certain and scheduler.gone is None else line_of(scheduler)),
             repair="call the one that is never called on this line: it calls the other a second time" if twice else "",
         )
 
@@ -107,6 +107,10 @@ class WholeFit:
         self.schedulers: list[Scheduler] = []
         self.may_call = True
         """Whether a function that ran holds a call of a scheduler, or of what is named after one, that did not."""
+
+    def calls(self, scheduler: Scheduler) -> bool:
+        """Whether the scheduler that is built on the same line is called."""
+        return any(s.calls for s in self.schedulers if (s.kind, s.place) == (scheduler.kind, scheduler.place))
 
     @classmethod
     def of(cls, evidence: Evidence) -> WholeFit:
