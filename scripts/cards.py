@@ -15,10 +15,6 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-os.chdir(ROOT)
-
-from tests.card.golden_cards import LIBRARIES, PAGE, card_of, golden, loops, page  # noqa: E402
 
 
 def main() -> int:
@@ -26,6 +22,10 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="loops; default: all")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where something is stale")
     given = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    os.chdir(ROOT)  # files on a card are relative to it
+    from tests.card.golden_cards import LIBRARIES, PAGE, card_of, golden, loops, page
+
     stale = False
     for name in given.names or loops():
         if missing := [library for library in LIBRARIES.get(name, ()) if importlib.util.find_spec(library) is None]:

@@ -44,7 +44,7 @@ def _clip(fact: ClipFact, facts: Facts) -> Iterator[Line]:
         yield Line(label="clip", text=f"{fact.by} without limit: the norm is only computed", where=where)
         return
     some, idle = fact.covers < fact.of, not fact.bites
-    leaves = "" if idle or math.isnan(fact.leaves) else f", leaves {percent(fact.leaves)}"
+    leaves = "" if idle or math.isnan(fact.leaves) else f", leaves {_left(fact.leaves)}"
     limit = "" if math.isnan(fact.limit) else f" {two(fact.limit)}"
     parts = ", in parts that have the limit each" if fact.apart else ""
     open_ = "" if not fact.uncovered > 0 else f"; {percent(fact.uncovered)} of |g|^2 not covered"
@@ -63,6 +63,15 @@ def _clip(fact: ClipFact, facts: Facts) -> Iterator[Line]:
         yield Line(label="", text=text, where=where, odd=True)
 
 
+def _left(part: float) -> str:
+    """The part of the norm that a clip leaves; what it bites off is not rounded away."""
+    return percent(part) if part < NEARLY_ALL else "over 99 %"
+
+
+NEARLY_ALL = 0.995
+"""Where two digits of a percentage say 100."""
+
+
 def gradient(facts: Facts) -> Iterator[Line]:
     """How much of the slope of the loss is stopped on its way to the weights, and where."""
     from pytest_trainloop.gradients.stopped_slope import StoppedSlope
@@ -75,10 +84,12 @@ def gradient(facts: Facts) -> Iterator[Line]:
         yield Line(label="gradient", text="all of the first loss's slope reaches the weights")
         return
     first, *rest = found.sites or (None,)
-    text = f"{percent(found.share)} of the first loss's slope does not reach the weights *"
-    if first is None:
-        yield Line(label="gradient", text=f"{text}, by no line that was found", odd=True)
+    text = f"{percent(found.share)} of the first loss's slope does not reach the weights"
+    if first is None or 2 * sum(site.share for site in found.sites) < found.share:
+        # a rollout by the model itself, data that depend on the weights: no reader can act on it
+        yield Line(label="gradient", text=f"{text}; no single line stops most of it")
         return
+    text = marked(text, True)
     yield Line(label="gradient", text=f"{text}: {_site(first)}", where=facts.where(first.place), odd=True)
     for site in rest:
         yield Line(label="", text=_site(site), where=facts.where(site.place))

@@ -25,7 +25,7 @@ FALLEN = 0.01
 """Part of its peak at which a rate has come to nothing."""
 
 SHOWN = 1_000
-"""Calls that are drawn of a schedule that never ends."""
+"""Calls that are drawn of a schedule that never ends, or twice those to its peak."""
 
 
 def schedule(facts: Facts) -> Iterator[Line]:
@@ -69,12 +69,23 @@ def _ahead(facts: Facts) -> Iterator[Line]:
     for one in found.schedulers:
         end, until, odd = _end(one)
         peak = f"peak {two(max(one.curve.group(one.curve.leading)))} at call {one.curve.peak_at(one.curve.leading):,}"
+        if one.by_trainer and one.planned is None:
+            yield Line(label="", text=_of_the_run(one), where=facts.where(one.made_at))
+            continue
         plan = f"plan: {one.planned:,} calls" if one.planned is not None else "give steps= to see it against the plan"
         where = facts.where(one.made_at)
         yield Line(label="", text=f"{one.kind} ahead: {peak}, {marked(end, odd)}; {plan}", where=where, odd=odd)
         yield Line(label="", text=_drawn(one.rate, one.curve.leading, one.planned or until), where=where)
     if found.why:
         yield Line(label="", text=f"not projected: {found.why}")
+
+
+def _of_the_run(one: Projected) -> str:
+    """What is said of a schedule that a trainer made for as many batches as the run has."""
+    peak = one.curve.peak_at(one.curve.leading)
+    return (
+        f"{one.kind} ahead: made for the batches of each run, peak at call {peak:,}; give steps= to see the training's"
+    )
 
 
 def _end(one: Projected) -> tuple[str, int, bool]:
@@ -90,14 +101,14 @@ def _end(one: Projected) -> tuple[str, int, bool]:
     if any(kind in one.kind for kind in CYCLIC):
         return "rises again and again by design", SHOWN, False
     if (turn := turns_at(curve)) is not None:
-        return f"lowest at call {turn:,}, and rises again", turn, one.planned is None or one.planned > turn
+        return f"lowest at call {turn:,}, and rises again", turn, one.planned is not None and one.planned > turn
     settled = curve.settles
     if settled is not None and rates[-1] > fallen:
         return f"last change at call {settled:,}", settled, False
     high = [at for at, rate in zip(curve.calls, rates, strict=True) if rate > fallen]
     if high and high[-1] < curve.end:
         return f"below 1 % of its peak from call {high[-1] + 1:,}", high[-1] + 1, False
-    return f"changes on past call {curve.end:,}", SHOWN, False
+    return f"changes on past call {curve.end:,}", max(SHOWN, 2 * curve.peak_at(group)), False
 
 
 def _drawn(rate: Callable[[int], Sequence[float]], group: int, until: int) -> str:

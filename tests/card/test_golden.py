@@ -16,7 +16,7 @@ def cases():
         yield pytest.param(name, marks=marks)
 
 
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", list(cases()))
 def test_the_card_of_a_loop_is_the_stored_one(name, monkeypatch):
     for library in LIBRARIES.get(name, ()):
         pytest.importorskip(library)
