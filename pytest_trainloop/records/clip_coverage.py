@@ -140,13 +140,20 @@ def _fact(record: Record, calls: list[ClipCall], windows: list[Window]) -> ClipF
         limit=calls[0].limit,
         covers=len(found),
         of=len(set().union(*(w.stepped for w in windows if w.step.optimizer in optimizers))),
-        bites=sum(share < 1.0 for share in shares),
+        bites=sum(map(bites, calls)),
         calls=len(calls),
         leaves=statistics.median(shares) if shares else math.nan,
         uncovered=statistics.median(uncovered) if uncovered else math.nan,
         groups_left_out=tuple(g for o in sorted(optimizers) for g in groups_left_out(record, o, mine)),
         apart=any(len(call.parts) > 1 for call in calls),
     )
+
+
+def bites(call: ClipCall) -> bool:
+    """Whether a call changed a gradient: any part of it where it takes them in parts."""
+    if call.left:
+        return any(call.left.get(i, 0.0) < call.norms[i] * (1 - 1e-6) for i in call.found)
+    return any(total > call.limit for total in call.totals)
 
 
 def _left(call: ClipCall) -> float:

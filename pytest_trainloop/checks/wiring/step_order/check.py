@@ -17,6 +17,12 @@ How it decides
     it assigns, except where one is assigned once and used by every step while backward passes bring others. Momentum
     kept in ``.grad`` is scaled, not identical; SAM moves the weights between backward and zeroing; by-product
     gradients of another network's parameters are cleared unused; batches skipped openly come in no regular windows.
+    A clip is a fault where none of its calls (two or more) clips a gradient that a step uses, and no other clip covers
+    what is stepped: before backward, after zeroing, handed gradients in place of parameters, an iterator that is used
+    up, the net of another optimizer or a copy of it; or where it takes one of two groups that differ in weight decay
+    only. What else it leaves out is advice: it may be meant. So is what a pass over the data leaves in ``.grad`` for
+    the next one, a fault with the project's own loader whose number of batches does not divide. Weights pulled more
+    than half of the way back to a point that never moves, after each step, cannot train.
     A loop trains nothing if 400 batches bring neither backward pass nor step. Weights or buffers that it changes itself
     (closed forms, evolution), ``autograd.grad`` and tensors besides the model that get gradients excuse it.
 
@@ -35,7 +41,7 @@ Fixed
 
 Known limits
     Writes to gradients are seen in the first twelve steps only. A clip whose limit is infinite or above 1e5 is taken
-    for a norm that is logged.
+    for a norm that is logged. Of clips written by hand the coverage is not known: they excuse, and are not accused.
 
 References
     https://docs.pytorch.org/tutorials/recipes/recipes/zeroing_out_gradients.html

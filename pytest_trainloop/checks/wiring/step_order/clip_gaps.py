@@ -8,7 +8,7 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.records.clip_coverage import by_line, clip_windows, groups_left_out, limits, share_left_out
+from pytest_trainloop.records.clip_coverage import bites, by_line, clip_windows, groups_left_out, limits, share_left_out
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,11 +96,7 @@ def clips_inside(record: Record) -> Iterator[ClipInside]:
     for calls in by_line(record):
         inner = [a for a, b in itertools.pairwise(calls) if limits(a) and _goes_on(record, a, b)]
         if len(inner) >= 2:
-            bites = sum(
-                any(_bites(call, part, total) for part, total in zip(call.parts, call.totals, strict=True))
-                for call in inner
-            )
-            yield ClipInside(inner[0], len(inner), len(calls), bites)
+            yield ClipInside(inner[0], len(inner), len(calls), sum(map(bites, inner)))
 
 
 def _goes_on(record: Record, call: ClipCall, following: ClipCall) -> bool:
@@ -121,9 +117,3 @@ def _goes_on(record: Record, call: ClipCall, following: ClipCall) -> bool:
         call.at < r.at < following.at and mine & set(r.grads) for s in record.innermost_steps() for r in s.reads
     )
     return not stepped and bool(before) and all(b.item > before[-1].item for b, _, _ in added)
-
-
-def _bites(call: ClipCall, part: list[int], total: float) -> bool:
-    if call.left:
-        return any(call.left.get(i, 0.0) < call.norms.get(i, 0.0) * (1 - 1e-6) for i in part)
-    return total > call.limit
