@@ -18,6 +18,13 @@ How it decides
     What contradicts itself: ``mode="max"`` on the loss that is minimized, a mode against the metric's own name, a
     metric given as the epoch, a lower bound above the rate. Groups at rate 0, and rates of 0 for some steps, are
     advice: unfreezing by rates looks the same.
+    Length: all schedulers of a thrown-away loop are stepped on without training. The calls that the training makes
+    follow from ``steps=`` or ``epochs=`` and from how often a short run calls it: once a step, a micro-batch or a pass.
+    Faults are a schedule that raises before, whose rate still rises after twice these calls, that ends with the count
+    of another unit of the plan, or leaves a rate of 0 for more than half. Undeclared, a fit that comes to its own end
+    is its own plan: over two windows and over three, the schedule ends with as many calls as there are steps, and is
+    called once a pass; with the passes (three or more), and is called once a step; and the like. With the knob
+    ``accumulate`` its length and its calls must change alike.
 
 Faulty
     >>> scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -38,7 +45,9 @@ Fixed
     ...     scheduler.step()
 
 Known limits
-    Rates that are written by hand are known at the watched steps only. Schedulers that do not inherit from torch's are
+    Rates that are written by hand are known at the watched steps only, and follow no projection; nor do those that
+    follow a metric, or a position that the loop gives. A schedule built outside ``fit`` is not judged without
+    ``steps=``: the batches of a test are not the plan. Schedulers that do not inherit from torch's are
     seen as what they write.
 
 References
