@@ -12,7 +12,7 @@ How it decides
     A unit is dead if its output is one and the same number for all rows and positions of four or more different
     batches; it is saturated if in nine of ten of them tanh is above 0.99 in size, or a sigmoid outside 0.005 to
     0.995. In 426 layers of correct loops at most half of the units were dead after 25 steps (sparse codes,
-    one-sided inputs, detection heads with few positives), so it is advice from 60 % of a layer of eight or more
+    one-sided inputs, detection heads with few positives), so it is advice from 60 % of a layer of 16 or more
     units on, and where all units of a smaller one are dead. What gets no gradient from the first step on is a fault
     of gradient_reaches_every_param.
     Where as many were dead in the first six steps already, initial weights or inputs did it; else training did.

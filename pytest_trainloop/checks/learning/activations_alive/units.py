@@ -32,7 +32,7 @@ WINDOW = 6
 DIFFERENT = 4
 """Different batches in these, at least."""
 
-FEWEST = 8
+FEWEST = 16
 """Units of a layer below which shares say little, unless it is all of them."""
 
 MOST_OUTPUTS = 0.9
