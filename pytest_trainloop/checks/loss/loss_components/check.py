@@ -89,10 +89,11 @@ CAUSES = {
         change=("seen",),
     ),
     "part_constant": Cause(
-        proof="the part is the same number at all weights and has no history",
-        repair="look at what it is computed from: a copy of the weights, results under no_grad(), labels alone",
+        proof="the part is the same number at all weights, with dropout too: it has no history, or is exactly 0",
+        repair="look at what it is computed from: a copy of the weights, results under no_grad(), labels alone; two "
+        "sides of a comparison that are the same tensor; a mask or a margin that lets nothing through",
         change=("seen",),
-        settle="a constant that is meant belongs to no part",
+        settle="a term that is off for now: declare its weight, (0.0, value)",
     ),
     "something_unreported": Cause(
         proof="no weights make the gradient of the loss a sum of the parts' gradients",

@@ -81,7 +81,16 @@ def judged(evidence: Evidence) -> Judged:
             base = replace(runs[0].setup, rounds=LONG)
             runs += [seen(evidence, replace(base, count=count)) for count in (LONG, 3)]  # many batches, many passes
         made = _judge_all(runs, keys)
+    if any(w.how == "constant" and not w.value for w in made.weights):
+        made.weights = _zero_with_dropout_too(evidence, made.weights)
     return made
+
+
+def _zero_with_dropout_too(evidence: Evidence, weights: list[Weight]) -> list[Weight]:
+    """Two passes of one model differ by their dropout alone in some methods."""
+    states = seen(evidence, Setup(plain=True)).states
+    moves = {name for s in states for name, part in s.parts.items() if part.value}
+    return [replace(w, how="untold") if w.how == "constant" and w.name in moves else w for w in weights]
 
 
 def _judge_all(runs: Sequence[Seen], keys: Sequence[Key]) -> Judged:
@@ -208,7 +217,9 @@ def _valued(
     steady = [w for w in silent if w not in moving]
     out = {w.name: w for w in weights}
     for part in steady:
-        how: How = "constant" if part.value and states[0].parts[part.name].gradient is None else "untold"
+        cut_off = bool(part.value) and states[0].parts[part.name].gradient is None
+        zero = not part.value and bool(part.declared)
+        how: How = "constant" if cut_off or zero else "untold"
         out[part.name] = replace(part, how=how)
     if moving:
         rows = [[s.parts[w.name].value for w in moving] + [1.0] for s in states]

@@ -91,6 +91,8 @@ class Setup:
     """The parts are asked for the rows of the nth chunk at the nth root of a batch."""
     count: int | None = None
     fit_seed: int | None = None
+    plain: bool = False
+    """Whether dropout and draws are left as they are, and the precision too: values then say little of each other."""
 
 
 @dataclass(slots=True)
@@ -126,7 +128,7 @@ def seen(evidence: Evidence, setup: Setup) -> Seen:
             count=setup.count or plan.count,
             enough=lambda record: record.rounds >= setup.rounds or len(reader.states) >= MOST,
             fit_seed=setup.fit_seed,
-            double=True,
+            double=not setup.plain,
             may_raise=True,
         )
     )
@@ -208,7 +210,8 @@ class _Reader:
     def contexts(self, watch: Watch) -> Iterator[contextlib.AbstractContextManager[Any]]:
         yield self._watching(watch)
         yield checkpoint_bypass.switched(checkpoint_bypass.without)
-        yield NoRandomness(keeps=self._note_draw)
+        if not self._setup.plain:
+            yield NoRandomness(keeps=self._note_draw)
         yield patched(torch.autograd, "backward", functools.partial(self._before, _of_backward))
         if self._outside:
             yield patched(torch.autograd, "grad", functools.partial(self._before, _of_grad))

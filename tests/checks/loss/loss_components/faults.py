@@ -299,3 +299,46 @@ pair(
     faulty=classifier(confidence, ce_alone),
     fixed=classifier(confidence, lambda m, b: ce_alone(m, b) | {"z": confidence(m, b)}),
 )
+
+
+# A mean teacher whose consistency term reads the student's scores twice.
+
+
+def consistency(twice):
+    def make():
+        student, teacher = mlp(6, 24, 3), mlp(6, 24, 3)
+        teacher.load_state_dict(student.state_dict())
+        teacher.requires_grad_(False)
+        optimizer = torch.optim.Adam(student.parameters(), lr=3e-3)
+
+        def terms(model, batch):
+            scores = model(batch[0] + 0.05 * torch.randn_like(batch[0]))
+            aim = scores.detach() if twice else teacher(batch[0])
+            follow = F.mse_loss(scores.softmax(-1), aim.softmax(-1))
+            return {"ce": F.cross_entropy(scores, batch[1]), "consistency": follow}
+
+        def fit(batches):
+            for batch in batches:
+                optimizer.zero_grad()
+                loss = sum(terms(student, batch).values())
+                loss.backward()
+                optimizer.step()
+                with torch.no_grad():
+                    for average, weight in zip(teacher.parameters(), student.parameters(), strict=True):
+                        average.lerp_(weight, 0.05)
+
+        return TrainLoop(model=student, optimizer=optimizer, batch=data.labelled(), fit=fit, parts=terms)
+
+    return make
+
+
+pair(
+    "consistency_of_the_student_with_itself",
+    "loss_components",
+    "part_constant",
+    level="advice",
+    culprits=("consistency",),
+    mentions=("is 0 at all weights",),
+    faulty=consistency(twice=True),
+    fixed=consistency(twice=False),
+)

@@ -549,3 +549,22 @@ def parts_of_several_batches():
         return fit
 
     return loop(mlp(6, 24, 3), fit_of, batch=None, batches=lambda n: [data.labelled(seed=s) for s in range(n)])
+
+
+@odd(notes="two passes of one model must agree, which differ by their dropout alone (R-Drop)")
+def parts_of_two_passes_under_dropout():
+    def terms(model, batch):
+        first, second = model(batch[0]), model(batch[0])
+        return {"ce": F.cross_entropy(first, batch[1]), "agree": F.mse_loss(first.softmax(-1), second.softmax(-1))}
+
+    model = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Dropout(0.2), nn.Linear(24, 3))
+    return loop(model, plain(lambda m, b, _n: summed(terms(m, b))), terms)
+
+
+@odd(notes="a term is declared at weight 0, and trained at 0")
+def parts_of_which_one_is_only_watched():
+    def parts(model, batch):
+        terms = two_terms(model, batch)
+        return {"ce": terms["ce"], "size": (0.0, terms["size"])}
+
+    return loop(mlp(6, 24, 3), plain(lambda m, b, _n: two_terms(m, b)["ce"]), parts)
