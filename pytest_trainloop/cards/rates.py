@@ -69,23 +69,12 @@ def _ahead(facts: Facts) -> Iterator[Line]:
     for one in found.schedulers:
         end, until, odd = _end(one)
         peak = f"peak {two(max(one.curve.group(one.curve.leading)))} at call {one.curve.peak_at(one.curve.leading):,}"
-        if one.by_trainer and one.planned is None:
-            yield Line(label="", text=_of_the_run(one), where=facts.where(one.made_at))
-            continue
         plan = f"plan: {one.planned:,} calls" if one.planned is not None else "give steps= to see it against the plan"
         where = facts.where(one.made_at)
         yield Line(label="", text=f"{one.kind} ahead: {peak}, {marked(end, odd)}; {plan}", where=where, odd=odd)
         yield Line(label="", text=_drawn(one.rate, one.curve.leading, one.planned or until), where=where)
     if found.why:
         yield Line(label="", text=f"not projected: {found.why}")
-
-
-def _of_the_run(one: Projected) -> str:
-    """What is said of a schedule that a trainer made for as many batches as the run has."""
-    peak = one.curve.peak_at(one.curve.leading)
-    return (
-        f"{one.kind} ahead: made for the batches of each run, peak at call {peak:,}; give steps= to see the training's"
-    )
 
 
 def _end(one: Projected) -> tuple[str, int, bool]:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 NOWHERE = Place("", 0)
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-_LIBRARY = tuple({sysconfig.get_path(k) for k in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LIBRARY = tuple(sorted({sysconfig.get_path(k) for k in ("stdlib", "platstdlib", "purelib", "platlib")}, reverse=True))
+"""A folder behind those inside it: a path is shortened against the nearest."""
 _SITE_DEPTH = 4
 
 
