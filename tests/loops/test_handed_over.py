@@ -48,6 +48,8 @@ NAMES = (
     "a_gate_by_the_mean_of_the_sequence",
     "a_condition_that_is_handed_over_and_not_embedded",
     "generator_at_module_level",
+    "rate_in_another_key",
+    "group_with_a_learning_rate",
     "step_outside_the_if",
     "backward_within_the_if",
     "additive_mask_inverted",
