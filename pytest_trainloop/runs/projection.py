@@ -125,6 +125,11 @@ class Projected:
     """Calls in that plan, where it tells them."""
     plan_accumulated: Counts = Counts(None, None, None)
 
+    @property
+    def by_trainer(self) -> bool:
+        """Whether the trainer of a library built it for its own training."""
+        return not self.sizes
+
     def falls(self, call: int, to: float = 0.5) -> bool:
         """Whether the highest rate has fallen to this part of its peak, or less, after so many calls."""
         group = self.curve.leading

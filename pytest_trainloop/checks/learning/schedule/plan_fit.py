@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 LEAST_PASSES = 3
 """Passes from which on a schedule that ends with as many calls is no coincidence of small numbers."""
 
+MANY_PASSES = 8
+"""The same where only one run shows it."""
+
 LEAST_END = 8
 """Calls from which on the quarter of a schedule can be told from other small numbers."""
 
@@ -30,7 +33,10 @@ LITTLE = 0.1
 def of_fit(one: Projected) -> Iterator[Finding]:
     """A schedule that is sized in one unit of the run and called in another, or ends with the first pass."""
     ends = [size.horizon for size in one.sizes]
-    if len(ends) < 2 or any(end is None for end in ends):
+    if any(end is None for end in ends):
+        return
+    if len(ends) < 2:
+        yield from _of_many_passes(one)
         return
     grows = one.made_in_fit and ends[1] > ends[0]  # type: ignore[operator]
     if grows and all(size.raised for size in one.sizes):
@@ -49,6 +55,23 @@ def of_fit(one: Projected) -> Iterator[Finding]:
             return
     if grows and one.unit != "pass":
         yield from _first_pass_only(one, ends)
+
+
+def _of_many_passes(one: Projected) -> Iterator[Finding]:
+    """The same where only the shorter run was short enough: a schedule that ends with the passes of a longer fit."""
+    (size,) = one.sizes or (None,)
+    if size is None or not size.ended or one.unit != "step" or size.horizon != size.counts.passes:
+        return
+    end = size.horizon or 0
+    if end >= MANY_PASSES and size.calls >= 2 * end and one.falls(end, LITTLE):
+        yield plan_finding(
+            one,
+            "counts_something_else",
+            f"{one.kind} is built for as many calls as fit makes passes, and is called once a step",
+            f"in a fit of {count(end, 'pass')} its last change is at call {end}, and it is called {size.calls} times",
+            f"the last change of {one.kind} is at call {end}, and fit ends after {count(end, 'pass')}",
+            repair=f"build it for {_calls_in(one.unit)}, or call it once a pass",
+        )
 
 
 def _other_unit(one: Projected, unit: Unit) -> Finding:
@@ -94,6 +117,18 @@ def _first_pass_only(one: Projected, ends: Sequence[int | None]) -> Iterator[Fin
     first = one.sizes[0]
     passes = first.counts.passes or 0
     if passes < 2 or [end and end * passes for end in ends] != [size.calls for size in one.sizes]:
+        return
+    if first.horizon is not None and first.curve is not None and first.curve.settles is None:
+        yield plan_finding(
+            one,
+            "rises_again",
+            f"{one.kind} is built for one pass of the {passes} that fit makes: its rate rises again in the next",
+            f"its lowest point is at call {ends[0]} of {first.calls}",
+            f"over {_batches(one, first)} and {_batches(one, one.sizes[1])} batches it is at call {ends[0]} and "
+            f"{ends[1]}, of {first.calls} and {one.sizes[1].calls}",
+            level="advice",
+            repair=f"build it for {_calls_in(one.unit)}",
+        )
         return
     rest = [] if first.curve is None else first.curve.since(ends[0] or 0)[: first.calls - (ends[0] or 0) + 1]
     if rest and not any(any(rates) for rates in rest):

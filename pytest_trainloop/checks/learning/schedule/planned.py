@@ -48,7 +48,9 @@ def of_schedule(record: Record, one: Projected) -> Iterator[Finding]:
 
 
 def _sized_by_fit(one: Projected) -> bool:
-    """Whether the schedule is built inside ``fit`` for the batches that it is given, or may be."""
+    """Whether the schedule is built for the training that ``fit`` makes, or may be."""
+    if one.sizes and all(size.ended and size.horizon == size.calls for size in one.sizes):
+        return True
     if not one.made_in_fit or not one.sizes:
         return False
     ends = [size.horizon for size in one.sizes]

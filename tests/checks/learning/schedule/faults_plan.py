@@ -137,6 +137,16 @@ def pretrained(*, each_batch, micro_batches, declared=False):
     return make
 
 
+def in_windows_of_two(*, each_batch):
+    """Windows that no knob changes."""
+
+    def make():
+        training = Pretraining(2, 4000, each_batch=each_batch, micro_batches=False)
+        return TrainLoop(model=training.model, optimizer=training.optimizer, batch=data.tokens(), fit=training.fit)
+
+    return make
+
+
 pair(
     "decay_of_steps_at_each_micro_batch",
     "schedule",
@@ -163,12 +173,33 @@ pair(
     "per_micro_batch",
     level="advice",
     where="self.scheduler.step()",
-    faulty=pretrained(each_batch=True, micro_batches=True),
-    fixed=pretrained(each_batch=False, micro_batches=False),
+    faulty=in_windows_of_two(each_batch=True),
+    fixed=in_windows_of_two(each_batch=False),
     quick=True,
 )
 
+pair(
+    "decay_over_epochs_at_each_step_of_many",
+    "schedule",
+    "counts_something_else",
+    where="scheduler.step()",
+    faulty=trained(lambda optimizer: lr_scheduler.PolynomialLR(optimizer, 16), passes=16),
+    fixed=trained(lambda optimizer: lr_scheduler.PolynomialLR(optimizer, 16), passes=16, each="pass"),
+)
+
 # The length of the schedule, and that of the training.
+
+pair(
+    "cosine_over_the_first_pass",
+    "schedule",
+    "rises_again",
+    level="advice",
+    where="scheduler.step()",
+    faulty=trained(lambda optimizer, batches, epochs: lr_scheduler.CosineAnnealingLR(optimizer, batches), inside=True),
+    fixed=trained(
+        lambda optimizer, batches, epochs: lr_scheduler.CosineAnnealingLR(optimizer, batches * epochs), inside=True
+    ),
+)
 
 pair(
     "one_cycle_for_one_epoch",
