@@ -49,6 +49,9 @@ class Weight:
     share: float
     """Of the sizes of all terms' gradients."""
     value: float
+    """With the declared weight."""
+    plain: float
+    """Without it."""
 
 
 @dataclass(slots=True)
@@ -155,7 +158,7 @@ def _judge(found: Sequence[Candidate], runs: Sequence[Seen]) -> Judged:
         relative = [w / c if c else 0.0 for w, c in zip(told[name], common, strict=True)]
         how, at = _how(relative, learned=learned)
         part = states[0].parts[name]
-        weights.append(Weight(name, how, part.weight, at * part.weight, shares[name], part.value))
+        weights.append(Weight(name, how, part.weight, at * part.weight, shares[name], part.value, part.plain))
     weights = _valued(weights, states, _known(told), common, runs)
     residual = max(f.residual for f in fits)
     return Judged(str(found[0].place), weights, common[0], len(states), residual, learned=learned)
@@ -257,6 +260,7 @@ def _by_value(evidence: Evidence, first: Seen) -> Judged:
                 how[n][1] * roots[0].parts[n].weight,
                 abs(first_values[n]) / whole,
                 first_values[n],
+                roots[0].parts[n].plain,
             )
             for n in names
         ]
@@ -344,7 +348,7 @@ def _unmatched(evidence: Evidence, run: Seen) -> Judged:
     candidate = candidates(same.states, same.rounding)[0]
     return Judged(
         str(candidate.place),
-        [Weight(n, "untold", p.weight, math.nan, 0.0, p.value) for n, p in candidate.states[0].parts.items()],
+        [Weight(n, "untold", p.weight, math.nan, 0.0, p.value, p.plain) for n, p in candidate.states[0].parts.items()],
         1.0,
         len(candidate.states),
         math.nan,

@@ -55,6 +55,8 @@ class Part:
     """Over all weights; None where the term has no history."""
     weight: float = 1.0
     """The declared weight."""
+    plain: float = math.nan
+    """The value without it."""
 
 
 @dataclass(slots=True)
@@ -359,11 +361,15 @@ def _part(name: str, given: Any, tensors: Sequence[torch.Tensor]) -> Part:
     for one in (weight, value):
         _require_number(name, one)
     whole = weight * value
-    number = float(whole.detach()) if isinstance(whole, torch.Tensor) else float(whole)
+    number = _number(whole)
     if not math.isfinite(number):
         raise CannotDecide(f"{name} of parts= is {number} at some step (see finite)")
     total = whole.sum() if isinstance(whole, torch.Tensor) else None
-    return Part(number, None if total is None else _gradient(total, tensors), float(weight))
+    return Part(number, None if total is None else _gradient(total, tensors), *map(_number, (weight, value)))
+
+
+def _number(value: Any) -> float:
+    return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
 
 
 def _require_number(name: str, value: Any) -> None:

@@ -9,6 +9,7 @@ from pytest_trainloop.checks.loss.loss_components.judged import judged
 from pytest_trainloop.errors import CannotDecide
 
 if TYPE_CHECKING:
+    from pytest_trainloop.checks.loss.loss_components.judged import Weight
     from pytest_trainloop.runs.evidence import Evidence
 
 
@@ -18,9 +19,10 @@ class Term:
 
     name: str
     value: float
-    """At the first step, its declared weight included."""
+    """At the first step, without a weight."""
     weight: float
-    """What the loop trains it at; NaN where it moves from step to step, or cannot be told."""
+    """What the loop trains it at: NaN where it moves from step to step, what is declared where it cannot be told (a
+    hinge that is met has no slope)."""
     share: float
     """Of the sizes of all terms' gradients, 0 to 1."""
     moves: bool
@@ -42,5 +44,9 @@ class Terms:
         if not {"fit", "parts"} <= evidence.offers:
             raise CannotDecide("TrainLoop.parts is not given", needs="parts=")
         found = evidence.shared(judged)
-        terms = [Term(w.name, w.value, w.found, w.share, w.how == "anneals") for w in found.weights]
+        terms = [Term(w.name, w.plain, _weight(w), w.share, w.how == "anneals") for w in found.weights]
         return cls(found.place, tuple(terms), found.factor)
+
+
+def _weight(weight: Weight) -> float:
+    return weight.declared if weight.how in ("untold", "constant") else weight.found

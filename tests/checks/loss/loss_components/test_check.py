@@ -171,6 +171,7 @@ def test_the_terms_have_the_weights_that_are_trained_and_their_shares_of_the_gra
     assert [t.name for t in found.terms] == ["ce", "size"]
     assert [t.weight for t in found.terms] == pytest.approx([1.0, 0.1])
     assert sum(t.share for t in found.terms) == pytest.approx(1)
+    assert found.terms[1].value > 0.01  # without its weight
     assert found.factor == 1
     assert "backward()" in found.place
 
