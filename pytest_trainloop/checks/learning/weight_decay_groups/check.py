@@ -195,11 +195,11 @@ def _unmatched(found: Unmatched) -> Finding:
         measured = f"no name of the model has {pattern} in it"
         shown = f"named with {pattern} as their last segment but one, {_they(few)} would stand in a group without decay"
     elif found.how == "prefix":
-        summary = f"the filter knows {pattern} and gets {few[0]!r}: {decay} ({some(few)})"
+        summary = f"the filter knows {pattern} and gets {few[0]!r}: {some(few)} {verb(few, 'decay')} at {found.decay:g}"
         measured = f"named_parameters() gives {found.names} names"
         shown = f"named {pattern} it would stand in a group without decay; with any prefix, it does not"
     elif found.how == "promised":
-        summary = f"{found.written}.no_weight_decay() names {some(few)}, and {decay}"
+        summary = f"{found.written}.no_weight_decay() names {some(few)}, which {verb(few, 'decay')} at {found.decay:g}"
         measured = f"the module that the optimizer is made from has no {found.written}.no_weight_decay()"
         shown = f"where each module passes on what those below it name, a group without decay holds {_them(few)}"
     elif found.how == "missed":
