@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
 from pytest_trainloop.recording.events import SchedulerStep
 from pytest_trainloop.runs.process_state import preserved
 from pytest_trainloop.runs.run import fit_of
@@ -221,17 +221,20 @@ class _Run:
         self.declared = Counts(None, None, None)
         self.by_data = self.by_trainer = False
         self.schedules = Schedules(self._ahead)
-        self.record = evidence.rerun(
-            evidence.plan(**knobs),
-            count=windows * window,
-            read_ahead=None,
-            enough=lambda record: False,
-            most_rounds=MOST_ROUNDS,
-            around=self.schedules.around,
-            contexts=self.schedules.contexts,
-            fit=self._noting,
-            may_raise=True,
-        )
+        try:
+            self.record = evidence.rerun(
+                evidence.plan(**knobs),
+                count=windows * window,
+                read_ahead=None,
+                enough=lambda record: False,
+                most_rounds=MOST_ROUNDS,
+                around=self.schedules.around,
+                contexts=self.schedules.contexts,
+                fit=self._noting,
+                may_raise=True,
+            )
+        except (UsageError, UserCodeError) as error:  # so few batches, or the knob, may be too little for the loop
+            raise CannotDecide(f"the schedule is not projected: over {windows * window} batches, {error}") from None
         self.driven = self.schedules.driven
         self.ended = self.record.ended
 
