@@ -48,7 +48,8 @@ def _clip(fact: ClipFact, facts: Facts) -> Iterator[Line]:
     limit = "" if math.isnan(fact.limit) else f" {two(fact.limit)}"
     parts = ", in parts that have the limit each" if fact.apart else ""
     open_ = "" if not fact.uncovered > 0 else f"; {percent(fact.uncovered)} of |g|^2 not covered"
-    covered = marked(f"{fact.covers} of {fact.of} tensors", some)
+    of = f" of {fact.of}" if fact.of else ""
+    covered = marked(f"{fact.covers}{of} tensors", some)
     bites = marked(f"bites in {fact.bites} of {fact.calls} calls", idle)
     yield Line(
         label="clip",

@@ -134,9 +134,11 @@ def precision(facts: Facts) -> Iterator[Line]:
         parts.append(f"weights in {', '.join(low)}")
     if calls:
         scaled = [c.factor for c in calls if c.what == "scale" and not math.isnan(c.factor)]
-        scale = span(scaled[0], scaled[-1]) if scaled else "not applied *"
-        on = "" if any(c.enabled for c in calls) else " (disabled)"
-        parts.append(f"scale {scale}{on}, {marked(f'{record.skipped} steps skipped', bool(record.skipped))}")
+        if any(c.enabled for c in calls):
+            scale = f"scale {span(scaled[0], scaled[-1])}" if scaled else "scale not applied *"
+            parts.append(f"{scale}, {marked(numbered(record.skipped, 'step') + ' skipped', bool(record.skipped))}")
+        else:
+            parts.append("scaler disabled")
         where = where or facts.where(calls[0].place)
     text = "; ".join(parts) or "all in float32, no autocast, no scaler"
     yield Line(label="precision", text=text, where=where, odd="*" in text)

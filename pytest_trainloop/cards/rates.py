@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.cards.page import Line
-from pytest_trainloop.cards.words import marked, span, two
+from pytest_trainloop.cards.words import marked, numbered, span, two
 from pytest_trainloop.recording.events import SchedulerStep
 from pytest_trainloop.records.learning_rates import cadence, rates
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pytest_trainloop.cards.facts import Facts
-    from pytest_trainloop.records.learning_rates import GroupRates
+    from pytest_trainloop.records.learning_rates import Cadence, GroupRates
     from pytest_trainloop.runs.projection import Projected
 
 COLUMNS = 24
@@ -39,7 +39,7 @@ def schedule(facts: Facts) -> Iterator[Line]:
         first = calls.get(scheduler.number)
         cadenced = often.get(scheduler.number)
         usual = cadenced is not None and cadenced.per == "step"
-        told = marked("never called" if cadenced is None else str(cadenced), not usual)
+        told = marked(_called(cadenced), not usual)
         name = facts.optimizer(scheduler.optimizer)
         place = scheduler.place or (first.place if first is not None else None)
         moved = [g for g in every if scheduler.number in g.movers]
@@ -59,6 +59,15 @@ def schedule(facts: Facts) -> Iterator[Line]:
                 yield Line(label="", text=still, odd=True)
 
 
+def _called(often: Cadence | None) -> str:
+    """How often a scheduler is called."""
+    if often is None:
+        return "never called"
+    if often.per in ("step", "pass", "micro-batch"):
+        return f"1 call a {often.per}"
+    return f"{numbered(often.calls, 'call')} in {numbered(often.steps, 'step')}"
+
+
 def _ahead(facts: Facts) -> Iterator[Line]:
     """Where the schedules go, from a projection without training."""
     from pytest_trainloop.runs.projection import Projections
@@ -67,10 +76,14 @@ def _ahead(facts: Facts) -> Iterator[Line]:
     if found is None:
         return
     for one in found.schedulers:
+        where = facts.where(one.made_at or one.place)
+        if one.made_in_fit and one.planned is None:
+            text = f"{one.kind} ahead: built in fit by the batches that it is given; give steps= to see where it goes"
+            yield Line(label="", text=text, where=where)
+            continue
         end, until, odd = _end(one)
         peak = f"peak {two(max(one.curve.group(one.curve.leading)))} at call {one.curve.peak_at(one.curve.leading):,}"
         plan = f"plan: {one.planned:,} calls" if one.planned is not None else "give steps= to see it against the plan"
-        where = facts.where(one.made_at)
         yield Line(label="", text=f"{one.kind} ahead: {peak}, {marked(end, odd)}; {plan}", where=where, odd=odd)
         yield Line(label="", text=_drawn(one.rate, one.curve.leading, one.planned or until), where=where)
     if found.why:
@@ -102,7 +115,8 @@ def _end(one: Projected) -> tuple[str, int, bool]:
 
 def _drawn(rate: Callable[[int], Sequence[float]], group: int, until: int) -> str:
     """The rate as a row of blocks, over the calls up to ``until``."""
-    points = [rate(round(n * until / (COLUMNS - 1)))[group] for n in range(COLUMNS)]
+    columns = max(2, min(COLUMNS, until + 1))
+    points = [rate(round(n * until / (columns - 1)))[group] for n in range(columns)]
     most = max(points)
     blocks = "".join(BLOCKS[round(p / most * (len(BLOCKS) - 1)) if most > 0 else 0] for p in points)
     return f"rate {two(points[0])} {blocks} {two(points[-1])}   calls 0 to {until:,}"

@@ -51,10 +51,11 @@ def one_step(facts: Facts) -> Iterator[Line]:
     if not windows:
         yield none_seen("one step", "no optimizer stepped", odd=True)
         return
-    if len(windows) > 1 and windows[-1] == windows[-2][: len(windows[-1])]:
+    if len(windows) > 1 and _names(windows[-1]) == _names(windows[-2])[: len(windows[-1])]:
         windows[-1] = windows[-2]  # what was watched in full ended in it
-    kinds = Counter(windows).most_common()
-    most, often = kinds[0]
+    kinds = Counter(map(_names, windows)).most_common()
+    as_made = {_names(window): window for window in reversed(windows)}
+    most, often = as_made[kinds[0][0]], kinds[0][1]
     last = next((c for c in reversed(most) if c.name.startswith("step")), most[-1])
     where = facts.where(last.place)
     file = where.rpartition(":")[0]
@@ -62,16 +63,16 @@ def one_step(facts: Facts) -> Iterator[Line]:
     same = f"the same in {often} of {len(windows)} windows"
     yield Line(label="one step", text=f"{written}   {same}", where=where)
     for other, times in kinds[1:3]:
-        yield Line(label="", text=f"{times} of {len(windows)}: {_difference(most, other, facts, file)}", where=where)
+        yield Line(
+            label="", text=f"{times} of {len(windows)}: {_difference(most, as_made[other], facts, file)}", where=where
+        )
 
 
 def _calls(facts: Facts) -> Iterator[tuple[Event, Call]]:
     """The calls of the part of the run that was watched in full."""
     record = facts.record
     models = {f.module for f in record.root_forwards() if f.grad_enabled}
-    for event in record.events:
-        if record.full_until and event.at > record.full_until:
-            return
+    for event in sorted(_in_full(record), key=_moment):
         if name := _name(event, facts, several=len(models) > 1):
             yield event, Call(name, event.place)
 
@@ -81,6 +82,19 @@ def _without_first_zeros(calls: list[tuple[Event, Call]]) -> list[tuple[Event, C
     often = Counter(call for _, call in calls)
     first = next((n for n, (_, call) in enumerate(calls) if call.name != "zero"), 0)
     return [(event, call) for event, call in calls[:first] if often[call] > 1] + calls[first:]
+
+
+def _in_full(record: Record) -> list[Event]:
+    return [e for e in record.events if not record.full_until or e.at <= record.full_until]
+
+
+def _moment(event: Event) -> int:
+    """When an event counts: a step, whose closure may hold all the others, when it reads its gradients."""
+    return event.reads[-1].at if isinstance(event, Step) and event.reads else event.at
+
+
+def _names(window: Sequence[Call]) -> tuple[str, ...]:
+    return tuple(call.name for call in window)
 
 
 def _name(event: Event, facts: Facts, *, several: bool) -> str:
@@ -155,7 +169,7 @@ def _repeated(window: Sequence[Call], at: int) -> tuple[int, int]:
 def _difference(most: Sequence[Call], other: Sequence[Call], facts: Facts, file: str) -> str:
     """How a window differs from the common one."""
     parts = []
-    for what, a, b, c, d in difflib.SequenceMatcher(None, most, other, autojunk=False).get_opcodes():
+    for what, a, b, c, d in difflib.SequenceMatcher(None, _names(most), _names(other), autojunk=False).get_opcodes():
         if what in ("delete", "replace"):
             parts.append(f"without {' '.join(_texts(most[a:b], facts, file))}")
         if what in ("insert", "replace"):
@@ -168,9 +182,7 @@ def backwards_a_step(record: Record) -> Counter[int]:
     optimizer or the last zeroing."""
     found: Counter[int] = Counter()
     since: Counter[int] = Counter()
-    for event in record.events:
-        if record.full_until and event.at > record.full_until:
-            break
+    for event in sorted(_in_full(record), key=_moment):
         if isinstance(event, Backward) and event.kind == "backward":
             for index in range(len(record.optimizers)):
                 held = record.optimizers[index].parameters

@@ -10,6 +10,9 @@ from pytest_trainloop.cards.page import MARK
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+LONG = 80
+"""Characters of several names."""
+
 _PLAIN = range(-3, 6)
 """Powers of ten that are written out."""
 
@@ -43,7 +46,9 @@ def marked(text: str, odd: bool) -> str:
 
 
 def names(of: Sequence[str], most: int = 3) -> str:
-    """The first names, and how many more there are."""
+    """The first names, fewer of long ones, and how many more there are."""
+    while most > 1 and len(", ".join(of[:most])) > LONG:
+        most -= 1
     shown = ", ".join(of[:most])
     return shown if len(of) <= most else f"{shown} and {len(of) - most:,} more"
 

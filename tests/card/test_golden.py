@@ -37,3 +37,8 @@ def test_every_stored_card_has_its_loop():
 def test_the_page_shows_the_stored_cards():
     assert set(SHOWN) <= set(loops())
     assert PAGE.read_text(encoding="utf-8") == page(), "python scripts/cards.py"
+
+
+def test_the_card_in_the_docs_is_the_stored_one():
+    page = (ROOT / "docs" / "card.md").read_text(encoding="utf-8")
+    assert f"```text\n{golden('cnn').read_text(encoding='utf-8')}```" in page
