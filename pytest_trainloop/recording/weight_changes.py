@@ -57,7 +57,7 @@ class WeightChanges:
     def resolve(self) -> list[Move]:
         """The moves, in order; relative updates are noted on their steps."""
         moves: list[Move] = []
-        states: list[tuple[dict[int, _Chunk], dict[int, _Chunk]]] = []
+        states: list[tuple[dict[int, _Chunk], dict[int, _Chunk], bool]] = []
         before: dict[int, _Chunk] = {}
         since = 0
         for look in self._looks:
@@ -65,7 +65,7 @@ class WeightChanges:
             moved = tuple(i for i, chunk in now.items() if i in before and before[i] != chunk)
             if moved:
                 moves.append(Move(since, look.at, moved, look.step.optimizer if look.step else None))
-                states.append((before, now))
+                states.append((before, now, look.step is None or look.step.nested))
                 if look.step is not None:
                     self._note_updates(look.step, moved, before, now)
             before, since = {**before, **now}, look.at
@@ -73,11 +73,14 @@ class WeightChanges:
         self._note_values(moves, states)
         return moves
 
-    def _note_values(self, moves: list[Move], states: list[tuple[dict[int, _Chunk], dict[int, _Chunk]]]) -> None:
-        """The sampled values of weights that both steps and user code change: few loops have any."""
-        stepped = {i for move in moves if move.by is not None for i in move.parameters}
-        both = stepped & {i for move in moves if move.by is None for i in move.parameters}
-        for move, (before, now) in zip(moves, states, strict=True) if both else ():
+    def _note_values(self, moves: list[Move], states: list[tuple[dict[int, _Chunk], dict[int, _Chunk], bool]]) -> None:
+        """The sampled values of weights that both steps and other code change, such as a step around another one: few
+        loops have any."""
+        changed: dict[bool, set[int]] = {True: set(), False: set()}
+        for move, (_, _, by_hand) in zip(moves, states, strict=True):
+            changed[by_hand].update(move.parameters)
+        both = changed[True] & changed[False]
+        for move, (before, now, _) in zip(moves, states, strict=True) if both else ():
             for i in both & set(move.parameters):
                 if (before[i][0], len(before[i][1])) == (now[i][0], len(now[i][1])) and before[i][0].is_floating_point:
                     old, new = _values(*before[i]), _values(*now[i])

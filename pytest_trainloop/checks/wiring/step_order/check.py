@@ -21,8 +21,8 @@ How it decides
     what is stepped: before backward, after zeroing, handed gradients in place of parameters, an iterator that is used
     up, the net of another optimizer or a copy of it; or where it takes one of two groups that differ in weight decay
     only. What else it leaves out is advice: it may be meant. So is what a pass over the data leaves in ``.grad`` for
-    the next one, a fault with the project's own loader whose number of batches does not divide. Weights pulled more
-    than half of the way back to a point that never moves, after each step, cannot train.
+    the next one, a fault with the project's own loader whose number of batches does not divide. Weights that are
+    pulled back to a point that never moves, so that they stay within four steps of it, cannot train.
     A loop trains nothing if 400 batches bring neither backward pass nor step. Weights or buffers that it changes itself
     (closed forms, evolution), ``autograd.grad`` and tensors besides the model that get gradients excuse it.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_trainloop.checks.wiring.step_order.moved_by_hand import REACH
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.wording import count, direction, share, some
 
@@ -32,17 +33,18 @@ def of_kept_gradient(found: KeptGradient) -> Finding:
 
 def of_pull(found: Pull, line: str) -> Finding:
     towards = f"{some(found.towards)}, which never changes" if found.towards else "a point that never moves"
-    stuck = found.rate >= 0.5
+    stuck = found.reach <= REACH and not found.puts_back
+    often = "each step" if found.every < 1.5 else f"every {found.every:.0f} steps"
     return Finding(
         cause="step_taken_back",
         level="fault" if stuck else "advice",
         summary=(
-            f"after each step {some(found.parameters)} go {share(found.rate)} of the way back towards {towards}"
-            + (f": the weights get at most {count_of_steps(found.reach)} away from it" if stuck else "")
+            f"after {often} {some(found.parameters)} go {share(min(found.rate, 1.0))} of the way back towards {towards}"
+            + (": the weights never get further than a few steps from it" if stuck else "")
         ),
         measured=(
             f"{found.moves} pulls at the same rate of {found.rate:.4g}, each takes back {share(found.taken_back)} of "
-            "the step before (median)"
+            "what the steps since the one before had moved (median)"
         ),
         shown_by=(
             "changes outside of steps are that share of the distance to one and the same point, up to rounding"
@@ -51,7 +53,3 @@ def of_pull(found: Pull, line: str) -> Finding:
         culprits=found.parameters,
         where=line or str(found.step.place),
     )
-
-
-def count_of_steps(reach: float) -> str:
-    return f"{reach:.2g} of a step" if reach < 1 else "one step"

@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 ASCENT = 1e-4
 """How far the cosine of a move with a gradient may be from 1: sampled entries are rounded to the weights' dtype."""
 
-LEAST_MOVES = 8
-"""Steps after which the weights must be moved."""
+LEAST_MOVES = 4
+"""Pulls that must agree in one rate and one point, in each entry."""
+
+REACH = 4.0
+"""Steps from the point within which nothing can be learned: a loop whose weights never get further is a fault."""
 
 TAKEN_BACK = 0.2
 """Share of a step that is taken back, from which it is said (docs/how-it-decides.md#weights-that-are-moved-back)."""
@@ -60,11 +63,18 @@ class Pull:
     to_start: bool
     """Whether the point is where the weights began."""
     step: Step
+    every: float
+    """Steps from one pull to the next."""
 
     @property
     def reach(self) -> float:
-        """How many steps, the largest ones laid end to end, the weights can get away from that point."""
-        return (1.0 - self.rate) / self.rate
+        """How many steps, the largest ones laid end to end, the weights can be away from that point after a pull."""
+        return self.every * (1.0 - self.rate) / self.rate
+
+    @property
+    def puts_back(self) -> bool:
+        """Whether it goes all the way: weights that are put back where they were."""
+        return self.rate > 1.0 - 1e-6
 
 
 def kept_gradient(record: Record) -> KeptGradient | None:
@@ -78,7 +88,7 @@ def kept_gradient(record: Record) -> KeptGradient | None:
         mine = set(record.optimizers[step.optimizer].parameters)
         passes = [b for b in record.backwards() if since < b.at < until and mine & set(b.arrivals)]
         for first, second in itertools.pairwise(passes):
-            between = [m for m in record.moves if m.by is None and first.at < m.at <= second.at and m.change]
+            between = [m for m in record.moves if first.at < m.at <= second.at and m.change]
             cosine, moved = _cosine(record, between, second, mine) if len(between) == 1 else (0.0, set())
             if cosine >= 1.0 - ASCENT:
                 found.append((second, step, cosine, moved))
@@ -133,6 +143,7 @@ def pull(record: Record) -> Pull | None:
         towards=record.names(_holding(record, point, indices)),
         to_start=all(_same(record, i, values, i) for i, values in point.items()),
         step=steps[0],
+        every=len([s for s in steps if indices & set(s.reads[-1].grads)]) / len(pulls),
     )
 
 
@@ -163,7 +174,7 @@ def _taken_back(update: dict[int, list[float]], move: Move) -> float | None:
 
 def _rate(record: Record, moves: list[Move]) -> float | None:
     """The rate of a pull towards one fixed point: changes differ by that share of how the weights differ, up to
-    rounding. None where they do not, or where it takes the weights all the way back."""
+    rounding. None where they do not."""
     pairs = list(itertools.pairwise(moves))
     indices = set.intersection(*(set(m.change) for m in moves))
     if not indices:
@@ -175,7 +186,7 @@ def _rate(record: Record, moves: list[Move]) -> float | None:
             top -= _dot(changes, weights)
             bottom += _dot(weights, weights)
     rate = top / bottom if bottom > 0.0 else 0.0
-    if not 0.0 < rate < 1.0 - 1e-6:
+    if not 0.0 < rate < 1.0 + 1e-6:
         return None
     left = rounding = 0.0
     for a, b in pairs:
