@@ -303,6 +303,17 @@ class SchedulerStep(Event):
 
 
 @dataclass(slots=True, kw_only=True)
+class CopiedRates(Event):
+    """A call of ``state_dict()`` whose groups had other rates at the next step, or the end of the run, while the
+    optimizer's own were as they had been."""
+
+    optimizer: int
+    before: tuple[float, ...]
+    """The rate of each group as it was given out."""
+    written: tuple[float, ...]
+
+
+@dataclass(slots=True, kw_only=True)
 class ScalerCall(Event):
     """A call of a gradient scaler.
 

@@ -9,6 +9,7 @@ from pytest_trainloop.recording.events import (
     Arrival,
     Backward,
     CheckpointCall,
+    CopiedRates,
     Event,
     Forward,
     Move,
@@ -113,7 +114,7 @@ class Optimizer:
     options: tuple[str, ...] = ()
     """The options that its class has: the keys of ``defaults``."""
     settings: tuple[dict[str, str], ...] = ()
-    """The numbers, switches and texts in each group, as text, but for ``lr``."""
+    """The numbers, pairs of numbers, switches and texts in each group, as text, but for ``lr``."""
     dicts: tuple[int, ...] = ()
     """The identity of the dict of each group: wrappers share those of the optimizer that they wrap."""
     steps: int = 0
@@ -226,6 +227,8 @@ class Record:
     """Changes of weights, in order."""
     schedulers: list[Scheduler] = field(default_factory=list)
     """Those that were built or stepped, and those that are declared."""
+    copied_rates: list[CopiedRates] = field(default_factory=list)
+    """Rates that were written to what ``state_dict()`` gave, and that no optimizer was given."""
     checkpoints: list[CheckpointCall] = field(default_factory=list)
     end: dict[int, TensorSample] = field(default_factory=dict)
     """Each parameter as the run ended."""

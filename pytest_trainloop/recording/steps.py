@@ -229,9 +229,15 @@ def _is_a_rate(name: str) -> bool:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, str]:
-    """The numbers, switches and texts of a group as text, but for its rate."""
-    plain = {k: v for k, v in group.items() if isinstance(v, (bool, int, float, str)) and k not in _NOT_READ}
+    """The numbers, pairs of numbers, switches and texts of a group as text, but for its rate."""
+    plain = {k: v for k, v in group.items() if _is_plain(v) and k not in _NOT_READ}
     return {str(name): repr(value) for name, value in plain.items()}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):  # betas; a list of tensors is no setting
+        return len(value) < 4 and all(isinstance(v, (int, float)) for v in value)
+    return isinstance(value, (bool, int, float, str))
 
 
 def _numbers(group: dict[str, Any], *options: str) -> list[float]:

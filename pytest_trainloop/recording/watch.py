@@ -16,6 +16,7 @@ from pytest_trainloop.recording.backward import Gradients
 from pytest_trainloop.recording.built_schedulers import BuiltSchedulers
 from pytest_trainloop.recording.checkpoints import Checkpoints
 from pytest_trainloop.recording.clips import Clips
+from pytest_trainloop.recording.copied_rates import StateDicts
 from pytest_trainloop.recording.forward import Modules
 from pytest_trainloop.recording.function_mode import aside
 from pytest_trainloop.recording.graphs import Graphs
@@ -99,6 +100,8 @@ class Watch:
             self._scalers = Scalers(self, self._patches)
             self._modes = Modes(self, self._patches)
             self._checkpoints = Checkpoints(self, self._patches)
+            self._state_dicts = StateDicts(self, self._patches)
+            undo.callback(self._state_dicts.remove)
             self.clips = Clips(self)
             undo.callback(self.clips.remove)
             self._leave_exports_alone()
@@ -148,6 +151,7 @@ class Watch:
         self.weight_changes.look()
         self.record.schedulers = self._built.finish(self.optimizers.known)
         self.clips.settle()
+        self._state_dicts.look()
         self.table.note_gone()
         for index, tensor in enumerate(self.table.tensors):
             if readable(tensor):

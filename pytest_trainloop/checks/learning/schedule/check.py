@@ -14,7 +14,10 @@ How it decides
     weights and at a constant rate, has replaced; two equal ones drive one optimizer and none the other; a scheduler is
     never called by a fit that comes to its end over its passes, and holds no call that waits; two lines call one; each
     rate that it leaves is set anew before a step uses it; it, or the optimizer, is built for every step. What no step
-    reads: a number called a rate that moves while no group's rate does, a group's key that is an option misspelled.
+    reads: a number called a rate that moves while no group's rate does; a rate written to the groups of
+    ``state_dict()``, which are copies; a key of a group that is named like an option, or a multiple of one
+    (``lr_scale``), and that nothing looks up in a further build and run of the loop. A multiple that nothing reads is
+    at fault where a schedule runs; else the schedule may stand outside of ``fit``, and it is advice.
     What contradicts itself: ``mode="max"`` on the loss that is minimized, a mode against the metric's own name, a
     metric given as the epoch, a lower bound above the rate. Groups at rate 0, and rates of 0 for some steps, are
     advice: unfreezing by rates looks the same.
@@ -47,8 +50,9 @@ Fixed
 Known limits
     Rates that are written by hand are known at the watched steps only, and follow no projection; nor do those that
     follow a metric, or a position that the loop gives. A schedule built outside ``fit`` is not judged without
-    ``steps=``: the batches of a test are not the plan. Schedulers that do not inherit from torch's are
-    seen as what they write.
+    ``steps=``: the batches of a test are not the plan. Copies of ``param_groups`` that the loop makes itself are not
+    seen, nor are keys that are read before the optimizer is built and show in no rate. Schedulers that do not inherit
+    from torch's are seen as what they write.
 
 References
     https://docs.pytorch.org/docs/stable/optim.html#how-to-adjust-learning-rate
@@ -88,9 +92,10 @@ def schedule(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _of_the_record(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.learning.schedule import driven, groups, rebuilt, settings, uncalled, unread
+    from pytest_trainloop.checks.learning.schedule import copied, driven, groups, rebuilt, settings, uncalled, unread
     from pytest_trainloop.checks.learning.schedule.metric_names import metric_of_other_mode
     from pytest_trainloop.checks.learning.schedule.overwritten import lost_by_hand, overwritten
+    from pytest_trainloop.records.unread_options import UnreadOptions
 
     record = evidence.run()
     yield from driven.drives_another(record)
@@ -105,7 +110,8 @@ def _of_the_record(evidence: Evidence) -> Iterator[Finding]:
     yield from rebuilt.rebuilt_schedulers(record)
     yield from rebuilt.rebuilt_each_pass(evidence)
     yield from unread.rate_nobody_reads(evidence)
-    yield from unread.option_nobody_reads(evidence)
+    yield from evidence.shared(UnreadOptions.of).findings(record, decay=False)
+    yield from copied.rate_written_to_copy(evidence)
     yield from list(settings.plateau_mode(record)) or metric_of_other_mode(record)
     yield from settings.plateau_metric(record)
     yield from settings.metric_as_epoch(record)

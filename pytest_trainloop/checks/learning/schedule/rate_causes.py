@@ -67,9 +67,20 @@ RATE_CAUSES = {
         change=("seen",),
     ),
     "option_nobody_reads": Cause(
-        proof="a key of a group is no option of its optimizer, is nearly the name of one, and no line reads it",
+        proof=(
+            "a key of a group is no option of its optimizer, is named like one or a multiple of one, and nothing but "
+            "torch looks it up while the loop is built or in fit"
+        ),
         repair="the option's own name",
+        settle="have fit call what reads it",
         change=("group", "optimizer"),
+    ),
+    "rate_written_to_copy": Cause(
+        proof="the rate of a group that state_dict() gave is written, nobody reads it, and the optimizer's own stays",
+        repair='for group in optimizer.param_groups: group["lr"] = ...',
+        settle="have fit save, or load, the edited state dict",
+        explains=LEARNING,
+        change=("seen",),
     ),
     "plateau_mode": Cause(
         proof="the mode is the one for the opposite of the metric: for the loss that is minimized, or by its name",

@@ -25,6 +25,8 @@ How it decides
     Groups are swapped where norms and biases decay and no matrix does, in a model that trains as a whole. A group
     decays by default where it holds the vectors only and gives no weight_decay, and the other group differs from it
     in nothing else. Momentum and decay are swapped where each has the size of the other.
+    A key of a group that is named like the decay (``wd``, ``weight_deacy``) or a multiple of it (``decay_mult``) is at
+    fault where nothing looks it up in a further build and run of the loop: torch keeps any key, and reads its own.
 
 Faulty
     >>> no_decay = ("bias", "BatchNorm.weight")                              # the model calls it encoder.1
@@ -64,6 +66,15 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
 
 CAUSES = {
+    "option_nobody_reads": Cause(
+        proof=(
+            "a key of a group is no option of its optimizer, is named like its weight decay or a multiple of it, and "
+            "nothing but torch looks it up while the loop is built or in fit"
+        ),
+        repair='"weight_decay"',
+        settle="have fit call what reads it",
+        change=("group", "optimizer"),
+    ),
     "filter_matches_nothing": Cause(
         proof="weights that a filter is to keep from decay all decay, and do not once it answers yes for them",
         repair="the names that these modules have in this model, or a filter by dimension: p.dim() < 2",
@@ -136,14 +147,17 @@ def weight_decay_groups(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.learning.weight_decay_groups.group_keys import GroupKeys
     from pytest_trainloop.checks.learning.weight_decay_groups.groups import DecayGroups
     from pytest_trainloop.checks.learning.weight_decay_groups.l2_in_loss import l2_in_loss
+    from pytest_trainloop.records.unread_options import UnreadOptions
 
+    unread = list(evidence.shared(UnreadOptions.of).findings(evidence.run(), decay=True))
+    yield from unread
     groups = evidence.shared(DecayGroups.of)
     divided = groups.divided
     if not any(g.decay > 0 for g in groups.groups):
         if divided is not None:
             yield _split(*divided)
         return
-    said = False
+    said = any(f.level == "fault" for f in unread)
     for filtered in unmatched_filters(evidence, groups) if evidence.repeatable else ():
         said = True
         yield _unmatched(filtered)

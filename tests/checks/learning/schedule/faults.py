@@ -465,40 +465,6 @@ pair(
 )
 
 
-# Groups with the option's name of another library, and one that is misspelled.
-
-
-def grouped(**head):
-    def configure(model):
-        groups = [{"params": model[0].parameters()}, {"params": model[-1].parameters(), **head}]
-        return torch.optim.AdamW(groups, lr=3e-3), None
-
-    return configure
-
-
-pair(
-    "group_with_a_learning_rate",
-    "schedule",
-    "option_nobody_reads",
-    culprits=('param_groups[1]["learning_rate"]',),
-    change="return torch.optim.AdamW(groups, lr=3e-3), None",
-    mentions=("its lr is 0.003",),
-    faulty=trained(grouped(learning_rate=1e-2)),
-    fixed=trained(grouped(lr=1e-2)),
-    quick=True,
-)
-
-pair(
-    "weight_decay_misspelled",
-    "schedule",
-    "option_nobody_reads",
-    culprits=('param_groups[1]["weight_deacy"]',),
-    mentions=("its weight_decay is 0.01",),
-    faulty=trained(grouped(weight_deacy=0.0)),
-    fixed=trained(grouped(weight_decay=0.0)),
-)
-
-
 # A plateau that waits for the loss to rise.
 
 

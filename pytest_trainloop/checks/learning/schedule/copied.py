@@ -1,0 +1,74 @@
+"""Rates that are written to a copy of the groups, which no step reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.checks.learning.schedule.driven import numbers
+from pytest_trainloop.finding import Finding
+from pytest_trainloop.records.learning_rates import rates
+from pytest_trainloop.wording import count
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.runs.evidence import Evidence
+
+
+def rate_written_to_copy(evidence: Evidence) -> Iterator[Finding]:
+    """Groups of ``state_dict()`` that get a rate, while the optimizer keeps its own.
+
+    One that is edited to be saved is read after that, by what saves it. Where it is not saved this time it might be at
+    another: a fault is what nobody can save, since the dict of all groups is gone when the rate is written, or what
+    makes a schedule of the copies while the optimizer's rate is one number.
+    """
+    record = evidence.run()
+    for index in dict.fromkeys(copy.optimizer for copy in record.copied_rates):
+        copies = [copy for copy in record.copied_rates if copy.optimizer == index]
+        own = [r for r in rates(record) if r.optimizer == index]
+        if not own:
+            continue
+        alone, lines = _unread(evidence)
+        if evidence.repeatable and not lines:
+            continue
+        scheduled = all(r.constant for r in own) and len({copy.written for copy in copies}) > 1
+        certain = alone or (scheduled and evidence.repeatable)
+        if not certain and len(copies) < 2:
+            continue
+        yield Finding(
+            cause="rate_written_to_copy",
+            level="fault" if certain else "advice",
+            summary=(
+                f"a rate is written to the groups of state_dict(), which are copies: the rate of "
+                f"{record.optimizers[index].kind} stays {numbers(own[0].known)}"
+            ),
+            measured=(
+                f"after {count(len(copies), 'call')} of state_dict() the copy went from {copies[0].before[0]:g} to "
+                f"{copies[0].written[0]:g}{_to(record, index)}; the optimizer is at {numbers(own[0].known)}"
+                + (f"; written at {lines[0]}" if lines else "")
+            ),
+            shown_by=(
+                "no copy is loaded, saved or read after that"
+                + (", and the dict that held the groups is gone when they are written" if alone else "")
+            ),
+            culprits=("state_dict()",),
+            where=str(copies[0].place),
+        )
+
+
+def _unread(evidence: Evidence) -> tuple[bool, list[str]]:
+    """Whether copies that nobody reads were written when the dict that held them was gone, and the lines that did."""
+    if not evidence.repeatable:
+        return False, []
+    from pytest_trainloop.tracing.copied_groups import CopiedGroups
+
+    found = evidence.shared(CopiedGroups.of)
+    unread = [w for w in found.written if not w.used] if found.seen else []
+    return any(w.alone for w in unread), [w.line for w in unread]
+
+
+def _to(record: Record, optimizer: int) -> str:
+    last = [copy.written[0] for copy in record.copied_rates if copy.optimizer == optimizer][-1]
+    first = record.copied_rates[0].written[0]
+    return f", the last to {last:g}" if last != first else ""

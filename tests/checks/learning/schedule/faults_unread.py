@@ -1,0 +1,202 @@
+"""Options and multiples of options in groups, which nothing reads, and rates that are written to a copy."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from pytest_trainloop.loop import TrainLoop
+from tests.checks.learning.schedule.faults import trained
+from tests.loops import data
+from tests.loops.nets import mlp
+from tests.loops.pairs import pair
+
+# Groups with the option's name of another library, and options that are misspelled.
+
+
+def grouped(kind=torch.optim.AdamW, rate=3e-3, **head):
+    def configure(model):
+        groups = [{"params": model[0].parameters()}, {"params": model[-1].parameters(), **head}]
+        return kind(groups, lr=rate), None
+
+    return configure
+
+
+pair(
+    "group_with_a_learning_rate",
+    "schedule",
+    "option_nobody_reads",
+    culprits=('param_groups[1]["learning_rate"]',),
+    where="return kind(groups, lr=rate), None",
+    change="return kind(groups, lr=rate), None",
+    mentions=("lr=0.003 is in effect", '"lr": 0.01 in this group'),
+    faulty=trained(grouped(learning_rate=1e-2)),
+    fixed=trained(grouped(lr=1e-2)),
+    quick=True,
+)
+
+pair(
+    "betas_with_an_underscore",
+    "schedule",
+    "option_nobody_reads",
+    culprits=('param_groups[1]["betas_"]',),
+    mentions=("(0.9, 0.95)",),
+    faulty=trained(grouped(betas_=(0.9, 0.95))),
+    fixed=trained(grouped(betas=(0.9, 0.95))),
+)
+
+pair(
+    "momentum_misspelled",
+    "schedule",
+    "option_nobody_reads",
+    culprits=('param_groups[1]["momentun"]',),
+    mentions=("momentum=0 is in effect",),
+    faulty=trained(grouped(torch.optim.SGD, 0.1, momentun=0.9)),
+    fixed=trained(grouped(torch.optim.SGD, 0.1, momentum=0.9)),
+)
+
+
+# Layers deeper in the net are to learn slower, as timm's schedulers have it; torch's do not know the key.
+
+
+def layerwise(reads):
+    def make():
+        model = mlp(6, 32, 16, 3)
+        layers = [m for m in model if isinstance(m, nn.Linear)]
+        groups = [{"params": m.parameters(), "lr_scale": 0.75 ** (2 - n)} for n, m in enumerate(layers)]
+        if reads:
+            groups = [{**group, "lr": 5e-3 * group["lr_scale"]} for group in groups]
+        optimizer = torch.optim.AdamW(groups, lr=5e-3)
+        scheduler = lr_scheduler.CosineAnnealingLR(optimizer, T_max=300)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                scheduler.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "scale_of_each_layer_that_no_schedule_reads",
+    "schedule",
+    "option_nobody_reads",
+    culprits=('param_groups[0]["lr_scale"]', 'param_groups[2]["lr_scale"]'),
+    where="torch.optim.AdamW(groups, lr=5e-3)",
+    mentions=("groups 0 and 1", "0.5625 and 0.75", "both learn at 0.005"),
+    faulty=layerwise(reads=False),
+    fixed=layerwise(reads=True),
+)
+
+
+# A warm-up by hand writes one rate to all groups and forgets the multiple.
+
+
+def warm_up(reads):
+    def after(trainer):
+        rate = 3e-3 * min(1.0, (trainer.steps + 1) / 100)
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_mult", 1.0) if reads else rate
+
+    return after
+
+
+pair(
+    "multiple_that_the_warm_up_forgets",
+    "schedule",
+    "option_nobody_reads",
+    culprits=('param_groups[1]["lr_mult"]',),
+    mentions=("lr_mult 1 and 10.0",),
+    faulty=trained(grouped(lr_mult=10.0), warm_up(reads=False)),
+    fixed=trained(grouped(lr_mult=10.0), warm_up(reads=True)),
+)
+
+
+# The same without any schedule in fit: what reads it may stand outside, where it is called once an epoch.
+
+pair(
+    "multiple_without_a_schedule",
+    "schedule",
+    "option_nobody_reads",
+    level="advice",
+    culprits=('param_groups[1]["lr_multiplier"]',),
+    faulty=trained(grouped(lr_multiplier=10.0)),
+    fixed=trained(grouped(lr=3e-2)),
+)
+
+
+# Rates of a warm-up, and of a decay by epochs, written to what state_dict() gives.
+
+
+def write_to_copies(trainer):
+    for group in trainer.optimizer.state_dict()["param_groups"]:
+        group["lr"] = 0.1 * (trainer.steps + 1) / 400
+
+
+def write_to_groups(trainer):
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 0.1 * (trainer.steps + 1) / 400
+
+
+def plain(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), None
+
+
+pair(
+    "warm_up_written_to_the_state_dict",
+    "schedule",
+    "rate_written_to_copy",
+    culprits=("state_dict()",),
+    where='in trainer.optimizer.state_dict()["param_groups"]',
+    change='in trainer.optimizer.state_dict()["param_groups"]',
+    mentions=("stays at 0.1", "from 0.1 to 0.0005"),
+    faulty=trained(plain, write_to_copies),
+    fixed=trained(plain, write_to_groups),
+    quick=True,
+)
+
+
+def halve(groups):
+    def between(trainer):
+        for group in groups(trainer.optimizer):
+            group["lr"] *= 0.5
+
+    return between
+
+
+pair(
+    "decay_of_an_epoch_written_to_the_state_dict",
+    "schedule",
+    "rate_written_to_copy",
+    where="groups(trainer.optimizer)",
+    culprits=("state_dict()",),
+    faulty=trained(plain, between=halve(lambda optimizer: optimizer.state_dict()["param_groups"]), epochs=2),
+    fixed=trained(plain, between=halve(lambda optimizer: optimizer.param_groups), epochs=2),
+)
+
+
+def through_a_name(loads):
+    def after(trainer):
+        state = trainer.optimizer.state_dict()
+        state["param_groups"][0]["lr"] = 0.1 * 0.99**trainer.steps
+        if loads:
+            trainer.optimizer.load_state_dict(state)
+
+    return after
+
+
+pair(
+    "state_dict_edited_and_not_loaded",
+    "schedule",
+    "rate_written_to_copy",
+    culprits=("state_dict()",),
+    where="state = trainer.optimizer.state_dict()",
+    mentions=("after 12 calls",),
+    faulty=trained(plain, through_a_name(loads=False)),
+    fixed=trained(plain, through_a_name(loads=True)),
+)
