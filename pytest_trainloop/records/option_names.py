@@ -13,7 +13,6 @@ OTHER_NAMES = {
     "learning_rate": "lr",
     "learningrate": "lr",
     "lrate": "lr",
-    "rate": "lr",
     "wd": "weight_decay",
     "decay": "weight_decay",
     "l2": "weight_decay",

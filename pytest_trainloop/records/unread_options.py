@@ -114,7 +114,7 @@ class UnreadOptions:
         scheduled = "a schedule runs in fit and does not read it; " if any(r.moves for r in own) else ""
         return Finding(
             cause="option_nobody_reads",
-            level="fault" if keys.whole and runs and known else "advice",
+            level="fault" if keys.whole and runs and known and not _moved(suspect) else "advice",
             summary=(
                 f"groups {pair[0]} and {pair[1]} of {optimizer.kind} have {suspect.key} {values[0]} and {values[1]}, "
                 f"which nothing reads: both {what} {_text(suspect.own[pair[0]])}"
@@ -177,13 +177,20 @@ def _differ(value: object, own: tuple[object, ...]) -> bool:
 
 def _unmoved(suspect: Suspect) -> tuple[int, int] | None:
     """Two groups that differ in the multiple and in nothing that it would change."""
+    own = suspect.own
+    return next(((a, b) for a, b in _multiplied_otherwise(suspect) if own[a] == own[b] and any(own[a])), None)
+
+
+def _moved(suspect: Suspect) -> bool:
+    """Whether other groups that differ in the multiple differ in the option too: something may have read it before
+    the optimizer was built, and held the product of two groups at one bound."""
+    return any(suspect.own[a] != suspect.own[b] for a, b in _multiplied_otherwise(suspect))
+
+
+def _multiplied_otherwise(suspect: Suspect) -> Iterator[tuple[int, int]]:
     multiples = {g: _value(suspect.values.get(g, "1")) for g in suspect.own}
-    for one, other in itertools.combinations(suspect.own, 2):
-        a, b = multiples[one], multiples[other]
-        numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in (a, b))
-        if numbers and a != b and suspect.own[one] == suspect.own[other] and any(suspect.own[one]):
-            return one, other
-    return None
+    numbers = {g: v for g, v in multiples.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+    return ((a, b) for a, b in itertools.combinations(numbers, 2) if numbers[a] != numbers[b])
 
 
 def _text(own: tuple[object, ...]) -> str:

@@ -33,6 +33,7 @@ def rate_written_to_copy(evidence: Evidence) -> Iterator[Finding]:
         if evidence.repeatable and not lines:
             continue
         scheduled = all(r.constant for r in own) and len({copy.written for copy in copies}) > 1
+        stays = "stays at" if own[0].constant else "is"
         certain = alone or (scheduled and evidence.repeatable)
         if not certain and len(copies) < 2:
             continue
@@ -41,7 +42,7 @@ def rate_written_to_copy(evidence: Evidence) -> Iterator[Finding]:
             level="fault" if certain else "advice",
             summary=(
                 f"a rate is written to the groups of state_dict(), which are copies: the rate of "
-                f"{record.optimizers[index].kind} stays {numbers(own[0].known)}"
+                f"{record.optimizers[index].kind} {stays} {numbers(own[0].known)}"
             ),
             measured=(
                 f"after {count(len(copies), 'call')} of state_dict() the copy went from {copies[0].before[0]:g} to "

@@ -154,29 +154,32 @@ pair(
     culprits=("state_dict()",),
     where='in trainer.optimizer.state_dict()["param_groups"]',
     change='in trainer.optimizer.state_dict()["param_groups"]',
-    mentions=("stays at 0.1", "from 0.1 to 0.0005"),
+    mentions=("stays at 0.1", "went from 0.1"),
     faulty=trained(plain, write_to_copies),
     fixed=trained(plain, write_to_groups),
     quick=True,
 )
 
 
-def halve(groups):
-    def between(trainer):
-        for group in groups(trainer.optimizer):
-            group["lr"] *= 0.5
+def halve_copies(trainer):
+    groups = trainer.optimizer.state_dict()["param_groups"]
+    for group in groups:
+        group["lr"] *= 0.5
 
-    return between
+
+def halve_groups(trainer):
+    for group in trainer.optimizer.param_groups:
+        group["lr"] *= 0.5
 
 
 pair(
     "decay_of_an_epoch_written_to_the_state_dict",
     "schedule",
     "rate_written_to_copy",
-    where="groups(trainer.optimizer)",
+    where='groups = trainer.optimizer.state_dict()["param_groups"]',
     culprits=("state_dict()",),
-    faulty=trained(plain, between=halve(lambda optimizer: optimizer.state_dict()["param_groups"]), epochs=2),
-    fixed=trained(plain, between=halve(lambda optimizer: optimizer.param_groups), epochs=2),
+    faulty=trained(plain, between=halve_copies, epochs=2),
+    fixed=trained(plain, between=halve_groups, epochs=2),
 )
 
 

@@ -103,6 +103,17 @@ def rates_of_a_schedule_kept_in_the_group():
     return trained(optimizer, lambda loss: None, model=model)
 
 
+@odd(notes="the multiples were applied before the optimizer was built, and two products held at the lowest rate")
+def multiples_held_at_the_lowest_rate():
+    model = mlp(6, 32, 16, 16, 3)
+    linear = [m for m in model if isinstance(m, nn.Linear)]
+    groups = [{"params": m.parameters(), "lr_scale": 0.3 ** (3 - n)} for n, m in enumerate(linear)]
+    groups = [{**group, "lr": max(0.1 * group["lr_scale"], 0.01)} for group in groups]
+    optimizer = torch.optim.SGD(groups, momentum=0.9)
+    schedule = lr_scheduler.ExponentialLR(optimizer, 0.99)
+    return trained(optimizer, lambda loss: schedule.step(), model=model)
+
+
 class Lars(torch.optim.SGD):
     """Trust ratios, with decay in the ratio, except in groups that are left out."""
 
