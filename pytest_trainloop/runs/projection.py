@@ -14,7 +14,7 @@ from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
 from pytest_trainloop.recording.events import SchedulerStep
 from pytest_trainloop.runs.process_state import preserved
 from pytest_trainloop.runs.run import fit_of
-from pytest_trainloop.runs.scheduled import PLATEAU, Curve, Driven, Schedules, project, rates_of
+from pytest_trainloop.runs.scheduled import Curve, Driven, Schedules, project, rates_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -186,12 +186,11 @@ class Projections:
 
         found, undecided = [], []
         for number, driven in enumerate(first.driven):
-            if driven.curve is None and PLATEAU not in driven.why:
+            if (curve := driven.curve) is None:
                 undecided.append(f"{driven.kind}: {driven.why}")
             else:
-                found.append(
-                    _projected(driven, [r for r in (first, second) if r], third, number, few_calls=few(driven))
-                )
+                runs = [run for run in (first, second) if run]
+                found.append(_projected(driven, curve, runs, third, number, few_calls=few(driven)))
         return cls(schedulers=tuple(found), why="; ".join(undecided))
 
 
@@ -295,7 +294,7 @@ def _window(record: Record) -> int:
 
 
 def _projected(
-    driven: Driven, runs: Sequence[_Run], accumulated: _Run | None, number: int, *, few_calls: bool
+    driven: Driven, curve: Curve, runs: Sequence[_Run], accumulated: _Run | None, number: int, *, few_calls: bool
 ) -> Projected:
     sizes = tuple(run.sized(run.driven[number]) for run in runs if len(run.driven) > number)
     unit = unit_of(sizes)
@@ -313,7 +312,7 @@ def _projected(
         per_pass=float(unit == "pass"),
         per_item={"step": 1.0 / window, "micro-batch": 1.0}.get(unit or "", 0.0),
         window=window,
-        curve=driven.curve,  # type: ignore[arg-type]
+        curve=curve,
         horizon=sizes[0].horizon,
         settings=dict(driven.settings),
         sizes=sizes,

@@ -280,7 +280,9 @@ class Schedules:
             raised=next((one.raised for one in traced.schedulers if one.raised), ""),
         )
         driven.why = _why_not(traced)
-        if not driven.why:
+        if driven.why == PLATEAU:
+            driven.curve = Curve(calls=[0], rates=[traced.start])  # it is lowered by what the metric does
+        elif not driven.why:
             rounds = [rates for number, rates in traced.trace if number == len(traced.schedulers) - 1]
             curve = Curve(calls=list(range(len(rounds) + 1)), rates=[traced.start, *rounds])
             driven.curve = curve

@@ -410,3 +410,10 @@ def plateau_by_error_from_accuracy():
         scheduler.step(1 - acc)
 
     return plateaued(step, "min")
+
+
+@odd(notes="a plateau scheduler has no rates of its own to be held against the declared plan")
+def plateau_with_a_declared_plan():
+    loop = plateaued(lambda scheduler, loss: scheduler.step(loss), "min")
+    loop.steps, loop.epochs = 40, 4
+    return loop
