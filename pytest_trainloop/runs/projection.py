@@ -169,15 +169,15 @@ class Projections:
         window = _window(record)
         if window > LONGEST_WINDOW:
             return cls(why=f"a step takes {window} batches, too many to see what the schedule is sized by")
-        first = _Run(evidence, window, SIZES[0], AHEAD)
+        first = ShortRun(evidence, window, SIZES[0], AHEAD)
         if not first.driven:
             return cls(why="no scheduler was called over two steps")
         through = first.ended or any(d.raised for d in first.driven)
         short = through and max(d.steps for d in first.driven) * SIZES[1] <= MOST_ROUNDS * SIZES[0]
-        second = _Run(evidence, window, SIZES[1], FEW_AHEAD) if short and first.may_be_its_own_plan() else None
+        second = ShortRun(evidence, window, SIZES[1], FEW_AHEAD) if short and first.may_be_its_own_plan() else None
         accumulating = "accumulate" in evidence.knobs and short and window == 1
         ahead = max([FEW_AHEAD, *(s.horizon or 0 for s in map(first.sized, first.driven))])
-        third = _Run(evidence, ACCUMULATE, SIZES[0], ahead, accumulate=ACCUMULATE) if accumulating else None
+        third = ShortRun(evidence, ACCUMULATE, SIZES[0], ahead, accumulate=ACCUMULATE) if accumulating else None
 
         def few(driven: Driven) -> bool:
             """Whether the longer watched run calls it no more often than once a pass."""
@@ -212,7 +212,7 @@ def turns_at(curve: Curve) -> int | None:
     return low if lowest <= peak / 100 and rises else None
 
 
-class _Run:
+class ShortRun:
     """One run of a few batches under the eyes of ``Schedules``."""
 
     def __init__(self, evidence: Evidence, window: int, windows: int, ahead: int, **knobs: Any) -> None:
@@ -294,7 +294,13 @@ def _window(record: Record) -> int:
 
 
 def _projected(
-    driven: Driven, curve: Curve, runs: Sequence[_Run], accumulated: _Run | None, number: int, *, few_calls: bool
+    driven: Driven,
+    curve: Curve,
+    runs: Sequence[ShortRun],
+    accumulated: ShortRun | None,
+    number: int,
+    *,
+    few_calls: bool,
 ) -> Projected:
     sizes = tuple(run.sized(run.driven[number]) for run in runs if len(run.driven) > number)
     unit = unit_of(sizes)

@@ -19,9 +19,11 @@ How it decides
     What the weights do not explain is left out, one thing after another, in two more runs: what the loop writes to
     gradients between the micro-batches of a window (a clip), what it changes there in an average or target network, in
     weights, in a statistic, the schedule of the optimizer's options, the hooks on parameters. Where windows and one
-    batch agree without it to rounding, it is the cause. A statistic that a layer keeps of each of its forward passes is
-    no fault: so do batch norms. Rates that differ at the same steps and do not move inside a window are advice: they
-    may be to scale with it. What agrees without none of these is advice too, and says what was ruled out.
+    batch agree without it to rounding, it is the cause. A schedule that is called once a micro-batch and built for as
+    many calls is right: it is as far on after the same training, with accumulation and without. A statistic that a
+    layer keeps of each of its forward passes is no fault: so do batch norms. Rates that differ at the same steps and do
+    not move inside a window are advice: they may be to scale with it. What agrees without none of these is advice too,
+    and says what was ruled out.
     A loop whose gradients differ and whose weights do not is right: its learning rate is scaled to match, or its
     optimizer gathers gradients. Each optimizer is judged by itself: next to one that waits for the end of the window,
     one may step with each micro-batch's own gradient, undivided. Where the factor is 1/k, windows of k whole batches
@@ -116,7 +118,7 @@ def accumulation_equivalence(evidence: Evidence) -> Iterator[Finding]:
     yield from _last_window(evidence)
     moved = [s for s in splits if s.equal and s.updates > CLOSE]
     if moved:
-        inside = settled(made, moved[0])
+        inside = settled(evidence, made, moved[0])
         if inside is not None and inside.finding is not None:
             yield inside.finding
         elif inside is None and moved[0].lr_differs:
@@ -145,7 +147,7 @@ def _first_cause(
             found = replace(found, repair=f"{line}\n{CAUSES[found.cause].repair}")
         yield replace(found, smallest=smallest(made, first))
         return
-    inside = None if first.steps_too_early else settled(made, first)
+    inside = None if first.steps_too_early else settled(evidence, made, first)
     if inside is not None:
         yield from [inside.finding] if inside.finding else []
     elif undecided is not None:

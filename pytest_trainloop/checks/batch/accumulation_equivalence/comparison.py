@@ -254,6 +254,10 @@ class Accumulation:
         steady = all(0.5 < sizes[k, 1] / max(sizes[k, 0], 1e-300) < 2.0 for k in (2, 4))
         return steady and float(torch.linalg.vector_norm(excess[4, 0] - 3 * excess[2, 0])) <= 1e-6 * sizes[4, 0]
 
+    def one(self, split: Split) -> Record:
+        """The run over whole batches."""
+        return self._one(split.rows)
+
     def many(self, split: Split) -> Record:
         """The run over micro-batches."""
         return self._many(split)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from pytest_trainloop.checks.batch.accumulation_equivalence.schedule_units import in_other_units
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.recording.events import Backward, GradWrite, SchedulerStep, Step
 from pytest_trainloop.wording import share
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.batch.accumulation_equivalence.left_out import Kind, LeftOut
     from pytest_trainloop.recording.events import Event
     from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.runs.evidence import Evidence
 
 _CLAMPS = ("clamp", "clip")
 _SCALES = ("mul", "div")
@@ -73,7 +75,7 @@ _WORDS: dict[Kind, _Words] = {
 }
 
 
-def settled(made: Accumulation, split: Split) -> Settled | None:
+def settled(evidence: Evidence, made: Accumulation, split: Split) -> Settled | None:
     """The first thing without which windows and one batch agree; None where there is none."""
     record = made.many(split)
     for kind in _ORDER:
@@ -84,6 +86,8 @@ def settled(made: Accumulation, split: Split) -> Settled | None:
             continue
         if kind == "statistic" and not left.by_loop:
             return Settled(None)  # what layers keep of each forward pass, as batch norms do
+        if kind == "rates" and in_other_units(evidence, made, split, inside=left.by_loop):
+            return Settled(None)  # with the rates held equal, windows and one batch agree
         if kind == "rates" and not left.by_loop:
             return None  # rates that are to scale with the window, not moved inside it
         return Settled(_finding(kind, split, record, left))

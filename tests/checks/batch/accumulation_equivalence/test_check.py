@@ -14,6 +14,7 @@ from pytest_trainloop.checks.batch.accumulation_equivalence.weights import Weigh
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.compare import Agreement
 from pytest_trainloop.gradients.vectors import Combination
+from pytest_trainloop.runs.progress import Length, Progress
 from tests.helpers.records import ONE, FakeEvidence, parameter, record
 
 SAME = Agreement(1.0, 1.0, 1e-16)
@@ -70,6 +71,9 @@ class Windows:
     def excess_of_second_window(self, _split):
         return self._carried and Combination(*self._carried)
 
+    def one(self, _split):
+        return self.many(_split)
+
     def many(self, _split):
         return record([parameter(0, "w")], held=[0], gradients={0: ONE})
 
@@ -88,13 +92,14 @@ def no_search(monkeypatch):
     monkeypatch.setattr(shrink, "smallest", lambda made, split: f"{split.rows} rows")
 
 
-def given(windows):
+def given(windows, lengths=()):
     seen = record([parameter(0, "w")], held=[0], gradients={0: ONE})
-    return FakeEvidence(seen, accumulated=seen, shared={Accumulation.of: windows})
+    progress = Progress(lengths={0: tuple(Length(horizon=h, calls=c) for h, c in lengths)} if lengths else {})
+    return FakeEvidence(seen, accumulated=seen, shared={Accumulation.of: windows, Progress.of: progress})
 
 
-def found(*made, **how):
-    return [(f.cause, f.level) for f in accumulation_equivalence(given(Windows(*made, **how)))]
+def found(*made, lengths=(), **how):
+    return [(f.cause, f.level) for f in accumulation_equivalence(given(Windows(*made, **how), lengths))]
 
 
 def apart(ratio=1.1):
@@ -215,6 +220,13 @@ def test_rates_are_a_fault_where_they_move_inside_a_window(inside):
     made = split(second=Agreement(1.0, 0.99, 0.01), lr_differs=True)
     expected = ("scheduled_inside_window", "fault") if inside else ("update_differs", "advice")
     assert found(made, without=("rates", left)) == [expected]
+
+
+@pytest.mark.parametrize(("after", "expected"), [((24, 24), []), ((6, 24), [("scheduled_inside_window", "fault")])])
+def test_a_schedule_that_is_as_far_on_with_accumulation_as_without(after, expected):
+    left = SimpleNamespace(by_loop=True, place=None)
+    made = split(second=Agreement(1.0, 0.99, 0.01), lr_differs=True)
+    assert found(made, without=("rates", left), lengths=((6, 6), after)) == expected
 
 
 def test_hooks_that_every_micro_batch_passes():

@@ -157,6 +157,56 @@ pair(
     fixed=pretrained(each_batch=False, micro_batches=False),
 )
 
+
+def in_windows(*, each_micro_batch, inside):
+    """A decay that is sized by the windows of the batches that ``fit`` has, or of the data that the project has."""
+
+    def make(accumulate=1):
+        model = mlp(6, 32, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def built(micro_batches):
+            return lr_scheduler.LinearLR(optimizer, 1.0, 0.01, total_iters=EPOCHS * micro_batches // accumulate)
+
+        outside = None if inside else built(400)
+
+        def fit(batches):
+            scheduler = outside or built(len(batches))
+            for _ in range(EPOCHS):
+                for number, (x, y) in enumerate(batches, start=1):
+                    (F.cross_entropy(model(x), y) / accumulate).backward()
+                    last = number % accumulate == 0 or number == len(batches)
+                    if last:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    if last or each_micro_batch:
+                        scheduler.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "sized_by_windows_inside_fit_and_called_by_micro_batches",
+    "schedule",
+    "counts_something_else",
+    where="scheduler.step()",
+    mentions=("accumulate=4",),
+    faulty=in_windows(each_micro_batch=True, inside=True),
+    fixed=in_windows(each_micro_batch=False, inside=True),
+)
+
+pair(
+    "sized_by_windows_before_fit_and_called_by_micro_batches",
+    "schedule",
+    "counts_something_else",
+    where="scheduler.step()",
+    mentions=("accumulate=4",),
+    faulty=in_windows(each_micro_batch=True, inside=False),
+    fixed=in_windows(each_micro_batch=False, inside=False),
+)
+
 pair(
     "decay_of_micro_batches_at_each_step",
     "schedule",

@@ -109,14 +109,56 @@ def fixed_warm_up_inside_fit():
     return trained(build, inside=True)
 
 
-@odd(notes="windows of two: sized by all micro-batches and called at each of them")
-def sized_and_called_by_micro_batches():
+def linear_over(optimizer, calls):
+    return lr_scheduler.LinearLR(optimizer, 1.0, 0.01, total_iters=calls)
+
+
+@odd(notes="sized by all micro-batches and called at each of them, whatever the window")
+def sized_and_called_by_micro_batches(accumulate=1):
+    return trained(linear_over, inside=True, each="micro-batch", accumulate=accumulate)
+
+
+@odd(notes="the same, where the project accumulates by default")
+def sized_and_called_by_micro_batches_of_two(accumulate=2):
+    return trained(linear_over, inside=True, each="micro-batch", accumulate=accumulate)
+
+
+@odd(notes="sized by all micro-batches and called at each of them, after a warm-up of some micro-batches")
+def warmed_up_and_sized_by_micro_batches(accumulate=1):
+    def build(optimizer, calls):
+        return lr_scheduler.LambdaLR(optimizer, lambda n: min((n + 1) / 4, max(0.0, 1 - n / calls)))
+
+    return trained(build, inside=True, each="micro-batch", accumulate=accumulate)
+
+
+@odd(notes="built before fit for all micro-batches of the training, whose declared steps are whole windows")
+def sized_and_called_by_declared_micro_batches(accumulate=1):
     return trained(
-        lambda optimizer, calls: lr_scheduler.LinearLR(optimizer, 1.0, 0.01, total_iters=calls),
-        inside=True,
+        lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 4000),
+        passes=1,
         each="micro-batch",
-        accumulate=2,
+        accumulate=accumulate,
+        steps=4000 // accumulate,
     )
+
+
+@odd(notes="the rate is written before each micro-batch, as a share of all that there are")
+def rate_written_by_share_of_micro_batches(accumulate=1):
+    model = mlp(6, 32, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def fit(batches):
+        total = EPOCHS * len(batches)
+        for number in range(total):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.05 * (1 + math.cos(math.pi * number / total))
+            x, y = batches[number % len(batches)]
+            (F.cross_entropy(model(x), y) / accumulate).backward()
+            if (number + 1) % accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
 
 
 @odd(notes="sized by the steps of each window and called at each step")
