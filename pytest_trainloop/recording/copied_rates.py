@@ -53,8 +53,8 @@ class StateDicts:
         watch = self._watch
         for copy in self._copies:
             written = _rates(copy.groups)
-            same = _rates(copy.optimizer.param_groups) == copy.rates
-            if same and len(written) == len(copy.rates) and written != copy.rates:
+            own = _rates(copy.optimizer.param_groups)
+            if len(written) == len(copy.rates) and written not in (copy.rates, own):
                 watch.record.copied_rates.append(
                     CopiedRates(
                         at=copy.at,

@@ -304,8 +304,8 @@ class SchedulerStep(Event):
 
 @dataclass(slots=True, kw_only=True)
 class CopiedRates(Event):
-    """A call of ``state_dict()`` whose groups had other rates at the next step, or the end of the run, while the
-    optimizer's own were as they had been."""
+    """A call of ``state_dict()`` whose groups had other rates at the next step, or the end of the run: not those that
+    they were given out with, nor the optimizer's own."""
 
     optimizer: int
     before: tuple[float, ...]

@@ -45,7 +45,7 @@ def load_it(optimizer):
 
 def write_both(optimizer):
     write_to_copies(optimizer)
-    optimizer.param_groups[0]["lr"] = 0.05 + 0.01 * torch.rand(()).item()
+    optimizer.param_groups[0]["lr"] = 0.05
 
 
 def load_a_copy_elsewhere(optimizer):

@@ -32,10 +32,11 @@ def rate_written_to_copy(evidence: Evidence) -> Iterator[Finding]:
         alone, lines = _unread(evidence)
         if evidence.repeatable and not lines:
             continue
-        scheduled = all(r.constant for r in own) and len({copy.written for copy in copies}) > 1
-        stays = "stays at" if own[0].constant else "is"
+        still = all(r.constant for r in own)
+        scheduled = still and len({copy.written for copy in copies}) > 1
+        stays = "stays at" if still else "is"
         certain = alone or (scheduled and evidence.repeatable)
-        if not certain and len(copies) < 2:
+        if not certain and (len(copies) < 2 or not still):
             continue
         yield Finding(
             cause="rate_written_to_copy",

@@ -203,3 +203,32 @@ pair(
     faulty=trained(plain, through_a_name(loads=False)),
     fixed=trained(plain, through_a_name(loads=True)),
 )
+
+
+# The decay after the warm-up is torch's, and moves the rate; the warm-up is written to copies.
+
+
+def decayed(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return optimizer, lr_scheduler.ExponentialLR(optimizer, 0.999)
+
+
+def warm_up_and_decay(groups):
+    def after(trainer):
+        if trainer.steps < 6:
+            for group in groups(trainer.optimizer):
+                group["lr"] = 0.1 * trainer.steps / 6
+        trainer.scheduler.step()
+
+    return after
+
+
+pair(
+    "warm_up_written_to_copies_beside_a_schedule",
+    "schedule",
+    "rate_written_to_copy",
+    culprits=("state_dict()",),
+    mentions=("after 5 calls of state_dict()",),
+    faulty=trained(decayed, warm_up_and_decay(lambda optimizer: optimizer.state_dict()["param_groups"])),
+    fixed=trained(decayed, warm_up_and_decay(lambda optimizer: optimizer.param_groups)),
+)

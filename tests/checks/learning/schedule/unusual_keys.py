@@ -221,7 +221,7 @@ def rate_reset_in_what_is_saved():
         for group in state["param_groups"]:
             group["lr"] = 1e-3
         saved[:] = [io.BytesIO()]
-        torch.save({"optimizer": state, "loss": float(loss)}, saved[0])
+        torch.save({"optimizer": state, "loss": loss.item()}, saved[0])
         saved[0].seek(0)
         assert torch.load(saved[0])["optimizer"]["param_groups"][0]["lr"] == 1e-3
 
@@ -237,8 +237,8 @@ def best_state_with_another_rate():
     def after(loss):
         state = optimizer.state_dict()
         state["param_groups"][0]["lr"] = 1e-3
-        if float(loss) < best["loss"]:
-            best.update(loss=float(loss), state=state)
+        if loss.item() < best["loss"]:
+            best.update(loss=loss.item(), state=state)
 
     return trained(optimizer, after, model=model)
 
@@ -279,5 +279,23 @@ def rounded_rates_for_the_log():
         for group in groups:
             group["lr"] = round(group["lr"], 3)
         log.append([{k: v for k, v in group.items() if k != "params"} for group in groups])
+
+    return trained(optimizer, after, model=model)
+
+
+@odd(notes="a schedule moves the rate, and the edited state is saved only where the loss is the best so far")
+def best_state_with_another_rate_beside_a_schedule():
+    model = mlp(6, 32, 3)
+    optimizer = sgd(model)
+    schedule = lr_scheduler.ExponentialLR(optimizer, 0.99)
+    best = [float("inf")]
+
+    def after(loss):
+        schedule.step()
+        state = optimizer.state_dict()
+        state["param_groups"][0]["lr"] *= 0.1
+        if loss.item() < best[0]:
+            best[0] = loss.item()
+            torch.save(state, io.BytesIO())
 
     return trained(optimizer, after, model=model)
