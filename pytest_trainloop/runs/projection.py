@@ -7,7 +7,7 @@ batches that it is given and comes to its own end, it is its own plan.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
@@ -155,6 +155,8 @@ class Projections:
     schedulers: tuple[Projected, ...] = ()
     why: str = ""
     """What could not be projected, and why; empty where all could."""
+    alone: dict[int, Curve] = field(default_factory=dict)
+    """By the index of an optimizer whose rates a line writes as well: where the calls of its scheduler alone go."""
 
     @classmethod
     def of(cls, evidence: Evidence) -> Projections:
@@ -191,7 +193,8 @@ class Projections:
             else:
                 runs = [run for run in (first, second) if run]
                 found.append(_projected(driven, curve, runs, third, number, few_calls=few(driven)))
-        return cls(schedulers=tuple(found), why="; ".join(undecided))
+        alone = {driven.optimizer: driven.alone for driven in first.driven if driven.alone is not None}
+        return cls(schedulers=tuple(found), why="; ".join(undecided), alone=alone)
 
 
 def horizon(curve: Curve, kind: str) -> int | None:

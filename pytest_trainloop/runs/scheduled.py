@@ -40,6 +40,8 @@ OWN = 2
 
 PLATEAU = "its rates follow a metric"
 
+BY_HAND = "the learning rate is written by hand as well"
+
 _ROUNDING = 1e-10
 """What a rate that is computed from the last one may be off by after some thousand calls, of its highest."""
 
@@ -133,6 +135,8 @@ class Driven:
     """Why there is no curve."""
     raised: str = ""
     """What a call of the scheduler raised within the run."""
+    alone: Curve | None = None
+    """Where its calls would take the rates, were they not written by hand as well."""
 
     @property
     def kind(self) -> str:
@@ -282,6 +286,11 @@ class Schedules:
         driven.why = _why_not(traced)
         if driven.why == PLATEAU:
             driven.curve = Curve(calls=[0], rates=[traced.start])  # it is lowered by what the metric does
+        elif driven.why == BY_HAND and len(traced.schedulers) == 1 and not driven.raised:
+            driven.alone = Curve(calls=[0], rates=[traced.trace[-1][1]])
+            self.driven.append(driven)
+            project([first.scheduler], traced.optimizer, driven.alone, self._ahead(self))
+            self.driven.pop()
         elif not driven.why:
             rounds = [rates for number, rates in traced.trace if number == len(traced.schedulers) - 1]
             curve = Curve(calls=list(range(len(rounds) + 1)), rates=[traced.start, *rounds])
@@ -302,7 +311,7 @@ def _why_not(traced: _Traced) -> str:
     if any(one.told for one in traced.schedulers):
         return f"the loop gives {kinds[0]} its position at each call"
     if traced.by_hand:
-        return "the learning rate is written by hand as well"
+        return BY_HAND
     if any(one.in_fit for one in traced.schedulers[1:]) and len(set(kinds)) < len(kinds):
         return f"fit makes a new {kinds[0]} again and again"
     if len({one.calls for one in traced.schedulers}) > 1:

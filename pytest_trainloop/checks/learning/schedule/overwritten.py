@@ -6,6 +6,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.learning.schedule.driven import FEWEST, calls_of, line_of
+from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.recording.events import SchedulerStep
 from pytest_trainloop.records.learning_rates import rates
@@ -76,7 +77,7 @@ def lost_by_hand(evidence: Evidence) -> Iterator[Finding]:
 def _by_hand(evidence: Evidence, record: Record, scheduler: Scheduler) -> Finding | None:
     calls = calls_of(record, scheduler.number)
     groups = [r for r in rates(record) if r.optimizer == scheduler.optimizer]
-    moved = [g for g in groups if _is_written_back(g, calls)]
+    moved = [g for g in groups if _is_written_back(evidence, g, calls)]
     if not moved or any(g.moves for g in groups):
         return None
     group = moved[0]
@@ -101,11 +102,11 @@ def _by_hand(evidence: Evidence, record: Record, scheduler: Scheduler) -> Findin
     )
 
 
-def _is_written_back(group: GroupRates, calls: Sequence[SchedulerStep]) -> bool:
+def _is_written_back(evidence: Evidence, group: GroupRates, calls: Sequence[SchedulerStep]) -> bool:
     """Whether each call moves a group's rate away from the one constant, non-zero rate of all steps.
 
     A rate that is kept within bounds, ``max(lr, floor)`` in a warm-up, looks alike: what the calls leave then comes
-    nearer to the bound.
+    nearer to the bound, and goes beyond it in a longer run. A schedule that never does is bounded in vain.
     """
     if not group.constant or not group.known[0] or len(group.values) < FEWEST:
         return False
@@ -114,7 +115,24 @@ def _is_written_back(group: GroupRates, calls: Sequence[SchedulerStep]) -> bool:
     if len(left) < FEWEST or any(value == rate for value in left):
         return False
     nearer = abs(left[-1] - rate) < abs(left[0] - rate)
-    return not nearer
+    return not nearer or _never_beyond(evidence, group, left[0] < rate)
+
+
+def _never_beyond(evidence: Evidence, group: GroupRates, below: bool) -> bool:
+    """Whether the calls of the scheduler alone leave the rate on one side of the group's, or at it, for good."""
+    from pytest_trainloop.runs.projection import Projections
+
+    if not evidence.repeatable:
+        return False
+    try:
+        curve = evidence.shared(Projections.of).alone.get(group.optimizer)
+    except CannotDecide:
+        return False
+    if curve is None or group.group >= len(curve.rates[0]):
+        return False
+    rate, rounding = group.known[0], 1e-9 * group.known[0]
+    ahead = curve.group(group.group)
+    return max(ahead) <= rate + rounding if below else min(ahead) >= rate - rounding
 
 
 def _by_other(record: Record, scheduler: Scheduler, other: Scheduler) -> bool:
