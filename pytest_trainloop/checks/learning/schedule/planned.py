@@ -41,7 +41,9 @@ def planned(evidence: Evidence) -> Iterator[Finding]:
 
 def of_schedule(record: Record, one: Projected) -> Iterator[Finding]:
     """What is wrong with one schedule: the first of these that is found."""
-    for judged in (of_fit(one), of_windows(one), _of_plan(record, one), named_after_another(one)):
+    if one.curve is None:  # its rates follow a metric
+        return
+    for judged in (of_fit(one), _of_other_unit(one), of_windows(one), _of_plan(record, one), named_after_another(one)):
         if findings := list(judged):
             yield from findings
             return
@@ -69,29 +71,27 @@ def _of_plan(record: Record, one: Projected) -> Iterator[Finding]:
     the data would make right is a fault then."""
     if one.planned is None or one.unit is None or _sized_by_fit(one):
         return
-    yield from _counts(one)
-    if _other_unit(one) is not None:
-        return
     zero = [] if one.by_data else list(_zero(record, one, one.planned))
     yield from zero or _length(one, one.planned)
 
 
 def _other_unit(one: Projected) -> Unit | None:
     """The unit by which the schedule was sized, where that is another than it is called by: its end is that count of
-    the plan to one call, and far from the calls of the plan."""
+    the plan to one call, and far from the calls of the plan: but for windows of two, in which half is far enough."""
     end, calls = one.horizon, one.planned
-    if end is None or calls is None or end < 3 or 0.5 <= end / calls <= 2 or not one.falls(end):
+    if end is None or calls is None or end < 3 or not one.falls(end):
         return None
     units: tuple[Unit, ...] = ("pass", "step", "micro-batch")
     for unit in units:
         count = one.plan.of(unit)
-        if unit != one.unit and count is not None and abs(count - end) <= 1:
+        far = not 0.5 <= end / calls <= 2 or ("pass" not in (unit, one.unit) and count in (2 * calls, calls / 2))
+        if unit != one.unit and count is not None and abs(count - end) <= 1 and far:
             return unit
     return None
 
 
-def _counts(one: Projected) -> Iterator[Finding]:
-    unit = _other_unit(one)
+def _of_other_unit(one: Projected) -> Iterator[Finding]:
+    unit = None if one.unit is None or _sized_by_fit(one) else _other_unit(one)
     if unit is not None:
         others, calls = count(one.plan.of(unit) or 0, unit), count(one.planned or 0, one.unit or "call")
         yield plan_finding(
