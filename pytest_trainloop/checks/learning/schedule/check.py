@@ -12,12 +12,13 @@ Why is this bad?
 How it decides
     Only identities are faults. What drives which rate: a scheduler moves an optimizer that another one, on the same
     weights and at a constant rate, has replaced; two equal ones drive one optimizer and none the other; a scheduler is
-    never called by a fit that comes to its end over its passes, and holds no call that waits; two lines call one; each
-    rate that it leaves is set anew before a step uses it; it, or the optimizer, is built for every step. What no step
-    reads: a number called a rate that moves while no group's rate does; a rate written to the groups of
-    ``state_dict()``, which are copies; a key of a group that is named like an option, or a multiple of one
-    (``lr_scale``), and that nothing looks up in a further build and run of the loop. A multiple that nothing reads is
-    at fault where a schedule runs; else the schedule may stand outside of ``fit``, and it is advice.
+    never called by a fit that comes to its end over its passes, and holds no call that waits; two lines call one;
+    one line calls it once a step and another once a pass; each rate that it leaves is set anew before a step uses
+    it; it, or the optimizer, is built for every step, or it is built anew where the rate has come to 0 and stays
+    there. What no step reads: a number called a rate that moves while no group's rate does; a rate written to the
+    groups of ``state_dict()``, which are copies; a key of a group that is named like an option, or a multiple of
+    one (``lr_scale``), and that nothing looks up in a further build and run of the loop. A multiple that nothing
+    reads is at fault where a schedule runs; else the schedule may stand outside of ``fit``, and it is advice.
     What contradicts itself: ``mode="max"`` on the loss that is minimized, a mode against the metric's own name, a
     metric given as the epoch, a lower bound above the rate. Groups at rate 0, and rates of 0 for some steps, are
     advice: unfreezing by rates looks the same.
@@ -85,14 +86,25 @@ def schedule(evidence: Evidence) -> Iterator[Finding]:
     if not evidence.repeatable:
         return
     try:
-        yield from planned(evidence)
+        shown = any(f.cause == "factor_zero" for f in found)  # of which an early end is a consequence
+        yield from (f for f in planned(evidence) if not (shown and f.cause == "over_too_early"))
     except CannotDecide:
         if not found:  # what the plan alone would show is no reason to leave out what the record shows
             raise
 
 
 def _of_the_record(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.learning.schedule import copied, driven, groups, rebuilt, settings, uncalled, unread
+    from pytest_trainloop.checks.learning.schedule import (
+        at_zero,
+        copied,
+        driven,
+        groups,
+        rebuilt,
+        settings,
+        two_units,
+        uncalled,
+        unread,
+    )
     from pytest_trainloop.checks.learning.schedule.metric_names import metric_of_other_mode
     from pytest_trainloop.checks.learning.schedule.overwritten import lost_by_hand, overwritten
     from pytest_trainloop.records.unread_options import UnreadOptions
@@ -103,6 +115,7 @@ def _of_the_record(evidence: Evidence) -> Iterator[Finding]:
     missing = list(uncalled.uncalled(evidence))
     yield from missing
     yield from (f for f in driven.called_twice(record) if f.where not in {m.where for m in missing})
+    yield from two_units.counted_in_two_units(evidence)
     yield from overwritten(evidence)
     yield from lost_by_hand(evidence)
     yield from settings.shared_variable(record)
@@ -116,4 +129,6 @@ def _of_the_record(evidence: Evidence) -> Iterator[Finding]:
     yield from settings.plateau_metric(record)
     yield from settings.metric_as_epoch(record)
     yield from settings.bounds(record)
+    yield from at_zero.base_rate_zero(record)
+    yield from at_zero.factor_zero(record)
     yield from groups.groups(evidence)

@@ -32,6 +32,25 @@ RATE_CAUSES = {
         repair="remove one of the two calls",
         change=("seen",),
     ),
+    "counted_in_two_units": Cause(
+        proof="one line calls the scheduler after each step, and another one calls it at the end of each pass as well",
+        repair="remove one of the two calls: keep the one in whose unit the settings count",
+        explains=LEARNING,
+        change=("seen",),
+    ),
+    "base_rate_zero": Cause(
+        proof="the scheduler is built after its optimizer's rates have come to 0, and every step since is made at 0",
+        repair='before it is built: for group in optimizer.param_groups: group["lr"] = group["initial_lr"]; or build '
+        "CosineAnnealingWarmRestarts once",
+        explains=LEARNING,
+        change=("scheduler", "seen"),
+    ),
+    "factor_zero": Cause(
+        proof="a factor of 0 sets every rate to 0 from above half of its peak, and the steps go on at 0",
+        repair="gamma=1 where the rate is to stay constant",
+        explains=LEARNING,
+        change=("scheduler",),
+    ),
     "schedule_overwritten": Cause(
         proof="after each call of the scheduler a line, or another scheduler, sets the rate anew before it is used",
         repair="remove the line that writes the rate, or the scheduler",

@@ -105,6 +105,8 @@ class WholeFit:
         """Whether ``fit`` came back by itself, after some steps."""
         self.passes = 0
         self.schedulers: list[Scheduler] = []
+        self.record: Record | None = None
+        """What it recorded, where ``fit`` came back."""
         self.may_call = True
         """Whether a function that ran holds a call of a scheduler, or of what is named after one, that did not."""
 
@@ -123,6 +125,7 @@ class WholeFit:
                 found.ended = record.ended and not record.cut_short and record.steps > 0
                 found.passes = len(record.passes)
                 found.schedulers = record.schedulers
+                found.record = record if found.ended else None
                 found.may_call = _may_call(record, called)
         return found
 
