@@ -41,8 +41,6 @@ def planned(evidence: Evidence) -> Iterator[Finding]:
 
 def of_schedule(record: Record, one: Projected) -> Iterator[Finding]:
     """What is wrong with one schedule: the first of these that is found."""
-    if one.curve is None:  # its rates follow a metric
-        return
     for judged in (of_fit(one), _of_other_unit(one), of_windows(one), _of_plan(record, one), named_after_another(one)):
         if findings := list(judged):
             yield from findings
