@@ -79,7 +79,9 @@ def _unscheduled(
     if (late := _late(record, optimizer, still, moving)) is not None:
         yield late
     elif {m for g in moving for m in g.movers} == {"hand"}:
-        yield from _by_index(evidence, record, optimizer, still, moving)
+        yield from list(_late_by_hand(evidence, record, optimizer, still, moving)) or _by_index(
+            evidence, record, optimizer, still, moving
+        )
 
 
 def _late(
@@ -114,6 +116,47 @@ def _late(
             change=line_of(scheduler),
         )
     return None
+
+
+def _late_by_hand(
+    evidence: Evidence,
+    record: Record,
+    optimizer: Optimizer,
+    still: Sequence[GroupRates],
+    moving: Sequence[GroupRates],
+) -> Iterator[Finding]:
+    """A group that was added within the run, while a line writes the rates of all before it at each step.
+
+    It was given its own rate, or its optimizer's: whether it is to keep it no record tells.
+    """
+    late = [g for g in still if len(g.known) < len(g.values)]
+    before = [g for g in moving if len(g.known) == len(g.values)]
+    if not late or not before or len(late[0].known) < FEWEST or len(before) + len(late) != late[0].of:
+        return
+    group, other = late[0], before[0]
+    since = other.values[-len(group.known) :]
+    if len(set(since)) < len(since):
+        return
+    from pytest_trainloop.tracing.rate_writes import RateWrites
+
+    names = held_in(record, optimizer, group.group)
+    line = evidence.shared(RateWrites.of).line(optimizer=optimizer.index, group=other.group)
+    yield Finding(
+        cause="group_without_schedule",
+        level="advice",
+        summary=(
+            f"group {group.group} was added within the run, and a line writes the rates of the groups before it only: "
+            f"{some(names)} stay at {group.known[0]:g}"
+        ),
+        measured=(
+            f"group {other.group} goes from {since[0]:g} to {since[-1]:g} in the {len(since)} steps since; group "
+            f"{group.group} is at {group.known[0]:g} in all of them"
+        ),
+        shown_by="the rates of all groups before it change from each step to the next",
+        culprits=tuple(names[:8]),
+        where=line or record.step_line(),
+        change=line,
+    )
 
 
 def _refused(record: Record) -> Finding | None:

@@ -134,7 +134,7 @@ RATE_CAUSES = {
         change=("scheduler",),
     ),
     "group_without_schedule": Cause(
-        proof="the group was added after the scheduler was built, which moves the rates of all groups before it",
+        proof="the group was added after the schedule began, which moves the rates of all groups before it",
         repair="add the group before the scheduler is built, or give it a schedule of its own",
         change=("group", "scheduler"),
     ),

@@ -159,3 +159,27 @@ def cosine_of_micro_batches():
             scheduler.step()
 
     return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit, steps=300)
+
+
+@odd(notes="a warm-up by hand moves the groups that were there first; the one that is added keeps a rate of its own")
+def added_group_beside_a_schedule_by_hand():
+    trunk, head = mlp(6, 32, 16), nn.Linear(16, 3)
+    trunk.requires_grad_(False)
+    optimizer = sgd(head, 0.05)
+    first = list(optimizer.param_groups)
+    state = {"steps": 0}
+
+    def fit(batches):
+        for x, y in batches:
+            if state["steps"] == 3:
+                trunk.requires_grad_(True)
+                optimizer.add_param_group({"params": list(trunk.parameters()), "lr": 0.001})
+            optimizer.zero_grad()
+            F.cross_entropy(head(trunk(x)), y).backward()
+            optimizer.step()
+            state["steps"] += 1
+            for group in first:
+                group["lr"] = 0.05 * 0.98 ** state["steps"]
+
+    model = nn.Sequential(trunk, head)
+    return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
