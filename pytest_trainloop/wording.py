@@ -14,6 +14,17 @@ def some(names: Sequence[str], most: int = 2) -> str:
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
+def module_of(names: Sequence[str]) -> str:
+    """The innermost module that holds all of these parameters; empty where none does, or none has a name."""
+    parts = [name.split(".")[:-1] for name in names]
+    common: list[str] = []
+    for segments in zip(*parts, strict=False):
+        if len(set(segments)) > 1:
+            break
+        common.append(segments[0])
+    return ".".join(common)
+
+
 def count(number: int, thing: str) -> str:
     """A number of things: ``count(1, "loss")`` is "1 loss", ``count(2, "pass")`` "2 passes"."""
     if number == 1:

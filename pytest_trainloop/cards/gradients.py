@@ -82,10 +82,10 @@ def gradient(facts: Facts) -> Iterator[Line]:
         yield none_seen("gradient", facts.why)
         return
     if not found.share:
-        yield Line(label="gradient", text="all of the first loss's slope reaches the weights")
+        yield Line(label="gradient", text="every part of the first loss backpropagates to the weights")
         return
     first, *rest = found.sites or (None,)
-    text = f"{percent(found.share)} of the first loss's slope does not reach the weights"
+    text = f"{percent(found.share)} of the first loss's gradient does not reach the weights"
     if first is None or 2 * sum(site.share for site in found.sites) < found.share:
         # a rollout by the model itself, data that depend on the weights: no reader can act on it
         yield Line(label="gradient", text=f"{text}; no single line stops most of it")

@@ -60,7 +60,8 @@ def one_step(facts: Facts) -> Iterator[Line]:
     where = facts.where(last.place)
     file = where.rpartition(":")[0]
     written = " ".join(_texts(most, facts, file))
-    same = f"the same in {often} of {len(windows)} windows"
+    several = sum(c.name.startswith("step") for c in most) > 1
+    same = f"the same in {often} of {len(windows)} {'rounds' if several else 'steps'}"
     yield Line(label="one step", text=f"{written}   {same}", where=where)
     for other, times in kinds[1:3]:
         yield Line(

@@ -122,8 +122,13 @@ def _of_the_record(evidence: Evidence) -> Iterator[Finding]:
     yield from rebuilt.rebuilt_optimizers(record)
     yield from rebuilt.rebuilt_schedulers(record)
     yield from rebuilt.rebuilt_each_pass(evidence)
-    yield from unread.rate_nobody_reads(evidence)
-    yield from evidence.shared(UnreadOptions.of).findings(record, decay=False)
+    moving = list(unread.rate_nobody_reads(evidence))
+    yield from moving
+    for key in evidence.shared(UnreadOptions.of).findings(record, decay=False):
+        if not any(
+            key.culprits[0].endswith(f.culprits[0].removeprefix("group")) for f in moving if "[" in f.culprits[0]
+        ):
+            yield key
     yield from copied.rate_written_to_copy(evidence)
     yield from list(settings.plateau_mode(record)) or metric_of_other_mode(record)
     yield from settings.plateau_metric(record)

@@ -10,9 +10,9 @@ from pytest_trainloop.records.learning_rates import rates
 from pytest_trainloop.wording import count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.recording.events import CopiedRates
     from pytest_trainloop.runs.evidence import Evidence
 
 
@@ -46,8 +46,7 @@ def rate_written_to_copy(evidence: Evidence) -> Iterator[Finding]:
                 f"{record.optimizers[index].kind} {stays} {numbers(own[0].known)}"
             ),
             measured=(
-                f"after {count(len(copies), 'call')} of state_dict() the copy went from {copies[0].before[0]:g} to "
-                f"{copies[0].written[0]:g}{_to(record, index)}; the optimizer is at {numbers(own[0].known)}"
+                f"{_set_to(copies)}; the optimizer is at {numbers(own[0].known)}"
                 + (f"; written at {lines[0]}" if lines else "")
             ),
             shown_by=(
@@ -70,7 +69,7 @@ def _unread(evidence: Evidence) -> tuple[bool, list[str]]:
     return any(w.alone for w in unread), [w.line for w in unread]
 
 
-def _to(record: Record, optimizer: int) -> str:
-    last = [copy.written[0] for copy in record.copied_rates if copy.optimizer == optimizer][-1]
-    first = record.copied_rates[0].written[0]
-    return f", the last to {last:g}" if last != first else ""
+def _set_to(copies: Sequence[CopiedRates]) -> str:
+    first, last = copies[0].written[0], copies[-1].written[0]
+    values = f"{first:g}" if first == last else f"{first:g} ... {last:g}"
+    return f"the {count(len(copies), 'copy')} {'was' if len(copies) == 1 else 'were'} set to {values}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.recording.events import SchedulerStep
 from pytest_trainloop.records.learning_rates import called, rates
-from pytest_trainloop.wording import some
+from pytest_trainloop.wording import module_of, some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,6 +36,12 @@ def numbers(values: Sequence[float]) -> str:
 def held_in(record: Record, optimizer: Optimizer, group: int) -> list[str]:
     """The names of the parameters of a group."""
     return [record.name(p) for p, g in zip(optimizer.parameters, optimizer.groups, strict=True) if g == group]
+
+
+def whose(record: Record, optimizer: Optimizer) -> str:
+    """An optimizer in a sentence, by its class and the module that it holds: "the Adam of critic"."""
+    names = record.names(set(optimizer.parameters))
+    return f"the {optimizer.kind} of {module_of(names) or some(names)}"
 
 
 def line_of(scheduler: Scheduler) -> str:
@@ -77,8 +83,8 @@ def _replaced(record: Record, left: Optimizer, other: Optimizer, calls: Sequence
             f"{numbers([v for g in groups for v in g.known])}"
         ),
         measured=(
-            f"{len(moved)} calls move a rate from {moved[0].before[0]:g} to {moved[-1].after[0]:g}; {other.steps} "
-            "steps of the other optimizer at a constant one"
+            f"{len(moved)} calls move its rate from {moved[0].before[0]:g} to {moved[-1].after[0]:g}; the other "
+            f"optimizer makes {other.steps} steps at a constant {numbers([v for g in groups for v in g.known])}"
         ),
         shown_by=f"both optimizers hold {some(record.names(shared))}",
         culprits=(f"{name}.step()",),
@@ -107,17 +113,18 @@ def two_on_one(record: Record) -> Iterator[Finding]:
             cause="two_on_one",
             level="fault" if equal else "advice",
             summary=(
-                f"two {one.kind} drive one optimizer, and the {left.kind} that holds "
-                f"{some(record.names(set(left.parameters)))} has no schedule"
+                f"two {one.kind} drive {whose(record, record.optimizers[one.optimizer or 0])}, and "
+                f"{whose(record, left)} has no schedule"
             ),
             measured=(
-                f"both are built on optimizer {one.optimizer} with {'equal' if equal else 'different'} settings; "
-                f"optimizer {left.index} makes {left.steps} steps at {_rates(record, left)}"
+                f"both have {'equal' if equal else 'different'} settings; {whose(record, left)} makes {left.steps} "
+                f"steps at a constant {_rates(record, left)}"
             ),
             shown_by=f"{called(one)} and {called(other)} are both called, {one.calls} and {other.calls} times",
             culprits=(f"{one.kind}.step()",),
             where="" if place is None else str(place),
             change=line_of(other),
+            repair=f"build the second {one.kind} on {whose(record, left)}",
         )
         return
 
@@ -154,12 +161,13 @@ def called_twice(record: Record) -> Iterator[Finding]:
         if len(lines) != 1 or any(len(window) != 2 for window in windows) or len(next(iter(lines))) != 2:
             continue
         first, second = next(iter(lines))
+        place = scheduler.place
         yield Finding(
             cause="called_twice",
             summary=f"{scheduler.kind} is called twice for each optimizer step, by two lines: its schedule runs double",
             measured=f"2 calls between each two of {len(steps)} steps: {len(calls)} in all",
-            shown_by=f"{first.file}:{first.line} and {second.file}:{second.line} both call the scheduler built in "
-            f"{called(scheduler)}",
+            shown_by=f"{first.file}:{first.line} and {second.file}:{second.line} both call the "
+            f"{scheduler.kind}" + (f" built at {place.file}:{place.line}" if place is not None else ""),
             culprits=(f"{scheduler.kind}.step()",),
             where=str(second),
         )

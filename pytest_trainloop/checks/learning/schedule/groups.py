@@ -49,7 +49,7 @@ def _at_zero(evidence: Evidence, record: Record, optimizer: Optimizer, own: Sequ
                 f"{some(names)} do not learn"
             ),
             measured=f"gradients that are not 0 arrive; group {others.group} learns at {max(others.known):g}{moved}",
-            shown_by="frozen= does not name them",
+            shown_by="frozen= of TrainLoop does not name them",
             culprits=tuple(names[:8]),
             where=line or record.step_line(),
             change=writes.line(optimizer=optimizer.index, group=zero[0].group) or line,
@@ -61,7 +61,7 @@ def _at_zero(evidence: Evidence, record: Record, optimizer: Optimizer, own: Sequ
             level="advice",
             summary=f"the learning rate is 0 at the first {count} steps in every group of {optimizer.kind}",
             measured=f"rates of the first steps: {', '.join(f'{v:g}' for v in own[0].known[:6])}",
-            shown_by="gradients arrive at these steps, and no weight can move by them",
+            shown_by=f"{optimizer.kind} makes {count} steps that change no weight",
             culprits=("lr",),
             kinds=("attribute",),
             where=record.step_line(),

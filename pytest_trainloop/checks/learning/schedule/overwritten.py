@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.checks.learning.schedule.driven import FEWEST, calls_of, line_of
+from pytest_trainloop.checks.learning.schedule.driven import FEWEST, calls_of, line_of, numbers
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.recording.events import SchedulerStep
@@ -84,7 +84,7 @@ def _by_hand(evidence: Evidence, record: Record, scheduler: Scheduler) -> Findin
     from pytest_trainloop.tracing.rate_writes import RateWrites
 
     line = evidence.shared(RateWrites.of).line(optimizer=group.optimizer, group=group.group)
-    given = next(c for c in calls if c.before != c.after).after[group.group]
+    given = [c.after[group.group] for c in calls if c.before != c.after]
     return Finding(
         cause="schedule_overwritten",
         summary=(
@@ -92,7 +92,7 @@ def _by_hand(evidence: Evidence, record: Record, scheduler: Scheduler) -> Findin
             f"{group.known[0]:g} back to group {group.group}"
         ),
         measured=(
-            f"{len(calls)} calls leave {given:g} and the like; all {len(group.values)} steps are made at "
+            f"{len(calls)} calls set it to {numbers(given)}; all {len(group.values)} steps are made at "
             f"{group.known[0]:g}"
         ),
         shown_by="between each call of the scheduler and the next step the rate changes without a scheduler",

@@ -26,14 +26,14 @@ PLAN_CAUSES = {
         explains=(*LEARNING, *WINDOWS),
     ),
     "runs_out": Cause(
-        proof="stepped on without training, the scheduler raises before the training is over",
+        proof="stepped forward without training (only scheduler.step() is called), it raises before the training ends",
         repair="total_steps = the number of calls: len(loader) * epochs // accumulate, where it is called once a step",
         change=("scheduler",),
         explains=LEARNING,
         settle=_SETTLE,
     ),
     "ends_in_warmup": Cause(
-        proof="stepped on without training, the learning rate still rises when the training is over",
+        proof="stepped forward without training (only scheduler.step() is called), the rate still rises at its end",
         repair="a warm-up of a few percent of the steps, in the unit in which the scheduler is called",
         change=("scheduler",),
         explains=LEARNING,
@@ -59,7 +59,7 @@ PLAN_CAUSES = {
         settle=_SETTLE,
     ),
     "zero_throughout": Cause(
-        proof="stepped on without training, the rate of the group is 0 at every call of the whole training",
+        proof="stepped forward without training (only scheduler.step() is called), the group's rate is 0 at every call",
         change=("group",),
         repair="give the group a rate, or take it out of the optimizer; frozen= where it is meant not to train",
         explains=("every_param_moves",),

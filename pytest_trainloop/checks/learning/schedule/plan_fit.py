@@ -81,12 +81,12 @@ def _other_unit(one: Projected, unit: Unit) -> Finding:
         one,
         "counts_something_else",
         f"{one.kind} is built for as many calls as fit makes {count(2, unit)[2:]}, and is called once a {one.unit}",
-        f"in a fit of {count(end, unit)} its last change is at call {end}, and it is called "
-        f"{first.calls} times; the rate is {_last(first, one):.2g} after the last of them, {_peak(first, one):.2g} at "
-        "its peak",
-        f"over {_batches(one, first)} and {_batches(one, second)} batches it ends at call {end} and "
-        f"{second.horizon}, with {first.counts.of(unit)} and {second.counts.of(unit)} {count(2, unit)[2:]}, and is "
-        f"called {first.calls} and {second.calls} times",
+        f"in a fit of {count(end, unit)} its end is at call {end} of {first.calls}: the rate is "
+        f"{_peak(first, one):.2g} at its peak, {_rate_at(first, one, end):.2g} at call {end} and "
+        f"{_rate_at(first, one, first.calls):.2g} at call {first.calls}",
+        f"with {_batches(one, first)} batches a pass it ends at call {end} of {first.calls} "
+        f"({count(first.counts.of(unit) or 0, unit)}); with {_batches(one, second)}, at call {second.horizon} of "
+        f"{second.calls} ({count(second.counts.of(unit) or 0, unit)})",
         repair=f"build it for {_calls_in(one.unit)}, or call it once a {unit}",
     )
 
@@ -104,8 +104,8 @@ def _batches(one: Projected, size: Sized) -> int:
     return size.windows * one.window
 
 
-def _last(size: Sized, one: Projected) -> float:
-    return size.curve.rate(size.calls)[one.curve.leading] if size.curve else 0.0
+def _rate_at(size: Sized, one: Projected, call: int) -> float:
+    return size.curve.rate(call)[one.curve.leading] if size.curve else 0.0
 
 
 def _peak(size: Sized, one: Projected) -> float:
@@ -124,8 +124,8 @@ def _first_pass_only(one: Projected, ends: Sequence[int | None]) -> Iterator[Fin
             "rises_again",
             f"{one.kind} is built for one pass of the {passes} that fit makes: its rate rises again in the next",
             f"its lowest point is at call {ends[0]} of {first.calls}",
-            f"over {_batches(one, first)} and {_batches(one, one.sizes[1])} batches it is at call {ends[0]} and "
-            f"{ends[1]}, of {first.calls} and {one.sizes[1].calls}",
+            f"with {_batches(one, first)} batches a pass it is at call {ends[0]} of {first.calls}; with "
+            f"{_batches(one, one.sizes[1])}, at call {ends[1]} of {one.sizes[1].calls}",
             level="advice",
             repair=f"build it for {_calls_in(one.unit)}",
         )
@@ -137,8 +137,8 @@ def _first_pass_only(one: Projected, ends: Sequence[int | None]) -> Iterator[Fin
             "over_too_early",
             f"{one.kind} is built for one pass of the {passes} that fit makes: in all others the learning rate is 0",
             f"its last change is at call {ends[0]} of {first.calls}",
-            f"over {_batches(one, first)} and {_batches(one, one.sizes[1])} batches it ends at call {ends[0]} and "
-            f"{ends[1]}, and is called {first.calls} and {one.sizes[1].calls} times",
+            f"with {_batches(one, first)} batches a pass it ends at call {ends[0]} of {first.calls}; with "
+            f"{_batches(one, one.sizes[1])}, at call {ends[1]} of {one.sizes[1].calls}",
             repair=f"build it for {_calls_in(one.unit)}",
         )
 
@@ -149,8 +149,8 @@ def _runs_out(one: Projected) -> Finding:
         one,
         "runs_out",
         f"{one.kind} is built inside fit for fewer calls than fit makes: call {first.calls + 1} raises",
-        f"over {_batches(one, first)} and {_batches(one, second)} batches calls {first.calls + 1} and "
-        f"{second.calls + 1} raise",
+        f"with {_batches(one, first)} batches a pass call {first.calls + 1} raises; with {_batches(one, second)}, call "
+        f"{second.calls + 1}",
         f"{first.raised}"[:200],
         repair=f"build it for {_calls_in(one.unit)}",
     )
@@ -235,7 +235,9 @@ def _per_micro_batch(one: Projected, window: int, size: Sized) -> Finding:
         "per_micro_batch",
         f"{one.kind} is called {window} times for each step of its optimizer, once a micro-batch",
         f"{size.calls} calls for {count(size.counts.steps or 0, 'step')}",
-        f"the scheduler is called for each of {size.counts.micro_batches} micro-batches, the optimizer for each window",
+        f"the scheduler is called for each of {size.counts.micro_batches} micro-batches, the optimizer for every "
+        f"{window} of them",
         level="advice",
-        repair="call it right after optimizer.step(), in the same branch; give steps= where it is built for this",
+        repair="call it right after optimizer.step(), in the same branch",
+        change=one.place,
     )

@@ -20,6 +20,7 @@ def plan_finding(
     level: Literal["fault", "advice"] = "fault",
     culprits: tuple[str, ...] = (),
     repair: str = "",
+    change: str = "",
 ) -> Finding:
     return Finding(
         cause=cause,
@@ -29,7 +30,7 @@ def plan_finding(
         shown_by=shown_by,
         culprits=culprits or (one.kind,),
         where=one.place,
-        change=one.made_at,
+        change=change or one.made_at,
         repair=repair,
     )
 

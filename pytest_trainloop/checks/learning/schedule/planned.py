@@ -114,7 +114,7 @@ def _length(one: Projected, calls: int) -> Iterator[Finding]:
             "runs_out",
             f"{one.kind} raises at call {one.raises_at}, and the training calls it {calls} times",
             f"call {one.raises_at} of {calls} raises {one.message}"[:300],
-            f"stepped on without training it raises; {told}",
+            f"stepped forward without training it raises; {told}",
             level="advice" if one.by_data else "fault",
         )
         return
@@ -133,7 +133,7 @@ def _length(one: Projected, calls: int) -> Iterator[Finding]:
             f"the warm-up takes {peak_at} calls, and the whole training has {calls}: it ends at "
             f"{reached / peak:.0%} of the peak",
             f"learning rate {reached:.2g} at the most in the training, {peak:.2g} at call {peak_at}",
-            f"stepped on without training {one.kind} still rises at call {calls}; {told}",
+            f"stepped forward without training {one.kind} still rises at call {calls}; {told}",
             level="fault" if long and not one.by_data else "advice",
         )
         return
@@ -153,7 +153,7 @@ def _early_or_late(one: Projected, calls: int, peak: float, last: float, told: s
             f"{one.kind} is over after {end} of {calls} calls, and the rest of the training has a learning rate of "
             f"{last:.2g}",
             rates_text(one, calls),
-            f"stepped on without training no rate changes after call {end}; {told}",
+            f"stepped forward without training no rate changes after call {end}; {told}",
             level="fault" if nothing else "advice",
         )
         return
@@ -167,7 +167,7 @@ def _early_or_late(one: Projected, calls: int, peak: float, last: float, told: s
                 f"{one.kind} is at its lowest after {low} of {calls} calls, and its rate rises again to "
                 f"{again / peak:.0%} of the peak",
                 rates_text(one, calls),
-                f"stepped on without training the rate falls until call {low} and rises from there; {told}",
+                f"stepped forward without training the rate falls until call {low} and rises from there; {told}",
                 level="advice",
             )
             return
@@ -179,7 +179,7 @@ def _early_or_late(one: Projected, calls: int, peak: float, last: float, told: s
             f"{one.kind} comes to its lowest point at call {low}, and the training ends at call {calls}, at "
             f"{last / peak:.0%} of the peak",
             rates_text(one, calls),
-            f"stepped on without training the rate falls until call {low}; {told}",
+            f"stepped forward without training the rate falls until call {low}; {told}",
             level="advice",
         )
 
@@ -201,6 +201,6 @@ def _zero(record: Record, one: Projected, calls: int) -> Iterator[Finding]:
                 "zero_throughout",
                 f"the learning rate of group {group} ({some(names)}) is 0 in all {calls} calls of {one.kind}",
                 f"0 at every call from 0 to {calls}; other groups have up to {max(max(r) for r in through):.2g}",
-                "stepped on without training no call gives the group a rate, and gradients reach its parameters",
+                "stepped forward without training no call gives it a rate, and gradients reach its parameters",
                 culprits=tuple(names),
             )

@@ -22,7 +22,7 @@ RATE_CAUSES = {
     ),
     "never_called": Cause(
         proof="the scheduler is built on an optimizer that steps, and fit comes to its end without a call of it",
-        repair="scheduler.step() after optimizer.step(), or once a pass: as the settings count",
+        repair="scheduler.step(), after each optimizer.step() where its settings count steps, else once a pass",
         settle="give fit the whole loop over the epochs, so that the call is in it",
         explains=LEARNING,
         change=("seen",),
@@ -52,13 +52,13 @@ RATE_CAUSES = {
         change=("scheduler",),
     ),
     "schedule_overwritten": Cause(
-        proof="after each call of the scheduler a line, or another scheduler, sets the rate anew before it is used",
+        proof="each rate that the scheduler sets is replaced, by a line or by another scheduler, before a step uses it",
         repair="remove the line that writes the rate, or the scheduler",
         explains=LEARNING,
         change=("seen",),
     ),
     "written_rate_lost": Cause(
-        proof="the scheduler sets each rate that a line writes anew before a step uses it, from the base rate",
+        proof="a line writes the rate, and the scheduler replaces it before a step uses it",
         repair="remove the line that writes the rate, or the scheduler",
         change=("seen",),
     ),
@@ -74,7 +74,7 @@ RATE_CAUSES = {
         change=("optimizer", "seen"),
     ),
     "scheduler_rebuilt": Cause(
-        proof="a scheduler is built for every step, or for every pass and sized for all, and begins again each time",
+        proof="a scheduler is built anew for every step, or for every pass at the length of the whole run",
         repair="build the scheduler once, before the loop",
         explains=LEARNING,
         change=("seen",),
@@ -87,8 +87,8 @@ RATE_CAUSES = {
     ),
     "option_nobody_reads": Cause(
         proof=(
-            "a key of a group is no option of its optimizer, is named like one or a multiple of one, and nothing but "
-            "torch looks it up while the loop is built or in fit"
+            "a key of a group is no option of its optimizer, looks like a misspelling of one or a multiplier of it, "
+            "and nothing but torch looks it up while the loop is built or in fit"
         ),
         repair="the option's own name",
         settle="have fit call what reads it",
@@ -135,7 +135,7 @@ RATE_CAUSES = {
     ),
     "group_without_schedule": Cause(
         proof="the group was added after the schedule began, which moves the rates of all groups before it",
-        repair="add the group before the scheduler is built, or give it a schedule of its own",
+        repair="add the group before the scheduler is built",
         change=("group", "scheduler"),
     ),
     "one_group_scheduled": Cause(

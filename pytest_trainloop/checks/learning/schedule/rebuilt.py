@@ -49,7 +49,7 @@ def rebuilt_optimizers(record: Record) -> Iterator[Finding]:
                 "first step"
             ),
             measured=f"{len(row)} {row[0].kind} with equal settings make one step each, on the same parameters: {held}",
-            shown_by="no weight is changed outside of the steps, so that no inner loop begins anew",
+            shown_by="no weight is changed outside of the steps (so this is no inner loop of meta-learning)",
             culprits=(row[0].kind,),
             where=str(step.place),
         )

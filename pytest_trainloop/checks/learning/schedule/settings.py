@@ -35,8 +35,8 @@ def plateau_mode(record: Record) -> Iterator[Finding]:
             summary=(
                 'ReduceLROnPlateau(mode="max") is given the training loss: it lowers the rate where the loss falls'
             ),
-            measured=f"the metric is {', '.join(f'{c.value:.4g}' for c in calls[:4])} in {len(calls)} calls",
-            shown_by="at every call the metric is the value of the root that was backpropagated last",
+            measured=f"the metric begins {_first(calls)} in {len(calls)} calls",
+            shown_by="at every call the metric is the value of the last loss that backward() was called on",
             culprits=("mode",),
             kinds=("attribute",),
             where=str(calls[0].place),
@@ -57,7 +57,7 @@ def plateau_metric(record: Record) -> Iterator[Finding]:
             cause="plateau_metric_stands_still",
             summary=f"ReduceLROnPlateau is given the first loss, {calls[0].value:.4g}, at all {len(calls)} calls",
             measured=f"the loss itself goes from {roots[0][-1]:.4g} to {roots[-1][-1]:.4g} meanwhile",
-            shown_by="the metric equals the root that was backpropagated before the first call, to 1e-6",
+            shown_by="the metric equals the loss that backward() was called on before the first call, to 1e-6",
             culprits=("ReduceLROnPlateau.step()",),
             where=str(calls[1].place),
         )
@@ -76,9 +76,9 @@ def metric_as_epoch(record: Record) -> Iterator[Finding]:
         yield Finding(
             cause="metric_as_epoch",
             summary=f"{scheduler.kind}.step() is given a metric, and takes it for the number of the epoch",
-            measured=f"it is called with {', '.join(f'{c.value:.4g}' for c in calls[:4])}",
+            measured=f"the argument begins {_first(calls)} in {len(calls)} calls",
             shown_by=(
-                "at every call that is the value of the root that was backpropagated last"
+                "at every call that is the value of the last loss that backward() was called on"
                 if losses
                 else "fractions that rise and fall are no epochs"
             ),
@@ -128,12 +128,21 @@ def bounds(record: Record) -> Iterator[Finding]:
             cause="bound_above_rate",
             summary=f"{scheduler.kind}: {what}",
             measured=f"{key.removesuffix('s')} {least[0]:g}, rates of the groups at the first step {base[0]:g}",
-            shown_by="the lower bound of a schedule that lowers the rate lies above the rate of every group",
+            shown_by=(
+                f"{scheduler.kind} moves the rate towards eta_min, from wherever it begins"
+                if key == "eta_min"
+                else f"{scheduler.kind} sets no rate below min_lr, and leaves those that already are"
+            ),
             culprits=(key.removesuffix("s"),),
             kinds=("attribute",),
             where=str(calls_of(record, scheduler.number)[0].place) if calls_of(record, scheduler.number) else "",
             change=line_of(scheduler),
         )
+
+
+def _first(calls: Sequence[SchedulerStep]) -> str:
+    shown = ", ".join(f"{c.value:.4g}" for c in calls[:4])
+    return f"{shown}, ..." if len(calls) > 4 else shown
 
 
 def _base(record: Record, scheduler: Scheduler) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import linecache
+import re
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -58,8 +59,28 @@ def uncalled(evidence: Evidence) -> Iterator[Finding]:
             kinds=("missing call",),
             where=twice or record.step_line(),
             change=twice or (record.step_line() if certain and scheduler.gone is None else line_of(scheduler)),
-            repair="call the one that is never called on this line: it calls the other a second time" if twice else "",
+            repair="call the one that is never called on this line: it calls the other a second time"
+            if twice
+            else _cadence(scheduler),
         )
+
+
+COUNTED = ("milestones", "step_size", "T_max", "total_steps", "total_iters", "T_0")
+"""Settings of torch's schedulers that count calls."""
+
+
+def _cadence(scheduler: Scheduler) -> str:
+    """Where the call belongs: what the settings count, nobody but the project knows."""
+    counted = next((name for name in COUNTED if name in scheduler.settings), None)
+    if counted is None:
+        return ""
+    text = scheduler.settings[counted]
+    if text.startswith("Counter("):
+        text = "[" + ", ".join(re.findall(r"(\d+):", text)) + "]"
+    return (
+        f"scheduler.step(): its {counted}={text} counts calls: once a pass if these are epochs, once after each "
+        "optimizer.step() if these are steps"
+    )
 
 
 def _called_in_its_place(record: Record, scheduler: Scheduler) -> str:

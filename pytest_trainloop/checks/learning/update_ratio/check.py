@@ -226,7 +226,8 @@ def _rate_as_factor(evidence: Evidence, low: Finding) -> Finding:
             f"the function of LambdaLR returns the learning rate where a factor on it is meant: {base:g} times "
             f"{base:g} makes {peak:g}"
         ),
-        shown_by=f"its largest factor is the base rate, {base:g}; {low.shown_by}",
+        shown_by=f"its largest factor is the base rate, {base:g}; {low.shown_by.partition('; lr')[0]}",
+        tried="",  # a rate that makes up for the factor is no repair
         where=projected.place,
         change=projected.made_at,
         repair="",

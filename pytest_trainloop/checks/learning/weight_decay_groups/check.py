@@ -63,13 +63,14 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.checks.learning.weight_decay_groups.filters import Unmatched
     from pytest_trainloop.checks.learning.weight_decay_groups.groups import DecayGroups, Group, Kind
+    from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
 
 CAUSES = {
     "option_nobody_reads": Cause(
         proof=(
-            "a key of a group is no option of its optimizer, is named like its weight decay or a multiple of it, and "
-            "nothing but torch looks it up while the loop is built or in fit"
+            "a key of a group is no option of its optimizer, looks like a misspelling of weight_decay or a multiplier "
+            "of it, and nothing but torch looks it up while the loop is built or in fit"
         ),
         repair='"weight_decay"',
         settle="have fit call what reads it",
@@ -83,7 +84,7 @@ CAUSES = {
     "filter_misses_some": Cause(
         proof="a filter by name keeps weights of a kind from decay, and others of the same class not",
         repair="the names that these modules have in this model, or a filter by dimension: p.dim() < 2",
-        change=("seen", "optimizer"),
+        change=("seen",),
     ),
     "groups_swapped": Cause(
         proof="norms and biases decay and no matrix does, in an optimizer that trains both",
@@ -104,11 +105,11 @@ CAUSES = {
         proof="gains of norms, biases or tables of embeddings stand in groups with weight decay",
         repair='two groups: p.dim() > 1 with the decay, the others with "weight_decay": 0.0',
         change=("optimizer",),
-        settle="steps= (optimizer steps of the real run): silent where they shrink by less than 5 %",
+        settle="give steps= (optimizer steps of the real run): less than 5 % of shrinkage is not reported",
     ),
     "decay_inside_adam": Cause(
         proof="Adam adds its weight decay to the gradient, which it then divides by its size",
-        repair="torch.optim.AdamW, with a decay of its own: the values of both do not compare",
+        repair="torch.optim.AdamW, with weight_decay chosen anew (its default is 0.01): it is not Adam's",
         change=("optimizer",),
     ),
     "momentum_and_decay_swapped": Cause(
@@ -119,7 +120,7 @@ CAUSES = {
     ),
     "decay_turns_weights_over": Cause(
         proof="lr * weight_decay is above 1: decay alone changes the sign of each weight in each step",
-        repair="a smaller weight_decay: 1 / (lr * weight_decay) is the number of steps that weights last",
+        repair="a smaller weight_decay: after 1 / (lr * weight_decay) steps a weight has decayed to 37 %",
         explains=("overfit_one_batch", "update_ratio"),
         change=("optimizer",),
     ),
@@ -160,7 +161,7 @@ def weight_decay_groups(evidence: Evidence) -> Iterator[Finding]:
     said = any(f.level == "fault" for f in unread)
     for filtered in unmatched_filters(evidence, groups) if evidence.repeatable else ():
         said = True
-        yield _unmatched(filtered)
+        yield _unmatched(filtered, evidence.run())
     if (swapped := groups.swapped) is not None:
         said = True
         yield _swapped(*swapped)
@@ -174,10 +175,6 @@ def weight_decay_groups(evidence: Evidence) -> Iterator[Finding]:
             yield _split(matrices, vectors)
         else:
             said = False
-    if not said and (advice := _decayed(evidence, groups)) is not None:
-        yield advice
-    yield from _inside_adam(groups)
-    yield from _overdone(groups)
     if evidence.repeatable and (term := l2_in_loss(evidence, groups)) is not None:
         names = term.names
         yield Finding(
@@ -192,9 +189,15 @@ def weight_decay_groups(evidence: Evidence) -> Iterator[Finding]:
             culprits=names,
             where=term.place,
         )
+    if not said and (advice := _decayed(evidence, groups)) is not None:
+        yield advice
+    yield from _inside_adam(groups)
+    yield from _overdone(groups)
 
 
-def _unmatched(found: Unmatched) -> Finding:
+def _unmatched(found: Unmatched, record: Record) -> Finding:
+    from pytest_trainloop.checks.learning.weight_decay_groups.filters import in_the_filter
+
     few = found.weights
     what = _PLURAL[found.kind][len(few) > 1]
     decay = f"all {len(few)} {what} decay" if len(few) > 1 else f"the one {what} decays"
@@ -227,9 +230,8 @@ def _unmatched(found: Unmatched) -> Finding:
         summary = f"isinstance(module, {found.written}) is true of no {found.module}, and {decay} ({some(few)})"
         measured = f"{found.module} is a class of the project's own"
         shown = f"where {found.module} passes for {found.written}, a group without decay holds {_them(few)}"
-    owner = few[0].rpartition(".")[0].rpartition(".")[2]
-    own = f'"{owner}.weight"' if owner and not owner.isdigit() else "the names that these modules have"
-    by_type = f"add {found.module} to the classes" if found.how == "isinstance" else f"{own} in the filter"
+    named = in_the_filter(found, record)
+    by_type = f"add {found.module} to the classes" if found.how == "isinstance" else named
     if found.how == "prefix":
         by_type = "re.search in place of re.match; name.endswith(...); or the list with the prefix"
     elif found.how == "promised":
@@ -277,19 +279,25 @@ def _by_default(groups: DecayGroups, matrices: Group, vectors: Group) -> Finding
         measured=(
             f"weight_decay {matrices.decay:g} in group {matrices.number}, {vectors.decay:g} in group {vectors.number}"
         ),
-        shown_by="the groups divide matrices from the others, and the second differs in nothing that it gives",
+        shown_by=(
+            f"group {matrices.number} holds matrices, and group {vectors.number}, which holds none, is given no option "
+            "that differs"
+        ),
         culprits=vectors.names,
     )
 
 
 def _split(matrices: Group, vectors: Group) -> Finding:
-    both = f"decay both at {vectors.decay:g}" if vectors.decay else "decay neither"
+    both = f"both decay at {vectors.decay:g}" if vectors.decay else "neither decays"
     return Finding(
         cause="split_without_effect",
         level="advice",
-        summary=f"groups {matrices.number} and {vectors.number} divide matrices from {_contents(vectors)}, and {both}",
+        summary=(
+            f"matrices (group {matrices.number}) and {_contents(vectors)} (group {vectors.number}) have a group each, "
+            f"and {both}"
+        ),
         measured=f"the same learning rate, {vectors.rate:g}, and the same weight_decay in both",
-        shown_by="the groups differ in no option that was seen",
+        shown_by="every option of the optimizer is the same in both groups",
         culprits=vectors.names,
     )
 
@@ -315,7 +323,7 @@ def _decayed(evidence: Evidence, groups: DecayGroups) -> Finding | None:
         if groups.count(kind, decayed=True)
     ]
     where = ", ".join(f"group {g.number} of {groups.kinds[g.optimizer]} at {g.decay:g}" for g in decaying[:3])
-    over = "" if shrinks is None else f"; over steps= they would shrink by {100 * shrinks:.2g} % without a gradient"
+    over = "" if shrinks is None else f"; over the steps of steps= decay alone shrinks them by {100 * shrinks:.2g} %"
     return Finding(
         cause="norms_and_biases_decay",
         level="advice",
@@ -338,7 +346,7 @@ def _inside_adam(groups: DecayGroups) -> Iterator[Finding]:
             f"{kind} adds weight_decay={inside[0].decay:g} to the gradient and divides both by the gradient's size: "
             "weights with large gradients hardly decay"
         ),
-        measured=f"{count(len(inside), 'group')} of {kind} without decoupled_weight_decay",
+        measured=f"{count(len(inside), 'group')} of {kind} with decoupled_weight_decay=False",
         shown_by=f"{kind}(weight_decay=...) is L2 regularisation; AdamW decays each weight by lr * weight_decay",
         culprits=("weight_decay",),
     )
@@ -356,6 +364,7 @@ def _overdone(groups: DecayGroups) -> Iterator[Finding]:
                 measured=f"each step shrinks all weights of group {group.number} by {100 * each:.2g} %",
                 shown_by="a momentum below 0.01 does nothing, and no recipe decays at 0.5 and more beside a momentum",
                 culprits=("weight_decay", "momentum"),
+                repair=f"give both by name: momentum={group.decay:g}, weight_decay={group.momentum:g}",
             )
         elif each > 1 and not group.into_gradient:
             yield Finding(
@@ -367,6 +376,10 @@ def _overdone(groups: DecayGroups) -> Iterator[Finding]:
                 measured=f"lr {group.rate:g}, weight_decay {group.decay:g}",
                 shown_by="a step leaves (1 - lr * weight_decay) of each weight, which is below 0",
                 culprits=("weight_decay",),
+                repair=(
+                    f"weight_decay={1e-4 / group.rate:.1g} decays a weight to 37 % in 10000 steps at this rate: "
+                    "1 / (lr * weight_decay) is that number of steps"
+                ),
             )
 
 

@@ -6,6 +6,7 @@ these weights. Where they then stand in a group without decay, it is a filter fo
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.checks.learning.weight_decay_groups.groups import DecayGroups
-    from pytest_trainloop.recording.record import Parameter
+    from pytest_trainloop.recording.record import Parameter, Record
     from pytest_trainloop.runs.evidence import Evidence
 
 _NAMES_OF = {
@@ -263,3 +264,19 @@ def _unmatched(
         namesake=namesake,
         names=names,
     )
+
+
+def _common_start(words: list[str]) -> str:
+    first, last = min(words), max(words)
+    same = (a == b for a, b in zip(first, last, strict=False))
+    return first[: sum(itertools.takewhile(bool, same))]
+
+
+def in_the_filter(found: Unmatched, record: Record) -> str:
+    """What to write for all of the weights: the part that their names share and no matrix's name has, else a class."""
+    owners = [name.rpartition(".")[0].rpartition(".")[2] for name in found.weights]
+    part = _common_start(owners) if len(owners) > 1 else f"{owners[0]}.weight" if owners[0] else ""
+    others = [p.name for p in record.parameters if p.name not in found.weights and len(p.shape) > 1]
+    if len(part.rstrip("_")) > 1 and not part[0].isdigit() and not any(part in name for name in others):
+        return f'"{part}" in the filter'
+    return f"leave out the parameters of every {found.module}" if found.module else "the names of these modules"

@@ -68,38 +68,32 @@ CAUSES = {
         proof="the value of the loss holds the part, the part changes with the weights, and the gradient of the loss "
         "is the sum of the other parts' gradients",
         repair="leave out the detach(), no_grad() or item() on its way into the sum",
-        change=("seen",),
         explains=("gradient_reaches_every_param:graph_cut", *_DROPPED),
     ),
     "part_left_out": Cause(
         proof="the gradient of the loss is the sum of the other parts' gradients, at all weights and batches",
         repair="add it to what is backpropagated, or take it out of parts=",
-        change=("seen",),
         explains=_DROPPED,
         settle='a term that begins later: declare it with its weight of now, {"kl": (0.0, kl)}',
     ),
     "sign_differs": Cause(
         proof="the gradient of the loss holds the part's gradient with the opposite sign",
         repair='turn the sign in the loop, or declare it: {"entropy": (-1.0, entropy)}',
-        change=("seen",),
     ),
     "weight_differs": Cause(
         proof="the gradient of the loss holds the part's gradient at a constant weight, which is not the declared one",
         repair='declare the weight, {"kl": (0.1, kl)}, or train at the one that is declared',
-        change=("seen",),
     ),
     "part_constant": Cause(
         proof="the part is the same number at all weights, with dropout too: it has no history, or is exactly 0",
         repair="look at what it is computed from: a copy of the weights, results under no_grad(), labels alone; two "
         "sides of a comparison that are the same tensor; a mask or a margin that lets nothing through",
-        change=("seen",),
         settle="a term that is off for now: declare its weight, (0.0, value)",
     ),
     "something_unreported": Cause(
         proof="no weights make the gradient of the loss a sum of the parts' gradients",
         repair='name what is missing as a part of its own, {"rest": ...}, or take it out of the loss; or compute the '
         "parts from the inputs that the loop gives its model",
-        change=("seen",),
     ),
 }
 
@@ -152,9 +146,11 @@ def _wrong(found: Judged, weight: Weight) -> Finding:
 def _repair(weight: Weight) -> str:
     if weight.how == "differs":
         pair = f'{{"{weight.name}": ({weight.found:.4g}, {weight.name})}}'
-        return f"{pair} in parts=, and report it at that weight; or train at {weight.declared:.4g}"
+        return f"if {weight.found:.4g} is meant: parts={pair}; if not, train at {weight.declared:.4g}"
     if weight.how == "negated":
         return f'turn the sign in the loop; or {{"{weight.name}": ({weight.found:.4g}, {weight.name})}} if it is meant'
+    if weight.how == "constant":
+        return f"{weight.name} stays {weight.value:.4g} whatever the weights are: {CAUSES['part_constant'].repair}"
     if weight.how == "left_out":
         return f"loss = ... + {weight.name}; or take {weight.name} out of parts="
     return ""
@@ -163,9 +159,9 @@ def _repair(weight: Weight) -> str:
 def _measured(found: Judged) -> str:
     weights = ", ".join(f"{w.name} {_weight(w)}" for w in found.weights)
     factor = f", all times {found.factor:.4g}" if abs(found.factor - 1) > 1e-6 else ""
-    left = f"; {found.residual:.0e} of it is left" if not math.isnan(found.residual) else ""
     what = "value" if found.by_value else "gradient"
-    return f"weights in the {what} of the loss at {found.states} states: {weights}{factor}{left}"
+    left = f"; unexplained part of the {what} {found.residual:.0e}" if not math.isnan(found.residual) else ""
+    return f"coefficients fitted over {found.states} settings of the model's weights: {weights}{factor}{left}"
 
 
 def _weight(weight: Weight) -> str:
@@ -179,10 +175,10 @@ def _shown(found: Judged, weight: Weight, others: list[str]) -> str:
     if weight.how == "detached":
         return f"the value of the loss changes with {weight.name}; its gradient is that of {rest} alone"
     if weight.how == "left_out":
-        return f"{rest} alone give the {'value' if found.by_value else 'gradient'} of the loss, at stirred weights too"
+        return f"{rest} alone give the {'value' if found.by_value else 'gradient'} of the loss, at moved weights too"
     if weight.how == "constant":
         return "the weights were moved by 10 % and by 30 %, and it stayed the same"
-    return f"with {weight.name} at {weight.found:.4g} the parts give the loss, at stirred weights and other batches too"
+    return f"with {weight.name} at {weight.found:.4g} the parts give the loss, at moved weights and other batches too"
 
 
 def _unreported(found: Judged, rest: Unreported) -> Finding:
@@ -204,5 +200,5 @@ def _unreported(found: Judged, rest: Unreported) -> Finding:
         shown_by="both were taken at equal weights, batch and draws, in float64",
         culprits=tuple(w.name for w in found.weights),
         where=found.place,
-        repair=f'"decay": {rest.decay:.3g} * sum of squares, as a part of its own' if decayed else "",
+        repair=f'report it as a part: "decay": {rest.decay:.3g} * sum(p.pow(2).sum() for p in ...)' if decayed else "",
     )

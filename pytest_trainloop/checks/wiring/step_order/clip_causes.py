@@ -40,7 +40,7 @@ CLIP_CAUSES = {
         proof="gradients are clipped, a backward pass of another batch adds to them, and they are clipped again",
         repair="clip once, after the last micro-batch of a window and before the step",
         change=("seen",),
-        settle="give the function the knob accumulate=1: accumulation_equivalence then shows what the clip changes",
+        settle="give your function the argument accumulate=1: accumulation_equivalence shows what the clip changes",
     ),
     "first_gradient_kept": Cause(
         proof="between two backward passes before one step the weights moved along what already stood in .grad",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pytest_trainloop.checks.wiring.step_order.clip_gaps import clips_inside, left_out
 from pytest_trainloop.checks.wiring.step_order.useless_clips import ClipOfAnother, limit_of, useless_clips
 from pytest_trainloop.finding import Finding
-from pytest_trainloop.wording import be, count, share, some
+from pytest_trainloop.wording import be, count, module_of, share, some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +25,7 @@ def clip_findings(record: Record) -> Iterator[Finding]:
     for found in useless:
         yield of_another(found) if isinstance(found, ClipOfAnother) else of_nothing(found)
     if not useless:
-        yield from map(of_left_out, left_out(record))
+        yield from (of_left_out(found, record) for found in left_out(record))
 
 
 def inside_findings(record: Record, *, judged_elsewhere: bool) -> Iterator[Finding]:
@@ -77,26 +77,28 @@ def of_nothing(found: ClipOfNothing) -> Finding:
 
 def of_another(found: ClipOfAnother) -> Finding:
     by = found.first.by
+    of = module_of(found.unclipped)
+    whose = f"the {found.kind} of {of}" if of else found.kind
     used = "gets no gradient at all" if found.twin else "is zeroed before a step uses it"
     return Finding(
         cause="clips_another",
         level="advice" if found.same_line else "fault",
         summary=(
-            f"{by} before the step of {found.kind} clips {some(found.clipped)}, and {some(found.unclipped)} "
-            f"{be(found.unclipped)} stepped unclipped"
+            f"{by} before the step of {whose} clips {module_of(found.clipped) or some(found.clipped)}, and "
+            f"{of or some(found.unclipped)} {'is' if of else be(found.unclipped)} stepped unclipped"
         ),
         measured=(
             f"{found.calls} calls with limit {limit_of(found.first)}; no clip of the run covers the "
-            f"{count(len(found.unclipped), 'tensor')} of {found.kind} in {count(found.steps, 'step')}"
+            f"{count(len(found.unclipped), 'tensor')} of {whose} in {count(found.steps, 'step')}"
         ),
         shown_by=f"what the clip is handed {used}, and the step that follows each call uses other tensors",
         culprits=(by, *found.unclipped),
         where=str(found.first.place),
-        repair=f"hand it the parameters that {found.kind} holds: {some(found.unclipped)}",
+        repair=f"hand it the parameters that this {found.kind} steps: {some(found.unclipped)}",
     )
 
 
-def of_left_out(found: LeftOut) -> Finding:
+def of_left_out(found: LeftOut, record: Record) -> Finding:
     parts = "; ".join(map(_group, found.groups))
     names = tuple(name for group in found.groups for name in group.names)
     by = found.first.by
@@ -120,7 +122,17 @@ def of_left_out(found: LeftOut) -> Finding:
         ),
         culprits=(by, *names),
         where=str(found.first.place),
+        repair="" if decay else _also(found, names, record),
     )
+
+
+def _also(found: LeftOut, names: tuple[str, ...], record: Record) -> str:
+    """The clip with the modules beside the model that hold what is left out."""
+    outside = {p.name.partition(".")[0] for p in record.parameters if p.name in names and p.role != "model"}
+    if not outside or not all(name.partition(".")[0] in outside and "." in name for name in names):
+        return ""
+    others = ", ".join(f"*{module}.parameters()" for module in sorted(outside))
+    return f"{found.first.by}([*model.parameters(), {others}], {limit_of(found.first)})"
 
 
 def _group(group: GroupLeftOut) -> str:

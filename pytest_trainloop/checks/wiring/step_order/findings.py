@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypedDict
 
 from pytest_trainloop.checks.wiring.consequences import LEARNING, TRAINING
+from pytest_trainloop.checks.wiring.step_order.leaks import condition_of
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.wording import be, count, some, they
 
@@ -262,6 +263,7 @@ def of_left_open(record: Record, left: list[BackwardOutcome], backwards: int) ->
 
 
 def of_leak(found: Leak) -> Finding:
+    condition = condition_of(found.step.place)
     next_one = "call of fit" if found.next_call else "pass over the data"
     left = count(found.left, "micro-batch")
     return Finding(
@@ -278,6 +280,12 @@ def of_leak(found: Leak) -> Finding:
         shown_by="nothing zeroes or steps them in between, and the window after them is a whole one by itself",
         culprits=("optimizer.step()",),
         where=str(found.first.place),
+        change=condition or str(found.step.place),
+        repair=(
+            "let this condition hold at the last batch too: if (i + 1) % accumulate == 0 or i + 1 == len(batches)"
+            if condition
+            else ""
+        ),
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
+import linecache
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pytest_trainloop.loop import TrainLoop
-    from pytest_trainloop.recording.events import Backward, Step
+    from pytest_trainloop.recording.events import Backward, Place, Step
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.batch_stream import Batches
@@ -43,6 +45,21 @@ class Leak:
     """Whether the boundary lies between two calls of ``fit``, and not between two passes inside one."""
     loader: int | None = None
     """The number of batches of the project's own loader, where that leaves some over."""
+
+
+def condition_of(place: Place) -> str:
+    """The innermost ``if`` around a line, as a line of the user's; empty where none is known."""
+    lines = linecache.getlines(place.file)
+    try:
+        tree = ast.parse("".join(lines))
+    except SyntaxError:
+        return ""
+    around = [
+        n.lineno
+        for n in ast.walk(tree)
+        if isinstance(n, ast.If) and n.lineno < place.line <= (n.body[-1].end_lineno or 0)
+    ]
+    return f"{place.file}:{max(around)}   {lines[max(around) - 1].strip()}" if around else ""
 
 
 def leak(evidence: Evidence) -> Leak | None:

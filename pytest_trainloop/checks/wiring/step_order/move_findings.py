@@ -17,8 +17,8 @@ def of_kept_gradient(found: KeptGradient) -> Finding:
         cause="first_gradient_kept",
         level="advice",
         summary=(
-            "each step uses the sum of two gradients, g(w) + g(w + e): the first is not zeroed before the second, and "
-            "sharpness-aware steps use g(w + e) alone"
+            "each step uses the sum of two gradients, g(w) + g(w + e), e being the move between them: the first is not "
+            "zeroed before the second, and sharpness-aware steps use g(w + e) alone"
         ),
         measured=(
             f"in {found.steps} of {count(found.of_steps, 'step')} the weights moved along what stood in .grad "
@@ -43,8 +43,8 @@ def of_pull(found: Pull, line: str) -> Finding:
             + (": the weights never get further than a few steps from it" if stuck else "")
         ),
         measured=(
-            f"{found.moves} pulls at the same rate of {found.rate:.4g}, each takes back {share(found.taken_back)} of "
-            "what the steps since the one before had moved (median)"
+            f"{found.moves} pulls, each by {share(min(found.rate, 1.0))} of the distance, undoing the step before and "
+            f"what is left of earlier ones: {share(found.taken_back)} of the last step's length (median)"
         ),
         shown_by=(
             "changes outside of steps are that share of the distance to one and the same point, up to rounding"
