@@ -15,6 +15,7 @@ from pytest_trainloop.recording.as_caller import as_caller
 from pytest_trainloop.recording.construction import maker
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.record import Scheduler
+from pytest_trainloop.recording.source import place_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -79,6 +80,7 @@ class BuiltSchedulers:
             at=self.tick(),
             groups=len(getattr(optimizer, "param_groups", None) or ()),
             shares=_shared_variables(getattr(scheduler, "lr_lambdas", None) or ()),
+            function=_line_of_functions(getattr(scheduler, "lr_lambdas", None) or ()),
         )
         self.entries.append(entry)
         self._references.append(weakref.ref(scheduler, lambda _: setattr(entry, "gone", self.tick())))
@@ -165,6 +167,13 @@ def _shared_variables(functions: Any) -> tuple[str, ...]:
     shared = [name for name, of_each in cells if len(set(map(id, of_each))) == 1]
     looped = _looped_over(code.co_filename, code.co_firstlineno) if shared else frozenset()
     return tuple(name for name in shared if name in looped)
+
+
+def _line_of_functions(functions: Any) -> str:
+    if not _shared_variables(functions):
+        return ""
+    code = functions[0].__code__
+    return str(place_of(code.co_filename, code.co_firstlineno))
 
 
 @functools.cache

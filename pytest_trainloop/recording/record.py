@@ -146,6 +146,8 @@ class Scheduler:
     """The position from which nothing held it any more: 0 where that was before the run."""
     shares: tuple[str, ...] = ()
     """The variables that its functions, one for each group, share as one and the same: a loop's last value."""
+    function: str = ""
+    """The line on which its functions are made, where they share a variable."""
     groups: int = 0
     """The groups that its optimizer had when it was built."""
     calls: int = 0

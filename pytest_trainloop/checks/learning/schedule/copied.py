@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from pytest_trainloop.checks.learning.schedule.driven import numbers
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.records.learning_rates import rates
-from pytest_trainloop.wording import count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -72,4 +71,4 @@ def _unread(evidence: Evidence) -> tuple[bool, list[str]]:
 def _set_to(copies: Sequence[CopiedRates]) -> str:
     first, last = copies[0].written[0], copies[-1].written[0]
     values = f"{first:g}" if first == last else f"{first:g} ... {last:g}"
-    return f"the {count(len(copies), 'copy')} {'was' if len(copies) == 1 else 'were'} set to {values}"
+    return f"the copy was set to {values}" if len(copies) == 1 else f"the {len(copies)} copies were set to {values}"

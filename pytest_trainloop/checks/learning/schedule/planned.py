@@ -200,7 +200,14 @@ def _zero(record: Record, one: Projected, calls: int) -> Iterator[Finding]:
                 one,
                 "zero_throughout",
                 f"the learning rate of group {group} ({some(names)}) is 0 in all {calls} calls of {one.kind}",
-                f"0 at every call from 0 to {calls}; other groups have up to {max(max(r) for r in through):.2g}",
+                f"0 at every call from 0 to {calls}{_rises(one, group)}; other groups have up to "
+                f"{max(max(r) for r in through):.2g}",
                 "stepped forward without training no call gives it a rate, and gradients reach its parameters",
                 culprits=tuple(names),
             )
+
+
+def _rises(one: Projected, group: int) -> str:
+    """From which call on a group has a rate, if it ever does."""
+    first = next((c for c, r in zip(one.curve.calls, one.curve.rates, strict=True) if r[group] > 0), None)
+    return "" if first is None else f", and above 0 from call {first} on"

@@ -102,7 +102,7 @@ def shared_variable(record: Record) -> Iterator[Finding]:
             culprits=(name,),
             kinds=("attribute",),
             where=line_of(scheduler),
-            change=line_of(scheduler),
+            change=scheduler.function or line_of(scheduler),
             repair=f"lambda step, {name}={name}: ...",
         )
 

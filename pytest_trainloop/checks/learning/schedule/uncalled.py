@@ -75,7 +75,7 @@ def _cadence(scheduler: Scheduler) -> str:
     if counted is None:
         return ""
     text = scheduler.settings[counted]
-    if text.startswith("Counter("):
+    if counted == "milestones" and "{" in text:
         text = "[" + ", ".join(re.findall(r"(\d+):", text)) + "]"
     return (
         f"scheduler.step(): its {counted}={text} counts calls: once a pass if these are epochs, once after each "

@@ -109,7 +109,7 @@ CAUSES = {
     ),
     "decay_inside_adam": Cause(
         proof="Adam adds its weight decay to the gradient, which it then divides by its size",
-        repair="torch.optim.AdamW, with weight_decay chosen anew (its default is 0.01): it is not Adam's",
+        repair="torch.optim.AdamW, with weight_decay chosen anew: the same number has another effect there",
         change=("optimizer",),
     ),
     "momentum_and_decay_swapped": Cause(
@@ -189,10 +189,11 @@ def weight_decay_groups(evidence: Evidence) -> Iterator[Finding]:
             culprits=names,
             where=term.place,
         )
-    if not said and (advice := _decayed(evidence, groups)) is not None:
+    overdone = list(_overdone(groups))
+    yield from overdone
+    if not said and not overdone and (advice := _decayed(evidence, groups)) is not None:
         yield advice
     yield from _inside_adam(groups)
-    yield from _overdone(groups)
 
 
 def _unmatched(found: Unmatched, record: Record) -> Finding:

@@ -128,11 +128,14 @@ def of_left_out(found: LeftOut, record: Record) -> Finding:
 
 def _also(found: LeftOut, names: tuple[str, ...], record: Record) -> str:
     """The clip with the modules beside the model that hold what is left out."""
-    outside = {p.name.partition(".")[0] for p in record.parameters if p.name in names and p.role != "model"}
-    if not outside or not all(name.partition(".")[0] in outside and "." in name for name in names):
+    outside = {name.partition(".")[0] for name in names}
+    others = [p for p in record.parameters if p.name not in names and p.trainable]
+    beside = {p.name.partition(".")[0] for p in others if p.role == "model"} == {"model"}
+    beside = beside or all(p.role != "model" for p in record.parameters if p.name in names)
+    if not beside or not all("." in name for name in names) or any(p.name.partition(".")[0] in outside for p in others):
         return ""
-    others = ", ".join(f"*{module}.parameters()" for module in sorted(outside))
-    return f"{found.first.by}([*model.parameters(), {others}], {limit_of(found.first)})"
+    modules = ", ".join(f"*{module}.parameters()" for module in sorted(outside))
+    return f"{found.first.by}([*model.parameters(), {modules}], {limit_of(found.first)})"
 
 
 def _group(group: GroupLeftOut) -> str:

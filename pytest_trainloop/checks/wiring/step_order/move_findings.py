@@ -43,8 +43,8 @@ def of_pull(found: Pull, line: str) -> Finding:
             + (": the weights never get further than a few steps from it" if stuck else "")
         ),
         measured=(
-            f"{found.moves} pulls, each by {share(min(found.rate, 1.0))} of the distance, undoing the step before and "
-            f"what is left of earlier ones: {share(found.taken_back)} of the last step's length (median)"
+            f"{found.moves} pulls, each by {share(min(found.rate, 1.0))} of the distance: with what is left of earlier "
+            f"steps that is {share(found.taken_back)} of the length of the last one (median)"
         ),
         shown_by=(
             "changes outside of steps are that share of the distance to one and the same point, up to rounding"

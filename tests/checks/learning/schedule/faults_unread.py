@@ -154,7 +154,7 @@ pair(
     culprits=("state_dict()",),
     where='in trainer.optimizer.state_dict()["param_groups"]',
     change='in trainer.optimizer.state_dict()["param_groups"]',
-    mentions=("stays at 0.1", "went from 0.1"),
+    mentions=("stays at 0.1", "were set to 0.0005"),
     faulty=trained(plain, write_to_copies),
     fixed=trained(plain, write_to_groups),
     quick=True,
