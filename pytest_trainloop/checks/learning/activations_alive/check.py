@@ -38,6 +38,7 @@ References
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.finding import Finding
@@ -68,6 +69,9 @@ CAUSES = {
     ),
 }
 
+WIDE = 10.0
+"""Inputs of unit variance do not get this far: of normal ones, one in 10^22 does."""
+
 MOST = 0.6
 """The share of a layer from which on it is said."""
 
@@ -90,6 +94,7 @@ def activations_alive(evidence: Evidence) -> Iterator[Finding]:
 
 def _finding(cause: str, layer: Layer, now: int, before: int, what: str, steps: int) -> Finding:
     how = "one number" if what == "dead" else "an end of it in nine of ten outputs or more,"
+    wide = max(map(abs, layer.inputs)) > WIDE
     return Finding(
         cause=cause,
         level="advice",
@@ -97,8 +102,16 @@ def _finding(cause: str, layer: Layer, now: int, before: int, what: str, steps: 
             f"{now} of {layer.units} units of {layer.path or 'the model'} are {what} behind {layer.kind} "
             f"({100 * now / layer.units:.0f} %)"
         ),
-        measured=f"{before} in the first 6 steps, {now} after {count(steps, 'step')}",
+        measured=f"{before} in the first 6 steps, {now} after {count(steps, 'step')}{_inputs(layer)}",
         shown_by=f"each gives {how} for all rows and positions of {layer.batches} different batches",
         culprits=(layer.path,) if layer.path else (),
         where=layer.place,
+        repair=f"scale the inputs of {layer.path or 'the model'} to unit variance; {CAUSES[cause].repair}"
+        if wide
+        else "",
     )
+
+
+def _inputs(layer: Layer) -> str:
+    low, high = layer.inputs
+    return "" if math.isnan(low) else f"; its inputs go from {low:.3g} to {high:.3g}"

@@ -102,6 +102,8 @@ class Layer:
     saturated: int
     batches: int
     """Different batches at the end."""
+    inputs: tuple[float, float] = (math.nan, math.nan)
+    """The lowest and the highest input of the layer."""
 
 
 class Units:
@@ -150,6 +152,7 @@ class _Activations(WatchingMode):
         self._seen: dict[tuple[str, str], tuple[str, Outputs, Outputs]] = {}
         self._batch = 0
         self._parameters: dict[str, int] = {}
+        self._inputs: dict[str, tuple[float, float]] = {}
         self.different: dict[tuple[float, ...], int] = {}
         """The batches that were taken, each once, with a number."""
 
@@ -172,6 +175,7 @@ class _Activations(WatchingMode):
             owner = self._owner(*args[1:], *kwargs.values(), *args[:1])
             if owner is not None:
                 self._note(out, axis, owner)
+                self._note_inputs(owner, source)
         elif known is None or source is None or source.shape != out.shape:
             pass
         elif name in _SAME_UNITS:
@@ -197,6 +201,14 @@ class _Activations(WatchingMode):
         if len(self._made) > 4096:
             self._made = {key: made for key, made in self._made.items() if made[0]() is not None}
         self._made[id(out)] = (weakref.ref(out), axis, path)
+
+    def _note_inputs(self, path: str, given: torch.Tensor | None) -> None:
+        if given is None or given.numel() == 0 or not given.is_floating_point():
+            return
+        with self.watch.suspended(), torch.no_grad():
+            low, high = (float(v) for v in given.detach().aminmax())
+        before = self._inputs.get(path, (low, high))
+        self._inputs[path] = (min(low, before[0]), max(high, before[1]))
 
     def _known(self, tensor: torch.Tensor) -> tuple[int, str] | None:
         reference, axis, path = self._made.get(id(tensor), (None, 0, ""))
@@ -229,6 +241,7 @@ class _Activations(WatchingMode):
                 saturated_at_start=start.saturated,
                 saturated=end.saturated,
                 batches=len(end.batches),
+                inputs=self._inputs.get(path, (math.nan, math.nan)),
             )
             for (path, kind), (place, start, end) in self._seen.items()
             if path in trained and len(end.batches) >= DIFFERENT

@@ -815,7 +815,7 @@ pair(
     "schedule",
     "lambdas_share_a_variable",
     culprits=("decay",),
-    change="lr_scheduler.LambdaLR(optimizer, factors)",
+    change="factors = [lambda step: decay**step for decay in (0.99, 0.999)]",
     faulty=trained(decays(bound=False), call_scheduler),
     fixed=trained(decays(bound=True), call_scheduler),
     quick=True,

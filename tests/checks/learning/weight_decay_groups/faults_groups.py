@@ -115,7 +115,7 @@ pair(
     "split_without_effect",
     level="advice",
     culprits=("ln_1.weight",),
-    mentions=("decay neither",),
+    mentions=("neither decays",),
     faulty=loop(configured(0.0, 0.0)),
     fixed=loop(configured(0.1, 0.0)),
 )
