@@ -199,7 +199,7 @@ pair(
     "rate_written_to_copy",
     culprits=("state_dict()",),
     where="state = trainer.optimizer.state_dict()",
-    mentions=("after 12 calls",),
+    mentions=("the 12 copies",),
     faulty=trained(plain, through_a_name(loads=False)),
     fixed=trained(plain, through_a_name(loads=True)),
 )
@@ -228,7 +228,7 @@ pair(
     "schedule",
     "rate_written_to_copy",
     culprits=("state_dict()",),
-    mentions=("after 5 calls of state_dict()",),
+    mentions=("the 5 copies",),
     faulty=trained(decayed, warm_up_and_decay(lambda optimizer: optimizer.state_dict()["param_groups"])),
     fixed=trained(decayed, warm_up_and_decay(lambda optimizer: optimizer.param_groups)),
 )
