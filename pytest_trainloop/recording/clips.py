@@ -49,7 +49,8 @@ class Clips:
         for call, part, tensor, norm in self._unknown:
             index = self._watch.table.index(tensor)
             if index is None:
-                call.others += 1
+                call.others += norm is not None
+                call.idle += [tuple(tensor.shape)] if norm is None else []
                 continue
             call.parts[part].append(index)
             if norm is not None:

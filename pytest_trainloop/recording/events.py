@@ -204,7 +204,9 @@ class ClipCall(Event):
     stand_ins: list[int] = field(default_factory=list)
     """Parameters in whose place their gradient was handed over, or a view of their data: these have no ``.grad``."""
     others: int = 0
-    """Tensors handed over that are nothing watched."""
+    """Tensors handed over that are nothing watched, and have a gradient."""
+    idle: list[tuple[int, ...]] = field(default_factory=list)
+    """The shapes of those that are nothing watched and have none."""
     iterator: int | None = None
     """The number of the iterator that was handed over; None for a list or a tensor."""
     norms: dict[int, float] = field(default_factory=dict)

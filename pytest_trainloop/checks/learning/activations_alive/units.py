@@ -157,10 +157,10 @@ class _Activations(WatchingMode):
         """The batches that were taken, each once, with a number."""
 
     def note_item(self, number: int, item: Any) -> None:
-        sums = (t.detach().double().sum() for t in tensors_in(item) if t.numel() and not t.is_complex())
-        mark = tuple(
-            float(f"{float(total):.6g}") for total in sums
-        )  # the same rows in another order are no other batch
+        # The same rows in another order are no other batch; squares, since standardized rows all have the sum 0.
+        real = [t.detach().double() for t in tensors_in(item) if t.numel() and not t.is_complex()]
+        sums = [total for t in real for total in (t.sum(), t.square().sum(), t.pow(3).sum(), t.pow(4).sum())]
+        mark = tuple(float(f"{float(total):.6g}") for total in sums)
         self._batch = number if self._own_data else self.different.setdefault(mark, len(self.different))
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

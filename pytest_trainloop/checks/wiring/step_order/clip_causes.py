@@ -58,7 +58,7 @@ CLIP_CAUSES = {
     ),
     "leaks_into_next": Cause(
         proof=(
-            "at the first backward pass of a second call of fit a residual stands in .grad, and the first step uses "
+            "at the first backward pass of a second call of fit .grad is not empty, and the first step uses "
             "more backward passes than any other"
         ),
         repair="step at the last batch too: if (i + 1) % accumulate == 0 or i + 1 == len(batches)",

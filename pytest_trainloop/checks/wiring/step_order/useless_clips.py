@@ -46,7 +46,7 @@ class ClipOfAnother:
     calls: int
     steps: int
     clipped: tuple[str, ...]
-    """What the line is handed."""
+    """What the line is handed, in words where it is nothing that was watched."""
     unclipped: tuple[str, ...]
     """What the next step uses."""
     kind: str
@@ -83,6 +83,10 @@ class _Fates:
                     self._moments[index].append((write.at, fate))
         for moments in self._moments.values():
             moments.sort(key=itemgetter(0))
+
+    def known(self, index: int) -> bool:
+        """Whether the tensor has a gradient at any time."""
+        return bool(self._moments[index])
 
     def after(self, index: int, at: int) -> Literal["kept", "cleared", "used", "open"]:
         return next((fate for when, fate in self._moments[index] if when > at), "open")
@@ -141,14 +145,15 @@ def _covered_to_use(windows: list[Window], fates: _Fates) -> frozenset[int]:
 
 def _judged(record: Record, calls: list[ClipCall], seen: _Seen) -> ClipOfNothing | ClipOfAnother | None:
     iterators = {call.iterator for call in calls}
-    if iterators != {None} and len(iterators) == 1 and not any(c.given or c.others for c in calls[1:]):
+    if iterators != {None} and len(iterators) == 1 and not any(c.given or c.others or c.idle for c in calls[1:]):
         return _of_nothing(record, calls[1:] if calls[0].given else calls, seen, "used_up", _unclipped_by(calls, seen))
     if any(call.others for call in calls) or not all(_is_useless(call, seen) for call in calls):
         return None
     given = {i for call in calls for i in call.given}
     if not given:
-        return _of_no_tensors(record, calls, seen)
-    if given & seen.by_hand:
+        strange = all(call.idle for call in calls)
+        return _of_another(record, calls, given, seen) if strange else _of_no_tensors(record, calls, seen)
+    if any(seen.fates.known(i) for i in given & seen.by_hand):  # an average never has a gradient, however it moves
         return None
     if (another := _of_another(record, calls, given, seen)) is not None:
         return another
@@ -219,7 +224,7 @@ def _of_another(record: Record, calls: list[ClipCall], given: set[int], seen: _S
         if window is not None and not _ready(record, call, window):
             return None
     twin = not given & seen.trained
-    if twin and (len(mine) < 2 or _shapes(record, given) != _shapes(record, mine)):
+    if twin and (len(mine) < 2 or sorted([*_shapes(record, given), *calls[0].idle]) != _shapes(record, mine)):
         return None
     lines = {c.site[:1] for w in seen.windows for c in w.clips if not _is_useless(c, seen) and c.found & given}
     group_of = dict(zip(optimizer.parameters, optimizer.groups, strict=False))
@@ -227,7 +232,7 @@ def _of_another(record: Record, calls: list[ClipCall], given: set[int], seen: _S
         first=calls[0],
         calls=len(calls),
         steps=sum(w.step.optimizer == optimizer.index for w in seen.windows),
-        clipped=record.names(given),
+        clipped=record.names(given) or ("copies of the weights",),
         unclipped=record.names(mine),
         kind=optimizer.kind,
         group=min(group_of.get(i, 0) for i in mine),

@@ -352,6 +352,41 @@ pair(
 )
 
 
+# The average of the weights is clipped in place of the weights: it moves, and never has a gradient.
+
+
+def averaged(clip_average):
+    def make():
+        model = mlp(6, 16, 3)
+        average = copy.deepcopy(model).requires_grad_(False)
+        clipped = average if clip_average else model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                clip_grad_norm_(clipped.parameters(), 1.0)
+                optimizer.step()
+                with torch.no_grad():
+                    for kept, new in zip(average.parameters(), model.parameters(), strict=True):
+                        kept.lerp_(new, 0.1)
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "average_is_clipped",
+    "step_order",
+    "clips_another",
+    where="clip_grad_norm_(clipped.parameters(), 1.0)",
+    faulty=averaged(clip_average=True),
+    fixed=averaged(clip_average=False),
+)
+
+
 # A GPT with groups by weight decay, of which the clip is handed the first.
 
 
