@@ -70,7 +70,8 @@ class Subject:
         answer = said.get(name) if isinstance(said, dict) else said
         if isinstance(answer, BaseException):
             raise answer
-        return answer or Result(check=name, outcome="passed", seconds=0.25, steps=4)
+        rates = ({"optimizer": "SGD", "groups": [{"lr": [0.1] * 12, "moved_by": []}]},)
+        return answer or Result(check=name, outcome="passed", seconds=0.25, steps=4, rates=rates)
 
     def __del__(self) -> None:
         _log("gone", self.name, file=self.log)
