@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.checks.learning.schedule.driven import calls_of, line_of
+from pytest_trainloop.checks.learning.schedule.driven import calls_of
 from pytest_trainloop.checks.learning.schedule.uncalled import WholeFit
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.recording.events import Backward
@@ -44,7 +44,6 @@ def counted_in_two_units(evidence: Evidence) -> Iterator[Finding]:
             shown_by=f"{often.file}:{often.line} and {seldom.file}:{seldom.line} both call {called(scheduler)}",
             culprits=(f"{scheduler.kind}.step()",),
             where=str(often),
-            change=line_of(scheduler),
         )
         return
 
