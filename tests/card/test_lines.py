@@ -51,7 +51,7 @@ def test_a_plain_loop():
     assert card["optimizer"].startswith("SGD, 12 steps   ")
     assert "decay 0   rate 0.1   |g| " in card["optimizer"]
     assert "2 matrices, 2 biases: 0.weight, 0.bias, 2.weight and 1 more" in card["optimizer"]
-    assert "the same in 12 of 12 windows" in card["one step"]
+    assert "the same in 12 of 12 steps" in card["one step"]
     assert card["batch"].startswith("8 rows a step; batch[0] [8, 4] float32, batch[1] [8, 1] float32   ")
     assert card["schedule"] == "none: every rate is constant"
     assert card["clip"] == "none seen: no gradient is clipped"
@@ -127,7 +127,7 @@ def test_windows_that_differ_are_told():
             optimizer.step()
 
     told = pytest_trainloop.card(loop(clipped_at_first))["one step"]
-    assert "the same in 10 of 12 windows" in told
+    assert "the same in 10 of 12 steps" in told
     assert "2 of 12: with clip(" in told
 
 
@@ -227,7 +227,7 @@ def test_micro_batches_are_counted_and_written_once():
         made.step()
     assert dict(backwards_a_step(made.record())) == {4: 3}
     (line,) = one_step(facts(made))
-    assert line.text == "zero(10) 4 x [backward(20)] step(30)   the same in 3 of 3 windows"
+    assert line.text == "zero(10) 4 x [backward(20)] step(30)   the same in 3 of 3 steps"
 
 
 def test_optimizers_that_alternate_are_one_window():
@@ -239,7 +239,7 @@ def test_optimizers_that_alternate_are_one_window():
             made.step(optimizer, line=30 + optimizer)
     (line,) = one_step(facts(made))
     assert line.text == (
-        "2 x [zero(10) backward(20) step p0(30)] zero(11) backward(20) step p1(31)   the same in 3 of 3 windows"
+        "2 x [zero(10) backward(20) step p0(30)] zero(11) backward(20) step p1(31)   the same in 3 of 3 rounds"
     )
     assert dict(backwards_a_step(made.record())) == {1: 9}
 
@@ -266,7 +266,7 @@ def test_a_zeroing_before_the_loop_is_in_no_window():
             optimizer.step()
             optimizer.zero_grad()
 
-    assert "the same in 12 of 12 windows" in pytest_trainloop.card(loop(zeroed_behind))["one step"]
+    assert "the same in 12 of 12 steps" in pytest_trainloop.card(loop(zeroed_behind))["one step"]
 
 
 def test_optimizers_are_named_by_what_they_train_though_others_held_it_before():
