@@ -45,6 +45,8 @@ class Facts:
         file, _, line = text.rpartition(":")
         if not file or line == "0":
             return ""
+        if "site-packages/" in file:  # a virtual environment inside the project shows as one outside of it
+            return f"{file.rpartition('site-packages/')[2]}:{line}"
         if self.base != Path.cwd() and (Path.cwd() / file).exists():
             file = Path(os.path.relpath(Path.cwd() / file, self.base)).as_posix()
         return f"{file}:{line}"
