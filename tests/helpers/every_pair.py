@@ -24,6 +24,16 @@ def parametrized(pairs: Mapping[str, Any]) -> Any:
     return _parametrized(pairs, lambda name: [pytest.mark.quick] if name in chosen else [])
 
 
+def parametrized_half(pairs: Mapping[str, Any]) -> Any:
+    """The same for one cheap pair a cause and every second of the others; the rest has the marker ``corpus``."""
+    chosen = quick(pairs)
+    half = set(sorted(set(pairs) - chosen)[::2])
+    return _parametrized(
+        pairs,
+        lambda name: [pytest.mark.quick] if name in chosen else [] if name in half else [pytest.mark.corpus],
+    )
+
+
 def parametrized_quick(pairs: Mapping[str, Any]) -> Any:
     """The same for one cheap pair a cause; the others are a part of the marker ``corpus`` only."""
     chosen = quick(pairs)
