@@ -72,7 +72,7 @@ def require_fields(loop: Any) -> None:
         )
     require_optimizers(loop.optimizers)
     _require_schedulers(loop.scheduler, loop.optimizers)
-    for scaler in _listed(loop.scaler):
+    for scaler in listed(loop.scaler):
         _require_scaler(scaler)
     _require_batches(loop.batches)
     for name, (what, example) in _COUNTS.items():
@@ -328,7 +328,7 @@ def require_optimizers(optimizers: list[Any], field: str = "TrainLoop.optimizer"
 
 def _require_schedulers(given: Any, optimizers: list[Any]) -> None:
     schedulers = []
-    for scheduler in _listed(given):
+    for scheduler in listed(given):
         if isinstance(given, Mapping) and not hasattr(scheduler, "step"):
             continue  # Lightning's {"scheduler": ..., "interval": "step"}
         able = callable(getattr(scheduler, "step", None)) or callable(scheduler)
@@ -386,7 +386,8 @@ def _require_batches(given: Any) -> None:
         raise UsageError(f"TrainLoop.batches takes {signature}, and is called as batches(n) for n batches") from None
 
 
-def _listed(value: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
+    """The objects that a field gives: one, or the entries of a list, a set or a dict; none for None."""
     if value is None:
         return []
     if isinstance(value, Mapping):

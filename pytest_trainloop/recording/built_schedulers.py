@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from pytest_trainloop.fields import listed
 from pytest_trainloop.recording.as_caller import as_caller
 from pytest_trainloop.recording.construction import maker
 from pytest_trainloop.recording.patches import Patches
@@ -100,7 +101,7 @@ class BuiltSchedulers:
 
     def declare(self, given: Any) -> None:
         """Note what ``TrainLoop.scheduler`` holds: a scheduler, or a list or dict of some."""
-        for scheduler in _listed(given):
+        for scheduler in listed(given):
             if isinstance(scheduler, LRScheduler):
                 self.entries[self.number(scheduler)].declared = True
 
@@ -117,16 +118,10 @@ class BuiltSchedulers:
         return self.entries
 
 
-def _listed(given: Any) -> list[Any]:
-    if isinstance(given, dict):
-        return list(given.values())
-    return list(given) if isinstance(given, (list, tuple, set)) else [given]
-
-
 def _held_by(scheduler: Any) -> Iterator[Any]:
     """The schedulers that are attributes of another one, or lie in a list that is."""
     for value in vars(scheduler).values() if scheduler is not None else ():
-        for held in _listed(value):
+        for held in listed(value):
             if isinstance(held, LRScheduler):
                 yield held
 
