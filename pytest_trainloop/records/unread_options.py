@@ -70,7 +70,7 @@ class UnreadOptions:
     def _option(self, record: Record, suspect: Suspect) -> Finding | None:
         """A group that gives the option too has the key for itself."""
         keys, optimizer = self.keys, record.optimizers[suspect.optimizer]
-        given = keys.given.get(optimizer.index, []) if keys is not None else []
+        given = keys.groups.keys.get(optimizer.index, []) if keys is not None else []
         groups = [g for g in suspect.values if g >= len(given) or suspect.option not in given[g]]
         if keys is None or not groups:
             return None
@@ -95,7 +95,7 @@ class UnreadOptions:
             ),
             shown_by=f'torch keeps "{suspect.key}" in the group without a word; {_READ_BY_NOBODY}',
             culprits=tuple(f'param_groups[{g}]["{suspect.key}"]' for g in groups[:8]),
-            where=keys.built.get(optimizer.index) or record.step_line(),
+            where=keys.groups.built.get(optimizer.index) or record.step_line(),
             repair=f'"{suspect.option}": {value} in this group',
         )
 
@@ -126,7 +126,7 @@ class UnreadOptions:
             ),
             shown_by=f"{scheduled}{_READ_BY_NOBODY}",
             culprits=tuple(f'param_groups[{g}]["{suspect.key}"]' for g in suspect.values)[:8],
-            where=keys.built.get(optimizer.index) or record.step_line(),
+            where=keys.groups.built.get(optimizer.index) or record.step_line(),
             repair=(
                 f'give each group its own "{suspect.option}", or multiply where it is set: '
                 f'group["{suspect.option}"] = {suspect.option} * group["{suspect.key}"]'

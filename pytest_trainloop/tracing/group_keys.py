@@ -17,10 +17,10 @@ from torch.optim.optimizer import Optimizer
 from torch.serialization import safe_globals
 
 from pytest_trainloop.paths import PACKAGE
-from pytest_trainloop.recording.construction import maker
 from pytest_trainloop.recording.hooks import before_steps
 from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.source import layer
+from pytest_trainloop.tracing.given_groups import GivenGroups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -42,12 +42,7 @@ class GroupKeys:
         """Keys that stand in a group as another string at the end: nobody knows who reads these."""
         self.whole = False
         """Whether fit came to its end, or began its batches anew: what it reads once a pass has then been read."""
-        self._given: dict[int, list[frozenset[str]]] = {}
-        self._built: dict[int, str] = {}
-        self.given: dict[int, list[frozenset[str]]] = {}
-        """The keys that each group of an optimizer was given, by the optimizer's number."""
-        self.built: dict[int, str] = {}
-        """The line that built each optimizer."""
+        self.groups = GivenGroups(added=self._put_on)
 
     def run(self, evidence: Evidence) -> None:
         """Raises as ``Evidence.rerun`` does."""
@@ -57,8 +52,7 @@ class GroupKeys:
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
         """Around building and ``fit``."""
-        with Patches() as patches:
-            patches.put(Optimizer, "add_param_group", self._adding)
+        with self.groups.watching(), Patches() as patches:
             patches.put(Optimizer, "load_state_dict", self._loading)
             handle = before_steps(lambda optimizer, args, kwargs: self._put_on(optimizer))
             try:
@@ -66,18 +60,6 @@ class GroupKeys:
                     yield
             finally:
                 handle.remove()
-
-    def _adding(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def add_param_group(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            group = args[0] if args else kwargs.get("param_group")
-            given = frozenset(str(key) for key in group) if isinstance(group, dict) else frozenset()
-            original(optimizer, *args, **kwargs)
-            self._given.setdefault(id(optimizer), []).append(given)
-            self._built.setdefault(id(optimizer), str(maker(optimizer) or ""))
-            self._put_on(optimizer)
-
-        return add_param_group
 
     def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -101,14 +83,12 @@ class GroupKeys:
     @contextlib.contextmanager
     def _numbering(self, watch: Watch) -> Iterator[None]:
         try:
-            yield
+            with self.groups.numbering(watch):
+                yield
         finally:
-            for index, optimizer in watch.optimizers.indexed():
-                self.given[index] = self._given.get(id(optimizer), [])
-                self.built[index] = self._built.get(id(optimizer), "")
+            for _, optimizer in watch.optimizers.indexed():
                 for group in getattr(optimizer, "param_groups", None) or ():
                     self.lost.update(key for key in group if self._is_plain(key))
-            self._given.clear()
 
     def note(self, name: str, frame: FrameType) -> None:
         """A dict was asked for a key from this frame."""

@@ -145,10 +145,10 @@ _PLURAL: dict[Kind, tuple[str, str]] = {
 @check(needs={"fit"}, causes=CAUSES, rank=50)
 def weight_decay_groups(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.learning.weight_decay_groups.filters import unmatched_filters
-    from pytest_trainloop.checks.learning.weight_decay_groups.group_keys import GroupKeys
     from pytest_trainloop.checks.learning.weight_decay_groups.groups import DecayGroups
     from pytest_trainloop.checks.learning.weight_decay_groups.l2_in_loss import l2_in_loss
     from pytest_trainloop.records.unread_options import UnreadOptions
+    from pytest_trainloop.tracing.given_groups import GivenGroups
 
     unread = list(evidence.shared(UnreadOptions.of).findings(evidence.run(), decay=True))
     yield from unread
@@ -167,7 +167,7 @@ def weight_decay_groups(evidence: Evidence) -> Iterator[Finding]:
         yield _swapped(*swapped)
     if divided is not None and not said:
         matrices, vectors = divided
-        given = evidence.shared(GroupKeys.of).keys.get((vectors.optimizer, vectors.number))
+        given = evidence.shared(GivenGroups.of).group(vectors.optimizer, vectors.number)
         said = True
         if given is not None and given <= {"params", "lr"} and _one_rate(evidence, matrices, vectors):
             yield _by_default(groups, matrices, vectors)
