@@ -139,11 +139,11 @@ def frozen_after_injection(out, accumulate=1, *, spare=("modules_to_save", "lora
 
 CORRECT = [
     lm_with_trainer,
-    classifier_with_trainer,
     lm_by_hand,
     lm_by_hand_with_the_frozen_base_in_the_optimizer,
-    embedding_trained_beside_adapters,
     checkpointed,
+    pytest.param(classifier_with_trainer, marks=pytest.mark.corpus),
+    pytest.param(embedding_trained_beside_adapters, marks=pytest.mark.corpus),
 ]
 
 

@@ -221,15 +221,15 @@ def reweighted(out, accumulate=1, trainer_class=Reweighted):
 
 CORRECT = [
     causal_lm,
-    causal_lm_label_smoothing,
-    causal_lm_checkpointed,
     causal_lm_full_precision,
-    classifier,
-    unused_pooler,
     distillation,
     own_optimizer_and_schedule,
-    built_by_model_init,
     reweighted,
+    pytest.param(causal_lm_label_smoothing, marks=pytest.mark.corpus),
+    pytest.param(causal_lm_checkpointed, marks=pytest.mark.corpus),
+    pytest.param(classifier, marks=pytest.mark.corpus),
+    pytest.param(unused_pooler, marks=pytest.mark.corpus),
+    pytest.param(built_by_model_init, marks=pytest.mark.corpus),
 ]
 
 
