@@ -247,7 +247,14 @@ class Subject:
 
         settings = self._settings
         device = None if settings.device == "auto" else settings.device
-        evidence = Evidence(self._make, knobs=self._knobs, seed=settings.seed, timeout=settings.timeout, device=device)
+        evidence = Evidence(
+            self._make,
+            knobs=self._knobs,
+            seed=settings.seed,
+            timeout=settings.timeout,
+            device=device,
+            hypothesis_seed=settings.hypothesis_seed,
+        )
         evidence.root_causes = self._root_causes
         evidence.progress = lambda *at: self.progress(*at)
         return evidence

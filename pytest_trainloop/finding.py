@@ -11,6 +11,17 @@ Level = Literal["fault", "advice", "note"]
 Outcome = Literal["passed", "failed", "skipped", "xfailed", "unreliable", "error"]
 
 
+@dataclass(frozen=True, slots=True)
+class SmallestBatch:
+    """The smallest batch that shows a fault, composed of rows of the example batch."""
+
+    rows: tuple[int, ...]
+    parts: tuple[int, ...] = ()
+    """The sizes of the micro-batches; none for one batch."""
+    change: str = ""
+    """What else is changed, in words."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """One fault (or one piece of advice, or a note) that a check found, with its cause."""
@@ -34,6 +45,8 @@ class Finding:
     """``file:line   source`` of where the fault was seen."""
     smallest: str = ""
     """The smallest example that shows the fault."""
+    composition: SmallestBatch | None = None
+    """The same as data, where it is composed of rows of the example batch."""
     change: str = ""
     """``file:line   source`` of where the repair goes; empty where that is not known."""
     repair: str = ""
@@ -52,8 +65,8 @@ class Finding:
     def to_json(self) -> dict[str, Any]:
         """The finding as plain data, fields in the order of the JSON report."""
         order = (
-            "check cause level summary measured shown_by culprits kinds where smallest change repair tried do_not "
-            "explains"
+            "check cause level summary measured shown_by culprits kinds where smallest composition change repair tried "
+            "do_not explains"
         ).split()
         data = asdict(self)
         return {name: list(value) if isinstance(value := data[name], tuple) else value for name in order}
@@ -63,6 +76,8 @@ class Finding:
         """The finding that :meth:`to_json` wrote."""
         known = {f.name for f in fields(cls)}
         plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in known}
+        if composed := plain.get("composition"):
+            plain["composition"] = SmallestBatch(tuple(composed["rows"]), tuple(composed["parts"]), composed["change"])
         return cls(**plain)
 
 

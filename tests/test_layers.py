@@ -24,6 +24,7 @@ FLOORS = (
     ("cards",),
     ("battery",),
     ("checks",),
+    ("compositions",),
     ("losses",),
     ("strategies", "optimizers", "records"),
     ("gradients", "tracing", "batches", "adapters"),

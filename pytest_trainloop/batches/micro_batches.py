@@ -40,11 +40,12 @@ class MicroBatches:
     """Whether totals are recomputed for a part of the rows."""
 
     @classmethod
-    def of(cls, loop: TrainLoop, seen: Record, count: int) -> MicroBatches:
-        """Take ``count`` batches of a fresh loop; ``seen`` is a run of it. Raises ``CannotDecide`` where they have no
-        rows to split."""
+    def of(cls, loop: TrainLoop, seen: Record, count: int, *, example: bool = False) -> MicroBatches:
+        """Take ``count`` batches of a fresh loop; ``seen`` is a run of it. With ``example`` the declared batch, whose
+        rows no shuffling changes, comes before those of a loader. Raises ``CannotDecide`` where they have no rows to
+        split."""
         axis = loop.batch_dim if isinstance(loop.batch_dim, int) else 0
-        batches = [nested.copy(b) for b in first_batches(loop, count)]
+        batches = _copies(loop, count, example)
         rows = min(nested.rows(b, axis) for b in batches)
         if rows < 2 and (why := nested.without_tensors(batches[0])):
             raise CannotDecide(why, needs="a batch of tensors")
@@ -105,12 +106,17 @@ class UncutBatches(MicroBatches):
     """Batches of a loop that only counts them: each stands for any rows."""
 
     @classmethod
-    def of(cls, loop: TrainLoop, _seen: Record, count: int) -> UncutBatches:
+    def of(cls, loop: TrainLoop, _seen: Record, count: int, *, example: bool = False) -> UncutBatches:
         rows = ValidTargets(order=tuple(range(12)), counts=())
-        return cls([nested.copy(b) for b in first_batches(loop, count)], 0, None, rows, {}, {})
+        return cls(_copies(loop, count, example), 0, None, rows, {}, {})
 
     def taken(self, batch: Any, rows: Sequence[int]) -> Any:
         return batch
+
+
+def _copies(loop: TrainLoop, count: int, example: bool) -> list[Any]:
+    given = [loop.batch] * count if example and loop.batch is not None else first_batches(loop, count)
+    return [nested.copy(b) for b in given]
 
 
 def _parts(split_batch: Callable[[Any, int], Iterable[Any]], batch: Any, k: int) -> list[Any]:

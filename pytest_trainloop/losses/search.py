@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import hypothesis
 from hypothesis import HealthCheck, Phase
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
     from pytest_trainloop.strategies.loss_cases import Case
+
+T = TypeVar("T")
 
 Judge = Callable[["Case"], Finding | None]
 """What is wrong with one case, or None. Raises ``CannotDecide`` for a case that says nothing."""
@@ -96,28 +98,48 @@ class Search:
         return Violation(case, finding, times, examples)
 
     def _find(self, cases: SearchStrategy[Case], condition: Callable[[Case], bool]) -> Case | None:
-        default = hypothesis.settings.default or hypothesis.settings()
-        examples = default.max_examples
-        if examples == hypothesis.settings.get_profile("default").max_examples:
-            examples = EXAMPLES
-        settings = hypothesis.settings(
-            default,
-            max_examples=math.ceil(self.share * examples),
-            deadline=None,
-            database=None,
-            derandomize=False,
-            phases=(Phase.generate, Phase.shrink),
-            suppress_health_check=list(HealthCheck),
-        )
-        try:
-            return hypothesis.find(cases, condition, settings=settings, random=self._random())
-        except NoSuchExample:
-            return None
+        return find(cases, condition, Repeatable(self.seed, self.hypothesis_seed), share=self.share)
 
-    def _random(self) -> Random | None:
+
+@dataclass(frozen=True, slots=True)
+class Repeatable:
+    """The random numbers of a search: the same each time, unless Hypothesis' own option says "random"."""
+
+    seed: int
+    hypothesis_seed: str = ""
+    """Hypothesis' own option, which wins over ``seed``: a number, or "random"."""
+
+    def random(self) -> Random | None:
         if self.hypothesis_seed == "random":
             return None
         try:
             return Random(int(self.hypothesis_seed))
         except ValueError:
             return Random(self.seed)
+
+
+def find(
+    strategy: SearchStrategy[T], condition: Callable[[T], bool], repeatable: Repeatable, *, share: float = 1.0
+) -> T | None:
+    """The smallest example that meets the condition; None where none was found.
+
+    As many examples are tried as the user's Hypothesis profile says, or 40 under Hypothesis' own, times ``share``.
+    Nothing is read from its database or written to it: what an earlier run saw decides nothing.
+    """
+    default = hypothesis.settings.default or hypothesis.settings()
+    examples = default.max_examples
+    if examples == hypothesis.settings.get_profile("default").max_examples:
+        examples = EXAMPLES
+    settings = hypothesis.settings(
+        default,
+        max_examples=math.ceil(share * examples),
+        deadline=None,
+        database=None,
+        derandomize=False,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    try:
+        return hypothesis.find(strategy, condition, settings=settings, random=repeatable.random())
+    except NoSuchExample:
+        return None

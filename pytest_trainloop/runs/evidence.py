@@ -36,8 +36,8 @@ class Evidence:
     """The evidence about one loop: a check asks for what it needs, and what was made once is not made again.
 
     ``make`` builds a fresh loop when called with the user's keywords; ``knobs`` maps the plugin's knob names to those
-    keywords. ``seed`` is that of every build and run, ``timeout`` the seconds that one run of ``fit`` may take, and
-    ``device`` the value of a knob of that name.
+    keywords. ``seed`` is that of every build and run, ``timeout`` the seconds that one run of ``fit`` may take,
+    ``device`` the value of a knob of that name and ``hypothesis_seed`` Hypothesis' own option.
     """
 
     repeatable = True
@@ -51,10 +51,12 @@ class Evidence:
         seed: int = 0,
         timeout: float = 120.0,
         device: str | None = None,
+        hypothesis_seed: str = "",
     ) -> None:
         self.make = make
         self.knobs = dict(knobs or {})
         self._seed = seed
+        self.hypothesis_seed = hypothesis_seed
         self._timeout = timeout
         self._on_cuda = device == "cuda"
         self._fixed = {self.knobs["device"]: device} if device is not None and "device" in self.knobs else {}
@@ -79,6 +81,11 @@ class Evidence:
         if self._offers is None:
             self._offers = self._first_look()
         return self._offers
+
+    @property
+    def seed(self) -> int:
+        """That of every build and run, and of every search."""
+        return self._seed
 
     @property
     def timeout(self) -> float:

@@ -138,5 +138,5 @@ def test_the_json_document():
     assert list(loop["checks"][0])[:3] == ["check", "nodeid", "outcome"]
     assert set(loop["checks"][0]["findings"][0]) == {
         *("check", "cause", "level", "summary", "measured", "shown_by", "culprits", "kinds", "where", "smallest"),
-        *("change", "repair", "tried", "do_not", "explains"),
+        *("composition", "change", "repair", "tried", "do_not", "explains"),
     }

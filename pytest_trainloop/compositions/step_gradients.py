@@ -1,0 +1,168 @@
+"""The gradient that the loop's first step reads on a composition of rows."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from pytest_trainloop import nested
+from pytest_trainloop.batches.micro_batches import MicroBatches
+from pytest_trainloop.batches.own_data import require_given_data
+from pytest_trainloop.compositions.composition import Composition
+from pytest_trainloop.compositions.step_runs import StepRuns, Variation, bound
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.gradients.compare import agreement, optimizers
+from pytest_trainloop.gradients.vectors import Combination, Gradient, combination, consumed, vectors
+from pytest_trainloop.recording.events import Step
+from pytest_trainloop.runs.process_state import preserved
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pytest_trainloop.compositions.step_runs import Contexts
+    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.runs.evidence import Evidence
+
+
+@dataclass(frozen=True)
+class StepGradient:
+    """What the first step of each optimizer reads in one run."""
+
+    record: Record
+
+    @cached_property
+    def gradients(self) -> Mapping[int, Gradient]:
+        """By optimizer, as the gradient was before any clipping; empty where ``refused``."""
+        if self.record.raised is not None:
+            return {}
+        return {o: g for o in optimizers(self.record) if (g := consumed(self.record, o, 0)) is not None}
+
+    @cached_property
+    def value(self) -> float:
+        """The sum of what was backpropagated before the first step; NaN where nothing was."""
+        first = min((s.reads[0].at for s in self.record.of(Step) if s.reads), default=math.inf)
+        values = [root.value for b in self.record.backwards() if b.at < first for root in b.roots]
+        return sum(values) if values else math.nan
+
+    @property
+    def refused(self) -> str:
+        """Why there is no gradient; empty where there is one."""
+        if self.record.raised is not None:
+            return f"fit raised {self.record.raised.summary}"
+        return "" if self.gradients else "the loop makes no optimizer step"
+
+
+class StepGradients:
+    """The step gradients of one loop, to be asked for by ``evidence.shared(StepGradients.of)``.
+
+    Each is made once for equal compositions, in float64, from the same weights, without dropout, with running
+    statistics, and with random numbers that are the same for every row. Attributes: ``batch``, the example batch, with
+    ``rows`` rows along ``axis``; ``window``, how many batches the loop takes before it steps.
+    """
+
+    def __init__(self, cut: MicroBatches, runs: StepRuns, window: int, *, splits: bool) -> None:
+        self._cut, self._runs, self._splits = cut, runs, splits
+        self.window = window
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> StepGradients:
+        """Raises ``CannotDecide`` where no rows can be taken from the batch, or no step reads a gradient of them."""
+        seen, loop = evidence.run(), evidence.fresh_loop()
+        if not seen.rounds:
+            raise CannotDecide("the loop makes no optimizer step, so that no gradient is used")
+        require_given_data(evidence, "none of other rows can be composed")
+        with preserved():
+            cut = MicroBatches.of(loop, seen, 1, example=True).recounting()
+        if loop.split_batch is not None:
+            raise CannotDecide(
+                "split_batch= splits the batch: give batch_dim= to have single rows taken from it", needs="batch_dim="
+            )
+        return cls(cut, evidence.shared(StepRuns.of), _window(evidence), splits="accumulate" in evidence.knobs)
+
+    @property
+    def batch(self) -> Any:
+        return self._cut.batches[0]
+
+    @property
+    def rows(self) -> int:
+        return nested.rows(self.batch, self.axis)
+
+    @property
+    def axis(self) -> int:
+        return self._cut.axis
+
+    @property
+    def cut(self) -> MicroBatches:
+        """The batch with what is known of its rows: valid targets, totals."""
+        return self._cut
+
+    @property
+    def splits(self) -> bool:
+        """Whether micro-batches can be given: the loop has a knob ``accumulate``."""
+        return self._splits
+
+    def over(self, batch: Any) -> StepGradients:
+        """The same of another batch of the loop's, from the same start."""
+        return StepGradients(replace(self._cut, batches=[batch]), self._runs, self.window, splits=self._splits)
+
+    def composed(self, composition: Composition) -> list[Any]:
+        """The batch that is composed, or its micro-batches, each a fresh copy. Raises ``CannotDecide`` where rows
+        cannot be taken."""
+        batch = self.batch if composition.change is None else composition.change.apply(nested.copy(self.batch))
+        return [self._cut.taken(batch, part.rows) for part in composition.split()]
+
+    def at(self, composition: Composition, *, contexts: Sequence[Contexts] = ()) -> StepGradient:
+        """The gradient on a composition, made once for equal ones with equal ``contexts``, which are entered around
+        ``fit``, each a hashable function of the run's ``Watch``. Look at ``refused`` first.
+
+        Raises ``CannotDecide`` where rows cannot be taken, or micro-batches are asked of a loop without the knob.
+        """
+        if composition.parts and not self._splits:
+            raise CannotDecide("the function has no knob accumulate: give it accumulate=1", needs="accumulate=1")
+        knobs = {"accumulate": len(composition.parts) or 1} if self._splits else {}
+        repeated = 1 if composition.parts else self.window
+        varied = Variation(knobs=tuple(knobs.items()), contexts=tuple(contexts), until_first_step=True)
+        key = id(self.batch), composition  # a batch lives as long as this
+        return StepGradient(self._runs.made(key, lambda: self.composed(composition) * repeated, varied))
+
+    def filled(self, composition: Composition) -> Composition:
+        """The same rows, again from the first, until there are as many as the batch has: a loop may take no other
+        number."""
+        rows = composition.rows
+        count = max(self.rows, len(rows))
+        return Composition(tuple(rows[i % len(rows)] for i in range(count)), change=composition.change)
+
+    def differ(self, a: StepGradient, b: StepGradient) -> float:
+        """The relative difference of two gradients, of the optimizer for which it is largest; infinite where one of
+        them is refused, or an optimizer reads one on one side only."""
+        if not a.gradients or a.gradients.keys() != b.gradients.keys():
+            return math.inf
+        return max(agreement(*vectors([a.gradients[o], b.gradients[o]])).difference for o in a.gradients)
+
+    def bound(self, *made: StepGradient) -> float:
+        """How far gradients that are equal may differ by rounding."""
+        return bound(*(m.record for m in made))
+
+    def shares(self, rows: Sequence[int], change: Any = None) -> list[StepGradient]:
+        """The gradient of each of these rows alone."""
+        return [self.at(Composition((row,), change=change)) for row in rows]
+
+
+def combined(whole: StepGradient, parts: Sequence[StepGradient], optimizer: int) -> Combination | None:
+    """A gradient as a weighted sum of others; None where these are dependent, or the optimizer reads none of one."""
+    made = [m.gradients.get(optimizer) for m in (whole, *parts)]
+    if any(gradient is None for gradient in made):
+        return None
+    first, *others = vectors([gradient or {} for gradient in made])
+    return combination(first, others)
+
+
+def _window(evidence: Evidence) -> int:
+    """Batches before a step, with the knob ``accumulate`` at 1 where there is one."""
+    seen = evidence.run()
+    name = evidence.knobs.get("accumulate")
+    default = inspect.signature(evidence.make).parameters[name].default if name else 1
+    return max(1, round(seen.items / seen.rounds / (default if isinstance(default, int) else 1)))

@@ -1,0 +1,53 @@
+"""What a batch is composed of, as text and in parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from pytest_trainloop.compositions.composition import Composition
+from pytest_trainloop.finding import Finding, SmallestBatch
+
+
+@dataclass(frozen=True)
+class OneMore:
+    def __str__(self):
+        return "1 more padded position on the left"
+
+    def apply(self, batch):
+        return batch
+
+
+@pytest.mark.parametrize(
+    ("composition", "text"),
+    [
+        (Composition((2,)), "row [2]"),
+        (Composition((0, 1)), "rows [0, 1]"),
+        (Composition((3, 1, 1), (1, 2)), "rows [3] | [1, 1]"),
+        (Composition((2,), change=OneMore()), "row [2] with 1 more padded position on the left"),
+        (Composition(tuple(range(24)), (12, 12)), "24 rows as [12, 12]"),
+        (Composition.evenly(range(5), 2), "rows [0, 1] | [2, 3]"),
+    ],
+)
+def test_as_text(composition, text):
+    assert str(composition) == text
+
+
+def test_micro_batches_are_compositions_of_their_own():
+    parts = Composition((3, 1, 1), (1, 2), OneMore()).split()
+    assert parts == (Composition((3,), change=OneMore()), Composition((1, 1), change=OneMore()))
+    assert Composition((3, 1, 1), (1, 2)).whole() == Composition((3, 1, 1))
+
+
+@pytest.mark.parametrize(("rows", "parts"), [((), ()), ((0, 1), (1,)), ((0, 1), (2, 0))])
+def test_parts_that_do_not_add_up_are_refused(rows, parts):
+    with pytest.raises(ValueError, match="cannot be cut"):
+        Composition(rows, parts)
+
+
+def test_a_finding_keeps_it_as_data():
+    told = Composition((3, 1), (1, 1), OneMore()).told()
+    finding = Finding(cause="c", summary="s", composition=told)
+    assert told == SmallestBatch((3, 1), (1, 1), "1 more padded position on the left")
+    assert Finding.from_json(finding.to_json()) == finding
