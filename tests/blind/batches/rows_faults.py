@@ -456,7 +456,7 @@ def heart_survival():
         return -((risk - log_risk) * event).sum() / event.sum().clamp(min=1)
 
     def train(batches):
-        for x, event, time in batches:
+        for x, event, _time in batches:
             risk = model(x).squeeze(-1)
             loss = negative_log_likelihood(risk, event)
             optimizer.zero_grad()
