@@ -55,7 +55,8 @@ def classifier():
 
 @fault(
     "accumulation",
-    "each micro-batch's loss is the mean over its own tokens, divided by the number of micro-batches: short texts weigh more",
+    "each micro-batch's loss is the mean over its own tokens, divided by the number of micro-batches: "
+    "short texts weigh more",
     thread="ml-explore/mlx-lm#1413",
     check="accumulation_equivalence",
 )
@@ -170,7 +171,8 @@ def scheduled_micro_steps(accumulate=1):
 
 @fault(
     "accumulation",
-    "gradients of the last, unfinished window are neither stepped nor zeroed: they enter the first step of the next epoch",
+    "gradients of the last, unfinished window are neither stepped nor zeroed: they enter the first step "
+    "of the next epoch",
     thread="WalkingMeatAxolotl/AnimaLoraStudio#305",
     check="step_order",
 )
@@ -259,7 +261,8 @@ def forward_backward(accumulate=1):
 
 @fault(
     "accumulation",
-    "compute_loss takes the mean over its own tokens and ignores num_items_in_batch, and nothing divides by the steps of the window",
+    "compute_loss takes the mean over its own tokens and ignores num_items_in_batch, and nothing divides "
+    "by the steps of the window",
     thread="huggingface/transformers#37766",
     check="accumulation_equivalence",
 )

@@ -159,7 +159,8 @@ def simple_preferences(beta=2.0, gamma=0.5):
 
 @fault(
     "dpo",
-    "chosen and rejected rows are stacked as two halves and split as neighbours (scores[::2], scores[1::2]): pairs of other prompts",
+    "chosen and rejected rows are stacked as two halves and split as neighbours (scores[::2], "
+    "scores[1::2]): pairs of other prompts",
     thread="CarperAI/trlx#474",
     check="batch_independence",
 )
@@ -331,7 +332,8 @@ def identity_preferences(tau=0.1):
 
 @fault(
     "dpo",
-    "the rows are sorted by length before the policy's forward pass, the precomputed reference log-probabilities are not",
+    "the rows are sorted by length before the policy's forward pass, the precomputed reference "
+    "log-probabilities are not",
     thread="huggingface/trl#2368",
     check="batch_independence",
 )

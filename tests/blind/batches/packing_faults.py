@@ -71,7 +71,8 @@ def causal(ids):
 
 @fault(
     "packing",
-    "the mask is causal only: a document attends to the documents packed before it (document_ids are used for labels alone)",
+    "the mask is causal only: a document attends to the documents packed before it (document_ids are "
+    "used for labels alone)",
     thread="huggingface/nanoVLM#204",
     check="batch_independence",
 )
@@ -244,7 +245,8 @@ def packed_tagger():
 
 @fault(
     "packing",
-    "index_add by document number without an offset for each pack: documents of the same number in all packs are pooled together",
+    "index_add by document number without an offset for each pack: documents of the same number in all "
+    "packs are pooled together",
     thread="mosaicml/llm-foundry#1464",
     check="batch_independence",
 )

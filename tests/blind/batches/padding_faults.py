@@ -310,7 +310,8 @@ def review_lstm():
 
 @fault(
     "padding",
-    "position_ids are arange(length) although the batch is padded on the left, so a text's positions depend on its neighbours",
+    "position_ids are arange(length) although the batch is padded on the left, so a text's positions "
+    "depend on its neighbours",
     thread="tloen/alpaca-lora#315",
     check="padding_invariance",
 )

@@ -40,7 +40,8 @@ def length_mask(lengths, width):
 
 @fault(
     "speech",
-    "input_lengths of the CTC loss are the padded width for every utterance (torch.full), so blanks are learned on padding",
+    "input_lengths of the CTC loss are the padded width for every utterance (torch.full), so blanks are "
+    "learned on padding",
     thread="ShankHarinath/DeepSpeech2-Keras#3",
     check="padding_invariance",
 )
