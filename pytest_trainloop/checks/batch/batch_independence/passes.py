@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from pytest_trainloop.batches.own_data import makes_own_data
+from pytest_trainloop.batches.row_axis import rows_known
 from pytest_trainloop.checks.batch.batch_independence.few_rows import (
     COUNTS,
     FewRows,
     few_rows,
     few_rows_of_call,
-    rows_known,
 )
 from pytest_trainloop.checks.batch.batch_independence.row_gradients import RowGradients
 from pytest_trainloop.errors import CannotDecide

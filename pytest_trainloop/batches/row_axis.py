@@ -1,0 +1,58 @@
+"""Whether an axis of a batch is one of rows, and not of positions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_trainloop import nested
+from pytest_trainloop.batches.padding import Proof, read_paddings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def rows_known(batch: Any, axis: int) -> bool:
+    """Whether something in the batch distinguishes the axis of rows from one of positions.
+
+    Where no tensor could have both, they cannot be confused. Else some tensor must have one entry for each row and no
+    axis of positions (a class, a length, a target), rows must end in padding, or one tensor must be another shifted by
+    one position.
+    """
+    count = nested.rows(batch, axis)
+    plain = [t for t in nested.tensors(batch) if not t.is_nested and t.layout is torch.strided and t.dim() > 0]
+    with_rows = [t for t in plain if t.dim() > axis and t.shape[axis] == count]
+    deep = [t for t in with_rows if t.dim() > 2 or (t.dim() == 2 and not t.is_floating_point())]
+    if not deep:
+        return True
+    if axis != 0:
+        return False
+    length = max(deep, key=lambda t: t.dim()).shape[1]
+    if length == count:
+        return False
+    one_each = [t for t in with_rows if t.dim() == 1 or (t.dim() == 2 and t.shape[1] != length)]
+    return any(not _counts_up(t) for t in one_each) or any(map(_padded_at_the_end, deep)) or _shifted(with_rows)
+
+
+def _counts_up(tensor: torch.Tensor) -> bool:
+    """Whether this may be a list of times rather than something about each row."""
+    return tensor.dim() == 1 and tensor.numel() > 1 and bool((tensor[1:] > tensor[:-1]).all())
+
+
+def _padded_at_the_end(tensor: torch.Tensor) -> bool:
+    """Whether rows end in one value, from positions on that differ. The weakest proof is enough: only that positions
+    lie along the second axis matters here, and not which of them are padding."""
+    return any(found.side == "right" for found in read_paddings(tensor, at_least=Proof.REPEATED))
+
+
+def _shifted(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one tensor is another one shifted by one position along the second axis."""
+    for one in tensors:
+        for other in tensors:
+            if one.dim() > 1 and one.shape == other.shape and one.shape[1] > 2 and one is not other:
+                ahead = torch.equal(one[:, :-1], other[:, 1:])
+                across = torch.equal(one[:-1], other[1:])
+                if ahead and not across:
+                    return True
+    return False
