@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -77,18 +78,13 @@ class MicroBatches:
         count = len(self.valid.order)
         return count // 12 * 12 or count // k * k
 
-    def whole(self, count: int) -> list[Any]:
-        return [self.taken(b, self.valid.order[:count]) for b in self.batches]
-
-    def reversed(self, count: int) -> list[Any]:
-        return [self.taken(b, self.valid.order[:count][::-1]) for b in self.batches]
-
-    def split(self, k: int, count: int) -> list[Any]:
-        """The micro-batches of all batches, k of each, in order."""
+    def split(self, batch: Any, rows: Sequence[int], sizes: Sequence[int]) -> list[Any]:
+        """These rows of one of the batches in micro-batches of these sizes; the project's own function cuts them into
+        as many as it likes to. Raises ``CannotDecide`` as ``taken`` does."""
         if self.split_batch is not None:
-            return [part for batch in self.whole(count) for part in _parts(self.split_batch, batch, k)]
-        size = count // k
-        return [self.taken(b, self.valid.order[i * size : (i + 1) * size]) for b in self.batches for i in range(k)]
+            return _parts(self.split_batch, self.taken(batch, rows), len(sizes))
+        ends = [0, *itertools.accumulate(sizes)]
+        return [self.taken(batch, rows[a:b]) for a, b in itertools.pairwise(ends)]
 
     def taken(self, batch: Any, rows: Sequence[int]) -> Any:
         """These rows of one of the batches. Raises ``CannotDecide`` where they cannot be taken."""

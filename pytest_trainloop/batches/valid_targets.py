@@ -36,17 +36,13 @@ class ValidTargets:
     counts: tuple[tuple[int, ...], ...]
     """The number of valid entries of each row, once for each tensor that may say so."""
 
-    def weigh(self, weights: Sequence[float]) -> bool:
-        """Whether parts of equally many rows, taken in this order, weigh as their valid entries do."""
-        return self.explaining(weights) is not None
-
-    def explaining(self, weights: Sequence[float]) -> list[int] | None:
-        """The valid entries of each of these parts, by the counts that explain the weights; None where no counts do."""
-        size = len(self.order) // len(weights)
+    def explaining(self, weights: Sequence[float], parts: Sequence[Sequence[int]]) -> list[int] | None:
+        """The valid entries of each of these parts, which are given by their rows, by the counts that explain the
+        weights; None where no counts do."""
         for counts in self.counts:
-            parts = [sum(counts[row] for row in self.order[i * size : (i + 1) * size]) for i in range(len(weights))]
-            if all(abs(w / sum(weights) - n / sum(parts)) < 1e-6 for w, n in zip(weights, parts, strict=True)):
-                return parts
+            valid = [sum(counts[row] for row in rows) for rows in parts]
+            if all(abs(w / sum(weights) - n / sum(valid)) < 1e-6 for w, n in zip(weights, valid, strict=True)):
+                return valid
         return None
 
 

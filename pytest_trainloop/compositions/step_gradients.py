@@ -20,7 +20,7 @@ from pytest_trainloop.recording.events import Step
 from pytest_trainloop.runs.process_state import preserved
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from pytest_trainloop.compositions.step_runs import Contexts
     from pytest_trainloop.recording.record import Record
@@ -65,6 +65,8 @@ class StepGradients:
 
     def __init__(self, cut: MicroBatches, runs: StepRuns, window: int, *, splits: bool) -> None:
         self._cut, self._runs, self._splits = cut, runs, splits
+        self._batches = object()
+        """Tells the runs on these batches from those on others."""
         self.window = window
 
     @classmethod
@@ -104,15 +106,28 @@ class StepGradients:
         """Whether micro-batches can be given: the loop has a knob ``accumulate``."""
         return self._splits
 
+    @property
+    def calls(self) -> str:
+        """What the runs call of the project's."""
+        return self._runs.calls
+
     def over(self, batch: Any) -> StepGradients:
         """The same of another batch of the loop's, from the same start."""
-        return StepGradients(replace(self._cut, batches=[batch]), self._runs, self.window, splits=self._splits)
+        return self.cut_as(replace(self._cut, batches=[batch]))
 
-    def composed(self, composition: Composition) -> list[Any]:
-        """The batch that is composed, or its micro-batches, each a fresh copy. Raises ``CannotDecide`` where rows
-        cannot be taken."""
-        batch = self.batch if composition.change is None else composition.change.apply(nested.copy(self.batch))
-        return [self._cut.taken(batch, part.rows) for part in composition.split()]
+    def cut_as(self, cut: MicroBatches) -> StepGradients:
+        """The same of other batches, or of these cut in another way, from the same start."""
+        return StepGradients(cut, self._runs, self.window, splits=self._splits)
+
+    def composed(self, composition: Composition, nth: int = 0) -> list[Any]:
+        """The batch that is composed of the nth one, or its micro-batches, each a fresh copy. Raises ``CannotDecide``
+        where rows cannot be taken."""
+        batch = self._cut.batches[nth]
+        if composition.change is not None:
+            batch = composition.change.apply(nested.copy(batch))
+        if composition.parts:
+            return self._cut.split(batch, composition.rows, composition.parts)
+        return [self._cut.taken(batch, composition.rows)]
 
     def at(self, composition: Composition, *, contexts: Sequence[Contexts] = ()) -> StepGradient:
         """The gradient on a composition, made once for equal ones with equal ``contexts``, which are entered around
@@ -122,11 +137,40 @@ class StepGradients:
         """
         if composition.parts and not self._splits:
             raise CannotDecide("the function has no knob accumulate: give it accumulate=1", needs="accumulate=1")
-        knobs = {"accumulate": len(composition.parts) or 1} if self._splits else {}
         repeated = 1 if composition.parts else self.window
-        varied = Variation(knobs=tuple(knobs.items()), contexts=tuple(contexts), until_first_step=True)
-        key = id(self.batch), composition  # a batch lives as long as this
-        return StepGradient(self._runs.made(key, lambda: self.composed(composition) * repeated, varied))
+        return self._first_step(
+            composition, lambda: self.composed(composition) * repeated, len(composition.parts) or 1, contexts
+        )
+
+    def parts(self, composition: Composition) -> list[StepGradient]:
+        """The gradient of each micro-batch alone."""
+        if self._cut.split_batch is None:
+            return [self.at(part) for part in composition.split()]
+        return [
+            self._first_step((composition, i), lambda i=i: self.composed(composition)[i : i + 1] * self.window)  # type: ignore[misc]
+            for i in range(len(composition.parts))
+        ]
+
+    def _first_step(
+        self, key: Hashable, items: Callable[[], list[Any]], knob: int = 1, contexts: Sequence[Contexts] = ()
+    ) -> StepGradient:
+        varied = Variation(knobs=self._knobs(knob), contexts=tuple(contexts), until_first_step=True)
+        return StepGradient(self._runs.made((self._batches, key), items, varied))
+
+    def windows(self, composition: Composition, *, knob: int | None = None, **varied: Any) -> Record:
+        """The run to the end over a window of each batch, composed so, with the knob ``accumulate`` at the number of
+        micro-batches or at ``knob``; the fields of ``Variation`` change more. One in which ``fit`` raised is returned
+        as well."""
+        knobs = self._knobs(len(composition.parts) or 1 if knob is None else knob)
+        repeated = 1 if composition.parts else self.window
+        return self._runs.made(
+            (self._batches, composition),
+            lambda: [item for n in range(len(self._cut.batches)) for item in self.composed(composition, n) * repeated],
+            Variation(knobs=knobs, **varied),
+        )
+
+    def _knobs(self, accumulate: int) -> tuple[tuple[str, int], ...]:
+        return (("accumulate", accumulate),) if self._splits else ()
 
     def filled(self, composition: Composition) -> Composition:
         """The same rows, again from the first, until there are as many as the batch has: a loop may take no other

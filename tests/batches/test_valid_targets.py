@@ -59,8 +59,11 @@ def test_rows_stay_in_place_where_all_are_alike_or_one_is_empty():
     assert valid_targets({"y": labels(4, 0)}, 2, 0, None, saw_ignoring(-100)).order == (0, 1)
 
 
+HALVES = ((0, 1), (2, 3))
+
+
 def test_weights_that_are_shares_of_valid_targets():
     valid = ValidTargets((0, 1, 2, 3), ((2, 3, 5, 6), (1, 2, 4, 5)))
-    assert valid.weigh([5 / 16, 11 / 16])
-    assert valid.weigh([3 / 12, 9 / 12])
-    assert not valid.weigh([0.5, 0.5])
+    assert valid.explaining([5 / 16, 11 / 16], HALVES)
+    assert valid.explaining([3 / 12, 9 / 12], HALVES)
+    assert valid.explaining([0.5, 0.5], HALVES) is None

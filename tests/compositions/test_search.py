@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from pytest_trainloop.compositions.composition import Composition
 from pytest_trainloop.compositions.search import in_parts, of_rows, smallest
 from pytest_trainloop.errors import CannotDecide
 

@@ -82,7 +82,8 @@ from pytest_trainloop.wording import direction, share
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation, Split
+    from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation
+    from pytest_trainloop.checks.batch.accumulation_equivalence.split import Split
     from pytest_trainloop.checks.batch.accumulation_equivalence.weights import Weighing
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -130,7 +131,7 @@ def _first_cause(
 ) -> Iterator[Finding]:
     """What the weights of the micro-batches prove; else what the loop does inside a window, if windows and one batch
     agree without it."""
-    from pytest_trainloop.checks.batch.accumulation_equivalence.shrink import smallest
+    from pytest_trainloop.checks.batch.accumulation_equivalence.fewest_rows import fewest_rows
 
     first, found, undecided = wrong[0], None, None
     try:
@@ -145,7 +146,8 @@ def _first_cause(
         whole = found.cause == "loss_not_divided" and "times the gradient" in found.summary and not found.repair
         if whole and (line := _divided(evidence, found.where)):
             found = replace(found, repair=f"{line}\n{CAUSES[found.cause].repair}")
-        yield replace(found, smallest=smallest(made, first))
+        shown, words = fewest_rows(evidence, made, first, by_counts=found.cause == "mean_of_means")
+        yield replace(found, smallest=words, composition=shown.composition.told())
         return
     inside = None if first.steps_too_early else settled(evidence, made, first)
     if inside is not None:

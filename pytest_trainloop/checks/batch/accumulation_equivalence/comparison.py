@@ -9,16 +9,15 @@ sums of these: the weights are the diagnosis.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.batches import totals
 from pytest_trainloop.batches.micro_batches import MicroBatches, UncutBatches
 from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.checks.batch.accumulation_equivalence.left_out import LeftOut
-from pytest_trainloop.checks.batch.accumulation_equivalence.runs import Runs, bound, precision, separable
+from pytest_trainloop.checks.batch.accumulation_equivalence.split import Doubled, Split
 from pytest_trainloop.checks.batch.accumulation_equivalence.weights import CLOSE, Weighing
 from pytest_trainloop.checks.batch.accumulation_equivalence.windows import (
     WINDOWS,
@@ -26,9 +25,11 @@ from pytest_trainloop.checks.batch.accumulation_equivalence.windows import (
     require_steps,
     worst,
 )
+from pytest_trainloop.compositions.composition import Composition
+from pytest_trainloop.compositions.step_gradients import StepGradients
+from pytest_trainloop.compositions.step_runs import StepRuns, bound, precision, separable
 from pytest_trainloop.errors import CannotDecide, Unreliable
 from pytest_trainloop.gradients.compare import (
-    Agreement,
     agreement,
     cuts_by_itself,
     first_backward,
@@ -49,7 +50,7 @@ from pytest_trainloop.gradients.vectors import Combination, Gradient, combinatio
 from pytest_trainloop.runs.process_state import preserved
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
     from pytest_trainloop.checks.batch.accumulation_equivalence.left_out import Kind
@@ -58,73 +59,27 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
-_Items = Literal["whole", "micro", "copies", "reversed"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """Windows of ``accumulate`` micro-batches against one batch of the same rows."""
-
-    accumulate: int
-    rows: int
-    loop_splits: bool
-    """Whether the loop splits each whole batch by itself."""
-    optimizer: int
-    steps: int
-    """Steps of that optimizer over the micro-batches."""
-    steps_expected: int
-    """Its steps over the whole batches."""
-    first_window: int
-    """Micro-batches before its first step."""
-    backwards: int
-    """How many of these had their backward pass."""
-    windows: tuple[Agreement, ...]
-    """The gradients that the steps consumed, compared with those of the one batch."""
-    updates: float
-    """The difference of the weights at the end, over how far they moved."""
-    lr_differs: bool
-    bound: float
-    """By how much the gradients may differ from rounding."""
-    parameters: int
-    precision: str
-    place: str
-    """The line of the first backward pass."""
-    library: str
-    """The framework whose code calls backward, if any."""
-    step_place: str
-    step_library: str
-    """The framework whose code steps, if any."""
-
-    @property
-    def equal(self) -> bool:
-        """Whether every step came when it should and consumed what it should."""
-        return self.steps == self.steps_expected and all(w.difference <= self.bound for w in self.windows)
-
-    @property
-    def steps_too_early(self) -> bool:
-        return self.steps > self.steps_expected or self.first_window < self.accumulate
-
 
 class Accumulation:
     """The comparisons over one cut of the batches. It holds no state besides the runs that were made."""
 
-    def __init__(self, cut: MicroBatches, runs: Runs) -> None:
-        self.cut = cut
-        self._runs = runs
+    def __init__(self, gradients: StepGradients) -> None:
+        self._gradients = gradients
+        self.cut = gradients.cut
 
     @classmethod
     def of(cls, evidence: Evidence) -> Accumulation:
         """Over as many windows of the first batches as an accumulating run has."""
-        return cls(_cut(evidence), Runs.of(evidence))
+        return cls(StepGradients(_cut(evidence), evidence.shared(StepRuns.of), 1, splits=True))
 
     @classmethod
     def of_loss(cls, evidence: Evidence) -> Accumulation:
         """The same, for a plain loop over the declared loss."""
-        return cls(_cut(evidence), Runs.of_loss(evidence))
+        return cls(StepGradients(_cut(evidence), StepRuns.of_loss(evidence), 1, splits=False))
 
-    def over(self, rows: Sequence[int]) -> Accumulation:
-        """The same comparison over other rows, from the same start."""
-        return Accumulation(replace(self.cut, valid=replace(self.cut.valid, order=tuple(rows))), self._runs)
+    def of_one_window(self) -> Accumulation:
+        """The same over the first batch alone."""
+        return Accumulation(self._gradients.cut_as(replace(self.cut, batches=self.cut.batches[:1])))
 
     def sizes(self) -> list[int]:
         """The numbers of micro-batches that the rows allow, of 2, 3 and 4."""
@@ -141,7 +96,7 @@ class Accumulation:
         for k in self.sizes():
             split = made.split(k)
             if not split.equal and made is self and self._depends_on(self.cut.shared, split):
-                made = Accumulation(self.cut.recounting(), self._runs)
+                made = Accumulation(self._gradients.cut_as(self.cut.recounting()))
                 split = made.split(k)
                 unknown = made.cut.unknown
                 if not split.equal and made._depends_on(unknown, split):
@@ -154,32 +109,35 @@ class Accumulation:
             splits.append(split)
         return made, splits
 
-    def split(self, k: int, *, rows: int | None = None) -> Split:
-        """One comparison. Raises ``CannotDecide`` where the loop cannot be run so."""
-        count = rows or self.cut.rows(k)
-        one, many = self._one(count), self._run("micro", k, count)
+    def split(self, k: int) -> Split:
+        """One comparison, over as many rows as there are. Raises ``CannotDecide`` where the loop cannot be run so."""
+        return self.compared(Composition.evenly(self.cut.valid.order[: self.cut.rows(k)], k))
+
+    def compared(self, composition: Composition) -> Split:
+        """The comparison of windows of these micro-batches. Raises ``CannotDecide`` as ``split`` does."""
+        k, due = len(composition.parts), len(self.cut.batches)
+        one, many = self._run(composition.whole()), self._run(composition)
         loop_splits = False
         if many.steps > one.steps:
-            whole = self._run("whole", k, count)
+            whole = self._run(composition.whole(), knob=k)
             loop_splits = cuts_by_itself(one, whole, k)
             many = whole if loop_splits else many
-        require_steps(one, many, k)
-        judged = [o for o in optimizers(one) if not self._steps_with_each(one, many, o, k, count)]
-        optimizer = max(judged, key=lambda o: worst(one, many, o))
+        require_steps(one, many, k, due)
+        judged = [o for o in optimizers(one) if not self._steps_with_each(one, many, o, composition)]
+        optimizer = max(judged, key=lambda o: worst(one, many, o, due))
         comparable = many.rounds == one.rounds or moving_steps(many) == moving_steps(one)
         backward = first_backward(many, optimizer)
         return Split(
-            accumulate=k,
-            rows=count,
+            composition=composition,
             loop_splits=loop_splits,
             optimizer=optimizer,
             steps=step_count(many, optimizer),
             steps_expected=step_count(one, optimizer),
             first_window=micro_batches(one, many, optimizer),
             backwards=passes(many, optimizer)[1] // max(1, passes(one, optimizer)[1]),
-            windows=tuple(agreements(one, many, optimizer)),
+            windows=tuple(agreements(one, many, optimizer, due)),
             updates=updates_apart(one, many) if comparable else float("inf"),
-            lr_differs=learning_rates(one, optimizer, WINDOWS) != learning_rates(many, optimizer, WINDOWS),
+            lr_differs=learning_rates(one, optimizer, due) != learning_rates(many, optimizer, due),
             bound=bound(one, many),
             parameters=len(consumed(one, optimizer, 0) or ()),
             precision=precision(one, many),
@@ -199,18 +157,26 @@ class Accumulation:
                 "examples interact: the gradient of the whole batch is no weighted sum of those of its parts "
                 f"({one_batch.residual:.1e} of it lies outside), so that accumulation need not be equal"
             )
-        accumulated = self._weighted(self._many(split), split)
-        return Weighing(one_batch, accumulated, self.cut.valid.weigh(one_batch.weights))
+        accumulated = self._weighted(self.many(split), split)
+        return Weighing(one_batch, accumulated, self._counts(one_batch, split) is not None)
 
     def one_batch(self, split: Split) -> Combination:
         """The gradient of the one batch as a weighted sum of its micro-batches'. Raises ``CannotDecide`` where these
         are linearly dependent."""
-        return self._weighted(self._one(split.rows), split)
+        return self._weighted(self.one(split), split)
+
+    def counts(self, split: Split) -> list[int] | None:
+        """The valid targets of each micro-batch, where they weigh so in one batch. Raises ``CannotDecide`` as
+        ``one_batch`` does."""
+        return self._counts(self.one_batch(split), split)
+
+    def _counts(self, one_batch: Combination, split: Split) -> list[int] | None:
+        return self.cut.valid.explaining(one_batch.weights, [part.rows for part in split.composition.split()])
 
     def weights_of_halves(self) -> tuple[float, ...]:
         """How two halves of the rows weigh in the gradient of all of them."""
-        count = self.cut.rows(2)
-        one, parts = self._one(count), self._parts(2, count)
+        halves_of = Composition.evenly(self.cut.valid.order[: self.cut.rows(2)], 2)
+        one, parts = self._run(halves_of.whole()), self._parts(halves_of)
         optimizer = optimizers(one)[0]
         whole, *halves = vectors([consumed(record, optimizer, 0) or {} for record in (one, *parts)])
         found = combination(whole, halves)
@@ -222,7 +188,7 @@ class Accumulation:
         """What the second window holds too much, as a weighted sum of the first window's micro-batches; of the
         parameters where it does."""
         o = split.optimizer
-        one, many = consumed(self._one(split.rows), o, 1) or {}, consumed(self._many(split), o, 1) or {}
+        one, many = consumed(self.one(split), o, 1) or {}, consumed(self.many(split), o, 1) or {}
         differing = {
             name
             for name in many
@@ -239,13 +205,13 @@ class Accumulation:
         Over the same rows, what windows of 4 give too much is then three times what windows of 2 give. It is about as
         much in the second window as in the first; what grows from one micro-batch to the next is something else.
         """
-        count = len(self.cut.valid.order) // 4 * 4
-        if not count:
+        rows = self.cut.valid.order[: len(self.cut.valid.order) // 4 * 4]
+        if not rows:
             return False
-        one = self._one(count)
+        one = self._run(Composition(rows))
         excess: dict[tuple[int, int], torch.Tensor] = {}
         for k in (2, 4):
-            many = self._many(self.split(k, rows=count))
+            many = self.many(self.compared(Composition.evenly(rows, k)))
             for nth in range(WINDOWS):
                 pair = [consumed(record, split.optimizer, nth) or {} for record in (one, many)]
                 whole, got = vectors(pair)
@@ -256,77 +222,65 @@ class Accumulation:
 
     def one(self, split: Split) -> Record:
         """The run over whole batches."""
-        return self._one(split.rows)
+        return self._run(split.composition.whole())
 
     def many(self, split: Split) -> Record:
         """The run over micro-batches."""
-        return self._many(split)
+        return self._run(self._items(split), knob=split.accumulate)
 
     def agrees_without(self, split: Split, kind: Kind) -> LeftOut | None:
         """Whether windows and one batch give the same gradients and the same weights once changes of this kind are left
         out; what was left out over the micro-batches then, and None where they still differ."""
         left: list[LeftOut] = []
 
-        def around(record: Record) -> Callable[[Watch], AbstractContextManager[Any]]:
+        def around(record: Record) -> Callable[[Watch], tuple[AbstractContextManager[Any]]]:
             number = passes(record, split.optimizer)[1]
 
-            def enter(watch: Watch) -> AbstractContextManager[Any]:
+            def enter(watch: Watch) -> tuple[AbstractContextManager[Any]]:
                 left.append(LeftOut(watch, kind, split.optimizer, number))
-                return left[-1].on()
+                return (left[-1].on(),)
 
             return enter
 
-        one, many = self._one(split.rows), self._many(split)
-        items: _Items = "whole" if split.loop_splits else "micro"
-        key = self._key(split.accumulate, split.rows, kind)
+        one, many = self.one(split), self.many(split)
+        around_one, around_many = around(one), around(many)
         if kind in ("rates", "hooks"):
-            one = self._runs.made(
-                ("one", *key), 1, lambda: self.cut.whole(split.rows), may_raise=True, around=around(one)
-            )
-        many = self._runs.made(
-            (items, *key),
-            split.accumulate,
-            self._items(items, split.accumulate, split.rows),
-            may_raise=True,
-            around=around(many),
-        )
+            one = self._run(split.composition.whole(), contexts=(around_one,), may_raise=True)
+        many = self._run(self._items(split), knob=split.accumulate, contexts=(around_many,), may_raise=True)
         if one.raised or many.raised or many.rounds != one.rounds or not left[-1].any:
             return None
-        found = agreements(one, many, split.optimizer)
+        found = agreements(one, many, split.optimizer, WINDOWS)
         equal = bool(found) and all(a.difference <= split.bound for a in found)
         return left[-1] if equal and updates_apart(one, many) <= CLOSE else None
 
     def divides_by_a_constant(self, split: Split) -> bool:
         """Whether a window of k copies of the whole batch gives the one batch's gradient: the loop then divides by a
         number of rows from its settings, which parts of a batch do not have."""
-        copies = self._run("copies", split.accumulate, split.rows)
-        return first_step_difference(self._one(split.rows), copies, split.optimizer) <= split.bound
+        rows, k = split.composition.rows, split.accumulate
+        copies = self._run(Composition(rows * k, (len(rows),) * k))
+        return first_step_difference(self.one(split), copies, split.optimizer) <= split.bound
 
     def difference_when_reversed(self, split: Split) -> float:
         """The difference that reversing the rows of the one batch makes: rounding, where rows do not interact."""
-        backwards = self._run("reversed", 1, split.rows)
-        return first_step_difference(self._one(split.rows), backwards, split.optimizer)
+        backwards = self._run(Composition(split.composition.rows[::-1]))
+        return first_step_difference(self.one(split), backwards, split.optimizer)
 
     def _depends_on(self, numbers: Mapping[Path, float], split: Split) -> bool:
         """Whether the gradient changes with these numbers of the batch."""
         if not numbers:
             return False
-        one, count = self._one(split.rows), split.rows
-        double = self._runs.made(
-            self._key("doubled", count, tuple(numbers)),
-            1,
-            lambda: [totals.doubled(batch, count, numbers) for batch in self.cut.whole(count)],
-            may_raise=True,
-        )
+        one, rows = self.one(split), split.composition.rows
+        change = Doubled(len(self.cut.valid.order), tuple(numbers))
+        double = self._run(Composition(rows, change=change), may_raise=True)
         return double.raised is not None or first_step_difference(one, double, split.optimizer) > bound(one, double)
 
-    def _steps_with_each(self, one: Record, many: Record, optimizer: int, k: int, count: int) -> bool:
+    def _steps_with_each(self, one: Record, many: Record, optimizer: int, composition: Composition) -> bool:
         """Whether an optimizer is meant to step with every micro-batch, next to another that waits for the window's
         end: it consumes the first micro-batch's own gradient, undivided."""
         others = [o for o in optimizers(one) if o != optimizer and step_count(many, o) == step_count(one, o)]
-        if not others or step_count(many, optimizer) < k * step_count(one, optimizer):
+        if not others or step_count(many, optimizer) < len(composition.parts) * step_count(one, optimizer):
             return False
-        first = self._parts(k, count)[0]
+        first = self._parts(composition)[0]
         return first_step_difference(first, many, optimizer) <= bound(first, many)
 
     def _weighted(self, record: Record, split: Split) -> Combination:
@@ -342,7 +296,7 @@ class Accumulation:
         return found
 
     def _own_gradients(self, split: Split) -> list[Gradient]:
-        return [consumed(r, split.optimizer, 0) or {} for r in self._parts(split.accumulate, split.rows)]
+        return [consumed(r, split.optimizer, 0) or {} for r in self._parts(split.composition)]
 
     def _require_repeatable(self, split: Split) -> None:
         """Draws of the loop's own (noise, a shuffle, stochastic depth) make two runs differ by more than rounding."""
@@ -356,46 +310,36 @@ class Accumulation:
                 ),
             ),
         ):
-            pairs: tuple[tuple[_Items, int], ...] = (("whole", 1), ("micro", split.accumulate))
-            for items, k in pairs:
-                first = self._run(items, k, split.rows)
-                again = self._run(items, k, split.rows, fit_seed=fit_seed, again=True)
+            for items, k in ((split.composition.whole(), 1), (self._items(split), split.accumulate)):
+                first = self._run(items, knob=k)
+                again = self._run(items, knob=k, fit_seed=fit_seed, again=True)
                 if first_step_difference(first, again, split.optimizer) > bound(first, again):
                     raise refused
 
-    def _one(self, count: int) -> Record:
-        return self._run("whole", 1, count)
+    def _items(self, split: Split) -> Composition:
+        """What the run over micro-batches is given: whole batches, where the loop splits these by itself."""
+        return split.composition.whole() if split.loop_splits else split.composition
 
-    def _many(self, split: Split) -> Record:
-        return self._run("whole" if split.loop_splits else "micro", split.accumulate, split.rows)
-
-    def _parts(self, k: int, count: int) -> list[Record]:
+    def _parts(self, composition: Composition) -> list[Record]:
         """Runs on one micro-batch each."""
-        return [
-            self._runs.made(self._key("part", k, count, i), 1, lambda i=i: self.cut.split(k, count)[i : i + 1])  # type: ignore[misc]
-            for i in range(k)
-        ]
+        made = [part.record for part in self._gradients.parts(composition)]
+        for record in made:
+            self._require_returned(record, 1)
+        return made
 
-    def _run(
-        self, what: _Items, accumulate: int, count: int, *, fit_seed: int | None = None, again: bool = False
-    ) -> Record:
-        """The run with the knob at ``accumulate`` over what is made of ``count`` rows."""
-        items = self._items(what, accumulate, count)
-        return self._runs.made(
-            self._key(what, accumulate, count, fit_seed, again), accumulate, items, fit_seed=fit_seed
-        )
+    def _run(self, composition: Composition, *, may_raise: bool = False, **how: Any) -> Record:
+        """The run over windows composed so. Raises ``CannotDecide`` where ``fit`` raises on them, unless it may."""
+        record = self._gradients.windows(composition, **how)
+        if not may_raise:
+            self._require_returned(record, len(composition.parts))
+        return record
 
-    def _items(self, what: _Items, accumulate: int, count: int) -> Callable[[], list[Any]]:
-        made: dict[_Items, Callable[[], list[Any]]] = {
-            "whole": lambda: self.cut.whole(count),
-            "micro": lambda: self.cut.split(accumulate, count),
-            "copies": lambda: [batch for batch in self.cut.whole(count) for _ in range(accumulate)],
-            "reversed": lambda: self.cut.reversed(count),
-        }
-        return made[what]
-
-    def _key(self, *key: object) -> tuple[object, ...]:
-        return self.cut.valid.order, self.cut.recount, *key
+    def _require_returned(self, record: Record, parts: int) -> None:
+        if record.raised is not None:
+            raise CannotDecide(
+                f"{self._gradients.calls} raised {record.raised.summary} on {'part of ' if parts > 1 else ''}the "
+                "batch; give batch_dim= or split_batch= if its rows lie along another axis"
+            )
 
 
 def _cut(evidence: Evidence) -> MicroBatches:

@@ -11,7 +11,8 @@ from pytest_trainloop.errors import CannotDecide
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation, Split
+    from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation
+    from pytest_trainloop.checks.batch.accumulation_equivalence.split import Split
     from pytest_trainloop.checks.batch.accumulation_equivalence.weights import Weighing
     from pytest_trainloop.finding import Level
 

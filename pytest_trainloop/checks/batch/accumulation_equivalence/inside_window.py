@@ -15,8 +15,9 @@ from pytest_trainloop.wording import share
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation, Split
+    from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation
     from pytest_trainloop.checks.batch.accumulation_equivalence.left_out import Kind, LeftOut
+    from pytest_trainloop.checks.batch.accumulation_equivalence.split import Split
     from pytest_trainloop.recording.events import Event
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence

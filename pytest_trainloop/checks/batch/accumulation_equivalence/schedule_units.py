@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation, Split
+    from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation
+    from pytest_trainloop.checks.batch.accumulation_equivalence.split import Split
     from pytest_trainloop.runs.evidence import Evidence
 
 BETWEEN = 1e-6

@@ -23,26 +23,26 @@ def require_windows_of_one_size(evidence: Evidence, window: int) -> None:
         raise CannotDecide(f"windows grow during training ({shown} backward passes a step): no two runs are comparable")
 
 
-def require_steps(one: Record, many: Record, k: int) -> None:
+def require_steps(one: Record, many: Record, k: int, windows: int) -> None:
     made, expected = many.steps, one.steps
-    if not any(step_count(one, o) >= WINDOWS for o in optimizers(one)):
+    if not any(step_count(one, o) >= windows for o in optimizers(one)):
         raise CannotDecide(
-            f"with accumulate=1 the loop made {expected} steps over {WINDOWS} batches, where {WINDOWS} are due"
+            f"with accumulate=1 the loop made {expected} steps over {windows} batches, where {windows} are due"
         )
     if made < expected:
         raise CannotDecide(
-            f"with accumulate={k} the loop made {made} steps over {WINDOWS * k} micro-batches, where {expected} "
+            f"with accumulate={k} the loop made {made} steps over {windows * k} micro-batches, where {expected} "
             "are due: it counts its windows in another way, or collects more batches before it steps"
         )
 
 
-def agreements(one: Record, many: Record, optimizer: int) -> list[Agreement]:
-    pairs = [(consumed(one, optimizer, n), consumed(many, optimizer, n)) for n in range(WINDOWS)]
+def agreements(one: Record, many: Record, optimizer: int, windows: int) -> list[Agreement]:
+    pairs = [(consumed(one, optimizer, n), consumed(many, optimizer, n)) for n in range(windows)]
     return [agreement(*vectors([a, b])) for a, b in pairs if a is not None and b is not None]
 
 
-def worst(one: Record, many: Record, optimizer: int) -> float:
+def worst(one: Record, many: Record, optimizer: int, windows: int) -> float:
     """How far the windows differ; infinite where the optimizer stepped another number of times."""
     if step_count(one, optimizer) != step_count(many, optimizer):
         return float("inf")
-    return max((a.difference for a in agreements(one, many, optimizer)), default=0.0)
+    return max((a.difference for a in agreements(one, many, optimizer, windows)), default=0.0)

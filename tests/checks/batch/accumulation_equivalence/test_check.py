@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_trainloop.checks.batch.accumulation_equivalence import shrink
+from pytest_trainloop.checks.batch.accumulation_equivalence import fewest_rows
 from pytest_trainloop.checks.batch.accumulation_equivalence.check import CAUSES, accumulation_equivalence
-from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation, Split
+from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation
+from pytest_trainloop.checks.batch.accumulation_equivalence.split import Split
 from pytest_trainloop.checks.batch.accumulation_equivalence.weights import Weighing
+from pytest_trainloop.compositions.composition import Composition
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.compare import Agreement
 from pytest_trainloop.gradients.vectors import Combination
@@ -22,8 +24,7 @@ SAME = Agreement(1.0, 1.0, 1e-16)
 
 def split(k=2, *, first=SAME, second=SAME, **fields):
     given = {
-        "accumulate": k,
-        "rows": 12,
+        "composition": Composition.evenly(range(12), k),
         "loop_splits": False,
         "optimizer": 0,
         "steps": 2,
@@ -89,7 +90,7 @@ NOT_FINITE = Agreement(math.nan, math.nan, 0.0)
 
 @pytest.fixture(autouse=True)
 def no_search(monkeypatch):
-    monkeypatch.setattr(shrink, "smallest", lambda made, split: f"{split.rows} rows")
+    monkeypatch.setattr(fewest_rows, "fewest_rows", lambda evidence, made, split, by_counts: (split, "12 rows"))
 
 
 def given(windows, lengths=()):

@@ -9,7 +9,8 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation
-from pytest_trainloop.checks.batch.accumulation_equivalence.shrink import TRIES, smallest
+from pytest_trainloop.checks.batch.accumulation_equivalence.fewest_rows import fewest_rows
+from pytest_trainloop.compositions.search import MOST_STEPS
 from pytest_trainloop.runs.evidence import Evidence
 
 TAGS = 5
@@ -38,62 +39,60 @@ def evidence(divide=lambda loss, k, rows: loss / k, *, rows=8, counts=None, fewe
     return Evidence(make, knobs={"accumulate": "accumulate"})
 
 
+def smallest(given, k, *, by_counts=False):
+    made = given.shared(Accumulation.of)
+    return fewest_rows(given, made, made.split(k), by_counts=by_counts)[1]
+
+
 def not_divided(loss, k, rows):
     return loss
 
 
 @pytest.mark.parametrize("k", [2, 4])
 def test_a_sum_is_shown_by_one_row_in_each_micro_batch(k):
-    made = evidence(not_divided).shared(Accumulation.of)
-    assert smallest(made, made.split(k)) == "rows " + " | ".join(f"[{row}]" for row in range(k))
+    assert smallest(evidence(not_divided), k) == "rows " + " | ".join(f"[{row}]" for row in range(k))
 
 
 def test_a_mean_of_means_is_shown_by_rows_with_unequal_counts():
-    made = evidence(counts=COUNTS).shared(Accumulation.of)
-    assert smallest(made, made.split(2)) == "rows [3] | [7]; 2 against 7 valid targets"
-    assert smallest(made, made.split(4)) == "rows [3] | [6] | [0] | [7]; 2, 3, 4, 7 valid targets"
+    assert smallest(evidence(counts=COUNTS), 2, by_counts=True) == "rows [3] | [7]; 2 against 7 valid targets"
+    four = "rows [3] | [7] | [6] | [5]; 2, 7, 3, 7 valid targets"
+    assert smallest(evidence(counts=COUNTS), 4, by_counts=True) == four
 
 
 def test_counts_that_do_not_matter_are_not_told():
-    made = evidence(not_divided, counts=COUNTS).shared(Accumulation.of)
-    assert smallest(made, made.split(2)) == "rows [0] | [2]"
+    assert smallest(evidence(not_divided, counts=COUNTS), 2) == "rows [1] | [4]"
 
 
 @pytest.mark.parametrize(
     ("fewest", "rows", "expected"),
     [
         (2, 8, "rows [0, 1] | [2, 3]"),
-        (3, 8, "rows [0, 1, 2, 3] | [4, 5, 6, 7]"),
-        (7, 24, "24 examples as [12, 12]"),
+        (3, 8, "rows [0, 1, 2] | [3, 4, 5]"),
+        (12, 24, "24 rows as [12, 12]"),
     ],
 )
 def test_a_loop_that_refuses_few_rows_is_shown_more(fewest, rows, expected):
-    made = evidence(not_divided, fewest=fewest, rows=rows).shared(Accumulation.of)
-    assert smallest(made, made.split(2)) == expected
+    assert smallest(evidence(not_divided, fewest=fewest, rows=rows), 2) == expected
 
 
 def test_another_fault_of_few_rows_is_not_taken_for_this_one():
     def divide(loss, k, rows):
         return loss if rows > 1 else loss * 3 / k
 
-    made = evidence(divide).shared(Accumulation.of)
-    assert smallest(made, made.split(2)) == "rows [0, 1] | [2, 3]"
+    assert smallest(evidence(divide), 2) == "rows [0, 1] | [2, 3]"
 
 
 def test_batches_that_the_project_cuts_are_told_by_their_sizes():
     def halves(batch, k):
         return zip(*(tensor.chunk(k) for tensor in batch), strict=True)
 
-    made = evidence(not_divided, split_batch=halves).shared(Accumulation.of)
-    assert smallest(made, made.split(2)) == "2 examples as [1, 1]"
+    assert smallest(evidence(not_divided, split_batch=halves), 2) == "2 rows as [1, 1]"
 
 
-def test_few_runs_are_made_and_the_verdict_stays():
-    found = evidence(not_divided, fewest=12, rows=96)
-    made = found.shared(Accumulation.of)
-    before = made.split(2)
-    runs = []
-    own, made._runs._run_plan = made._runs._run_plan, lambda plan: runs.append(plan) or own(plan)
-    smallest(made, before)
-    assert len(runs) <= 2 * TRIES
+def test_few_steps_are_made_and_the_verdict_stays():
+    given = evidence(not_divided, fewest=12, rows=96)
+    made = given.shared(Accumulation.of)
+    before, steps = made.split(2), given.own_steps
+    fewest_rows(given, made, before, by_counts=False)
+    assert given.own_steps <= steps + MOST_STEPS + 2
     assert made.split(2) == before
