@@ -45,6 +45,7 @@ NAMES = (
     "batch_norm_under_a_checkpoint_moves_twice",
     "a_batch_divided_by_its_norm",
     "transformer_attends_to_other_rows",
+    "readout_without_the_graph_of_each_node",
     "a_gate_by_the_mean_of_the_sequence",
     "a_condition_that_is_handed_over_and_not_embedded",
     "generator_at_module_level",

@@ -1,0 +1,236 @@
+"""Segments along one axis of a batch: graphs behind each other, packed documents.
+
+What says so, by the fields of PyTorch Geometric, DGL, jraph, Pointcept, Hugging Face and T5, none of which is imported:
+
+* a vector with the number of the graph of each node (``batch``), known by its name, or by an ``edge_index`` beside it;
+* borders that begin with 0 (``ptr``, ``cu_seqlens``), ends (``offset``) or counts (``batch_num_nodes``, ``n_node``)
+  that add up to the length of the axis;
+* the number of the document of each token (``seq_idx``, ``document_ids``, ``inputs_segmentation``);
+* position ids that count up by 1 and start again at 0, at other places in each row.
+
+Numbers of sentences (0 and 1 in each row) are not such: the two sentences of a pair are to see each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from pytest_trainloop import nested
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Kind = Literal["graph", "document"]
+
+VECTORS = frozenset(
+    """batch batch_index batch_idx batch_id batch_ids batch_vec graph_id graph_ids graph_idx graph_index node_graph
+    node_graph_ids node_batch""".split()
+)
+"""Names of the number of the graph of each node."""
+
+_BORDERS = frozenset("ptr indptr cu_seqlens cu_seq_lens cu_seqlens_q cu_seq_lens_q cu_seqlens_k borders".split())
+_ENDS = frozenset("offset offsets ends".split())
+_COUNTS = frozenset(
+    "batch_num_nodes num_nodes n_node n_nodes natoms num_atoms num_nodes_per_graph seqlens seq_lens doc_lens".split()
+)
+_OF_GRAPHS = VECTORS | _COUNTS | _ENDS | {"ptr", "indptr"}
+_DOCUMENTS = frozenset(
+    """seq_idx document_ids document_id doc_ids doc_id sequence_ids sequence_id segment_ids segment_id segmentation
+    inputs_segmentation targets_segmentation decoder_segment_ids encoder_segment_ids document_index""".split()
+)
+_MAY_BE_SENTENCES = frozenset("segment_ids segment_id".split())
+_POSITIONS = frozenset("position_ids position_id positions inputs_position pos_ids input_pos decoder_positions".split())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segments:
+    """``ids``: the number of the segment of each entry, from 0, and -1 where there is none: (entries,), or (rows,
+    positions). ``teller``: what says so, as it is written in code. ``edges``: the edges between the entries, (2, edges)
+    each, by what they are called."""
+
+    kind: Kind
+    ids: torch.Tensor
+    count: int
+    teller: str
+    edges: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.kind
+
+    @property
+    def entry(self) -> str:
+        return "node" if self.kind == "graph" else "token"
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of entries of each segment."""
+        return torch.bincount(self.ids[self.ids >= 0], minlength=self.count).tolist()
+
+    def of_entries(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The segment of each entry of a tensor with one for each entry of the batch, by its leading axes; None where
+        it has none."""
+        ids, shape = self.ids, tensor.shape
+        if tensor.is_nested or not tensor.dim():
+            return None
+        if shape[: ids.dim()] == ids.shape:
+            return ids
+        if ids.dim() == 1:
+            return ids[None] if shape[:2] == (1, len(ids)) else None
+        if shape[0] == ids.numel():
+            return ids.flatten()
+        if ids.shape[0] != ids.shape[1] and shape[:2] == ids.T.shape:
+            return ids.T
+        return None
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The same, also of a tensor with one entry for each edge, or for each segment."""
+        found = self.of_entries(tensor)
+        if found is not None or tensor.is_nested or not tensor.dim():
+            return found
+        for edges in self.edges.values():
+            if len(tensor) == edges.shape[1] and edges.shape[1] not in (self.count, *self.ids.shape):
+                return self.ids[edges[0]]
+        if len(tensor) == self.count and self.count not in self.ids.shape and self.count > 1:
+            return torch.arange(self.count, device=self.ids.device)
+        return None
+
+
+def read(nest: Any) -> Segments | None:
+    """The segments of a batch, or of what a model is called with; None where nothing says that there are two or more.
+
+    None as well where nodes are of several kinds, each with a vector of its own.
+    """
+    given = [
+        (_name(path), nested.shown(path), tensor.detach())
+        for path, tensor in nested.paths(nest)
+        if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+    ]
+    pairs = {shown: t for _, shown, t in given if _whole(t) and t.dim() == 2 and len(t) == 2 and t.shape[1] > 0}
+    edges = {shown: t for shown, t in pairs.items() if "edge" in shown or "adj" in shown} or pairs
+    lengths = {t.shape[1] if t.shape[0] == 1 and t.dim() > 1 else t.shape[0] for _, _, t in given if t.dim()}
+    entries = {len(t) for _, _, t in given if t.dim() > 1 or (t.dim() and t.is_floating_point())}
+    found = [s for name, shown, t in given if (s := _one(name, shown, t, edges, entries, lengths)) is not None]
+    vectors = [s.ids for s in found if s.ids.dim() == 1]
+    if any(v.shape != vectors[0].shape or not torch.equal(v, vectors[0].to(v.device)) for v in vectors):
+        return None
+    return next(iter(sorted(found, key=lambda s: s.ids.dim())), None)
+
+
+def may_hold(nest: Any) -> bool:
+    """Whether what is made of this batch may have segments that it does not tell itself: graphs in a list, or data that
+    are no tensors yet."""
+    given = list(nested.tensors(nest))
+    return not given or any(_whole(t) and t.dim() == 2 and len(t) == 2 for t in given)
+
+
+def _one(
+    name: str,
+    shown: str,
+    tensor: torch.Tensor,
+    edges: Mapping[str, torch.Tensor],
+    entries: set[int],
+    lengths: set[int],
+) -> Segments | None:
+    if not _whole(tensor) or not tensor.numel():
+        return None
+    if tensor.dim() == 1:
+        return _graphs(name, shown, tensor, edges, entries) or _by_sizes(name, shown, tensor, edges, lengths)
+    if tensor.dim() == 2 and min(tensor.shape) > 0:
+        ids = None
+        if name in _DOCUMENTS:
+            ids = _by_numbers(tensor, may_be_sentences=name in _MAY_BE_SENTENCES)
+        elif name in _POSITIONS:
+            ids = _by_positions(tensor)
+        if ids is not None and int(ids.max()) > 0:
+            return Segments("document", ids, int(ids.max()) + 1, shown)
+    return None
+
+
+def _graphs(
+    name: str, shown: str, tensor: torch.Tensor, edges: Mapping[str, torch.Tensor], entries: set[int]
+) -> Segments | None:
+    """By a vector that numbers the graphs from 0: under a name for it, or beside edges between that many nodes."""
+    count = int(tensor.max()) + 1
+    if len(tensor) < 3 or not 1 < count < len(tensor) or len(tensor) not in entries:
+        return None
+    if int(tensor.min()) != 0 or not bool((tensor.bincount() > 0).all()):
+        return None
+    own = {shown: e for shown, e in edges.items() if _within(e, len(tensor))}
+    in_order = bool((tensor.diff() >= 0).all())
+    if name in VECTORS or (own and in_order and not name.startswith(("y", "label", "target", "edge"))):
+        return Segments("graph", tensor.long(), count, shown, own)
+    return None
+
+
+def _by_sizes(
+    name: str, shown: str, tensor: torch.Tensor, edges: Mapping[str, torch.Tensor], lengths: set[int]
+) -> Segments | None:
+    """By borders, ends or counts."""
+    values = tensor.long()
+    if name in _BORDERS and int(values[0]) == 0:
+        sizes = values.diff()
+    elif name in _ENDS:
+        sizes = values.diff() if int(values[0]) == 0 else torch.cat([values[:1], values.diff()])
+    elif name in _COUNTS:
+        sizes = values
+    else:
+        return None
+    sizes = sizes[sizes != 0]
+    total = int(sizes.sum())
+    if len(sizes) < 2 or bool((sizes < 0).any()) or total not in lengths or total == len(values):
+        return None
+    ids = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
+    own = {shown: e for shown, e in edges.items() if _within(e, total)}
+    return Segments("graph" if name in _OF_GRAPHS or own else "document", ids, len(sizes), shown, own)
+
+
+def _by_numbers(tensor: torch.Tensor, *, may_be_sentences: bool) -> torch.Tensor | None:
+    """Each run of one number in a row is a document; one of 0 at the end, or of negative numbers, is padding."""
+    values = tensor.long()
+    if may_be_sentences and bool((values <= 1).all()) and bool((values[:, 0] == 0).all()):
+        return None
+    changes = torch.zeros_like(values, dtype=torch.bool)
+    changes[:, 1:] = values[:, 1:] != values[:, :-1]
+    changes[:, 0] = True
+    at_the_end = (values != 0).flip(1).cumsum(1).flip(1) == 0
+    outside = (values < 0) | (at_the_end & (values > 0).any(1, keepdim=True))
+    return _numbered(changes, outside)
+
+
+def _by_positions(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A document begins at each 0; further ones at the end of a row are padding."""
+    values = tensor.long()
+    starts = values == 0
+    if not bool(starts[:, 0].all()):
+        return None
+    outside = torch.zeros_like(starts)
+    outside[:, 1:] = starts[:, 1:] & starts[:, :-1]
+    outside = outside & (starts.flip(1).cumsum(1).flip(1) == torch.arange(values.shape[1], 0, -1, device=values.device))
+    goes_on = values[:, 1:] == values[:, :-1] + 1
+    if not bool((goes_on | starts[:, 1:] | outside[:, 1:]).all()):
+        return None
+    inner = starts & ~outside
+    alike = bool((inner == inner[:1]).all()) and len(values) > 1
+    return None if alike or int(inner.sum(1).max()) < 2 else _numbered(starts, outside)
+
+
+def _numbered(starts: torch.Tensor, outside: torch.Tensor) -> torch.Tensor:
+    """Numbers from 0 for the runs that begin at ``starts``, through all rows; -1 outside."""
+    runs = (starts & ~outside).flatten().cumsum(0).view(starts.shape) - 1
+    return torch.where(outside, -1, runs)
+
+
+def _within(edges: torch.Tensor, nodes: int) -> bool:
+    return int(edges.min()) >= 0 and int(edges.max()) < nodes
+
+
+def _whole(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
+
+
+def _name(path: nested.Path) -> str:
+    return next((str(key).lower().lstrip("_") for key in reversed(path) if isinstance(key, str)), "")

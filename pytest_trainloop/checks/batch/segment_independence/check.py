@@ -1,0 +1,220 @@
+"""Graphs, documents and episodes that stand behind each other in one batch do not meet.
+
+What it does
+    It reads which entries of the example batch belong to one graph, document or episode: from the number of the graph
+    of each node, offsets, borders, position ids that start again, flags of the last step. Then it makes one forward
+    pass in evaluation mode and takes the gradient of the outputs for one segment with respect to the data of the
+    others; it looks at the edges; and it puts the rewards of later episodes into another order and looks at what the
+    loss weighs earlier steps by.
+
+Why is this bad?
+    A pooling without the vector that says which graph, edges without offsets, returns that run on into the next
+    episode: shapes fit and the loss falls, while each example is judged by what happens to stand beside it.
+
+How it decides
+    The gradient of one segment's outputs with respect to the data of another is exactly 0 where they are kept apart,
+    without a tolerance. A cause is a fault where the same operation within each graph makes it exactly 0: a softmax, a
+    mean or another statistic over the nodes of all graphs, a reshape into equal parts across their borders. Batch norms
+    with running statistics keep segments apart, those without are left alone. What else lets segments meet is advice,
+    and a fault where rows_interact=False is declared: documents packed into one row may be meant to see each other.
+    Edges are judged by the data: both ends of each must lie in one graph. Where nodes are of several kinds nothing is
+    said.
+    The weight of a step in the loss must not depend on rewards of a later episode. These are put into another order,
+    which leaves every statistic over the rollout as it is, and weights of earlier steps that are all scaled and shifted
+    alike are standardised. Flags may mark the last step of an episode or the first of the next: only what is wrong by
+    both is reported. Rewards that are called intrinsic may run on.
+
+Faulty
+    >>> class GraphNet(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.body, self.head = nn.Linear(4, 16), nn.Linear(16, 3)
+    ...
+    ...     def forward(self, data):
+    ...         nodes, graph = self.body(data["x"]).tanh(), data["batch"]
+    ...         return self.head(nodes.mean(0, keepdim=True).expand(4, -1))
+    ...
+    >>> model = GraphNet()
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> graph = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 3])
+    >>> batch = {"x": torch.randn(10, 4), "batch": graph}, torch.tensor([0, 1, 2, 1])
+
+Fixed
+    >>> class GraphNet(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.body, self.head = nn.Linear(4, 16), nn.Linear(16, 3)
+    ...
+    ...     def forward(self, data):
+    ...         nodes, graph = self.body(data["x"]).tanh(), data["batch"]
+    ...         return self.head(nodes.new_zeros(4, 16).index_add(0, graph, nodes))
+    ...
+    >>> model = GraphNet()
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> graph = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 3])
+    >>> batch = {"x": torch.randn(10, 4), "batch": graph}, torch.tensor([0, 1, 2, 1])
+
+Known limits
+    What leaks without a gradient is not seen, and of episodes only returns that the loop computes from a batch with
+    rewards and flags under their usual names. ``rows_interact=True`` declares that segments meet on purpose,
+    ``rows_interact=False`` that they must not.
+
+References
+    https://pytorch-geometric.readthedocs.io/en/latest/advanced/batching.html (one graph of many, by offsets)
+    https://huggingface.co/blog/packing-with-FA2 (documents in one row)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.checks.batch.explained import LEARNING
+from pytest_trainloop.errors import CannotDecide, DoesNotApply
+from pytest_trainloop.finding import Finding
+from pytest_trainloop.registry import Cause, check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.batches.segments import Segments
+    from pytest_trainloop.checks.batch.segment_independence.interaction import Interaction
+    from pytest_trainloop.runs.evidence import Evidence
+
+EXPLAINS = (*LEARNING, "causality", "batch_independence")
+SETTLE = "rows_interact=True says that it is meant, rows_interact=False makes it a fault"
+
+CAUSES = {
+    "edges_not_offset": Cause(
+        proof="all edges lie among as many nodes as the largest graph has, and other graphs have none",
+        repair="add the number of nodes before it to each graph's edges: edge_index + ptr[i]",
+        explains=EXPLAINS,
+    ),
+    "edges_across_graphs": Cause(
+        proof="an edge joins nodes of which the batch says that they are of different graphs",
+        repair="add to each graph's edges the number of nodes before it, and sort the nodes by graph",
+        explains=EXPLAINS,
+    ),
+    "softmax_over_graphs": Cause(
+        proof="with the softmax over the nodes of each graph no output depends on another graph",
+        repair="take the softmax within each graph: softmax(scores, batch)",
+        explains=EXPLAINS,
+        change=("seen",),
+    ),
+    "pooled_over_graphs": Cause(
+        proof="with the same taken over the nodes of each graph no output depends on another graph",
+        repair="take it within each graph: by index_add or scatter with the number of the graph of each node",
+        explains=EXPLAINS,
+        change=("seen",),
+        settle=SETTLE,
+    ),
+    "cut_across_graphs": Cause(
+        proof="a part that stands for one graph holds nodes of two",
+        repair="split at the borders: nodes.split(sizes), or scatter by the number of the graph of each node",
+        explains=EXPLAINS,
+        change=("seen",),
+    ),
+    "segments_interact": Cause(
+        proof="the outputs for one segment have a gradient with respect to the data of another: a fault where "
+        "rows_interact=False is declared",
+        repair="mask what lies in other segments, or declare rows_interact=True",
+        explains=EXPLAINS,
+        change=("seen",),
+        settle=SETTLE,
+    ),
+}
+
+
+@check(needs={"run"}, causes=CAUSES, rank=32)
+def segment_independence(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.checks.batch.segment_independence.interaction import SegmentPasses
+
+    declared = evidence.declared("rows_interact")
+    if declared:
+        raise DoesNotApply("rows_interact=True declares that rows interact on purpose")
+    passes = evidence.shared(SegmentPasses)
+    met = passes.interaction()
+    if passes.segments is None:
+        raise DoesNotApply("the batch holds no graphs, packed documents or episodes that could be told apart")
+    edges = list(_edges(passes.segments))
+    if edges:
+        yield from edges
+    elif met is not None:
+        yield _finding(met, declared)
+
+
+def _edges(segments: Segments) -> Iterator[Finding]:
+    from pytest_trainloop.checks.batch.segment_independence.edges import edges_of
+
+    edges = edges_of(segments)
+    if edges is None:
+        return
+    if edges.restarts:
+        yield Finding(
+            cause="edges_not_offset",
+            summary=f"all {edges.count} edges lie in the first graph: {len(edges.without)} of {segments.count} graphs "
+            "have none",
+            measured=f"graphs of {_sizes(segments)} nodes by {segments.teller}; no edge touches graph "
+            f"{edges.without[0]}",
+            shown_by="some edges come twice or join two graphs, as where each graph's nodes are counted from 0",
+            culprits=(edges.name,),
+            kinds=("input",),
+            smallest=f"graphs {min(edges.without[0], 1)} and {max(edges.without[0], 1)}",
+        )
+    elif edges.first is not None:
+        source, target, one, other = edges.first
+        yield Finding(
+            cause="edges_across_graphs",
+            summary=f"{edges.across} of {edges.count} edges join nodes of different graphs",
+            measured=f"an edge goes from node {source} of graph {one} to node {target} of graph {other}",
+            shown_by=f"{segments.teller} says which graph each node belongs to: {_sizes(segments)} nodes",
+            culprits=(edges.name,),
+            kinds=("input",),
+            smallest=f"graphs {min(one, other)} and {max(one, other)}",
+        )
+
+
+def _sizes(segments: Segments) -> str:
+    sizes = [str(n) for n in segments.sizes[:4]]
+    return ", ".join(sizes) + (", ..." if segments.count > 4 else "")
+
+
+def _finding(met: Interaction, declared: bool | None) -> Finding:
+    op, segments = met.op, met.segments
+    a_graph = segments.kind == "graph"
+    cause = {"softmax": "softmax_over_graphs", "statistics": "pooled_over_graphs", "reshaped": "cut_across_graphs"}.get(
+        met.why, "segments_interact"
+    )
+    if not a_graph:
+        cause = "segments_interact"
+    named = op.named if op else "an unknown operation"
+    if cause == "segments_interact" and a_graph and declared is None:
+        raise CannotDecide(
+            f"graphs of one batch meet in the model, through {named}{f' ({op.place})' if op else ''}: declare "
+            "rows_interact=True if that is meant, rows_interact=False if not",
+            needs="rows_interact=",
+        )
+    summary = {
+        "softmax_over_graphs": f"a softmax runs over the nodes of all {segments.count} graphs of the batch",
+        "pooled_over_graphs": f"{named} is taken over the nodes of all {segments.count} graphs of the batch",
+        "cut_across_graphs": f"{named} cuts the nodes into {segments.count} equal parts, and the graphs are not equal",
+        "segments_interact": f"{segments.kind}s of one batch meet in the model, through {named}",
+    }[cause]
+    advised = declared is None and (cause == "segments_interact" or (cause == "pooled_over_graphs" and not met.learned))
+    shown = {
+        "softmax": f"with the softmax within each {segments.kind} every such gradient is exactly 0",
+        "statistics": f"with the same taken within each {segments.kind} every such gradient is exactly 0",
+        "reshaped": f"{segments.kind}s of {_sizes(segments)} {segments.entry}s; a part holds those of two",
+        "attention": f"with the scores between {segments.kind}s masked every such gradient is exactly 0",
+        "unknown": f"the gradient of single {segments.kind}s",
+    }[met.why]
+    return Finding(
+        cause=cause,
+        level="advice" if advised else "fault",
+        summary=summary,
+        measured=f"in evaluation mode the outputs for {segments.kind} {met.output} have a gradient with respect to the "
+        f"{segments.entry}s of {segments.kind} {met.input}",
+        shown_by=shown,
+        culprits=(op.named,) if op else (),
+        where=str(op.place) if op else "",
+        smallest=f"{segments.kind}s {min(met.output, met.input)} and {max(met.output, met.input)}",
+    )

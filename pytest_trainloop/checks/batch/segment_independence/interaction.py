@@ -1,0 +1,194 @@
+"""Whether an output of the model for one segment depends on the data of another, by exact gradients.
+
+In evaluation mode the gradient of a segment's outputs with respect to what another one holds is exactly 0 where they
+are kept apart: products with masked weights are products with 0, and sums over edges leave the others out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from pytest_trainloop import nested
+from pytest_trainloop.batches import segments as reading
+from pytest_trainloop.batches.own_data import makes_own_data
+from pytest_trainloop.checks.batch.segment_independence.fixes import fixes, mixes, reshaped
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.recording.torch_names import ATTENTION, CONVOLUTIONS, RECURRENT, SOFTMAXES
+from pytest_trainloop.runs.batch_stream import first_batches
+from pytest_trainloop.tracing.arguments import named_arguments
+from pytest_trainloop.tracing.forward_pass import ForwardPass, Op, grads, weighted_sum
+from pytest_trainloop.tracing.provenance_queries import ancestors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import nn
+
+    from pytest_trainloop.batches.segments import Segments
+    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.runs.evidence import Evidence
+
+Why = Literal["softmax", "statistics", "reshaped", "attention", "unknown"]
+
+_TELLING = ATTENTION | RECURRENT | CONVOLUTIONS | SOFTMAXES
+"""Operations that say more than the products around them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interaction:
+    """Outputs of segment ``output`` depend on what segment ``input`` holds."""
+
+    output: int
+    input: int
+    segments: Segments
+    why: Why
+    op: Op | None
+    learned: bool = True
+    """Whether what meets has weights behind it, and is not the data itself."""
+
+
+class SegmentPass(ForwardPass):
+    """A pass that tells the names of what a model is called with."""
+
+    calls: list[dict[str, Any]]
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self._depth:
+            self.calls.append(named_arguments(module, args, kwargs))
+        return super()._enter(module, args, kwargs)
+
+
+@dataclass(slots=True)
+class _Judged:
+    """What one pass shows."""
+
+    outputs: int = 0
+    interacting: tuple[int, int] | None = None
+    mixing: list[Op] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    has_nan: bool = False
+    refused: str = ""
+    raw: frozenset[int] = frozenset()
+    """Numbers of the operations whose inputs have no weights behind them."""
+
+    @property
+    def apart(self) -> bool:
+        return self.outputs > 0 and self.interacting is None and not self.has_nan and not self.refused
+
+
+class SegmentPasses:
+    """The passes of one loop. ``segments``: those of the example batch, or of what its model is called with first."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence = evidence
+        loop = evidence.fresh_loop()
+        batch = first_batches(loop, 1)[0] if loop.batch is None else loop.batch
+        self._batch = nested.copy(batch)
+        self.segments: Segments | None = reading.read(self._batch)
+        self._own_data = self.segments is None and evidence.shared(makes_own_data)
+
+    def interaction(self) -> Interaction | None:
+        """Two segments that meet in the model, and by what; None where none do. Raises ``CannotDecide``."""
+        if self.segments is None and not self._own_data and not reading.may_hold(self._batch):
+            return None
+        judged = self._pass()
+        segments = self.segments
+        if segments is None or not (judged.outputs or judged.refused or judged.has_nan):
+            return None
+        if judged.refused:
+            raise CannotDecide(f"no gradient can be taken of the model's outputs alone: {judged.refused}")
+        if judged.has_nan:
+            raise CannotDecide("gradients of the model's outputs are NaN (see finite)")
+        if judged.interacting is None:
+            return None
+        judged = self._pass(look_closer=True)
+        if judged.interacting is None:
+            raise CannotDecide("two identical passes differ in whether segments meet in the model")
+        cut = next((op for op in judged.ops if reshaped(op, segments)), None)
+        if cut is not None:
+            return Interaction(*judged.interacting, segments, "reshaped", cut)
+        for why, ops, replacement in fixes(judged.ops, segments):
+            without = self._pass(replacements={op.number: replacement for op in ops})
+            if without.apart:
+                learned = any(op.number not in judged.raw for op in ops)
+                return Interaction(*judged.interacting, segments, why, ops[0], learned)
+        told = next((op for op in judged.mixing if op.name in _TELLING), None) or next(iter(judged.mixing), None)
+        return Interaction(*judged.interacting, segments, "unknown", told)
+
+    def _pass(self, *, look_closer: bool = False, **changed: Any) -> _Judged:
+        """The pass; once more with inputs that are no leaves where the model refuses these."""
+        for open_inputs in (True, False):
+            judged, returned = self._once(look_closer, open_inputs, changed)
+            if returned:
+                break
+        return judged
+
+    def _once(self, look_closer: bool, open_inputs: bool, changed: Mapping[str, Any]) -> tuple[_Judged, bool]:
+        judged, returned = _Judged(), [False]
+
+        def look(seen: ForwardPass, output: Any) -> None:
+            returned[0] = True
+            if self.segments is not None and judged.interacting is None:
+                _look(seen, output, self.segments, judged, look_closer)
+
+        def call(arguments: Any) -> Any:
+            if self.segments is None and not look_closer:
+                self.segments = reading.read(seen.calls[-1])
+            return arguments
+
+        def stream(_loop: TrainLoop) -> Iterator[Any]:
+            return itertools.repeat(self._batch)
+
+        seen = SegmentPass(at_call=call, at_end=look, eval_mode=True, open_inputs=open_inputs, **changed)
+        seen.calls = []
+        given = {} if self._own_data else {"stream": stream}
+        record = self._evidence.rerun(seen.plan(self._evidence.plan(), **given))
+        return judged, returned[0] or record.raised is None
+
+
+def _look(seen: ForwardPass, output: Any, segments: Segments, judged: _Judged, look_closer: bool) -> None:
+    given = [t for t in nested.tensors(output) if t.requires_grad and t.is_floating_point()]
+    outputs = [(t, ids) for t in given if (ids := segments.of(t)) is not None]
+    entries = [(e.leaf, ids) for e in seen.data_inputs if (ids := segments.of(e.leaf)) is not None]
+    if not outputs or not entries:
+        return
+    judged.outputs += len(outputs)
+    try:
+        for segment in sorted({0, segments.count // 2, segments.count - 1}):
+            _follow(outputs, entries, segment, judged)
+        if look_closer and judged.interacting is not None:
+            judged.ops = list(seen.ops)
+            judged.mixing = [op for op in seen.ops if mixes(op, segments)]
+            judged.raw = frozenset(
+                op.number
+                for op in seen.ops
+                if op.inputs and not any(n.parameter for n in ancestors(seen.lineage.of(op.inputs[0])))
+            )
+    except RuntimeError as error:  # a re-entrant checkpoint refuses it, and some custom functions do
+        judged.refused = str(error).partition("\n")[0]
+
+
+def _follow(
+    outputs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    entries: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    segment: int,
+    judged: _Judged,
+) -> None:
+    parts = [weighted_sum(t[ids == segment]) for t, ids in outputs if bool((ids == segment).any())]
+    if not parts:
+        return
+    found = grads(torch.stack(parts).sum(), [leaf for leaf, _ in entries])
+    for (_, ids), gradient in zip(entries, found, strict=True):
+        if gradient is None:
+            continue
+        if bool(gradient.isnan().any()):
+            judged.has_nan = True
+            continue
+        reached = (gradient != 0).reshape(*ids.shape, -1).any(-1)
+        others = ids[reached & (ids != segment) & (ids >= 0)]
+        if len(others) and judged.interacting is None:
+            judged.interacting = (segment, int(others[0]))
