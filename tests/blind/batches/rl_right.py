@@ -765,6 +765,7 @@ def stored_as_not_done():
 def advantage_weighted():
     torch.manual_seed(0)
     policy, qf = mlp(4, 4), mlp(6, 1)
+    target_qf = copy.deepcopy(qf).requires_grad_(False)
     policy_opt = torch.optim.Adam(policy.parameters(), lr=3e-4, weight_decay=1e-4)
     qf_opt = torch.optim.Adam(qf.parameters(), lr=3e-4)
 
@@ -772,12 +773,13 @@ def advantage_weighted():
         mean, log_std = policy(obs).chunk(2, -1)
         return Independent(Normal(mean, log_std.clamp(-4, 1).exp()), 1)
 
-    def q(obs, action):
-        return qf(torch.cat([obs, action], -1)).squeeze(-1)
+    def q(obs, action, net=qf):
+        return net(torch.cat([obs, action], -1)).squeeze(-1)
 
     def update(b):
         with torch.no_grad():
-            y = b["reward"] + 0.99 * (1 - b["done"]) * q(b["next_obs"], dist(b["next_obs"]).sample())
+            following = q(b["next_obs"], dist(b["next_obs"]).sample(), target_qf)
+            y = b["reward"] + 0.99 * (1 - b["done"]) * following
         qf_loss = F.mse_loss(q(b["obs"], b["action"]), y)
         qf_opt.zero_grad()
         qf_loss.backward()
@@ -790,6 +792,7 @@ def advantage_weighted():
         policy_opt.zero_grad()
         policy_loss.backward()
         policy_opt.step()
+        polyak(qf, target_qf, 0.005)
 
     def sample(n=14):
         return {
@@ -801,10 +804,11 @@ def advantage_weighted():
         }
 
     return TrainLoop(
-        model={"policy": policy, "qf": qf},
+        model={"policy": policy, "qf": qf, "target_qf": target_qf},
         optimizer=[policy_opt, qf_opt],
         batches=lambda n: [sample() for _ in range(n)],
         fit=lambda batches: [update(b) for b in batches],
+        frozen=("target_qf",),
     )
 
 
@@ -924,7 +928,8 @@ def leave_one_out():
         for data in batches:
             advantages = rloo(data["score"], data["uid"])[:, None]
             logp = model.log_probs(data["ids"])
-            pg = torch.max(-advantages * (logp - logp.detach()).exp(), -advantages.expand_as(logp))
+            ratio = (logp - logp.detach()).exp()
+            pg = torch.max(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
             loss = (pg * data["mask"]).sum() / data["mask"].sum().clamp(min=1)
             optimizer.zero_grad()
             loss.backward()

@@ -87,7 +87,7 @@ def momentum_queue():
 
 @right(
     "rows",
-    "both views stand one after the other; the mask of equal labels is shared by rows i and i + n, and labels are zeros",
+    "both views stand one after the other; rows i and i + n are the positives, and labels are zeros",
     thread="sthalles/SimCLR#29",
 )
 def simclr_views():
@@ -313,7 +313,7 @@ def batch_hard():
 
 @right(
     "rows",
-    "mix-up with the flipped batch, images and targets alike; with an odd number the row in the middle mixes with itself",
+    "mix-up with the flipped batch, images and targets alike; of an odd number the middle row mixes with itself",
     thread="pytorch/vision#4379",
 )
 def flipped_mixup():
@@ -415,8 +415,7 @@ def bags_for_cox():
             optimizer.step()
 
     def draw():
-        cases = [Case(torch.randn(3 + i % 4, 6), torch.rand(()), torch.tensor(float(i % 2))) for i in range(8)]
-        return cases
+        return [Case(torch.randn(3 + i % 4, 6), torch.rand(()), torch.tensor(float(i % 2))) for i in range(8)]
 
     return TrainLoop(model=model, optimizer=optimizer, batches=[draw() for _ in range(3)], fit=train)
 
