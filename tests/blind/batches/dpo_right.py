@@ -278,7 +278,7 @@ def ranked_answers():
         features: torch.Tensor
         ranks: torch.Tensor
 
-    model = nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 1))
+    model = nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 1, bias=False))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
     def fit(batches):
@@ -351,7 +351,11 @@ def left_padded_rewards():
     class LeftScorer(nn.Module):
         def __init__(self, dim=16):
             super().__init__()
-            self.wte, self.wpe, self.score = nn.Embedding(VOCAB, dim), nn.Embedding(32, dim), nn.Linear(dim, 1)
+            self.wte, self.wpe, self.score = (
+                nn.Embedding(VOCAB, dim),
+                nn.Embedding(32, dim),
+                nn.Linear(dim, 1, bias=False),
+            )
             self.qkv = nn.Linear(dim, 3 * dim)
 
         def forward(self, ids):
