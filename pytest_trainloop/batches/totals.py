@@ -60,9 +60,10 @@ def _changed(
     """The batch with what ``number`` makes of every plain number and tensor of one entry, and ``tensor`` of every
     tensor that has no entry for each row. What holds nothing that changes stays the same object."""
 
+    listed = {id(found) for found in nested.lists_of_rows(batch, rows)}
+
     def is_leaf(value: Any) -> bool:
-        listed = isinstance(value, list) and len(value) == rows  # an item for each row
-        return listed or isinstance(value, (int, float, torch.Tensor)) or hasattr(value, "__array__")
+        return id(value) in listed or isinstance(value, (int, float, torch.Tensor)) or hasattr(value, "__array__")
 
     def change(path: Path, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -71,7 +72,7 @@ def _changed(
             if value.numel() != 1:
                 return value if rows in value.shape else tensor(path, value)
             old = value.item()
-        elif isinstance(value, (bool, list)) or getattr(value, "ndim", 0) > 0:
+        elif isinstance(value, bool) or id(value) in listed or getattr(value, "ndim", 0) > 0:
             return value
         else:
             old = value

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 from hypothesis import given, settings
-from torch.nn.utils.rnn import pack_sequence
 
 from pytest_trainloop import UsageError
 from pytest_trainloop.strategies import paddings, row_selections, splits
@@ -166,8 +165,7 @@ def test_the_same_rows_each_time():
         (torch.tensor(1.0), {}, "no tensor of it has an axis 0; pass batch_dim="),
         (BATCH, {"least": 0}, "least= from 1"),
         (BATCH, {"least": 3, "most": 2}, "no selection has 3 to 2 rows"),
-        ({"p": pack_sequence([torch.ones(3)])}, {}, "PackedSequence; pass the padded tensor"),
-        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), {}, "no tensor of it"),
+        ({"n": 7, "scale": torch.tensor(1.0)}, {}, "no tensor of it"),
     ],
 )
 def test_what_has_no_rows_to_choose(batch, options, reason):

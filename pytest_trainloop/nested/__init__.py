@@ -1,0 +1,35 @@
+"""Batches as nested structures of tensors: walk, copy, take rows, refuse what is no batch."""
+
+from __future__ import annotations
+
+from pytest_trainloop.nested.given import copy, describe, require_batch, without_tensors
+from pytest_trainloop.nested.rows import is_of_rows, lists_of_rows, rows, take
+from pytest_trainloop.nested.walk import (
+    Path,
+    children,
+    mapped,
+    named_children,
+    paths,
+    replaced,
+    shown,
+    tensors,
+)
+
+__all__ = [
+    "Path",
+    "children",
+    "copy",
+    "describe",
+    "is_of_rows",
+    "lists_of_rows",
+    "mapped",
+    "named_children",
+    "paths",
+    "replaced",
+    "require_batch",
+    "rows",
+    "shown",
+    "take",
+    "tensors",
+    "without_tensors",
+]
