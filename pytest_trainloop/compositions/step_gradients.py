@@ -48,6 +48,12 @@ class StepGradient:
         return sum(values) if values else math.nan
 
     @property
+    def finite(self) -> bool:
+        """Whether there is a gradient, and all of it is finite."""
+        tensors = [values for g in self.gradients.values() for values in g.values()]
+        return not self.refused and all(bool(values.isfinite().all()) for values in tensors)
+
+    @property
     def refused(self) -> str:
         """Why there is no gradient; empty where there is one."""
         if self.record.raised is not None:

@@ -198,7 +198,8 @@ def _row_axis_squeezed(edges: Edges, row: SqueezedRow) -> Finding:
         ),
         culprits=names,
         where=str(first.place),
-        smallest="1 row",
+        smallest=str(edges.first),
+        composition=edges.first.told(),
         repair="" if must_work else f"{CAUSES['row_axis_squeezed'].repair}; {_no_single_row(edges)}",
     )
 
@@ -225,6 +226,7 @@ def _leftover_batch(edges: Edges, last: Outcome) -> Finding:
         culprits=("DataLoader",) + ((last.origin.op,) if last.origin else ()),
         where=last.where,
         smallest=last.words,
+        composition=last.told,
     )
 
 
@@ -240,6 +242,7 @@ def _nan_when_all_ignored(edges: Edges, empty: Outcome) -> Finding:
         culprits=(op,),
         where=empty.where,
         smallest=empty.words,
+        composition=empty.told,
     )
 
 
@@ -255,6 +258,7 @@ def _nan_at_length_one(short: ShortRow, level: Level) -> Finding:
         culprits=(op,),
         where=outcome.where,
         smallest=outcome.words,
+        composition=outcome.told,
     )
 
 

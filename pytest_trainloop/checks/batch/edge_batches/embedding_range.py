@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop import nested
+from pytest_trainloop.compositions.composition import Composition
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.tracing.mode import WatchingMode
 
@@ -66,7 +67,7 @@ def beyond_table(edges: Edges) -> BeyondTable | None:
     if pad is None or any(bool((leaf == pad).any()) for leaf in leaves):
         return None
     look_ups = LookUps()
-    edges.outcome("whole", edges.taken(list(range(edges.count))), look_ups.contexts)
+    edges.outcome("whole", Composition(tuple(range(edges.count))), look_ups.contexts)
     for look_up in look_ups.found:
         leaf = next((n for n, t in enumerate(leaves) if _looked_up(t, look_up.ids)), None)
         if leaf is not None and not 0 <= pad < look_up.rows:

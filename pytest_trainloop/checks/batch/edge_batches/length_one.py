@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop import nested
+from pytest_trainloop.compositions.composition import Composition
 
 if TYPE_CHECKING:
     import torch
 
-    from pytest_trainloop.checks.batch.edge_batches.runs import Compose, Edges, Outcome
-    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.checks.batch.edge_batches.runs import Edges, Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +37,35 @@ def shortest(edges: Edges) -> ShortRow | None:
     return ShortRow(edges.among_full(f"row {row} alone, of length 1", _cut(edges, row, 1)), row)
 
 
-def _cut(edges: Edges, row: int, length: int) -> Compose:
-    """Everything that is as long as rows are padded to, or one shorter or longer than that, cut to the row's length."""
-    take, full = edges.taken([row]), edges.padded_to
-
-    def compose(loop: TrainLoop) -> Any:
-        one = take(loop)
-        memo = {id(t): cut for t in nested.tensors(one) if (cut := _shortened(t, full, length)) is not None}
-        return copy.deepcopy(one, memo)
-
-    return compose
+def _cut(edges: Edges, row: int, length: int) -> Composition:
+    return Composition((row,), change=CutTo(length, edges.padded_to, edges.count))
 
 
-def _shortened(tensor: torch.Tensor, full: int, length: int) -> torch.Tensor | None:
-    if tensor.is_nested or tensor.dim() < 2 or tensor.shape[0] != 1 or abs(tensor.shape[1] - full) > 1:
-        return None
-    left = max(1, length + tensor.shape[1] - full)
-    cut = tensor.detach()[:, :left]
-    if cut.dim() > 2 and cut.shape[2] == full and not cut.is_floating_point():
-        cut = cut[:, :, :left]  # a mask over pairs of positions
-    return cut.clone()
+@dataclass(frozen=True, slots=True)
+class CutTo:
+    """Everything that is as long as rows are padded to, or one shorter or longer than that, cut to a length."""
+
+    length: int
+    padded_to: int
+    rows: int
+
+    def __str__(self) -> str:
+        return f"all cut to {self.length} position{'' if self.length == 1 else 's'}"
+
+    def apply(self, batch: Any) -> Any:
+        memo = {id(t): cut for t in nested.tensors(batch) if (cut := self._shortened(t)) is not None}
+        return copy.deepcopy(batch, memo)
+
+    def _shortened(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if (
+            tensor.is_nested
+            or tensor.dim() < 2
+            or tensor.shape[0] != self.rows
+            or abs(tensor.shape[1] - self.padded_to) > 1
+        ):
+            return None
+        left = max(1, self.length + tensor.shape[1] - self.padded_to)
+        cut = tensor.detach()[:, :left]
+        if cut.dim() > 2 and cut.shape[2] == self.padded_to and not cut.is_floating_point():
+            cut = cut[:, :, :left]  # a mask over pairs of positions
+        return cut.clone()

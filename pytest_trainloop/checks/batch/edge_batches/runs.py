@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop import nested
-from pytest_trainloop.batches.micro_batches import MicroBatches
-from pytest_trainloop.batches.own_data import require_given_data
 from pytest_trainloop.batches.padding import Proof, padding_ids, read_paddings
 from pytest_trainloop.batches.valid_targets import rows_without
 from pytest_trainloop.checks.batch.edge_batches.last_batch import Ending, ending, last_batch
 from pytest_trainloop.checks.batch.edge_batches.squeezes import Squeezes
+from pytest_trainloop.compositions.composition import Composition
+from pytest_trainloop.compositions.step_gradients import StepGradients
 from pytest_trainloop.errors import CannotDecide, UsageError, UserCodeError
 from pytest_trainloop.recording.record import Record
 from pytest_trainloop.records.finiteness import became_nonfinite
@@ -30,17 +30,15 @@ from pytest_trainloop.runs.process_state import preserved
 from pytest_trainloop.tracing.nonfinite import NonFiniteOrigins
 
 if TYPE_CHECKING:
-    import contextlib
-    from collections.abc import Iterable
-
+    from pytest_trainloop.compositions.step_runs import Contexts
+    from pytest_trainloop.finding import SmallestBatch
     from pytest_trainloop.loop import Padding, TrainLoop
-    from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.run import RunPlan
     from pytest_trainloop.tracing.nonfinite import NonFiniteOrigin
 
 Compose = Callable[["TrainLoop"], Any]
-"""Makes a batch for a fresh loop."""
+"""Makes a batch for a fresh loop, where it is none of rows of the example."""
 
 STEPS = 2
 """Optimizer steps of a run: the second is made with what the first has left."""
@@ -56,6 +54,8 @@ class Outcome:
     words: str
     """What the batch is."""
     record: Record
+    composition: Composition | None = None
+    """The same as data, where it is composed of rows of the example."""
     raised: str = ""
     """The exception that ended the run."""
     where: str = ""
@@ -70,6 +70,10 @@ class Outcome:
     squeezes: Squeezes = field(default_factory=Squeezes)
 
     @property
+    def told(self) -> SmallestBatch | None:
+        return None if self.composition is None else self.composition.told()
+
+    @property
     def ok(self) -> bool:
         return not self.raised and not self.nonfinite
 
@@ -78,7 +82,7 @@ class Outcome:
 class Edges:
     """The example batch, what is known of other batches, and the runs over what is composed of it."""
 
-    cut: MicroBatches
+    gradients: StepGradients
     plan: RunPlan
     windows: RunPlan | None
     """The plan of a run that accumulates over two micro-batches."""
@@ -107,17 +111,18 @@ class Edges:
             raise CannotDecide(
                 "split_batch= splits the batch: give batch_dim= to have single rows taken from it", needs="batch_dim="
             )
-        require_given_data(evidence, "none of one row can be composed")
-        plan = evidence.plan()
+        gradients, plan = evidence.shared(StepGradients.of), evidence.plan()
+        batch, cut = gradients.batch, gradients.cut
+        if isinstance(batch, list) and not any(isinstance(item, torch.Tensor) for item in batch):
+            raise CannotDecide("the batch is a list of items, and rows are taken along an axis of tensors only")
         with preserved():
-            given, cut = loop.batches, _cut(loop, seen)
-            batch = cut.batches[0]
+            given = loop.batches
             lengths, padded_to = lengths_of(batch, loop)
             widths = {padded_to}
             if 1 in lengths and given is not None:
                 widths.update(lengths_of(b, loop)[1] for b in first_batches(loop, COMPARED))
             return cls(
-                cut=cut,
+                gradients=gradients,
                 plan=plan,
                 windows=windows,
                 run_plan=evidence.rerun,
@@ -132,31 +137,33 @@ class Edges:
     @property
     def batch(self) -> Any:
         """The example."""
-        return self.cut.batches[0]
+        return self.gradients.batch
 
     @property
     def count(self) -> int:
         """The rows of the example."""
-        return nested.rows(self.batch, self.cut.axis)
+        return self.gradients.rows
+
+    @property
+    def first(self) -> Composition:
+        """A row in which something counts, alone."""
+        return Composition((self.counting[0],))
 
     @property
     def counting(self) -> list[int]:
         """The rows in which something counts, the fullest first; all of them where each lacks something."""
-        order = self.cut.valid.order[::-1] if self.cut.valid.counts else self.cut.valid.order
+        valid = self.gradients.cut.valid
+        order = valid.order[::-1] if valid.counts else valid.order
         return [row for row in order if row not in self.nothing_counts_in] or list(order)
 
     @property
     def one_row(self) -> Outcome:
-        """A row in which something counts, alone."""
+        """The run over ``first``."""
         if self._one_row is None:
             squeezes = Squeezes()
-            outcome = self.outcome("1 row", self.taken(self.counting[:1]), squeezes.contexts)
+            outcome = self.outcome("1 row", self.first, squeezes.contexts)
             self._one_row = replace(outcome, squeezes=squeezes)
         return self._one_row
-
-    def taken(self, rows: list[int]) -> Compose:
-        """A batch of these rows of the first one."""
-        return lambda _loop: self.cut.taken(self.batch, rows)
 
     def leftover(self) -> Outcome | None:
         """The loader's last batch, where it has fewer rows than the others."""
@@ -165,8 +172,8 @@ class Edges:
             return None
         words = "1 row" if end.rows == 1 else f"{end.rows} rows"
         if end.shuffles:
-            rows = self.counting[: end.rows]
-            return self.among_full(words, self.taken(rows)) if len(rows) == end.rows else None
+            rows = tuple(self.counting[: end.rows])
+            return self.among_full(words, Composition(rows)) if len(rows) == end.rows else None
         return self.among_full(words, lambda loop: last_batch(loop.batches, end))
 
     @property
@@ -183,35 +190,37 @@ class Edges:
         row, entries = next(iter(self.nothing_counts_in.items()))
         counting = f"0 of its {entries} entries count" if entries > 1 else "it has no label"
         if self.windows is None or self.ending.leaves_any:
-            return self.among_full(f"row {row} alone: {counting}", self.taken([row]))
+            return self.among_full(f"row {row} alone: {counting}", Composition((row,)))
         words = f"row {row} as one of two micro-batches: {counting}"
-        return self.among_full(words, self.taken([row]), self.windows)
+        return self.among_full(words, Composition((row,)), self.windows)
 
-    def among_full(self, words: str, compose: Compose, plan: RunPlan | None = None) -> Outcome:
+    def among_full(self, words: str, made_of: Composition | Compose, plan: RunPlan | None = None) -> Outcome:
         """Full batches and this one in turn: what a loop sets up from its first batch, or sums over a window, is as in
         an epoch. Where values are not finite, the run is made again to find the first operation that made one."""
-        found = self.outcome(words, compose, full=True, plan=plan)
+        found = self.outcome(words, made_of, full=True, plan=plan)
         if not found.nonfinite and not found.nonfinite_loss:
             return found
         origins = NonFiniteOrigins()
-        self.outcome(words, compose, origins.contexts, full=True, plan=plan)
+        self.outcome(words, made_of, origins.contexts, full=True, plan=plan)
         origin = origins.first
         return replace(found, origin=origin, where=str(origin.place) if origin else "")
 
     def outcome(
         self,
         words: str,
-        compose: Compose,
-        contexts: Callable[[Watch], Iterable[contextlib.AbstractContextManager[Any]]] = lambda watch: (),
+        made_of: Composition | Compose,
+        contexts: Contexts = lambda watch: (),
         *,
         full: bool = False,
         plan: RunPlan | None = None,
         **changes: Any,
     ) -> Outcome:
         """The loop over this batch, again and again; with ``full``, over a full batch before each."""
+        composition = made_of if isinstance(made_of, Composition) else None
 
         def stream(loop: TrainLoop) -> Any:
-            return itertools.cycle([*([self.batch] if full else []), compose(loop)])
+            made = self.gradients.composed(made_of) if isinstance(made_of, Composition) else [made_of(loop)]
+            return itertools.cycle([*([self.batch] if full else []), *made])
 
         steps = 2 * STEPS if full else STEPS
         made = replace(
@@ -222,32 +231,22 @@ class Edges:
                 warnings.simplefilter("ignore")  # about the shapes and deviations of single values
                 record = self.run_plan(replace(made, **changes))
         except UserCodeError as error:
-            return Outcome(words, Record(), error.error.summary)
+            return Outcome(words, Record(), composition, error.error.summary)
         except UsageError as error:
-            return Outcome(words, Record(), str(error))
+            return Outcome(words, Record(), composition, str(error))
         if record.raised is None:
             nonfinite_loss = any(not math.isfinite(root.value) for b in record.backwards() for root in b.roots)
             nonfinite = tuple(p.name for p in became_nonfinite(record))
-            return Outcome(words, record, nonfinite=nonfinite, nonfinite_loss=nonfinite_loss)
+            return Outcome(words, record, composition, nonfinite=nonfinite, nonfinite_loss=nonfinite_loss)
         place = record.raised.place
-        return Outcome(words, record, record.raised.summary, str(place), place.code.startswith(("raise", "assert ")))
+        return Outcome(
+            words, record, composition, record.raised.summary, str(place), place.code.startswith(("raise", "assert "))
+        )
 
 
 def _takes_all_data(record: Record) -> bool:
     """Whether an optimizer works on one and the same function at every step, which is the whole data set's."""
     return any(optimizer.kind == "LBFGS" for optimizer in record.optimizers)
-
-
-def _cut(loop: TrainLoop, seen: Record) -> MicroBatches:
-    """The rows of the example, which no shuffling changes; else of the first batch."""
-    given = loop.batches
-    if loop.batch is not None:
-        loop.batches = None
-    cut = MicroBatches.of(loop, seen, 1).recounting()
-    loop.batches = given
-    if isinstance(cut.batches[0], list) and not any(isinstance(item, torch.Tensor) for item in cut.batches[0]):
-        raise CannotDecide("the batch is a list of items, and rows are taken along an axis of tensors only")
-    return cut
 
 
 def lengths_of(batch: Any, loop: TrainLoop) -> tuple[tuple[int, ...], int]:

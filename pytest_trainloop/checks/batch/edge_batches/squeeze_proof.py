@@ -12,17 +12,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.batch.edge_batches.squeezes import Squeezes
-from pytest_trainloop.gradients.compare import Agreement, agreement, optimizers
+from pytest_trainloop.compositions.composition import Composition
+from pytest_trainloop.compositions.step_gradients import combined
+from pytest_trainloop.gradients.compare import Agreement, agreement
 from pytest_trainloop.gradients.tolerances import ROUNDING
-from pytest_trainloop.gradients.vectors import combination, consumed, vectors
-from pytest_trainloop.runs.no_randomness import NoRandomness
-from pytest_trainloop.runs.same_start import SameStart
+from pytest_trainloop.gradients.vectors import vectors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping
+    from contextlib import AbstractContextManager
+    from typing import Any
 
-    from pytest_trainloop.checks.batch.edge_batches.runs import Edges, Outcome
+    from pytest_trainloop.checks.batch.edge_batches.runs import Edges
     from pytest_trainloop.checks.batch.edge_batches.squeezes import Key, SqueezeCall
+    from pytest_trainloop.compositions.step_gradients import StepGradient
+    from pytest_trainloop.recording.watch import Watch
 
 _BOUND = ROUNDING * 2.0**-52
 
@@ -57,69 +61,60 @@ def proven(edges: Edges) -> SqueezedRow | None:
     if not any(squeeze.removed for squeeze in one.squeezes.calls.values()) or len(edges.counting) < 2:
         return None
     whole = Squeezes()
-    edges.outcome("whole", edges.taken(list(range(edges.count))), whole.contexts)
+    edges.outcome("whole", Composition(tuple(range(edges.count))), whole.contexts)
     removed, kept = one.squeezes.removed_rows(whole.calls, edges.count), whole.calls
     if not removed or one.raised_by_loop or not (one.raised or one.record.steps):
         return None
-    with_axis = edges.outcome("1 row", edges.taken(edges.counting[:1]), Squeezes(kept).contexts)
+    with_axis = edges.outcome("1 row", edges.first, Squeezes(kept).contexts)
     if not with_axis.ok or not with_axis.record.steps:
         return None
-    exact = _Float64Runs(edges)
-    first = exact.run([0], kept)
-    change = None if one.raised else _difference(first, exact.run([0], {}))
-    if not first.ok or (change is not None and change.difference <= _BOUND):
+    axis_kept = AxisKept(kept)
+    first = edges.gradients.at(edges.first, contexts=(axis_kept,))
+    change = None if one.raised else _difference(first, edges.gradients.at(edges.first))
+    if not _in_float64(first) or (change is not None and change.difference <= _BOUND):
         return None
-    weights = _weights(exact, first, kept)
-    if weights is None or not exact.hold:
+    weights = _weights(edges, axis_kept)
+    if weights is None:
         return None
-    calls = _that_matter(exact, removed, first, kept)
+    calls = _that_matter(edges, removed, axis_kept)
     if change is None:
         return SqueezedRow(calls, one.raised, one.where, 1.0, 1.0, weights)
     return SqueezedRow(calls, "", "", change.ratio, change.cosine, weights)
 
 
-class _Float64Runs:
-    """Runs in float64 from one start, with nothing drawn; rows are numbered among those in which something counts.
-    They ``hold`` until one of them is not in float64 throughout."""
+@dataclass(frozen=True, eq=False)
+class AxisKept:
+    """Around a run in which these calls of ``squeeze`` remove what they removed in another one."""
 
-    def __init__(self, edges: Edges) -> None:
-        self._edges = edges
-        self._start = SameStart()
-        self.hold = True
+    instead: Mapping[Key, SqueezeCall]
 
-    def run(self, rows: Sequence[int], instead: Mapping[Key, SqueezeCall]) -> Outcome:
-        squeezes = Squeezes(instead)
-        outcome = self._edges.outcome(
-            "rows",
-            self._edges.taken([self._edges.counting[row] for row in rows]),
-            lambda watch: (NoRandomness(), *squeezes.contexts(watch)),
-            prepare=self._start,
-            double=True,
-        )
-        self.hold = self.hold and not outcome.raised and outcome.record.double
-        return outcome
+    def __call__(self, watch: Watch) -> Iterable[AbstractContextManager[Any]]:
+        return Squeezes(self.instead).contexts(watch)
 
 
-def _difference(expected: Outcome, got: Outcome) -> Agreement:
-    """The first gradients consumed, of the optimizer whose differ most."""
-    found = [
-        agreement(*vectors([consumed(o.record, n, 0) or {} for o in (expected, got)]))
-        for n in optimizers(expected.record)
-    ]
+def _in_float64(*made: StepGradient) -> bool:
+    return all(m.record.double and m.finite for m in made)
+
+
+def _difference(expected: StepGradient, got: StepGradient) -> Agreement:
+    """That of the optimizer whose gradients differ most."""
+    found = [agreement(*vectors([g, got.gradients.get(n, {})])) for n, g in expected.gradients.items()]
     return max(found, key=lambda a: a.difference, default=Agreement(1.0, 1.0, 0.0))
 
 
-def _weights(exact: _Float64Runs, first: Outcome, kept: Mapping[Key, SqueezeCall]) -> tuple[float, ...] | None:
+def _weights(edges: Edges, axis_kept: AxisKept) -> tuple[float, ...] | None:
     """How two rows weigh in the gradient of both; None where that is no sum or mean over rows."""
-    second, both = exact.run([1], kept), exact.run([0, 1], kept)
-    if not (second.ok and both.ok):
+    both = Composition(tuple(edges.counting[:2]))
+    whole, *rows = (
+        edges.gradients.at(c, contexts=(axis_kept,)) for c in (both, *(Composition((r,)) for r in both.rows))
+    )
+    if not _in_float64(whole, *rows):
         return None
     weights: tuple[float, ...] | None = None
-    for n in optimizers(both.record):
-        sides = vectors([consumed(o.record, n, 0) or {} for o in (both, first, second)])
-        if not bool(sides[0].any()):
+    for n, gradient in whole.gradients.items():
+        if not any(bool(values.any()) for values in gradient.values()):
             continue
-        found = combination(sides[0], sides[1:])
+        found = combined(whole, rows, n)
         if found is None or found.residual > SEPARABLE or not _of_rows(found.weights):
             return None
         weights = weights or found.weights
@@ -133,18 +128,18 @@ def _of_rows(weights: tuple[float, ...]) -> bool:
     return mean or all(abs(w - 1) <= CLOSE for w in weights)
 
 
-def _that_matter(
-    exact: _Float64Runs, removed: Mapping[Key, SqueezeCall], first: Outcome, kept: Mapping[Key, SqueezeCall]
-) -> tuple[SqueezeCall, ...]:
+def _that_matter(edges: Edges, removed: Mapping[Key, SqueezeCall], axis_kept: AxisKept) -> tuple[SqueezeCall, ...]:
     """The calls that are each alone enough for the same gradient; all of them where none is."""
     sites: dict[tuple[str, int], SqueezeCall] = {}
     for (file, instruction, _), squeeze in removed.items():
         sites.setdefault((file, instruction), squeeze)
     if len(sites) == 1:
         return tuple(sites.values())
+    first = edges.gradients.at(edges.first, contexts=(axis_kept,))
     enough = []
     for site, squeeze in sites.items():
-        with_axis = exact.run([0], {key: there for key, there in kept.items() if key[:2] == site})
-        if with_axis.ok and _difference(first, with_axis).difference <= _BOUND:
+        alone = AxisKept({key: there for key, there in axis_kept.instead.items() if key[:2] == site})
+        made = edges.gradients.at(edges.first, contexts=(alone,))
+        if _in_float64(made) and _difference(first, made).difference <= _BOUND:
             enough.append(squeeze)
     return tuple(enough or sites.values())

@@ -13,6 +13,7 @@ from pytest_trainloop.checks.batch.edge_batches.length_one import ShortRow
 from pytest_trainloop.checks.batch.edge_batches.runs import Edges, Outcome
 from pytest_trainloop.checks.batch.edge_batches.squeeze_proof import SqueezedRow
 from pytest_trainloop.checks.batch.edge_batches.squeezes import SqueezeCall
+from pytest_trainloop.compositions.composition import Composition
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.events import Place
 from pytest_trainloop.recording.record import Record
@@ -48,6 +49,7 @@ class Answered:
     short: ShortRow | None = None
     nothing_counts_in: dict[int, int] = field(default_factory=dict)
     count: int = 4
+    first: Composition = Composition((2,))
 
     def leftover(self):
         return self.last
