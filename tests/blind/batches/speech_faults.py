@@ -302,7 +302,7 @@ def global_cmvn():
             super().__init__()
             self.register_buffer("mean", torch.full((MELS,), 0.5))
             self.register_buffer("istd", torch.full((MELS,), 1.1))
-            self.conv = nn.Conv1d(MELS, 16, 3, stride=2, padding=1)
+            self.conv = nn.Conv1d(MELS, 16, 5, stride=2, padding=2)
             self.out = nn.Linear(16, 11)
 
         def forward(self, xs, lengths):
