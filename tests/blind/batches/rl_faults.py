@@ -6,12 +6,15 @@ import copy
 from collections import namedtuple
 from dataclasses import dataclass, fields
 
+import lightning
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributions import Categorical, Normal
+from torch.utils.data import DataLoader, TensorDataset
 
 from pytest_trainloop import TrainLoop
+from pytest_trainloop.adapters import fresh_accelerator, from_lightning
 from tests.blind.cases import fault
 
 
@@ -791,3 +794,157 @@ def ddpg_terminal():
         fit=lambda batches: [update_policy(b) for b in batches],
         frozen=("critic_target",),
     )
+
+
+class FrameLSTM(nn.Module):
+    def __init__(self, actions=3):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 6, 3)
+        self.lstm = nn.LSTM(16, 12, 1)
+        self.out = nn.Linear(12, actions)
+
+    def forward(self, frames):
+        features = F.relu(self.conv(frames)).flatten(2)
+        states, _ = self.lstm(features)
+        return self.out(states[:, -1])
+
+
+@fault(
+    "rl",
+    "nn.LSTM(16, 12, 1) has no batch_first and gets (rows, channels, 16): it runs over the replayed transitions",
+    thread="AndersonJo/dqn-pytorch#1",
+    check="batch_independence",
+)
+def lstm_dqn():
+    torch.manual_seed(0)
+
+    class LitDQN(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.policy = FrameLSTM()
+            self.target = copy.deepcopy(self.policy).requires_grad_(False)
+
+        def training_step(self, batch, batch_idx):
+            frames, actions, rewards, next_frames, dones = batch
+            q = self.policy(frames).gather(1, actions[:, None]).squeeze(1)
+            with torch.no_grad():
+                y = rewards + 0.99 * (1 - dones) * self.target(next_frames).max(1).values
+            return F.smooth_l1_loss(q, y)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            for p, t in zip(self.policy.parameters(), self.target.parameters(), strict=True):
+                t.data.lerp_(p.data, 0.05)
+
+        def configure_optimizers(self):
+            return torch.optim.RMSprop(self.policy.parameters(), lr=1e-3)
+
+        def train_dataloader(self):
+            n = 36
+            data = TensorDataset(
+                torch.rand(n, 2, 6, 6),
+                torch.randint(0, 3, (n,)),
+                torch.randn(n),
+                torch.rand(n, 2, 6, 6),
+                (torch.rand(n) < 0.1).float(),
+            )
+            return DataLoader(data, 9, shuffle=True)
+
+    return from_lightning(LitDQN(), frozen=("target",))
+
+
+@fault(
+    "rl",
+    "pixel_values.repeat(num_generations, 1) against prompts that repeat_interleave: images of other prompts",
+    thread="StarsfieldAI/R1-V#54",
+    check="batch_independence",
+)
+def vision_grpo():
+    torch.manual_seed(0)
+    accelerator = fresh_accelerator(cpu=True)
+    num_generations = 3
+
+    class VisionLM(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.vision, self.embed = nn.Linear(8, 16), nn.Embedding(20, 16)
+            self.rnn, self.head = nn.GRU(16, 16, batch_first=True), nn.Linear(16, 20)
+
+        def forward(self, input_ids, pixel_values):
+            states, _ = self.rnn(self.embed(input_ids), torch.tanh(self.vision(pixel_values))[None])
+            return self.head(states)
+
+    model = VisionLM()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def train(batches):
+        for b in batches:
+            prompts = b["prompt_ids"].repeat_interleave(num_generations, dim=0)
+            pixels = b["pixel_values"].repeat(num_generations, 1)
+            ids = torch.cat([prompts, b["completion_ids"].flatten(0, 1)], dim=1)
+            logp = model(ids[:, :-1], pixels).log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+            rewards = b["rewards"]
+            advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+            ratio = (logp - logp.detach()).exp()[:, 3:]
+            loss = -(ratio * advantages.flatten()[:, None]).mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def draw(n=4):
+        return {
+            "prompt_ids": torch.randint(0, 20, (n, 4)),
+            "pixel_values": torch.randn(n, 8),
+            "completion_ids": torch.randint(0, 20, (n, num_generations, 5)),
+            "rewards": torch.randn(n, num_generations),
+        }
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=lambda n: [draw() for _ in range(n)], fit=train)
+
+
+@fault(
+    "rl",
+    "groups are cut by a stride of group_size although some prompts have fewer rows: later rows join other groups",
+    thread="areal-project/AReaL#1419",
+    check="batch_independence",
+)
+def partial_groups():
+    torch.manual_seed(0)
+    model = TinyLM()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    class Normalization:
+        def __init__(self, group_size, eps=1e-5):
+            self.group_size, self.eps = group_size, eps
+
+        def __call__(self, x):
+            out = torch.zeros_like(x)
+            for i in range(len(x) // self.group_size):
+                s = slice(i * self.group_size, (i + 1) * self.group_size)
+                out[s] = (x[s] - x[s].mean()) / (x[s].std(unbiased=False) + self.eps)
+            return out
+
+    normalize = Normalization(group_size=4)
+
+    def train(batches):
+        for data in batches:
+            advantages = normalize(data["rewards"])
+            logp = model.log_probs(data["input_ids"])
+            loss = -(logp * advantages[:, None] * data["loss_mask"][:, 1:]).sum() / data["loss_mask"].sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    def draw():
+        sizes = torch.tensor([4, 3, 4, 2])
+        uid = torch.repeat_interleave(torch.arange(4), sizes)
+        mask = torch.ones(len(uid), 8)
+        mask[:, :3] = 0
+        return {
+            "input_ids": torch.randint(0, 16, (len(uid), 8)),
+            "loss_mask": mask,
+            "uid": uid,
+            "rewards": torch.rand(len(uid)) + uid,
+        }
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=[draw() for _ in range(3)], fit=train)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,8 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import Trainer, TrainingArguments
 
 from pytest_trainloop import TrainLoop
+from pytest_trainloop.adapters import from_trainer
 from tests.blind.cases import fault
 
 
@@ -908,3 +911,84 @@ def gan_critic():
     return TrainLoop(
         model={"generator": generator, "critic": critic}, optimizer=[opt_g, opt_d], batches=data, fit=train
     )
+
+
+class ProteinNet(nn.Module):
+    def __init__(self, batch=8, classes=18):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3)
+        self.fc1 = nn.Linear(batch * 4 * 16, 32)
+        self.fc2 = nn.Linear(32, classes)
+        self.flat = batch * 4 * 16
+
+    def forward(self, x):
+        x = F.relu(self.conv(x))
+        x = x.view(-1, self.flat)
+        return torch.sigmoid(self.fc2(F.relu(self.fc1(x))))
+
+
+@fault(
+    "rows",
+    "view(-1, 8 * 4 * 16) flattens the eight images into one row, whose output is compared with all eight targets",
+    thread="weka511/hpa-scc#38",
+    check="batch_independence",
+)
+def protein_cells():
+    torch.manual_seed(0)
+    model = ProteinNet()
+    criterion = nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    data = loader(torch.rand(40, 2, 6, 6), (torch.rand(40, 18) < 0.1).float(), batch_size=8)
+
+    def train(batches):
+        for inputs, labels in batches:
+            optimizer.zero_grad()
+            outputs = model(inputs)
+            loss = criterion(outputs, labels)
+            loss.backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=data, fit=train)
+
+
+@fault(
+    "rows",
+    "softmax(dim=0) of the similarities to the prototypes is over the rows of the batch",
+    thread="Lackel/DPN#1",
+    check="batch_independence",
+)
+def decoupled_prototypes():
+    torch.manual_seed(0)
+
+    class Intent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(30, 16)
+            self.dense = nn.Linear(16, 12)
+            self.classifier = nn.Linear(12, 4)
+            self.prototypes = nn.Parameter(torch.randn(4, 12))
+
+        def forward(self, input_ids, labels=None):
+            features = self.dense(self.embed(input_ids).mean(1))
+            return {"features": features, "logits": self.classifier(features)}
+
+    class ModelManager(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            labels = inputs["labels"]
+            output = model(**inputs)
+            weights = F.softmax(output["features"] @ F.normalize(model.prototypes, dim=1).T / 0.7, dim=0)
+            nearest = torch.einsum("bk,kd->bd", weights, model.prototypes)
+            loss = F.cross_entropy(output["logits"], labels) + 0.1 * F.mse_loss(output["features"], nearest)
+            return (loss, output) if return_outputs else loss
+
+    rows = [{"input_ids": torch.randint(0, 30, (6,)), "labels": torch.randint(0, 4, ())} for _ in range(40)]
+    args = TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=10,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        learning_rate=1e-3,
+        disable_tqdm=True,
+    )
+    return from_trainer(ModelManager(model=Intent(), args=args, train_dataset=rows))
