@@ -713,3 +713,118 @@ def routing_with_offsets():
         return {"locs": torch.rand(n, 6, 2), "next_city": torch.randint(0, 6, (n,))}
 
     return TrainLoop(model=model, optimizer=optimizer, batches=lambda n: [draw() for _ in range(n)], fit=train)
+
+
+@right(
+    "graphs",
+    "a batch is one graph: the maximum over all its nodes is its readout",
+    thread="pyg-team/pytorch_geometric#1325",
+)
+def one_graph_at_a_time():
+    torch.manual_seed(0)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.out = GINConv(4, 12), nn.Linear(12, 3)
+
+        def forward(self, x, edge_index):
+            return self.out(self.conv(x, edge_index).max(dim=0).values)
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    graphs = [random_graph() for _ in range(12)]
+
+    def train(batches):
+        for x, edge_index, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x, edge_index), y).backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=[(g.x, g.edge_index, g.y) for g in graphs], fit=train)
+
+
+@right(
+    "graphs",
+    "embeddings of the whole graph in each step, and a loss over the links of the batch",
+    thread="pyg-team/pytorch_geometric#1416",
+)
+def batches_of_links():
+    torch.manual_seed(0)
+    users, items, dim = 20, 25, 10
+
+    class LightGCN(nn.Module):
+        def __init__(self, edges):
+            super().__init__()
+            self.embedding = nn.Embedding(users + items, dim)
+            both = torch.cat([edges, edges.flip(0)], 1)
+            degree = torch.bincount(both[0], minlength=users + items).clamp(min=1).float()
+            self.register_buffer("edges", both)
+            self.register_buffer("norm", (degree[both[0]] * degree[both[1]]).rsqrt())
+
+        def forward(self):
+            x = out = self.embedding.weight
+            for _ in range(2):
+                x = scatter_add(x[self.edges[0]] * self.norm[:, None], self.edges[1], len(x))
+                out = out + x
+            return (out / 3).split([users, items])
+
+    links = torch.stack([torch.randint(0, users, (90,)), users + torch.randint(0, items, (90,))])
+    model = LightGCN(links)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+
+    def collate(rows):
+        user, item = torch.stack(rows).T
+        return {"user": user, "pos": item - users, "neg": torch.randint(0, items, (len(user),))}
+
+    def train(batches):
+        for b in batches:
+            user, item = model()
+            u, p, n = user[b["user"]], item[b["pos"]], item[b["neg"]]
+            bpr = -F.logsigmoid((u * p).sum(1) - (u * n).sum(1)).mean()
+            loss = bpr + 1e-4 * (u.square().sum() + p.square().sum() + n.square().sum()) / len(u)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=DataLoader(links.T, 15, collate_fn=collate), fit=train)
+
+
+@right(
+    "graphs",
+    "the softmax of each relation by itself, and the mean of the relations' messages at their target",
+    thread="dmlc/dgl#2346",
+)
+def relation_softmax():
+    torch.manual_seed(0)
+
+    class HGTLayer(nn.Module):
+        def __init__(self, dim=12, relations=2):
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(dim, dim) for _ in range(3))
+            self.relation = nn.Parameter(torch.randn(relations, dim, dim) / dim**0.5)
+            self.skip = nn.Parameter(torch.ones(1))
+
+        def forward(self, x, edge_index, edge_type):
+            q, k, v, messages = self.q(x), self.k(x), self.v(x), []
+            for r, weight in enumerate(self.relation):
+                source, target = edge_index[:, edge_type == r]
+                score = (q[target] * (k[source] @ weight)).sum(-1, keepdim=True) / x.shape[1] ** 0.5
+                attention = scatter_softmax(score, target, len(x))
+                messages.append(scatter_add(attention * (v[source] @ weight), target, len(x)))
+            alpha = self.skip.sigmoid()
+            return alpha * torch.stack(messages).mean(0) + (1 - alpha) * x
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inputs, self.layer, self.out = nn.Linear(4, 12), HGTLayer(), nn.Linear(12, 3)
+
+        def forward(self, data):
+            edge_type = (data.edge_index[0] < data.edge_index[1]).long()
+            x = self.layer(self.inputs(data.x), data.edge_index, edge_type)
+            return self.out(scatter_mean(x, data.batch, data.num_graphs))
+
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return TrainLoop(model=model, optimizer=optimizer, batches=graph_loader(), fit=fit_graphs(model, optimizer))

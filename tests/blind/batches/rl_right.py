@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributions import Categorical, Independent, Normal
 
 from pytest_trainloop import TrainLoop
+from pytest_trainloop.adapters import fresh_accelerator
 from tests.blind.cases import right
 
 
@@ -943,6 +944,144 @@ def leave_one_out():
             "mask": mask,
             "uid": uid,
             "score": torch.rand(prompts * n),
+        }
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=[draw() for _ in range(3)], fit=train)
+
+
+@right(
+    "rl",
+    "all tensors of the rollout are swapped to environments first and flattened alike before minibatches are drawn",
+    thread="Denys88/rl_games#274",
+)
+def swap_and_flatten():
+    torch.manual_seed(0)
+    agent = ActorCritic()
+    optimizer = torch.optim.Adam(agent.parameters(), lr=1e-3)
+
+    def swap_and_flatten01(t):
+        return t.transpose(0, 1).reshape(t.shape[0] * t.shape[1], *t.shape[2:])
+
+    def train_epoch(experience):
+        flat = {name: swap_and_flatten01(t) for name, t in experience.items()}
+        advantages = flat["returns"] - flat["values"]
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+        size = len(advantages) // 2
+        for start in range(0, len(advantages), size):
+            part = slice(start, start + size)
+            dist, values = agent(flat["obses"][part])
+            ratio = (dist.log_prob(flat["actions"][part]) + flat["neglogpacs"][part]).exp()
+            adv = advantages[part]
+            a_loss = torch.max(-adv * ratio, -adv * ratio.clamp(0.8, 1.2)).mean()
+            c_loss = (flat["returns"][part] - values).square().mean()
+            optimizer.zero_grad()
+            (a_loss + 0.5 * c_loss - 0.01 * dist.entropy().mean()).backward()
+            optimizer.step()
+
+    def play_steps(steps=8, actors=6):
+        return {
+            "obses": torch.randn(steps, actors, 5),
+            "actions": torch.randint(0, 3, (steps, actors)),
+            "neglogpacs": torch.full((steps, actors), 1.1),
+            "values": torch.randn(steps, actors) * 0.1,
+            "returns": torch.randn(steps, actors),
+        }
+
+    return TrainLoop(
+        model=agent,
+        optimizer=optimizer,
+        batches=lambda n: [play_steps() for _ in range(n)],
+        fit=lambda batches: [train_epoch(e) for e in batches],
+        batch_dim=1,
+    )
+
+
+@right(
+    "rl",
+    "prompts and pixel values repeat_interleave alike: each completion has the image of its prompt",
+    thread="StarsfieldAI/R1-V#54",
+)
+def vision_completions():
+    torch.manual_seed(0)
+    accelerator = fresh_accelerator(cpu=True)
+    num_generations = 3
+
+    class VisionLM(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.vision, self.embed = nn.Linear(8, 16), nn.Embedding(20, 16)
+            self.rnn, self.head = nn.GRU(16, 16, batch_first=True), nn.Linear(16, 20)
+
+        def forward(self, input_ids, pixel_values):
+            states, _ = self.rnn(self.embed(input_ids), torch.tanh(self.vision(pixel_values))[None])
+            return self.head(states)
+
+    model = VisionLM()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def train(batches):
+        for b in batches:
+            prompts = b["prompt_ids"].repeat_interleave(num_generations, dim=0)
+            pixels = b["pixel_values"].repeat_interleave(num_generations, dim=0)
+            ids = torch.cat([prompts, b["completion_ids"].flatten(0, 1)], dim=1)
+            logp = model(ids[:, :-1], pixels).log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+            rewards = b["rewards"]
+            advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+            ratio = (logp - logp.detach()).exp()[:, 3:]
+            loss = -(ratio * advantages.flatten()[:, None]).mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def draw(n=4):
+        return {
+            "prompt_ids": torch.randint(0, 20, (n, 4)),
+            "pixel_values": torch.randn(n, 8),
+            "completion_ids": torch.randint(0, 20, (n, num_generations, 5)),
+            "rewards": torch.randn(n, num_generations),
+        }
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=lambda n: [draw() for _ in range(n)], fit=train)
+
+
+@right(
+    "rl",
+    "groups of unequal size are found by their ids: sums by index_add, then each row minus its group's mean",
+    thread="areal-project/AReaL#1419",
+)
+def groups_by_id():
+    torch.manual_seed(0)
+    model = TinyLM()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def normalize(rewards, uid, eps=1e-5):
+        size = int(uid.max()) + 1
+        count = torch.bincount(uid, minlength=size).clamp(min=1)
+        mean = rewards.new_zeros(size).index_add(0, uid, rewards) / count
+        centred = rewards - mean[uid]
+        std = (rewards.new_zeros(size).index_add(0, uid, centred.square()) / count).sqrt()
+        return centred / (std[uid] + eps)
+
+    def train(batches):
+        for data in batches:
+            advantages = normalize(data["rewards"], data["uid"])
+            logp = model.log_probs(data["input_ids"])
+            mask = data["loss_mask"][:, 1:]
+            loss = -(logp * advantages[:, None] * mask).sum() / mask.sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    def draw():
+        uid = torch.repeat_interleave(torch.arange(4), torch.tensor([4, 3, 4, 2]))
+        mask = torch.ones(len(uid), 8)
+        mask[:, :3] = 0
+        return {
+            "input_ids": torch.randint(0, 16, (len(uid), 8)),
+            "loss_mask": mask,
+            "uid": uid,
+            "rewards": torch.rand(len(uid)) + uid,
         }
 
     return TrainLoop(model=model, optimizer=optimizer, batches=[draw() for _ in range(3)], fit=train)

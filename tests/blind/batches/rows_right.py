@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 import math
+import tempfile
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import lightning
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import Trainer, TrainingArguments
 
-from pytest_trainloop import TrainLoop
+from pytest_trainloop import Padding, TrainLoop
+from pytest_trainloop.adapters import from_lightning, from_trainer
 from tests.blind.cases import right
 
 
@@ -940,6 +944,7 @@ def sort_and_restore():
         optimizer=optimizer,
         batches=lambda n: [draw() for _ in range(n)],
         fit=fit_with(optimizer, lambda t: F.cross_entropy(model(t.ids, t.lengths), t.label)),
+        padding=Padding(pad_id=0),
     )
 
 
@@ -1043,3 +1048,195 @@ def unrolled_decoder():
         return F.mse_loss(model(source, len(target)), target)
 
     return TrainLoop(model=model, optimizer=optimizer, batches=data, fit=fit_with(optimizer, step))
+
+
+@right(
+    "rows",
+    "the denominator of the contrastive loss holds the positive too, only the own similarity is masked",
+    thread="Lightning-Universe/lightning-bolts#252",
+)
+def lit_simclr():
+    torch.manual_seed(0)
+
+    class SimCLR(lightning.LightningModule):
+        def __init__(self, temperature=0.5):
+            super().__init__()
+            self.encoder, self.projection = encoder(9, 16), nn.Linear(16, 6)
+            self.temperature = temperature
+
+        def forward(self, x):
+            return F.normalize(self.projection(self.encoder(x)), dim=-1)
+
+        def nt_xent_loss(self, out_1, out_2):
+            out = torch.cat([out_1, out_2], dim=0)
+            sim = torch.exp(out @ out.T / self.temperature)
+            mask = ~torch.eye(len(out), dtype=torch.bool)
+            neg = sim.masked_select(mask).view(len(out), -1).sum(dim=-1)
+            pos = torch.exp((out_1 * out_2).sum(dim=-1) / self.temperature)
+            return -torch.log(torch.cat([pos, pos], dim=0) / neg).mean()
+
+        def training_step(self, batch, batch_idx):
+            return self.nt_xent_loss(self(batch[0]), self(batch[1]))
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+        def train_dataloader(self):
+            return DataLoader(TensorDataset(torch.randn(40, 9), torch.randn(40, 9)), 10, shuffle=True)
+
+    return from_lightning(SimCLR())
+
+
+@right(
+    "rows",
+    "the image and the text of a row are the pair, those of all other rows negatives even where classes agree",
+    thread="fabawi/ImageBind-LoRA#6",
+)
+def clip_pairs():
+    torch.manual_seed(0)
+
+    class Clip(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.visual, self.text = encoder(10, 8), nn.EmbeddingBag(30, 8)
+            self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
+
+        def forward(self, pixel_values, input_ids, return_loss=True):
+            image = F.normalize(self.visual(pixel_values), dim=-1)
+            text = F.normalize(self.text(input_ids), dim=-1)
+            logits = self.logit_scale.exp() * text @ image.T
+            labels = torch.arange(len(logits))
+            loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+            return {"loss": loss, "logits_per_text": logits}
+
+    rows = [{"pixel_values": torch.randn(10), "input_ids": torch.randint(0, 30, (5,))} for _ in range(48)]
+    args = TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=12,
+        dataloader_drop_last=True,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        learning_rate=1e-3,
+        disable_tqdm=True,
+    )
+    return from_trainer(Trainer(model=Clip(), args=args, train_dataset=rows))
+
+
+@right(
+    "rows",
+    "labels = arange(n).repeat_interleave(2) for embeddings of (n, 2, dim) that are flattened: views lie side by side",
+    thread="KevinMusgrave/pytorch-metric-learning#335",
+)
+def interleaved_views():
+    torch.manual_seed(0)
+    model = encoder(9, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    class NTXentLoss(nn.Module):
+        def __init__(self, temperature=0.1):
+            super().__init__()
+            self.temperature = temperature
+
+        def forward(self, embeddings, labels):
+            embeddings = F.normalize(embeddings.float(), dim=1)
+            similarity = embeddings @ embeddings.T / self.temperature
+            own = torch.eye(len(labels), dtype=torch.bool)
+            positive = (labels[:, None] == labels[None]) & ~own
+            log_prob = similarity.masked_fill(own, float("-inf")).log_softmax(1)
+            return -log_prob[positive].mean()
+
+    criterion = NTXentLoss()
+
+    def train(batches):
+        for views in batches:
+            n, v, _ = views.shape
+            labels = torch.arange(n).repeat_interleave(v)
+            with torch.autocast("cpu", torch.bfloat16):
+                embeddings = model(views.flatten(0, 1))
+            loss = criterion(embeddings, labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=[torch.randn(8, 2, 9) for _ in range(4)], fit=train)
+
+
+@right(
+    "rows",
+    "a memory of embeddings of earlier batches: rows are compared with it, not with themselves, after a warm-up",
+    thread="KevinMusgrave/pytorch-metric-learning#524",
+)
+def cross_batch_memory():
+    torch.manual_seed(0)
+    model = encoder(8, 6)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    data = loader(torch.randn(60, 8), torch.arange(60) % 5, batch_size=10)
+
+    class Memory:
+        def __init__(self, size=40):
+            self.features, self.labels, self.size = torch.zeros(0, 6), torch.zeros(0, dtype=torch.long), size
+
+        def push(self, features, labels):
+            self.features = torch.cat([features.detach(), self.features])[: self.size]
+            self.labels = torch.cat([labels, self.labels])[: self.size]
+
+    def contrastive(a, la, b, lb, skip=None):
+        similarity = a @ b.T
+        same = la[:, None] == lb[None]
+        positive = same if skip is None else same & ~skip
+        cost = (1 - similarity) * positive + F.relu(similarity - 0.5) * ~same
+        return cost.sum() / len(a)
+
+    def train(batches):
+        memory = Memory()
+        for x, labels in batches:
+            features = F.normalize(model(x), dim=1)
+            own = torch.eye(len(labels), dtype=torch.bool)
+            loss = contrastive(features, labels, features, labels, own)
+            if len(memory.labels):
+                loss = loss + contrastive(features, labels, memory.features, memory.labels)
+            memory.push(features, labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=data, fit=train)
+
+
+@right(
+    "rows",
+    "the sampler gives a negative item too, and this model does not use it: its negatives are the batch's items",
+    thread="Coder-Yu/SELFRec#17",
+)
+def batch_softmax():
+    torch.manual_seed(0)
+
+    class DNNEncoder(nn.Module):
+        def __init__(self, users=30, items=40, dim=12):
+            super().__init__()
+            self.user_tower = nn.Sequential(nn.Embedding(users, dim), nn.Linear(dim, dim), nn.Tanh())
+            self.item_tower = nn.Sequential(nn.Embedding(items, dim), nn.Linear(dim, dim), nn.Tanh())
+
+        def forward(self, users, items):
+            return self.user_tower(users), self.item_tower(items)
+
+    model = DNNEncoder()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def batch_softmax_loss(user, item, temperature=0.2):
+        user, item = F.normalize(user, dim=1), F.normalize(item, dim=1)
+        positive = torch.exp((user * item).sum(-1) / temperature)
+        total = torch.exp(user @ item.T / temperature).sum(1)
+        return -torch.log(positive / total + 1e-5).mean()
+
+    def train(batches):
+        for user_idx, pos_idx, _neg in batches:
+            user, item = model(user_idx, pos_idx)
+            loss = batch_softmax_loss(user, item) + 1e-4 * (user.norm(2) + item.norm(2)) / len(user)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    triples = (torch.randint(0, 30, (48,)), torch.randint(0, 40, (48,)), torch.randint(0, 40, (48,)))
+    return TrainLoop(model=model, optimizer=optimizer, batches=loader(*triples, batch_size=12), fit=train)
