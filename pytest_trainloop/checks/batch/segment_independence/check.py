@@ -78,6 +78,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.batches.segments import Segments
     from pytest_trainloop.checks.batch.segment_independence.interaction import Interaction
+    from pytest_trainloop.checks.batch.segment_independence.returns import Crossing
     from pytest_trainloop.runs.evidence import Evidence
 
 EXPLAINS = (*LEARNING, "causality", "batch_independence")
@@ -121,18 +122,30 @@ CAUSES = {
         change=("seen",),
         settle=SETTLE,
     ),
+    "returns_across_episodes": Cause(
+        proof="with rewards of later episodes in another order, earlier steps are weighed otherwise",
+        repair="cut the sum at the end of each episode: running = reward + gamma * running * (1 - done)",
+        explains=EXPLAINS,
+        settle=SETTLE,
+    ),
 }
 
 
 @check(needs={"run"}, causes=CAUSES, rank=32)
 def segment_independence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.segment_independence.interaction import SegmentPasses
+    from pytest_trainloop.checks.batch.segment_independence.returns import crossing
 
     declared = evidence.declared("rows_interact")
     if declared:
         raise DoesNotApply("rows_interact=True declares that rows interact on purpose")
+    episodes, crossed = evidence.shared(crossing)
+    if crossed is not None:
+        yield _crossing(crossed, declared)
     passes = evidence.shared(SegmentPasses)
     met = passes.interaction()
+    if passes.segments is None and episodes is not None:
+        return
     if passes.segments is None:
         raise DoesNotApply("the batch holds no graphs, packed documents or episodes that could be told apart")
     edges = list(_edges(passes.segments))
@@ -217,4 +230,25 @@ def _finding(met: Interaction, declared: bool | None) -> Finding:
         culprits=(op.named,) if op else (),
         where=str(op.place) if op else "",
         smallest=f"{segments.kind}s {min(met.output, met.input)} and {max(met.output, met.input)}",
+    )
+
+
+def _crossing(found: Crossing, declared: bool | None) -> Finding:
+    from pytest_trainloop import nested
+
+    rewards, flags = nested.shown(found.episodes.rewards), nested.shown(found.episodes.flags)
+    of = f" of {found.line}" if found.line else ""
+    meant = found.episodes.limits or found.episodes.streams > 1 or found.model_reads_flags
+    return Finding(
+        cause="returns_across_episodes",
+        level="advice" if meant and declared is None else "fault",
+        summary=f"what the loss weighs a step by depends on {rewards} of the next episode",
+        measured=f"step {found.step}{of}: {found.before:.4g}, and {found.after:.4g} with the rewards after step "
+        f"{found.end} in another order; {flags} ends the episode there",
+        shown_by="sums over the whole rollout are the same in both, and the steps before the end are not all scaled "
+        "and shifted alike",
+        culprits=(rewards,),
+        kinds=("input",),
+        where=found.place,
+        smallest=f"steps {found.step} to {found.end + 2}{of}",
     )
