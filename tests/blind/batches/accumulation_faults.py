@@ -88,7 +88,7 @@ def default_loss(accumulate=1):
     thread="OpenNMT/OpenNMT-py#2209",
     check="accumulation_equivalence",
 )
-def normalised_twice(accumulate=1):
+def accum_batches(accumulate=1):
     torch.manual_seed(0)
 
     class Trainer:
@@ -126,7 +126,7 @@ def normalised_twice(accumulate=1):
     thread="facebookresearch/lingua#59",
     check="accumulation_equivalence",
 )
-def clipped_micro_steps(accumulate=1):
+def train_steps(accumulate=1):
     torch.manual_seed(0)
     model = classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -149,7 +149,7 @@ def clipped_micro_steps(accumulate=1):
     thread="EvolvingLMMs-Lab/OneVision-Encoder#82",
     check="accumulation_equivalence",
 )
-def scheduled_micro_steps(accumulate=1):
+def video_training(accumulate=1):
     torch.manual_seed(0)
     model = classifier()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -314,3 +314,106 @@ def custom_trainer(accumulate=1):
         train_dataset=[{"ids": row} for row in texts(seed=5)],
     )
     return from_trainer(trainer)
+
+
+@fault(
+    "accumulation",
+    "the summed losses of a window are divided by the token count of its last micro-batch only "
+    "(num_tokens is overwritten)",
+    thread="karpathy/nanochat#400",
+    check="accumulation_equivalence",
+)
+def sft_loop(accumulate=1):
+    torch.manual_seed(0)
+    model = LM()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def fit(batches):
+        num_tokens = torch.tensor(1)
+        for step, batch in enumerate(batches, start=1):
+            targets = batch["labels"][:, 1:]
+            num_tokens = targets.ne(-100).sum()
+            logits = model(batch["input_ids"])[:, :-1]
+            F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+            if step % accumulate == 0:
+                for p in model.parameters():
+                    p.grad /= num_tokens
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=text_loader(seed=6), fit=fit)
+
+
+@fault(
+    "accumulation",
+    "a loss that is divided by the tokens of the whole window is multiplied by the number of micro-batches again",
+    thread="huggingface/transformers#34198",
+    check="accumulation_equivalence",
+)
+def token_learner(accumulate=1):
+    torch.manual_seed(0)
+
+    class Learner:
+        def __init__(self):
+            self.net = LM()
+            self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.5, momentum=0.9)
+
+        def step(self, window):
+            total = sum(int(batch["labels"][:, 1:].ne(-100).sum()) for batch in window)
+            for batch in window:
+                logits = self.net(batch["input_ids"])[:, :-1]
+                loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+                (loss / total * len(window)).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+        def fit(self, batches):
+            window = []
+            for batch in batches:
+                window.append(batch)
+                if len(window) == accumulate:
+                    self.step(window)
+                    window = []
+
+    learner = Learner()
+    return TrainLoop(model=learner.net, optimizer=learner.optimizer, batches=text_loader(seed=7), fit=learner.fit)
+
+
+@fault(
+    "accumulation",
+    "the target network follows with every micro-batch, inside the window, and not once for each optimizer step",
+    thread="mflux-community/mflux#447",
+    check="accumulation_equivalence",
+)
+def momentum_teacher(accumulate=1):
+    torch.manual_seed(0)
+    student, teacher = (nn.Sequential(nn.Linear(10, 24), nn.GELU(), nn.Linear(24, 8)) for _ in range(2))
+    teacher.load_state_dict(student.state_dict())
+    teacher.requires_grad_(False)
+    predictor = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW([*student.parameters(), *predictor.parameters()], lr=5e-3)
+
+    def update_teacher(momentum=0.8):
+        for slow, fast in zip(teacher.parameters(), student.parameters(), strict=True):
+            slow.mul_(momentum).add_(fast.detach(), alpha=1 - momentum)
+
+    def train(batches):
+        for step, (x, y) in enumerate(batches, start=1):
+            with torch.no_grad():
+                goal = F.normalize(teacher(y), dim=-1)
+            loss = 2 - 2 * (F.normalize(predictor(student(x)), dim=-1) * goal).sum(-1).mean()
+            (loss / accumulate).backward()
+            if step % accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            update_teacher()
+
+    generator = torch.Generator().manual_seed(8)
+    clean = [torch.randn(8, 10, generator=generator) for _ in range(6)]
+    data = [(x + 0.1 * torch.randn(8, 10, generator=generator), x) for x in clean]
+    return TrainLoop(
+        model={"student": student, "predictor": predictor, "teacher": teacher},
+        optimizer=optimizer,
+        batches=data,
+        fit=train,
+    )

@@ -164,7 +164,7 @@ def simple_preferences(beta=2.0, gamma=0.5):
     thread="CarperAI/trlx#474",
     check="batch_independence",
 )
-def reward_halves():
+def reward_pairs():
     torch.manual_seed(0)
 
     class RewardModel(nn.Module):
@@ -199,7 +199,7 @@ def reward_halves():
     thread="huggingface/trl#937",
     check="padding_invariance",
 )
-def reward_at_the_end():
+def sequence_reward():
     torch.manual_seed(0)
 
     class SequenceClassifier(nn.Module):
@@ -244,7 +244,7 @@ def reward_at_the_end():
     thread="OpenRLHF/OpenRLHF#465",
     check="padding_invariance",
 )
-def one_mask_for_both(beta=0.2):
+def concatenated_pairs(beta=0.2):
     torch.manual_seed(0)
     model = Policy()
     reference = copy.deepcopy(model).requires_grad_(False)

@@ -99,7 +99,7 @@ def packed_pretraining():
     thread="meta-pytorch/torchtune#2613",
     check="batch_independence",
 )
-def shifted_recipe():
+def finetune_recipe():
     torch.manual_seed(0)
     model = Decoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -127,7 +127,7 @@ def shifted_recipe():
     thread="huggingface/nanoVLM#201",
     check="batch_independence",
 )
-def running_positions():
+def packed_language_model():
     torch.manual_seed(0)
 
     class LanguageModel(nn.Module):

@@ -74,7 +74,7 @@ def sentence_encoder():
     thread="https://kiwix.lema.org/stackoverflow.com_en_all_2023-11/questions/62170439/difference-between-src-mask-and-src-key-padding-mask",
     check="padding_invariance",
 )
-def bert_like_head():
+def token_tagger():
     torch.manual_seed(0)
 
     class SelfAttention(nn.Module):
@@ -315,7 +315,7 @@ def review_lstm():
     thread="tloen/alpaca-lora#315",
     check="padding_invariance",
 )
-def left_padded_gpt():
+def gpt_finetuning():
     torch.manual_seed(0)
 
     class GPT(nn.Module):
@@ -656,7 +656,7 @@ def bilstm_crf():
     thread="pytorch/pytorch#3662",
     check="batch_independence",
 )
-def sorted_for_packing():
+def packed_reader():
     torch.manual_seed(0)
 
     class Reader(nn.Module):
@@ -697,7 +697,7 @@ def sorted_for_packing():
     thread="zai-org/GLM-4-Voice#182",
     check="padding_invariance",
 )
-def mask_of_queries():
+def masked_block():
     torch.manual_seed(0)
 
     class Block(nn.Module):
@@ -743,3 +743,130 @@ def mask_of_queries():
         for i in range(0, 32, 8)
     ]
     return TrainLoop(model=trainer.model, optimizer=trainer.optimizer, batches=data, fit=trainer.train)
+
+
+@fault(
+    "padding",
+    "pad_sequence fills with 0, the mask of the model compares with pad_token_id 1: every padded "
+    "position counts as a token",
+    thread="CarperAI/trlx#474",
+    check="padding_invariance",
+)
+def roberta_classifier(pad_token_id=1):
+    torch.manual_seed(0)
+
+    class Roberta(nn.Module):
+        def __init__(self, dim=16):
+            super().__init__()
+            self.words = nn.Embedding(30, dim, padding_idx=pad_token_id)
+            self.layer = nn.TransformerEncoderLayer(dim, 2, 32, dropout=0.0, batch_first=True)
+            self.classifier = nn.Linear(dim, 3)
+
+        def forward(self, input_ids):
+            mask = input_ids.ne(pad_token_id)
+            hidden = self.layer(self.words(input_ids), src_key_padding_mask=~mask)
+            return self.classifier((hidden * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True))
+
+    def collate(items):
+        rows, labels = zip(*items, strict=True)
+        lengths = torch.tensor([len(row) for row in rows])
+        return {"input_ids": pad_sequence(rows, batch_first=True), "length": lengths, "labels": torch.tensor(labels)}
+
+    model = Roberta()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def fit(batches):
+        for batch in batches:
+            loss = F.cross_entropy(model(batch["input_ids"]), batch["labels"])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    texts = [text.clamp(min=2) for text in sentences(40, seed=17)]
+    loader = DataLoader(list(zip(texts, labels_of(texts, 3), strict=True)), batch_size=8, collate_fn=collate)
+    return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=fit)
+
+
+@fault(
+    "padding",
+    "the entropy bonus is the mean over all positions of the completion, padded ones too; the policy loss is masked",
+    thread="allenai/open-instruct#1076",
+    check="padding_invariance",
+)
+def completion_update(coefficient=0.05):
+    torch.manual_seed(0)
+
+    class Policy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(30, 16)
+            self.rnn = nn.GRU(16, 16, batch_first=True)
+            self.head = nn.Linear(16, 30)
+
+        def forward(self, ids):
+            return self.head(self.rnn(self.embed(ids))[0]).log_softmax(-1)
+
+    def masked_mean(values, mask):
+        return (values * mask).sum() / mask.sum()
+
+    policy = Policy()
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+
+    def collate(items):
+        ids = pad_sequence([text for text, _ in items], batch_first=True)
+        return {"ids": ids, "mask": ids[:, 1:].ne(0), "advantage": torch.tensor([value for _, value in items])}
+
+    def update(batches):
+        for batch in batches:
+            log_probs = policy(batch["ids"])[:, :-1]
+            chosen = log_probs.gather(-1, batch["ids"][:, 1:, None]).squeeze(-1)
+            entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
+            pg_loss = masked_mean(-chosen * batch["advantage"].to(chosen.dtype).unsqueeze(1), batch["mask"])
+            optimizer.zero_grad()
+            (pg_loss - coefficient * entropy).backward()
+            optimizer.step()
+
+    values = torch.randn(40, generator=torch.Generator().manual_seed(18)).tolist()
+    loader = DataLoader(list(zip(sentences(40, seed=18), values, strict=True)), batch_size=8, collate_fn=collate)
+    return TrainLoop(model=policy, optimizer=optimizer, batches=loader, fit=update, padding=Padding(pad_id=0))
+
+
+@fault(
+    "padding",
+    "the flipped direction begins with the padding: flip(1) of padded rows, and the last state is kept",
+    thread="state-spaces/mamba#52",
+    check="padding_invariance",
+)
+def bidirectional_tagger():
+    torch.manual_seed(0)
+
+    class Bidirectional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(30, 12, padding_idx=0)
+            self.forward_rnn, self.reverse_rnn = nn.GRU(12, 16, batch_first=True), nn.GRU(12, 16, batch_first=True)
+            self.tags = nn.Linear(32, 5)
+
+        def forward(self, ids):
+            x = self.embed(ids)
+            ahead, _ = self.forward_rnn(x)
+            back, _ = self.reverse_rnn(x.flip(1))
+            return self.tags(torch.cat([ahead, back.flip(1)], -1))
+
+    model = Bidirectional()
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+
+    def collate(rows):
+        ids = pad_sequence(rows, batch_first=True)
+        return ids, pad_sequence([row % 5 for row in rows], batch_first=True, padding_value=-100)
+
+    def train(batches):
+        for ids, tags in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(ids).transpose(1, 2), tags).backward()
+            optimizer.step()
+
+    loader = DataLoader(sentences(40, seed=19), batch_size=8, collate_fn=collate)
+    return TrainLoop(
+        model=model, optimizer=optimizer, batches=loader, fit=train, padding=Padding(pad_id=0, ignore_index=-100)
+    )

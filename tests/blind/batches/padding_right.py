@@ -974,3 +974,208 @@ def masked_distillation(temperature=2.0):
         fit=fit,
         padding=Padding(pad_id=0),
     )
+
+
+@right(
+    "padding",
+    "two optimizers, an encoder's packed GRU, and a loss that takes the mean over the rows still open at "
+    "each step of time",
+    thread="pytorch/tutorials#719",
+)
+def chatbot():
+    torch.manual_seed(0)
+
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.gru = nn.Embedding(VOCAB, 16), nn.GRU(16, 16)
+
+        def forward(self, seq, lengths):
+            packed = pack_padded_sequence(self.embedding(seq), lengths.cpu(), enforce_sorted=False)
+            return self.gru(packed)[1]
+
+    class Decoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.gru, self.out = nn.Embedding(VOCAB, 16), nn.GRU(16, 16), nn.Linear(16, VOCAB)
+
+        def forward(self, step, hidden):
+            output, hidden = self.gru(self.embedding(step), hidden)
+            return self.out(output.squeeze(0)).softmax(dim=1), hidden
+
+    def mask_nll_loss(probabilities, target, mask):
+        picked = -torch.log(probabilities.gather(1, target.view(-1, 1)).squeeze(1))
+        return picked.masked_select(mask).mean()
+
+    encoder, decoder = Encoder(), Decoder()
+    encoder_optimizer = torch.optim.Adam(encoder.parameters(), lr=1e-3)
+    decoder_optimizer = torch.optim.Adam(decoder.parameters(), lr=5e-3)
+
+    def collate(pairs):
+        source, target = zip(*pairs, strict=True)
+        lengths = torch.tensor([len(row) for row in source])
+        target = pad_sequence(list(target))
+        return pad_sequence(list(source)), lengths, target, target.ne(0)
+
+    def train(batches):
+        for source, lengths, target, mask in batches:
+            encoder_optimizer.zero_grad()
+            decoder_optimizer.zero_grad()
+            hidden, loss = encoder(source, lengths), 0
+            step = torch.ones(1, source.shape[1], dtype=torch.long)
+            for t in range(int(mask.any(1).sum())):
+                output, hidden = decoder(step, hidden)
+                step = target[t].view(1, -1)
+                loss = loss + mask_nll_loss(output, target[t], mask[t])
+            loss.backward()
+            nn.utils.clip_grad_norm_(encoder.parameters(), 50.0)
+            nn.utils.clip_grad_norm_(decoder.parameters(), 50.0)
+            encoder_optimizer.step()
+            decoder_optimizer.step()
+
+    data = list(zip(sentences(seed=30), sentences(seed=31), strict=True))
+    return TrainLoop(
+        model={"encoder": encoder, "decoder": decoder},
+        optimizer=[encoder_optimizer, decoder_optimizer],
+        batches=DataLoader(data, batch_size=8, collate_fn=collate),
+        fit=train,
+        batch_dim=1,
+    )
+
+
+@right(
+    "padding",
+    "a HF Trainer fine-tunes a classifier with the attention mask of the collator; pooling reads the first token",
+    thread="yg211/bert_nli#3",
+)
+def hf_classifier():
+    import tempfile
+
+    from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+    from pytest_trainloop.adapters import from_trainer
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=32,
+        num_labels=3,
+        pad_token_id=0,
+    )
+    arguments = TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=8,
+        max_steps=8,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        remove_unused_columns=False,
+        learning_rate=1e-3,
+    )
+    trainer = Trainer(
+        model=BertForSequenceClassification(config),
+        args=arguments,
+        train_dataset=labelled(3, seed=32),
+        data_collator=collate_labelled,
+    )
+    return from_trainer(trainer, padding=Padding(pad_id=0))
+
+
+@right(
+    "padding",
+    "start and end of an answer are a softmax over positions, with padded ones set to -inf; rows without "
+    "an answer are ignored",
+    thread="InseeFrLab/torchTextClassifiers#96",
+)
+def span_extraction():
+    torch.manual_seed(0)
+
+    class Reader(nn.Module):
+        def __init__(self, dim=16):
+            super().__init__()
+            self.embed, self.places = nn.Embedding(VOCAB, dim), nn.Embedding(32, dim)
+            self.layer = nn.TransformerEncoderLayer(dim, 2, 32, dropout=0.0, batch_first=True)
+            self.span = nn.Linear(dim, 2, bias=False)
+
+        def forward(self, ids, mask):
+            x = self.embed(ids) + self.places(torch.arange(ids.shape[1]))
+            hidden = self.layer(x, src_key_padding_mask=mask.eq(0))
+            scores = self.span(hidden).masked_fill(mask.unsqueeze(-1).eq(0), float("-inf"))
+            return scores.unbind(-1)
+
+    def collate(rows):
+        ids = pad(rows)
+        start = torch.tensor([int(row[0]) % len(row) if int(row[-1]) % 4 else -100 for row in rows])
+        start[0] = 0
+        end = torch.where(start < 0, start, torch.tensor([len(row) - 1 for row in rows]))
+        return {"ids": ids, "mask": ids.ne(0).long(), "start": start, "end": end}
+
+    model = Reader()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def fit(batches):
+        for batch in batches:
+            start, end = model(batch["ids"], batch["mask"])
+            per_row = F.cross_entropy(start, batch["start"], reduction="none")
+            per_row = per_row + F.cross_entropy(end, batch["end"], reduction="none")
+            loss = per_row.sum() / batch["start"].ge(0).sum().clamp(min=1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batches=DataLoader(sentences(seed=33), batch_size=8, collate_fn=collate),
+        fit=fit,
+    )
+
+
+@right(
+    "padding",
+    "each row is reversed within its own length before the second GRU, and turned back behind it",
+    thread="pytorch/pytorch#1794",
+)
+def reversed_within_length():
+    torch.manual_seed(0)
+
+    def reverse_padded(x, lengths):
+        place = torch.arange(x.shape[1])
+        index = torch.where(place < lengths[:, None], lengths[:, None] - 1 - place, place)
+        return x.gather(1, index.unsqueeze(-1).expand_as(x))
+
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(VOCAB, 12, padding_idx=0)
+            self.ahead, self.back = nn.GRU(12, 12, batch_first=True), nn.GRU(12, 12, batch_first=True)
+            self.out = nn.Linear(24, 5)
+
+        def forward(self, ids, lengths):
+            x = self.embed(ids)
+            back = reverse_padded(self.back(reverse_padded(x, lengths))[0], lengths)
+            return self.out(torch.cat([self.ahead(x)[0], back], -1))
+
+    model = Tagger()
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+
+    def collate(rows):
+        return pad(rows), torch.tensor([len(row) for row in rows]), pad([row % 5 for row in rows], -100)
+
+    def fit(batches):
+        for ids, lengths, tags in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(ids, lengths).flatten(0, 1), tags.flatten()).backward()
+            optimizer.step()
+
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batches=DataLoader(sentences(seed=34), batch_size=8, collate_fn=collate),
+        fit=fit,
+        padding=Padding(pad_id=0, ignore_index=-100),
+    )
