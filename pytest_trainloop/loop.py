@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -35,11 +35,17 @@ class Padding:
         the label at padded positions, which the loss ignores. Not given: that of the loss call
     dim
         the padded dimension (time)
+    of
+        the tensors of the batch that are padded so, by their keys or by paths as in findings, together with their mask
+        or lengths: ``("src", "src_mask")``. Not given: read from the values. A batch with several sequences, as source
+        and target, takes a list: ``padding=[Padding(of=("src", "src_mask")), Padding(of=("tgt", "tgt_mask"))]``
     """
 
     pad_id: int | None = None
     ignore_index: int | None = None
     dim: int = 1
+    of: Sequence[str] | None = None
+    _more: tuple[Padding, ...] = field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, needed in (("pad_id", "the token id at padded positions"), ("ignore_index", "a label"), ("dim", "")):
@@ -49,6 +55,25 @@ class Padding:
                 shown = repr(given) if isinstance(given, (str, float, bool)) else a(given)
                 place = places.shown(*places.caller())
                 raise UsageError(f"Padding.{name} is {shown}; {what} is needed", place=place)
+        of = (self.of,) if isinstance(self.of, str) else self.of
+        if of is not None and not (isinstance(of, Sequence) and of and all(isinstance(name, str) for name in of)):
+            place = places.shown(*places.caller())
+            raise UsageError(
+                f'Padding.of is {a(of)}; names of tensors are needed, as in of=("src", "src_mask")', place=place
+            )
+        object.__setattr__(self, "of", of if of is None else tuple(of))
+
+    @property
+    def all(self) -> tuple[Padding, ...]:
+        """This one, and those declared beside it."""
+        return (self, *self._more)
+
+    @classmethod
+    def first_of(cls, several: Sequence[Padding]) -> Padding:
+        """The first, which knows the others."""
+        first = replace(several[0])
+        object.__setattr__(first, "_more", tuple(several[1:]))
+        return first
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,7 +113,8 @@ class TrainLoop:
     evaluate
         ``evaluate()``, called once after a short run, for the mode in which it runs the model
     padding
-        ``Padding(pad_id=..., ignore_index=..., dim=...)``: which entries of the batch are padding
+        ``Padding(pad_id=..., ignore_index=..., dim=...)``: which entries of the batch are padding; a list of them for
+        several sequences in one batch
     batch_dim
         the dimension along which rows lie in every tensor of the batch, where it is not 0
     split_batch
@@ -166,7 +192,7 @@ class TrainLoop:
             if isinstance(self.renews, Iterator):
                 self.renews = tuple(self.renews)
             require_fields(self)
-            _require_padding(self.padding)
+            self.padding = _one_padding(self.padding)
         except UsageError as error:
             raise self.located(error) from None
 
@@ -214,9 +240,12 @@ class TrainLoop:
         return tuple(f.name for f in fields(TrainLoop) if f.init)
 
 
-def _require_padding(given: Any) -> None:
+def _one_padding(given: Any) -> Padding | None:
+    """A declared padding, or the first of several."""
     if given is None or isinstance(given, Padding):
-        return
+        return given
+    if isinstance(given, (list, tuple)) and given and all(isinstance(one, Padding) for one in given):
+        return Padding.first_of(given)
     plain = isinstance(given, (str, int, float))
     pad_id = given if is_whole(given) else 0
     raise UsageError(f"TrainLoop.padding is {repr(given) if plain else a(given)}; Padding(pad_id={pad_id}) is needed")

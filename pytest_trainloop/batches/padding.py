@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.loop import Padding
     from pytest_trainloop.nested import Path
 
-__all__ = ["Ids", "PaddingMask", "Proof", "counted_entries", "padding_ids", "read_padding", "read_paddings"]
+__all__ = ["Ids", "PaddingMask", "Proof", "counted_entries", "empty", "padding_ids", "read_padding", "read_paddings"]
 
 
 class Proof(IntEnum):
@@ -75,6 +75,10 @@ class PaddingMask:
     proven that nothing is padding. ``grid``: the axes of rows and positions. ``source``: what says so, and ``by`` the
     paths of all masks and lengths that say the same. ``of_ids``: what is padded are ids rather than features.
     ``reason``: one sentence for the user, as "attention_mask is 0 there".
+
+    Of a group (``groups.py``): ``of``, the paths of the tensors that are padded so, and ``others``, those of other
+    groups; ``alone``, no other group is as wide; ``name``, one of its tensors, where another is; ``joint``, several
+    groups are cut at once.
     """
 
     mask: torch.Tensor
@@ -84,6 +88,11 @@ class PaddingMask:
     by: frozenset[Path]
     of_ids: bool
     reason: str
+    of: frozenset[Path] = frozenset()
+    others: frozenset[Path] = frozenset()
+    alone: bool = True
+    name: str = ""
+    joint: bool = False
 
     @property
     def any(self) -> bool:
@@ -202,7 +211,7 @@ def _proof(hint: Hint, view: View) -> Proof | None:
 def _all_empty(hint: Hint, view: View) -> bool:
     """Whether all tensors with rows and positions hold nothing there, and not only masks, or labels, have them."""
     aligned = view.aligned
-    if not all(_empty(leaf, hint.mask) for leaf in aligned):
+    if not all(empty(leaf, hint.mask) for leaf in aligned):
         return False
     return not all(leaf.two_valued or (not view.labels and is_label(leaf, view.declared)) for leaf in aligned)
 
@@ -214,14 +223,14 @@ def _inputs_empty(hint: Hint, view: View) -> bool:
     for leaf in [leaf for leaf, _ in view.inputs] or view.aligned:
         if not view.inputs and (leaf.two_valued or is_label(leaf, view.declared)):
             continue
-        if leaf.whole and not _empty(leaf, hint.mask):
+        if leaf.whole and not empty(leaf, hint.mask):
             return False
         one_value = constant(leaf.at(hint.mask)) is not None
         proven = proven or (one_value and constant(leaf.at(~hint.mask)) is None)
     return proven
 
 
-def _empty(leaf: Leaf, mask: torch.Tensor) -> bool:
+def empty(leaf: Leaf, mask: torch.Tensor) -> bool:
     """Whether the same stands in all of these places, or positions: counted alike in all rows, or up to a length."""
     values = leaf.at(mask)
     if alike(values):

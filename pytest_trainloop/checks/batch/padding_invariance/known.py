@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches.grids import leaves, time_axes
-from pytest_trainloop.batches.padding import PaddingMask, Proof, padding_ids, read_paddings
+from pytest_trainloop.batches.groups import padded_groups
+from pytest_trainloop.batches.padding import PaddingMask, padding_ids
 from pytest_trainloop.batches.values import plain
 
 if TYPE_CHECKING:
@@ -16,11 +17,10 @@ if TYPE_CHECKING:
 
 
 def read(loop: TrainLoop, batch: Any) -> list[PaddingMask]:
-    """The padding of a batch, along which all of its tensors can be cut."""
+    """The padding of a batch, by groups of tensors that are padded alike."""
     time_first = loop.padding is not None and loop.padding.dim == 0
-    return read_paddings(
+    return padded_groups(
         batch,
-        at_least=Proof.EMPTY,  # rows are cut there, and all tensors with them
         batch_dim=loop.batch_dim if isinstance(loop.batch_dim, int) else int(time_first),
         declared=loop.padding,
         pad_ids=padding_ids(loop.modules.values()),
@@ -30,10 +30,12 @@ def read(loop: TrainLoop, batch: Any) -> list[PaddingMask]:
 def is_declared(loop: TrainLoop, batch: Any, padded: PaddingMask) -> bool:
     """Whether ``padding=`` is about this padding: where ids of the batch are padded with the declared id, the padding
     of anything else (regions of a picture, frames) is not."""
-    if loop.padding is None or loop.padding.pad_id is None:
-        return loop.padding is not None
-    about = [p.grid for p in read(loop, batch) if _stands_there(loop.padding.pad_id, batch, p)]
-    return not about or padded.grid in about
+    declared = () if loop.padding is None else loop.padding.all
+    if any(p.of or p.pad_id is None for p in declared):
+        return True
+    ids = [p.pad_id for p in declared if p.pad_id is not None]
+    about = [p.of for p in read(loop, batch) if any(_stands_there(i, batch, p) for i in ids)]
+    return bool(declared) and (not about or any(padded.of & of for of in about))
 
 
 def is_configured(loop: TrainLoop, batch: Any, padded: PaddingMask) -> bool:
@@ -52,7 +54,7 @@ def _stands_there(pad_id: int, batch: Any, padded: PaddingMask) -> bool:
     return any(
         bool((leaf.at(padded.mask) == pad_id).all())
         for leaf in found
-        if leaf.time is not None and leaf.whole and not leaf.two_valued
+        if leaf.path in padded.of and leaf.time is not None and leaf.whole and not leaf.two_valued
     )
 
 

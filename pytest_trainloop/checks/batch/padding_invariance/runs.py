@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from pytest_trainloop import nested
+from pytest_trainloop.batches.groups import together
 from pytest_trainloop.batches.own_data import require_given_data
 from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import (
     BATCH_STATISTICS,
@@ -23,6 +24,7 @@ from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import (
     PathCall,
 )
 from pytest_trainloop.checks.batch.padding_invariance.known import is_configured, is_declared, lengths, read
+from pytest_trainloop.checks.batch.padding_invariance.meetings import Meeting, TargetMeetings
 from pytest_trainloop.checks.batch.padding_invariance.slices import BatchSlice, cut, slices
 from pytest_trainloop.errors import CannotDecide, DoesNotApply, Unreliable, UsageError
 from pytest_trainloop.gradients.compare import Agreement, agreement, first_step_difference, optimizers
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.runs.run import RunPlan
 
 LOOKED_AT = 4
 """Batches of the loop that are looked at for their lengths."""
@@ -129,13 +132,18 @@ class PaddingRuns:
         declared: bool,
         configured: bool,
         lengths: frozenset[int],
+        others: Sequence[PaddingMask] = (),
     ) -> None:
         self._batch = batch
         self._padded = padded
+        self._others = tuple(others)
+        self.instead: PaddingRuns | None = None
+        """All groups of this width as one, for a loop that takes them only so."""
         self._window = window
         self._plan, self._run_plan = evidence.plan(), evidence.rerun
         self._start = SameStart()
         self._runs: dict[object, tuple[Record, PaddingFlow]] = {}
+        self._meetings: dict[BatchSlice, list[Meeting]] = {}
         self._count: int | None = None
         self._precision = "float64"
         self._runs_through = False
@@ -171,18 +179,33 @@ class PaddingRuns:
         window = max(1, round(record.items / record.rounds))
         batch = nested.copy(found[0][0])
         others = [] if loop.batches is None else given
-        return [
-            cls(
+        groups = found[0][1]
+
+        def made(padded: PaddingMask, beside: Sequence[PaddingMask]) -> PaddingRuns:
+            return cls(
                 batch,
-                p,
+                padded,
                 window,
                 evidence,
-                declared=is_declared(loop, batch, p),
-                configured=is_configured(loop, batch, p),
-                lengths=lengths(others, batch, p),
+                declared=is_declared(loop, batch, padded),
+                configured=is_configured(loop, batch, padded),
+                lengths=lengths(others, batch, padded),
+                others=beside,
             )
-            for p in found[0][1]
-        ]
+
+        runs = [made(p, [g for g in groups if g is not p and g.grid == p.grid]) for p in groups]
+        for grid in dict.fromkeys(p.grid for p in groups if not p.alone):
+            joint = together([p for p in groups if p.grid == grid])
+            if joint is not None and slices(joint):
+                instead = made(joint, ())
+                for single in (r for r in runs if r._padded.grid == grid):
+                    single.instead = instead
+        return runs
+
+    @property
+    def name(self) -> str:
+        """A tensor of the group that is padded so, where there are several groups."""
+        return self._padded.name
 
     @property
     def reason(self) -> str:
@@ -223,7 +246,7 @@ class PaddingRuns:
         kept, and takes no other path, is no difference.
         """
         compared, refused, rounded = 0, "", 0.0
-        for chosen in slices(self._padded):
+        for chosen in slices(self._padded, self._others):
             found = self._compared(chosen)
             if isinstance(found, str):
                 refused = found or refused
@@ -275,10 +298,12 @@ class PaddingRuns:
         )
 
     def _otherwise(self, chosen: BatchSlice) -> bool:
-        """Whether there is another way to run a loop that raises: with as many rows as in the batch, and then in
-        float32, since a kernel of its own may take no other dtype."""
+        """Whether there is another way to run a loop that raises: with groups of other tensors as wide as they are,
+        with as many rows as in the batch, and then in float32, since a kernel of its own may take no other dtype."""
         rows = nested.rows(self._batch, self._padded.grid.batch_dim)
-        if self._count is None and len(chosen.rows) < rows:
+        if self._others:
+            self._others = ()
+        elif self._count is None and len(chosen.rows) < rows:
             self._count = rows
         elif self._precision == "float64":
             self._precision = "float32"
@@ -344,6 +369,15 @@ class PaddingRuns:
                 return other
         return None
 
+    def meetings(self, found: Comparison) -> list[Meeting]:
+        """Where outputs at padded positions meet targets in the loss and get a gradient from them, or are reduced."""
+        if found.full in self._meetings:
+            return self._meetings[found.full]
+        mode = TargetMeetings(found.full.span, self._count or len(found.full.rows))
+        plan = replace(self._plan_for(found.full), contexts=mode.contexts, before_item=mode.before_item)
+        self._meetings[found.full] = [] if self._run_plan(plan).raised else mode.found
+        return self._meetings[found.full]
+
     def path_calls(self, found: Comparison) -> list[PathCall]:
         """Calls of any path that padding takes part in."""
         return self.flow(found, frozenset(PATHS)).blocked
@@ -387,14 +421,18 @@ class PaddingRuns:
         self, chosen: BatchSlice, blocked: frozenset[str], fit_seed: int | None = None
     ) -> tuple[Record, PaddingFlow]:
         mode = BlockedPaths(chosen.span, blocked)
+        plan = replace(self._plan_for(chosen), contexts=mode.contexts, fit_seed=fit_seed)
+        return self._run_plan(plan), mode.flow
+
+    def _plan_for(self, chosen: BatchSlice) -> RunPlan:
         plan = from_same_start(
             self._plan,
             self._start,
-            lambda _loop: [cut(self._batch, self._padded, chosen, count=self._count)] * self._window,
+            lambda _loop: (
+                [cut(self._batch, self._padded, chosen, count=self._count, others=self._others)] * self._window
+            ),
         )
-        plan = replace(plan, double=self._precision == "float64", enough=lambda r: r.rounds >= 1, may_raise=True)
-        record = self._run_plan(replace(plan, contexts=mode.contexts, fit_seed=fit_seed))
-        return record, mode.flow
+        return replace(plan, double=self._precision == "float64", enough=lambda r: r.rounds >= 1, may_raise=True)
 
 
 def _smaller(chosen: BatchSlice, left: bool) -> Iterator[BatchSlice]:

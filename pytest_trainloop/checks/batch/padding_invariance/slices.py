@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_trainloop.batches.padding import PaddingMask
+    from pytest_trainloop.nested import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,34 +67,63 @@ class Span:
         return found
 
 
-def slices(padded: PaddingMask) -> list[BatchSlice]:
+def slices(padded: PaddingMask, others: Sequence[PaddingMask] = ()) -> list[BatchSlice]:
     """The rows with the fewest real positions, and those with the most of all that are padded: as many of each as have
     equally many. Where there are others, rows with less than two real positions are left out, since a model of the next
-    position has no target in them, and rows with less than two padded ones, since the first may end a text."""
-    lengths, total = padded.lengths, padded.grid.length
-    wanted = ([n for n in lengths if 2 <= n <= total - 2], [n for n in lengths if 1 <= n < total])
-    sizes = sorted(next((found for found in wanted if found), ()))
-    chosen = list(dict.fromkeys((sizes[0], sizes[-1]))) if sizes else []
-    return [
-        BatchSlice(rows, 0, total, total - n if padded.side == "left" else 0, total if padded.side == "left" else n)
-        for n in chosen
-        for rows in [tuple(r for r, length in enumerate(lengths) if length == n)[:MOST]]
-    ]
+    position has no target in them, and rows with less than two padded ones, since the first may end a text; and rows in
+    which one of the ``others``, groups of the same width, is as long or longer."""
+    total = padded.grid.length
+    every = range(padded.grid.rows)
+    shorter = [r for r in every if all(group.lengths[r] <= total - 2 for group in others)]
+    for rows in (shorter, every):
+        lengths = {r: padded.lengths[r] for r in rows}
+        for known in ((2, total - 2), (1, total - 1)):
+            sizes = sorted(n for n in lengths.values() if known[0] <= n <= known[1])
+            if sizes:
+                return [_slice(padded, lengths, n) for n in dict.fromkeys((sizes[0], sizes[-1]))]
+    return []
+
+
+def _slice(padded: PaddingMask, lengths: dict[int, int], n: int) -> BatchSlice:
+    rows, total = tuple(r for r, length in lengths.items() if length == n)[:MOST], padded.grid.length
+    left = padded.side == "left"
+    return BatchSlice(rows, 0, total, total - n if left else 0, total if left else n)
 
 
 MOST = 4
 """Rows of a slice, at most."""
 
 
-def cut(batch: Any, padded: PaddingMask, chosen: BatchSlice, *, count: int | None = None) -> Any:
-    """This slice of a batch, its rows repeated from the first where ``count`` are wanted."""
-    positions = _Range(padded, chosen, nested.rows(batch, padded.grid.batch_dim))
-    memo = {id(t): made for t in nested.tensors(batch) if plain(t) and (made := positions.of(t)) is not t}
+def cut(
+    batch: Any,
+    padded: PaddingMask,
+    chosen: BatchSlice,
+    *,
+    count: int | None = None,
+    others: Sequence[PaddingMask] = (),
+) -> Any:
+    """This slice of a batch, its rows repeated from the first where ``count`` are wanted. Of ``others``, groups of the
+    same width, what is padding in all of the rows is cut off, so that they are of another width."""
+    rows = nested.rows(batch, padded.grid.batch_dim)
+    ranges = [_Range(padded, chosen, rows), *(_Range(other, _longest(other, chosen.rows), rows) for other in others)]
+    memo = {
+        id(t): made
+        for path, t in nested.paths(batch)
+        if plain(t)
+        for positions in ranges
+        if (made := positions.of(path, t)) is not t
+    }
     wanted = [chosen.rows[i % len(chosen.rows)] for i in range(count or len(chosen.rows))]
     try:
         return nested.take(copy.deepcopy(batch, memo), wanted, padded.grid.batch_dim)
     except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:
         raise CannotDecide(f"rows cannot be taken from {nested.describe(batch)} ({type(error).__name__})") from error
+
+
+def _longest(padded: PaddingMask, rows: Sequence[int]) -> BatchSlice:
+    """These rows, as long as the longest of them."""
+    longest = max(padded.lengths[row] for row in rows)
+    return _slice(padded, dict.fromkeys(rows, longest), longest).trimmed()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +134,10 @@ class _Range:
     chosen: BatchSlice
     count: int
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def of(self, path: Path, tensor: torch.Tensor) -> torch.Tensor:
         total, size = self.padded.grid.length, self.chosen.stop - self.chosen.start
+        if path in self.padded.others or (tensor.dim() > 1 and not self.padded.alone and path not in self.padded.of):
+            return tensor
         if tensor.dim() == 1 and self._are_lengths(tensor):
             return tensor - (self.padded.lengths[self.chosen.rows[0]] - (self.chosen.last - self.chosen.first))
         for longer in (0, 1, -1):
@@ -113,6 +145,8 @@ class _Range:
             axes = time_axes(tensor, grid.batch_dim, self.count, total + longer, grid.time_dim)
             if axes and (longer == 0 or self._is_shifted(tensor)):
                 return self._narrow(tensor, axes, longer)
+        if not self.padded.alone:
+            return tensor
         if total != self.count and tensor.shape[:1] == (total,) and set(tensor.shape) == {total}:
             return self._from_zero(tensor, list(range(tensor.dim())), size)
         if tensor.dim() > 1 and tensor.shape[0] == 1 != self.count and total in tensor.shape:
@@ -132,7 +166,7 @@ class _Range:
         return bool((off == off[:1, :1]).all())
 
     def _are_lengths(self, tensor: torch.Tensor) -> bool:
-        same = tensor.shape == (self.count,) and not tensor.is_floating_point()
+        same = tensor.shape == (self.count,) and not tensor.is_floating_point() and not self.padded.joint
         return same and tuple(tensor.tolist()) == self.padded.lengths
 
     def _narrow(self, tensor: torch.Tensor, axes: Sequence[int], longer: int) -> torch.Tensor:

@@ -31,7 +31,8 @@ class Runs:
 
     def __init__(self, found, paths=(), calls=(), *, cut=None, **more):
         self._found, self._paths, self._cut = found, frozenset(paths), cut
-        self.of_ids = True
+        self.of_ids, self.name, self.instead = True, "", None
+        self.met = more.pop("met", [])
         self.reason, self._one_length = "mask is 0 there", more.pop("one_length", False)
         self.declared, self.varying, self.left = (more.pop(k, False) for k in ("declared", "varying", "left"))
         self.sure, self.by_lengths = more.pop("sure", True), not self.declared
@@ -54,6 +55,9 @@ class Runs:
 
     def path_calls(self, found):
         return self._flow.blocked
+
+    def meetings(self, found):
+        return self.met
 
     def without_outputs(self, found):
         return self._cut
