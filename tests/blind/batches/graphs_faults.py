@@ -523,3 +523,96 @@ def dense_enzymes():
             optimizer.step()
 
     return TrainLoop(model=model, optimizer=optimizer, batches=[draw() for _ in range(4)], fit=train)
+
+
+def knn_graph(positions, k):
+    distances = torch.cdist(positions, positions)
+    distances.fill_diagonal_(float("inf"))
+    nearest = distances.topk(k, largest=False).indices
+    target = torch.arange(len(positions)).repeat_interleave(k)
+    return torch.stack([nearest.flatten(), target])
+
+
+@fault(
+    "graphs",
+    "knn_graph(x) is taken over the hits of all events of the batch: edges join hits of different events",
+    thread="graphnet-team/graphnet#236",
+    check="batch_independence",
+)
+def dynamic_edges():
+    torch.manual_seed(0)
+
+    class DynEdge(nn.Module):
+        def __init__(self, k=3):
+            super().__init__()
+            self.k = k
+            self.conv1 = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
+            self.conv2 = nn.Sequential(nn.Linear(32, 16), nn.ReLU())
+            self.out = nn.Linear(16, 1)
+
+        def edge_conv(self, net, x):
+            source, target = knn_graph(x.detach()[:, :3], self.k)
+            messages = net(torch.cat([x[target], x[source] - x[target]], -1))
+            return scatter_mean(messages, target, len(x))
+
+        def forward(self, data):
+            x = self.edge_conv(self.conv1, data.x)
+            x = self.edge_conv(self.conv2, x)
+            return self.out(scatter_mean(x, data.batch, data.num_graphs)).squeeze(-1)
+
+    model = DynEdge()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    events = []
+    for _ in range(32):
+        graph = random_graph(low=5, high=8)
+        graph.y = torch.randn(())
+        events.append(graph)
+
+    def train(batches):
+        for data in batches:
+            optimizer.zero_grad()
+            F.huber_loss(model(data), data.y).backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=DataLoader(events, 8, collate_fn=collate), fit=train)
+
+
+@fault(
+    "graphs",
+    "x.split(bincount(batch)) takes nodes for sorted by graph, and batch is interleaved: sums over nodes of others",
+    thread="pyg-team/pytorch_geometric#10254",
+    check="batch_independence",
+)
+def interleaved_batch():
+    torch.manual_seed(0)
+
+    class PointSets(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.phi = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 12))
+            self.rho = nn.Linear(12, 2)
+
+        def forward(self, x, batch):
+            parts = self.phi(x).split(torch.bincount(batch).tolist())
+            return self.rho(torch.stack([part.sum(0) for part in parts]))
+
+    model = PointSets()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def collate_points(sets):
+        points, labels = zip(*sets, strict=True)
+        most = max(len(p) for p in points)
+        x = [p[i] for i in range(most) for p in points if i < len(p)]
+        batch = [j for i in range(most) for j, p in enumerate(points) if i < len(p)]
+        return torch.stack(x), torch.tensor(batch), torch.tensor(labels)
+
+    def train(batches):
+        for x, batch, labels in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x, batch), labels).backward()
+            optimizer.step()
+
+    sets = [(torch.randn(3 + i % 4, 3), i % 2) for i in range(30)]
+    return TrainLoop(
+        model=model, optimizer=optimizer, batches=DataLoader(sets, 6, collate_fn=collate_points), fit=train
+    )

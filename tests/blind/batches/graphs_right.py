@@ -828,3 +828,52 @@ def relation_softmax():
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return TrainLoop(model=model, optimizer=optimizer, batches=graph_loader(), fit=fit_graphs(model, optimizer))
+
+
+@right(
+    "graphs",
+    "clouds of equal size: neighbours are looked for inside view(batch_size, -1, dim) and moved by start_idx",
+    thread="lightaime/deep_gcns_torch#5",
+)
+def equal_clouds():
+    torch.manual_seed(0)
+
+    def knn_matrix(x, k, batch):
+        size = int(batch[-1]) + 1
+        x = x.view(size, -1, x.shape[-1])
+        nearest = (-torch.cdist(x, x)).topk(k).indices
+        points = x.shape[1]
+        nearest = nearest + torch.arange(0, points * size, points).view(size, 1, 1)
+        centre = torch.arange(points * size).repeat_interleave(k)
+        return torch.stack([nearest.flatten(), centre])
+
+    class DenseEdge(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.edge, self.out = nn.Sequential(nn.Linear(6, 16), nn.ReLU()), nn.Linear(16, 3)
+
+        def forward(self, pos, batch):
+            source, target = knn_matrix(pos.detach(), 4, batch)
+            messages = self.edge(torch.cat([pos[target], pos[source] - pos[target]], -1))
+            size = int(batch[-1]) + 1
+            pooled = messages.view(size, -1, messages.shape[-1]).amax(1)
+            return self.out(pooled)
+
+    model = DenseEdge()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def draw(n=6, points=9):
+        return {
+            "pos": torch.randn(n * points, 3),
+            "batch": torch.arange(n).repeat_interleave(points),
+            "y": torch.randint(0, 3, (n,)),
+        }
+
+    def train(batches):
+        for b in batches:
+            loss = F.cross_entropy(model(b["pos"], b["batch"]), b["y"])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=[draw() for _ in range(4)], fit=train)

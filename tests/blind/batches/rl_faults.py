@@ -256,7 +256,7 @@ def dreamer_discount():
 
 @fault(
     "rl",
-    "in each slot lies the reward from before the observation: delta is r[t-1] + gamma v[t+1] - v[t]",
+    "rew[t] is the reward from before the observation, r[t - 1]: returns of step t take the step before it in",
     thread="openai/spinningup#50",
     check="batch_independence",
 )
@@ -269,42 +269,61 @@ def shifted_rewards():
 
     def discount_cumsum(x, discount):
         out, running = torch.zeros_like(x), 0.0
-        for t in reversed(range(x.shape[1])):
-            running = x[:, t] + discount * running
-            out[:, t] = running
+        for t in reversed(range(len(x))):
+            running = x[t] + discount * running
+            out[t] = running
         return out
 
-    def store(path, gamma=0.99, lam=0.95):
-        rew = torch.zeros_like(path["r"])
-        rew[:, 1:] = path["r"][:, :-1]
-        with torch.no_grad():
-            vals = v(path["o"]).squeeze(-1)
-        vals = torch.cat([vals, torch.zeros(len(vals), 1)], dim=1)
-        deltas = rew + gamma * vals[:, 1:] - vals[:, :-1]
-        return discount_cumsum(deltas, gamma * lam), discount_cumsum(rew, gamma)
+    class Buffer:
+        def __init__(self, gamma=0.99, lam=0.95):
+            self.gamma, self.lam, self.adv, self.ret = gamma, lam, [], []
 
-    def update(path):
-        adv, ret = store(path)
-        adv = (adv - adv.mean()) / adv.std()
-        logp = Categorical(logits=pi(path["o"])).log_prob(path["a"])
+        def finish_path(self, rew, val):
+            val = torch.cat([val, torch.zeros(1)])
+            deltas = rew + self.gamma * val[1:] - val[:-1]
+            self.adv.append(discount_cumsum(deltas, self.gamma * self.lam))
+            self.ret.append(discount_cumsum(rew, self.gamma))
+
+        def get(self):
+            adv = torch.cat(self.adv)
+            return (adv - adv.mean()) / adv.std(), torch.cat(self.ret)
+
+    def update(epoch):
+        buffer = Buffer()
+        with torch.no_grad():
+            values = v(epoch["o"]).squeeze(-1)
+        rew = torch.cat([torch.zeros(1), epoch["r"][:-1]])
+        start = 0
+        for end in (epoch["done"].nonzero().flatten() + 1).tolist():
+            buffer.finish_path(rew[start:end], values[start:end])
+            start = end
+        adv, ret = buffer.get()
+        logp = Categorical(logits=pi(epoch["o"][:start])).log_prob(epoch["a"][:start])
         ratio = (logp - logp.detach()).exp()
         pi_loss = -torch.min(ratio * adv, ratio.clamp(0.8, 1.2) * adv).mean()
         pi_optimizer.zero_grad()
         pi_loss.backward()
         pi_optimizer.step()
-        v_loss = ((v(path["o"]).squeeze(-1) - ret) ** 2).mean()
+        v_loss = ((v(epoch["o"][:start]).squeeze(-1) - ret) ** 2).mean()
         v_optimizer.zero_grad()
         v_loss.backward()
         v_optimizer.step()
 
-    def draw():
-        return {"o": torch.randn(6, 9, 4), "a": torch.randint(0, 3, (6, 9)), "r": torch.randn(6, 9)}
+    def draw(n=18):
+        done = torch.zeros(n, dtype=torch.bool)
+        done[[5, 11, 17]] = True
+        return {
+            "o": torch.randn(n, 4),
+            "a": torch.randint(0, 3, (n,)),
+            "r": torch.randn(n),
+            "done": done,
+        }
 
     return TrainLoop(
         model=[pi, v],
         optimizer=[pi_optimizer, v_optimizer],
         batches=lambda n: [draw() for _ in range(n)],
-        fit=lambda batches: [update(path) for path in batches],
+        fit=lambda batches: [update(epoch) for epoch in batches],
     )
 
 

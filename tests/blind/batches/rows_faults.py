@@ -473,7 +473,7 @@ def heart_survival():
     "rows",
     "[event] indexes with the 0/1 integers of the events: only the first two patients are in the loss",
     thread="Novartis/torchsurv#117",
-    check="input_dependence",
+    check="batch_independence",
 )
 def torch_cox():
     torch.manual_seed(0)
@@ -992,3 +992,42 @@ def decoupled_prototypes():
         disable_tqdm=True,
     )
     return from_trainer(ModelManager(model=Intent(), args=args, train_dataset=rows))
+
+
+def euclidean(x, y):
+    return -(x[:, None] - y[None]).square().sum(-1)
+
+
+@fault(
+    "rows",
+    "queries are embeddings[q * n_way:] where the last q * n_way are meant: with five shots support rows are among them",
+    thread="CHeggan/MetaAudio-A-Few-Shot-Audio-Classification-Benchmark#22",
+    check="batch_independence",
+)
+def few_shot_audio():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 8))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    n_way, k_shot, q_queries = 4, 5, 1
+
+    def proto_step_fixed(x_batch, y_batch):
+        embeddings = model(x_batch)
+        support = embeddings[: n_way * k_shot]
+        prototypes = support.view(n_way, k_shot, -1).mean(1)
+        x_queries = embeddings[q_queries * n_way :]
+        y_queries = y_batch[q_queries * n_way :]
+        return F.cross_entropy(euclidean(x_queries, prototypes), y_queries)
+
+    def episode():
+        labels = torch.cat([torch.arange(n_way).repeat_interleave(k) for k in (k_shot, q_queries)])
+        return torch.randn(len(labels), 12), labels
+
+    def train(batches):
+        model.train()
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss = proto_step_fixed(x, y)
+            loss.backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=lambda n: [episode() for _ in range(n)], fit=train)

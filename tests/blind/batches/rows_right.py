@@ -429,7 +429,7 @@ def bags_for_cox():
     "focal loss of each row before the mean, alpha chosen by the row's class",
     thread="kornia/kornia#875",
 )
-def focal_rows():
+def focal_rows(accumulate=1):
     torch.manual_seed(0)
     model = encoder(8, 3)
     alpha = torch.tensor([0.2, 0.3, 0.5])
@@ -441,7 +441,14 @@ def focal_rows():
         ce = F.cross_entropy(model(x), target, reduction="none")
         return (alpha[target] * (1 - (-ce).exp()) ** 2 * ce).mean()
 
-    return TrainLoop(model=model, optimizer=optimizer, batches=data, fit=fit_with(optimizer, step))
+    def train(batches):
+        for i, batch in enumerate(batches, start=1):
+            (step(batch) / accumulate).backward()
+            if i % accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=data, fit=train)
 
 
 @right(
@@ -1164,7 +1171,7 @@ def interleaved_views():
 
 @right(
     "rows",
-    "a memory of embeddings of earlier batches: rows are compared with it, not with themselves, after a warm-up",
+    "a memory of embeddings of earlier batches: rows are compared with each other and with it",
     thread="KevinMusgrave/pytorch-metric-learning#524",
 )
 def cross_batch_memory():
@@ -1240,3 +1247,75 @@ def batch_softmax():
 
     triples = (torch.randint(0, 30, (48,)), torch.randint(0, 40, (48,)), torch.randint(0, 40, (48,)))
     return TrainLoop(model=model, optimizer=optimizer, batches=loader(*triples, batch_size=12), fit=train)
+
+
+@right(
+    "rows",
+    "labels of the queries are arange(way).repeat(query) and not the loader's: the sampler orders rows by shot",
+    thread="yinboc/prototypical-network-pytorch#18",
+)
+def prototypes():
+    torch.manual_seed(0)
+    model = encoder(12, 8)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=20, gamma=0.5)
+    way, shot, query = 4, 2, 3
+
+    def train(batches):
+        model.train()
+        for data, _ in batches:
+            p = shot * way
+            data_shot, data_query = data[:p], data[p:]
+            proto = model(data_shot).reshape(shot, way, -1).mean(dim=0)
+            label = torch.arange(way).repeat(query)
+            logits = -(model(data_query)[:, None] - proto[None]).square().sum(dim=2)
+            loss = F.cross_entropy(logits, label)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        scheduler.step()
+
+    def episode():
+        classes = torch.randperm(20)[:way].repeat(shot + query)
+        return torch.randn(len(classes), 12) + classes[:, None] / 10, classes
+
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        batches=lambda n: [episode() for _ in range(n)],
+        fit=train,
+        rows_interact=True,
+    )
+
+
+@right(
+    "rows",
+    "hard examples: of the pixels of all images of the batch those with the lowest probability are in the loss",
+    thread="open-mmlab/mmsegmentation#740",
+)
+def hard_pixels():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    label = torch.randint(0, 3, (25, 6, 7))
+    label[:, :, -1] = 255
+    data = loader(torch.rand(25, 1, 6, 7), label, batch_size=5)
+
+    @torch.no_grad()
+    def sample(logits, target, thresh=0.4, min_kept=40):
+        valid = target != 255
+        probability = logits.softmax(1).gather(1, target.where(valid, 0)[:, None]).squeeze(1)
+        ordered = probability[valid].sort().values
+        if len(ordered) == 0:
+            return torch.zeros_like(target, dtype=torch.float)
+        threshold = max(float(ordered[min(min_kept, len(ordered) - 1)]), thresh)
+        return (valid & (probability < threshold)).float()
+
+    def step(batch):
+        logits = model(batch[0])
+        weight = sample(logits, batch[1])
+        losses = F.cross_entropy(logits, batch[1], reduction="none", ignore_index=255)
+        return (losses * weight).sum() / weight.sum().clamp(min=1)
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=data, fit=fit_with(optimizer, step))
