@@ -48,7 +48,11 @@ class NoRandomness(FunctionMode):
         elif name == "batch_norm":
             args, kwargs = _running(args, kwargs)
         out = func(*args, **kwargs)
-        return out if self._keeps(name) else shared(name, out, args, kwargs)
+        return out if self._keeps(name) else self.replaced(name, out, args, kwargs)
+
+    def replaced(self, name: str, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What stands for the result of a call; the result itself where it draws nothing."""
+        return shared(name, out, args, kwargs)
 
 
 def _of_backward(

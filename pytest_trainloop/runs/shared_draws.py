@@ -1,9 +1,10 @@
-"""Random numbers that are the same for every row.
+"""Random numbers that do not depend on how a batch is composed.
 
 Noise, time steps and masks that a loop draws for each example make two ways of splitting a batch differ by chance.
-Here each draw takes values that depend only on its kind and on its shape without the first axis, and repeats them along
-that axis: every row of every micro-batch gets the same. The gradient is then one that the loop could have had, and the
-same however the batch is split.
+Here each number depends only on the kind of the draw and on where it stands in what is drawn: ``coordinates`` gives the
+numbers that stand for the places along each axis. By default they are the places, and 0 along the first: every row of
+every micro-batch gets the same, whatever comes after it. The gradient is then one that the loop could have had, and the
+same however the batch is split. ``row_draws`` gives each row its own.
 """
 
 from __future__ import annotations
@@ -14,8 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.recording.function_mode import aside
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    Coordinates = Callable[[Sequence[int]], Sequence[torch.Tensor]]
+
+_STEP, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
+"""SplitMix64's constants, as signed numbers (Steele, Lea, Flood: Fast splittable pseudorandom number generators)."""
+
+
+def same_for_every_row(shape: Sequence[int]) -> list[torch.Tensor]:
+    """The places along each axis, and 0 along the first."""
+    return [torch.zeros(size, dtype=torch.int64) if not axis else torch.arange(size) for axis, size in enumerate(shape)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,42 +38,80 @@ class _Call:
     out: torch.Tensor
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    coordinates: Coordinates
+    seed: str
+    """Tells draws of one kind from each other."""
 
     def given(self, position: int, name: str, default: Any) -> Any:
         value = self.args[position] if len(self.args) > position else self.kwargs.get(name)
         return default if value is None or isinstance(value, torch.Generator) else value
 
     def normal(self) -> torch.Tensor:
-        shape = self.out.shape[1:]
-        return self._repeated(torch.randn(shape, generator=_generator("normal", shape), dtype=torch.float64))
+        return self._as_out(torch.special.ndtri(self._numbers("normal", self.out.shape)))
 
     def uniform(self) -> torch.Tensor:
         """Within (0, 1): never at its ends."""
-        return self._repeated(_open_uniform("uniform", self.out.shape[1:]))
+        return self._as_out(self._numbers("uniform", self.out.shape))
 
-    def _repeated(self, row: torch.Tensor) -> torch.Tensor:
+    def races(self, samples: int, classes: int) -> torch.Tensor:
+        """Arrival times by sample and class, for each place before the last axis of the result."""
+        shape = (*self.out.shape[:-1], samples, classes)
+        return -torch.log(self._numbers("race", shape).to(self.out.device))
+
+    def _numbers(self, kind: str, shape: Sequence[int]) -> torch.Tensor:
+        known = list(self.coordinates(self.out.shape))[: len(shape)]
+        lead = len(self.out.shape) - (len(shape) > len(self.out.shape))  # races lie behind the axes of the result
+        places = [c if axis < lead else torch.arange(shape[axis]) for axis, c in enumerate(known)]
+        places += [torch.arange(size) for size in shape[len(places) :]]
+        return numbers(zlib.crc32(f"{kind}{self.seed}{len(shape)}".encode()), places)
+
+    def _as_out(self, values: torch.Tensor) -> torch.Tensor:
         dtype = self.out.dtype if self.out.is_floating_point() else torch.float64
-        return row.to(self.out.device, dtype).expand(self.out.shape)
+        return values.to(self.out.device, dtype)
 
 
-def shared(name: str, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def numbers(seed: int, places: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Uniform random numbers within (0, 1), float64, each a function of the seed and of its coordinates, which are
+    given for each axis as int64."""
+    mixed = _mixed(torch.tensor(seed))
+    for axis, along in enumerate(places):
+        mixed = _mixed(mixed[..., None] + (along + axis + 1) * _STEP)
+    return (_shifted(mixed, 11).double() / 2**53).clamp_(1e-12, 1 - 1e-12)
+
+
+def _mixed(value: torch.Tensor) -> torch.Tensor:
+    value = (value ^ _shifted(value, 30)) * _FIRST
+    value = (value ^ _shifted(value, 27)) * _SECOND
+    return value ^ _shifted(value, 31)
+
+
+def _shifted(value: torch.Tensor, bits: int) -> torch.Tensor:
+    """To the right, with zeros on the left."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def shared(
+    name: str,
+    out: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    coordinates: Coordinates = same_for_every_row,
+    seed: str = "",
+) -> Any:
     """The result of the call ``name(*args, **kwargs)`` in place of ``out``; ``out`` itself where it draws nothing."""
-    if name not in _DRAWS or not isinstance(out, torch.Tensor) or out.layout is not torch.strided or not out.numel():
+    if not drawn(name, out):
         return out
-    call = _Call(out, args, kwargs)
+    call = _Call(out, args, kwargs, coordinates, seed)
     if name == "gumbel_softmax":
         return _gumbel_softmax(call)
-    with torch.no_grad():
+    with torch.no_grad(), aside():
         out.copy_(_DRAWS[name](call))
     return out
 
 
-def _generator(kind: str, shape: torch.Size) -> torch.Generator:
-    return torch.Generator().manual_seed(zlib.crc32(f"{kind}{tuple(shape)}".encode()))
-
-
-def _open_uniform(kind: str, shape: torch.Size) -> torch.Tensor:
-    return torch.rand(shape, generator=_generator(kind, shape), dtype=torch.float64).clamp_(1e-12, 1 - 1e-12)
+def drawn(name: str, out: Any) -> bool:
+    """Whether ``out`` is what a call of this name has drawn."""
+    return draws(name) and isinstance(out, torch.Tensor) and out.layout is torch.strided and out.numel() > 0
 
 
 def _normal_from(call: _Call) -> Any:
@@ -107,8 +158,7 @@ def _multinomial(call: _Call) -> Any:
     """The first arrivals of exponential races, one for each sample where these are replaced."""
     weights = call.given(0, "input", None).detach().to(torch.float64)
     samples, replaced = call.out.shape[-1], bool(call.given(2, "replacement", False))
-    races = _open_uniform("race", torch.Size((samples if replaced else 1, weights.shape[-1]))).to(call.out.device)
-    arrivals = -torch.log(races) / weights.clamp_min(1e-300).unsqueeze(-2)
+    arrivals = call.races(samples if replaced else 1, weights.shape[-1]) / weights.clamp_min(1e-300).unsqueeze(-2)
     if replaced:
         return arrivals.argmin(-1)
     return arrivals.squeeze(-2).topk(samples, dim=-1, largest=False).indices
@@ -117,7 +167,8 @@ def _multinomial(call: _Call) -> Any:
 def _gumbel_softmax(call: _Call) -> Any:
     """``softmax((logits + g) / tau)`` as torch computes it, with a straight-through gradient where it is ``hard``."""
     logits, tau, dim = call.given(0, "logits", None), call.given(1, "tau", 1.0), call.given(4, "dim", -1)
-    gumbel = -torch.log(-torch.log(call.uniform())).to(logits.dtype)
+    with aside():
+        gumbel = -torch.log(-torch.log(call.uniform())).to(logits.dtype)
     soft = ((logits + gumbel) / tau).softmax(dim)
     if not call.given(2, "hard", False):
         return soft

@@ -1,0 +1,168 @@
+"""Random numbers keyed by row: what a loop draws for a row is the same for this row in every batch that holds it.
+
+Which axis of a draw stands for rows is read off two runs over different numbers of rows (``DrawAxes.between``), never
+guessed from a size that may be equal by chance. An axis whose size is the number of rows in both runs has a number for
+each row. One that grows in proportion (several samples of a row, two views behind each other, positions of all rows)
+has the same along all of it, since the order of rows in it is not known. One that does not grow has its own numbers.
+What fits none of these is drawn alike for all rows, and ``DrawAxes.unknown`` says where.
+
+Draws of one kind and number of axes are told apart by their order in a batch, where it is the same in both runs: two
+views get two noises. Where there are as many more as rows (a loop over rows), each row's is the same.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from pytest_trainloop import nested
+from pytest_trainloop.recording.source import here
+from pytest_trainloop.runs.no_randomness import NoRandomness
+from pytest_trainloop.runs.shared_draws import drawn, same_for_every_row, shared
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping, Sequence
+
+Axis = Literal["rows", "fixed", "grows"]
+"""What an axis of a draw stands for: one entry for each row; as many for any number of rows; several for each row."""
+
+Kind = tuple[str, int]
+"""The name of a function that draws, and the number of axes of what it gave."""
+
+
+@dataclass(slots=True)
+class DrawLog:
+    """The shapes of what a run drew for its first batch, by kind and in order, and the line of each."""
+
+    rows: int
+    shapes: dict[Kind, list[tuple[int, ...]]] = field(default_factory=dict)
+    places: dict[Kind, list[str]] = field(default_factory=dict)
+
+    def note(self, kind: Kind, shape: Sequence[int]) -> None:
+        self.shapes.setdefault(kind, []).append(tuple(shape))
+        self.places.setdefault(kind, []).append(str(here()[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class DrawAxes:
+    """What the axes of each draw stand for; ``in_order``: of which kinds the draws are told apart by their order."""
+
+    axes: Mapping[Kind, tuple[tuple[Axis, ...], ...]] = field(default_factory=dict)
+    in_order: frozenset[Kind] = frozenset()
+    unknown: tuple[str, ...] = ()
+    """Draws of which no axis of rows can be told, as ``randn of shape (4, 4), train.py:12``."""
+
+    @classmethod
+    def between(cls, many: DrawLog, few: DrawLog) -> DrawAxes:
+        """From the draws of two runs over different numbers of rows."""
+        known: dict[Kind, tuple[tuple[Axis, ...], ...]] = {}
+        in_order: set[Kind] = set()
+        unknown: dict[str, None] = {}
+        for kind, shapes in many.shapes.items():
+            fewer = few.shapes.get(kind, [])
+            if len(fewer) == len(shapes):
+                in_order.add(kind)
+            elif len(set(fewer)) == len(set(shapes)) == 1:
+                shapes, fewer = shapes[:1], fewer[:1]
+            else:
+                fewer = []
+            read = [_axes(a, b, many.rows, few.rows) for a, b in zip(shapes, fewer, strict=False)]
+            for nth, found in enumerate(read or [None] * len(shapes)):
+                if found is None:
+                    unknown[f"{kind[0]} of shape {shapes[nth]}, {many.places[kind][nth]}"] = None
+            sure = [axes for axes in read if axes is not None]
+            if sure and len(sure) == len(read):
+                known[kind] = tuple(sure)
+            else:
+                in_order.discard(kind)
+        return cls(known, frozenset(in_order), tuple(unknown))
+
+    def of(self, kind: Kind, nth: int) -> tuple[Axis, ...] | None:
+        """The axes of the nth draw of a kind in a batch; None where they are not known."""
+        known = self.axes.get(kind, ())
+        if kind not in self.in_order:
+            return known[0] if known else None
+        return known[nth] if nth < len(known) else None
+
+
+def _axes(many: Sequence[int], few: Sequence[int], rows: int, fewer: int) -> tuple[Axis, ...] | None:
+    found: list[Axis] = []
+    for a, b in zip(many, few, strict=True):
+        if (a, b) == (rows, fewer):
+            found.append("rows")
+        elif a == b:
+            found.append("fixed")
+        elif a * fewer == b * rows:
+            found.append("grows")
+        else:
+            return None
+    return tuple(found)
+
+
+class RowDraws(NoRandomness):
+    """``NoRandomness`` in which draws are keyed by the rows of the batch that the loop has at hand.
+
+    ``keys`` are those of the rows of each item that the loop is given, in order; ``next_item`` is to be called with
+    each of them (``RunPlan.before_item``). A loop may take several items before it uses one: at hand is the one whose
+    tensors torch was last called with. Without ``axes`` all rows get the same, and ``log`` notes what is drawn.
+    """
+
+    def __init__(self, keys: Sequence[Sequence[Hashable]], axes: DrawAxes | None = None) -> None:
+        super().__init__()
+        self._keys = [[zlib.crc32(repr(key).encode()) for key in rows] for rows in keys]
+        self._axes = axes
+        self.log = DrawLog(len(self._keys[0]) if self._keys else 0)
+        self._item = 0
+        self._items: dict[int, tuple[int, torch.Tensor]] = {}
+        """The tensors of each item by address, which no other may take meanwhile."""
+        self._drawn: dict[tuple[int, Kind], int] = {}
+
+    @property
+    def any(self) -> bool:
+        """Whether anything was drawn."""
+        return bool(self._drawn)
+
+    def next_item(self, number: int, item: Any) -> None:
+        """Note that the loop takes an item."""
+        self._item = number
+        if self._axes is not None and self._axes.axes:
+            held = (t for t in nested.tensors(item) if t.layout is torch.strided and not t.is_nested and t.numel())
+            self._items |= {t.data_ptr(): (number, t) for t in held}
+
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._items and args and type(args[0]) is torch.Tensor and args[0].layout is torch.strided:
+            self._look_at(args[:2])
+        return super().call(name, func, args, kwargs)
+
+    def _look_at(self, args: tuple[Any, ...]) -> None:
+        for value in args:
+            if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested:
+                number, _ = self._items.get(value.data_ptr(), (self._item, None))
+                self._item = number
+
+    def replaced(self, name: str, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not drawn(name, out):
+            return out
+        kind = name, out.dim()
+        nth = self._drawn.get((self._item, kind), 0)
+        self._drawn[self._item, kind] = nth + 1
+        if self._axes is None:
+            if not self._item:
+                self.log.note(kind, out.shape)
+            return shared(name, out, args, kwargs)
+        axes = self._axes.of(kind, nth)
+        keys = self._keys[self._item % len(self._keys)] if self._keys else []
+        if axes is None or any(a == "rows" and n != len(keys) for a, n in zip(axes, out.shape, strict=True)):
+            return shared(name, out, args, kwargs)
+
+        def coordinates(shape: Sequence[int]) -> list[torch.Tensor]:
+            along = same_for_every_row((0, *shape))[1:]  # the places along each axis
+            return [
+                torch.tensor(keys) if axis == "rows" else torch.zeros_like(places) if axis == "grows" else places
+                for axis, places in zip(axes, along, strict=True)
+            ]
+
+        return shared(name, out, args, kwargs, coordinates, str(nth) if kind in self._axes.in_order else "")
