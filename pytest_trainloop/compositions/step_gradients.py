@@ -18,6 +18,7 @@ from pytest_trainloop.gradients.compare import agreement, optimizers
 from pytest_trainloop.gradients.vectors import Combination, Gradient, combination, consumed, vectors
 from pytest_trainloop.recording.events import Step
 from pytest_trainloop.runs.process_state import preserved
+from pytest_trainloop.runs.row_draws import DrawAxes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -65,8 +66,10 @@ class StepGradients:
     """The step gradients of one loop, to be asked for by ``evidence.shared(StepGradients.of)``.
 
     Each is made once for equal compositions, in float64, from the same weights, without dropout, with running
-    statistics, and with random numbers that are the same for every row. Attributes: ``batch``, the example batch, with
-    ``rows`` rows along ``axis``; ``window``, how many batches the loop takes before it steps.
+    statistics, and with random numbers that are the same for a row in every composition: its own, or with a knob
+    ``accumulate`` the same as all others', since what splits a batch does not say which rows a part has. Attributes:
+    ``batch``, the example batch, with ``rows`` rows along ``axis``; ``window``, how many batches the loop takes before
+    it steps.
     """
 
     def __init__(self, cut: MicroBatches, runs: StepRuns, window: int, *, splits: bool) -> None:
@@ -144,9 +147,36 @@ class StepGradients:
         if composition.parts and not self._splits:
             raise CannotDecide("the function has no knob accumulate: give it accumulate=1", needs="accumulate=1")
         repeated = 1 if composition.parts else self.window
-        return self._first_step(
-            composition, lambda: self.composed(composition) * repeated, len(composition.parts) or 1, contexts
-        )
+
+        def first_step(rows: tuple[tuple[int, ...], ...] = ()) -> StepGradient:
+            knob = len(composition.parts) or 1
+            return self._first_step(composition, lambda: self.composed(composition) * repeated, knob, contexts, rows)
+
+        if self._runs.axes is None and not self._splits:
+            alike = first_step()
+            if alike.refused:
+                return alike
+            self._runs.axes = self._axes(composition, alike)
+        keyed = not self._splits and self._runs.axes is not None and self._runs.axes.axes
+        return first_step((composition.rows,) * repeated if keyed else ())
+
+    def _axes(self, composition: Composition, made: StepGradient) -> DrawAxes:
+        """What the axes of random draws stand for, from this run and one over another number of rows, which is made
+        only where anything is drawn."""
+        rows, drawn = composition.rows, self._runs.log(made.record)
+        other = rows[: len(rows) // 2] or (*rows, (rows[0] + 1) % self.rows)
+        if not drawn.shapes or len(set(other)) < len(other):
+            return DrawAxes()
+        changed = replace(composition, rows=other)
+        again = self._first_step(changed, lambda: self.composed(changed) * self.window)
+        logs = {len(rows): drawn, len(other): self._runs.log(again.record)}
+        few, many = sorted(logs)
+        return DrawAxes() if again.refused else DrawAxes.between(logs[many], logs[few], many, few)
+
+    @property
+    def drawn_otherwise(self) -> tuple[str, ...]:
+        """Random draws of which it is not known what belongs to which row, each with its line."""
+        return () if self._runs.axes is None else self._runs.axes.unknown
 
     def parts(self, composition: Composition) -> list[StepGradient]:
         """The gradient of each micro-batch alone."""
@@ -158,9 +188,14 @@ class StepGradients:
         ]
 
     def _first_step(
-        self, key: Hashable, items: Callable[[], list[Any]], knob: int = 1, contexts: Sequence[Contexts] = ()
+        self,
+        key: Hashable,
+        items: Callable[[], list[Any]],
+        knob: int = 1,
+        contexts: Sequence[Contexts] = (),
+        rows: tuple[tuple[int, ...], ...] = (),
     ) -> StepGradient:
-        varied = Variation(knobs=self._knobs(knob), contexts=tuple(contexts), until_first_step=True)
+        varied = Variation(knobs=self._knobs(knob), contexts=tuple(contexts), until_first_step=True, rows=rows)
         return StepGradient(self._runs.made((self._batches, key), items, varied))
 
     def windows(self, composition: Composition, *, knob: int | None = None, **varied: Any) -> Record:

@@ -11,7 +11,7 @@ import torch
 from pytest_trainloop.errors import UserCodeError
 from pytest_trainloop.finding import UserError
 from pytest_trainloop.gradients.tolerances import ROUNDING
-from pytest_trainloop.runs.no_randomness import NoRandomness
+from pytest_trainloop.runs.row_draws import DrawLog, RowDraws
 from pytest_trainloop.runs.run import RunPlan, canonical
 from pytest_trainloop.runs.same_start import SameStart, from_same_start
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.runs.row_draws import DrawAxes
 
 Contexts = Callable[["Watch"], "Iterable[AbstractContextManager[Any]]"]
 """Gives what is entered around ``fit``."""
@@ -39,6 +40,8 @@ class Variation:
     fit_seed: int | None = None
     again: Hashable = None
     """Tells a repetition from the run that it repeats."""
+    rows: tuple[tuple[int, ...], ...] = ()
+    """The numbers of the rows of each item, where what is drawn for each is to be its own; else all draw the same."""
 
 
 AS_IT_IS = Variation()
@@ -57,6 +60,11 @@ class StepRuns:
         self._records: dict[Hashable, Record] = {}
         self.calls = "fit"
         """What the runs call of the project's."""
+        self.axes: DrawAxes | None = None
+        """What the axes of each draw stand for, once that is known."""
+        self._log = DrawLog()
+        self._logs: dict[int, DrawLog] = {}
+        """By the identity of the record."""
 
     @classmethod
     def of(cls, evidence: Evidence) -> StepRuns:
@@ -89,8 +97,12 @@ class StepRuns:
                 error = UserError(stage=self.calls, summary=raised.summary, traceback=raised.traceback)
                 raise UserCodeError(error, one_check=True)
             self._goes_through = self._goes_through or record.raised is None
-            self._records[key, varied] = record
+            self._records[key, varied], self._logs[id(record)] = record, self._log
         return self._records[key, varied]
+
+    def log(self, record: Record) -> DrawLog:
+        """What one of these runs drew."""
+        return self._logs.get(id(record), DrawLog())
 
     def _in_own_precision(self, items: Callable[[], Sequence[Any]], varied: Variation) -> Record | None:
         """The run in the loop's own precision, if it goes through: all others are then made so too. A kernel of its
@@ -105,10 +117,13 @@ class StepRuns:
 
     def _run(self, items: Callable[[], Sequence[Any]], varied: Variation) -> Record:
         plan = from_same_start(self._plan_of(dict(varied.knobs)), self._start, lambda _loop: items())
+        draws = RowDraws(varied.rows, self.axes if varied.rows else None)
+        self._log = draws.log
         return self._run_plan(
             replace(
                 plan,
-                contexts=lambda watch: (NoRandomness(), *(c for made in varied.contexts for c in made(watch))),
+                before_item=draws.next_item,
+                contexts=lambda watch: (draws, *(c for made in varied.contexts for c in made(watch))),
                 enough=(lambda record: record.rounds >= 1) if varied.until_first_step else plan.enough,
                 fit_seed=varied.fit_seed,
                 double=self._double,

@@ -1,9 +1,12 @@
 """Random numbers keyed by row: what a loop draws for a row is the same for this row in every batch that holds it.
 
 Which axis of a draw stands for rows is read off two runs over different numbers of rows (``DrawAxes.between``), never
-guessed from a size that may be equal by chance. An axis whose size is the number of rows in both runs has a number for
-each row. One that grows in proportion (several samples of a row, two views behind each other, positions of all rows)
-has the same along all of it, since the order of rows in it is not known. One that does not grow has its own numbers.
+guessed from a size that may be equal by chance:
+- an axis whose size is the number of rows in both runs has a number for each row;
+- one that grows in proportion (several samples of a row, two views behind each other, positions of all rows) has the
+  same along all of it, since the order of rows in it is not known;
+- one that does not grow has its own numbers, but for the first of a draw without an axis of rows: how many there are
+  may depend on what the rows hold.
 What fits none of these is drawn alike for all rows, and ``DrawAxes.unknown`` says where.
 
 Draws of one kind and number of axes are told apart by their order in a batch, where it is the same in both runs: two
@@ -37,7 +40,6 @@ Kind = tuple[str, int]
 class DrawLog:
     """The shapes of what a run drew for its first batch, by kind and in order, and the line of each."""
 
-    rows: int
     shapes: dict[Kind, list[tuple[int, ...]]] = field(default_factory=dict)
     places: dict[Kind, list[str]] = field(default_factory=dict)
 
@@ -56,8 +58,8 @@ class DrawAxes:
     """Draws of which no axis of rows can be told, as ``randn of shape (4, 4), train.py:12``."""
 
     @classmethod
-    def between(cls, many: DrawLog, few: DrawLog) -> DrawAxes:
-        """From the draws of two runs over different numbers of rows."""
+    def between(cls, many: DrawLog, few: DrawLog, rows: int, fewer_rows: int) -> DrawAxes:
+        """From the draws of two runs, over ``rows`` rows and over fewer."""
         known: dict[Kind, tuple[tuple[Axis, ...], ...]] = {}
         in_order: set[Kind] = set()
         unknown: dict[str, None] = {}
@@ -69,7 +71,7 @@ class DrawAxes:
                 shapes, fewer = shapes[:1], fewer[:1]
             else:
                 fewer = []
-            read = [_axes(a, b, many.rows, few.rows) for a, b in zip(shapes, fewer, strict=False)]
+            read = [_axes(a, b, rows, fewer_rows) for a, b in zip(shapes, fewer, strict=False)]
             for nth, found in enumerate(read or [None] * len(shapes)):
                 if found is None:
                     unknown[f"{kind[0]} of shape {shapes[nth]}, {many.places[kind][nth]}"] = None
@@ -114,16 +116,11 @@ class RowDraws(NoRandomness):
         super().__init__()
         self._keys = [[zlib.crc32(repr(key).encode()) for key in rows] for rows in keys]
         self._axes = axes
-        self.log = DrawLog(len(self._keys[0]) if self._keys else 0)
+        self.log = DrawLog()
         self._item = 0
         self._items: dict[int, tuple[int, torch.Tensor]] = {}
         """The tensors of each item by address, which no other may take meanwhile."""
         self._drawn: dict[tuple[int, Kind], int] = {}
-
-    @property
-    def any(self) -> bool:
-        """Whether anything was drawn."""
-        return bool(self._drawn)
 
     def next_item(self, number: int, item: Any) -> None:
         """Note that the loop takes an item."""
@@ -155,11 +152,12 @@ class RowDraws(NoRandomness):
             return shared(name, out, args, kwargs)
         axes = self._axes.of(kind, nth)
         keys = self._keys[self._item % len(self._keys)] if self._keys else []
+        by_row = axes is not None and "rows" in axes
         if axes is None or any(a == "rows" and n != len(keys) for a, n in zip(axes, out.shape, strict=True)):
             return shared(name, out, args, kwargs)
 
         def coordinates(shape: Sequence[int]) -> list[torch.Tensor]:
-            along = same_for_every_row((0, *shape))[1:]  # the places along each axis
+            along = same_for_every_row((0, *shape))[1:] if by_row else same_for_every_row(shape)
             return [
                 torch.tensor(keys) if axis == "rows" else torch.zeros_like(places) if axis == "grows" else places
                 for axis, places in zip(axes, along, strict=True)

@@ -122,3 +122,53 @@ def test_contexts_are_entered_and_tell_runs_apart():
     assert len(entered) == 1
     assert watched[0].record is watched[1].record is not plain.record
     assert gradients.differ(plain, watched[0]) == 0.0
+
+
+def noisy(knob, draw):
+    def loss(out, y):
+        return ((out + draw(out)) ** 2).mean()
+
+    return evidence(loss=loss, knob=knob)
+
+
+def test_a_row_keeps_its_noise_in_every_composition():
+    seen = noisy(knob=False, draw=torch.randn_like)
+    gradients = seen.shared(StepGradients.of)
+    whole = gradients.at(Composition((0, 1, 2)))
+    made = combined(whole, gradients.shares((0, 1, 2)), 0)
+    assert made.weights == pytest.approx([1 / 3] * 3)
+    assert made.residual < 1e-12
+    assert gradients.differ(whole, gradients.at(Composition((2, 0, 1)))) < gradients.bound(whole)
+    alike = noisy(knob=True, draw=torch.randn_like).shared(StepGradients.of).at(Composition((0, 1, 2)))
+    assert gradients.differ(whole, alike) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda out: torch.randn(4, len(out), 5).mean(0),
+        lambda out: torch.stack([torch.randn(5) for _ in out]),
+        lambda out: torch.randn(len(out) * 2, 5)[::2],
+    ],
+    ids=["samples in front", "row by row", "views behind each other"],
+)
+def test_noise_of_other_shapes_adds_up_as_well(draw):
+    gradients = noisy(knob=False, draw=draw).shared(StepGradients.of)
+    made = combined(gradients.at(Composition((0, 1, 2))), gradients.shares((0, 1, 2)), 0)
+    assert made.residual < 1e-12
+    assert not gradients.drawn_otherwise
+
+
+def test_a_draw_that_is_no_rows_own_is_named():
+    gradients = noisy(knob=False, draw=lambda out: torch.randn(len(out) + 1, 5)[1:]).shared(StepGradients.of)
+    gradients.at(Composition((0, 1, 2)))
+    (named,) = gradients.drawn_otherwise
+    assert named.startswith("randn of shape (4, 5), ")
+
+
+def test_what_draws_nothing_takes_no_further_step():
+    seen = evidence(knob=False)
+    gradients = seen.shared(StepGradients.of)
+    steps = seen.own_steps
+    gradients.at(Composition((0, 1)))
+    assert seen.own_steps == steps + 1

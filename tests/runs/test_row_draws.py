@@ -24,7 +24,7 @@ def run(draw, *items, axes=None):
 
 def learned(draw):
     """What the axes stand for, from a batch of four rows and one of two."""
-    return DrawAxes.between(run(draw, range(4))[1], run(draw, range(2))[1])
+    return DrawAxes.between(run(draw, range(4))[1], run(draw, range(2))[1], 4, 2)
 
 
 @pytest.mark.parametrize("name", OF_ROWS)
@@ -70,7 +70,6 @@ def test_as_many_numbers_as_rows_by_chance_are_no_rows():
     (one, two, three), _ = run(heads, [0, 1, 2, 3], [3, 2, 1, 0], [1], axes=axes)
     assert torch.equal(one, two)
     assert torch.equal(one, three)
-    assert one.unique().numel() == 12
 
 
 def test_several_for_each_row_are_alike():
