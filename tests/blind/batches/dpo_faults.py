@@ -284,7 +284,7 @@ def concatenated_pairs(beta=0.2):
         optimizer=optimizer,
         batches=loader,
         fit=fit,
-        padding=Padding(pad_id=0),
+        padding=[Padding(pad_id=0, of=("chosen", "c_mask")), Padding(pad_id=0, of=("rejected", "r_mask"))],
     )
 
 
@@ -326,7 +326,10 @@ def identity_preferences(tau=0.1):
         optimizer=optimizer,
         batches=loader,
         fit=fit,
-        padding=Padding(pad_id=0, ignore_index=-100),
+        padding=[
+            Padding(pad_id=0, ignore_index=-100, of=("chosen_input_ids", "chosen_labels")),
+            Padding(pad_id=0, ignore_index=-100, of=("rejected_input_ids", "rejected_labels")),
+        ],
     )
 
 

@@ -161,7 +161,14 @@ def average_log_prob(beta=2.0, gamma=1.0):
 
     loader = DataLoader(preferences(seed=2), batch_size=8, collate_fn=pair_collator)
     return TrainLoop(
-        model=model, optimizer=optimizer, batches=loader, fit=fit, padding=Padding(pad_id=0, ignore_index=-100)
+        model=model,
+        optimizer=optimizer,
+        batches=loader,
+        fit=fit,
+        padding=[
+            Padding(pad_id=0, ignore_index=-100, of=("chosen_input_ids", "chosen_labels")),
+            Padding(pad_id=0, ignore_index=-100, of=("rejected_input_ids", "rejected_labels")),
+        ],
     )
 
 

@@ -177,7 +177,11 @@ def translator():
             optimizer.step()
 
     return TrainLoop(
-        model=model, optimizer=optimizer, batches=loader, fit=fit, padding=Padding(pad_id=0, ignore_index=0)
+        model=model,
+        optimizer=optimizer,
+        batches=loader,
+        fit=fit,
+        padding=[Padding(pad_id=0, of=("src",)), Padding(pad_id=0, ignore_index=0, of=("tgt",))],
     )
 
 
@@ -546,7 +550,13 @@ def dual_encoder():
 
     data = list(zip(sentences(40, seed=11), sentences(40, seed=12), torch.rand(40).tolist(), strict=True))
     loader = DataLoader(data, batch_size=8, collate_fn=collate)
-    return TrainLoop(model=encoder, optimizer=optimizer, batches=loader, fit=fit, padding=Padding(pad_id=0))
+    return TrainLoop(
+        model=encoder,
+        optimizer=optimizer,
+        batches=loader,
+        fit=fit,
+        padding=[Padding(pad_id=0, of=("query", "query_mask")), Padding(pad_id=0, of=("doc", "doc_mask"))],
+    )
 
 
 @fault(

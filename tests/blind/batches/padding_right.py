@@ -681,7 +681,11 @@ def translation():
 
     data = list(zip(sentences(seed=14), sentences(seed=15, high=14), strict=True))
     return TrainLoop(
-        model=model, optimizer=optimizer, batches=DataLoader(data, batch_size=8, collate_fn=collate), fit=train
+        model=model,
+        optimizer=optimizer,
+        batches=DataLoader(data, batch_size=8, collate_fn=collate),
+        fit=train,
+        padding=[Padding(pad_id=0, of=("src",)), Padding(pad_id=0, ignore_index=0, of=("trg",))],
     )
 
 
@@ -938,7 +942,11 @@ def siamese():
     generator = torch.Generator().manual_seed(21)
     data = list(zip(sentences(seed=21), sentences(seed=22), torch.rand(40, generator=generator).tolist(), strict=True))
     return TrainLoop(
-        model=model, optimizer=optimizer, batches=DataLoader(data, batch_size=8, collate_fn=collate), fit=fit
+        model=model,
+        optimizer=optimizer,
+        batches=DataLoader(data, batch_size=8, collate_fn=collate),
+        fit=fit,
+        padding=[Padding(pad_id=0, of=("a",)), Padding(pad_id=0, of=("b",))],
     )
 
 

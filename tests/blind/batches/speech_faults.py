@@ -162,7 +162,9 @@ def conformer_block():
             optimizer.step()
 
     loader = DataLoader(utterances(seed=2), batch_size=6, collate_fn=collate)
-    return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=fit, padding=Padding(pad_id=0))
+    return TrainLoop(
+        model=model, optimizer=optimizer, batches=loader, fit=fit, padding=Padding(pad_id=0, of=("feats",))
+    )
 
 
 @fault(
@@ -324,4 +326,6 @@ def global_cmvn():
             optimizer.step()
 
     loader = DataLoader(utterances(seed=6), batch_size=8, collate_fn=collate)
-    return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=fit, padding=Padding(pad_id=0))
+    return TrainLoop(
+        model=model, optimizer=optimizer, batches=loader, fit=fit, padding=Padding(pad_id=0, of=("feats",))
+    )
