@@ -77,6 +77,13 @@ CAUSES = {
         change=("seen",),
         explains=LEARNING,
     ),
+    "term_grows_with_rows": Cause(
+        proof="with every row twice one part of the gradient doubles and the other stays; of two rows one part is the "
+        "sum of theirs and the other the mean",
+        repair="average both over the rows (kl.sum(1).mean() in place of kl.sum()), or sum both",
+        change=("seen",),
+        settle="with a knob accumulate it is a fault: micro-batches weigh the terms otherwise than one batch",
+    ),
     "last_window_lost": Cause(
         proof="the micro-batches after the last full window are never stepped",
         repair="step once more after the loop when a window is open, or drop the remainder on purpose",

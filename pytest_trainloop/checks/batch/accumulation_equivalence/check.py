@@ -28,7 +28,12 @@ How it decides
     optimizer gathers gradients. Each optimizer is judged by itself: next to one that waits for the end of the window,
     one may step with each micro-batch's own gradient, undivided. Where the factor is 1/k, windows of k whole batches
     separate a loss that is divided twice from one that is divided by a constant. Batch norm uses its running
-    statistics. The search then goes on over fewer rows: ``smallest`` is the smallest batch that still shows the fault.
+    statistics. Hypothesis then shrinks the rows: ``smallest`` is the smallest composition that still shows the fault.
+    A loss of which one term is a sum over rows and another a mean is found with or without the knob: with every row
+    twice one part of the gradient doubles and the other stays. It is named where two rows confirm it exactly, one part
+    being the sum of theirs and the other the mean; where rows interact nothing confirms it, and a penalty on weights is
+    the same for every row. With the knob it is a fault, since micro-batches then weigh the terms otherwise; without,
+    advice: where all batches have one number of rows, the term's weight may be meant for it.
 
 Faulty
     >>> for i, (x, y) in enumerate(batches, start=1):
@@ -104,7 +109,8 @@ def accumulation_equivalence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation
 
     if "accumulate" not in evidence.knobs:
-        yield from _declared_loss(evidence)
+        apart = _terms_apart(evidence) if "fit" in evidence.offers and evidence.repeatable else None
+        yield from _declared_loss(evidence) if apart is None else [apart]
         return
     made, splits = evidence.shared(Accumulation.of).compare()
     if any(w.ratio != w.ratio for s in splits for w in s.windows if w.difference == 0.0):
@@ -149,8 +155,11 @@ def _first_cause(
         shown, words = fewest_rows(evidence, made, first, by_counts=found.cause == "mean_of_means")
         yield replace(found, smallest=words, composition=shown.composition.told())
         return
-    inside = None if first.steps_too_early else settled(evidence, made, first)
-    if inside is not None:
+    apart = None if first.steps_too_early or undecided is None else _terms_apart(evidence)
+    inside = None if first.steps_too_early or apart is not None else settled(evidence, made, first)
+    if apart is not None:
+        yield apart
+    elif inside is not None:
         yield from [inside.finding] if inside.finding else []
     elif undecided is not None:
         raise undecided
@@ -315,6 +324,34 @@ def _unexplained(split: Split, weighing: Weighing) -> Finding:
         where=split.place,
         repair="look for what the loop keeps by itself and moves on with every micro-batch: the weight of a term, a "
         "temperature, a running value",
+    )
+
+
+def _terms_apart(evidence: Evidence) -> Finding | None:
+    """A term that is a sum over rows beside one that is a mean: a fault where the loop accumulates, since micro-batches
+    then weigh them otherwise than one batch."""
+    from pytest_trainloop.checks.batch.accumulation_equivalence.terms import terms_apart
+
+    found = terms_apart(evidence)
+    if found is None:
+        return None
+    values = [
+        f"{a.op}() gives {a.value:.4g} and {b.value:.4g}" for a, b in filter(None, (found.summed, found.averaged))
+    ]
+    accumulates = "accumulate" in evidence.knobs
+    return Finding(
+        cause="term_grows_with_rows",
+        level="fault" if accumulates else "advice",
+        summary="one term of the loss is a sum over rows and another a mean: how much each counts changes with the "
+        f"number of rows{', and so with the number of micro-batches' if accumulates else ''}",
+        measured=f"for {found.once} once and twice "
+        f"{'; '.join([*values, f'the gradients differ by {share(found.change)}'])}, float64",
+        shown_by="of two rows one part of the gradient is the sum of theirs and the other the mean, exactly; with both "
+        "rows twice the former doubles and the latter stays",
+        culprits=tuple(a.op for a, _ in filter(None, (found.summed,))) or ("loss.backward()",),
+        where=found.summed[0].place if found.summed else "",
+        smallest=str(found.twice),
+        composition=found.twice.told(),
     )
 
 

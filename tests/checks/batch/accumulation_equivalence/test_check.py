@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_trainloop.checks.batch.accumulation_equivalence import fewest_rows
+from pytest_trainloop.checks.batch.accumulation_equivalence import fewest_rows, terms
 from pytest_trainloop.checks.batch.accumulation_equivalence.check import CAUSES, accumulation_equivalence
 from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation
 from pytest_trainloop.checks.batch.accumulation_equivalence.split import Split
@@ -90,6 +90,7 @@ NOT_FINITE = Agreement(math.nan, math.nan, 0.0)
 
 @pytest.fixture(autouse=True)
 def no_search(monkeypatch):
+    monkeypatch.setattr(terms, "terms_apart", lambda evidence: None)
     monkeypatch.setattr(fewest_rows, "fewest_rows", lambda evidence, made, split, by_counts: (split, "12 rows"))
 
 

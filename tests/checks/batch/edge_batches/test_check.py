@@ -49,7 +49,7 @@ class Answered:
     short: ShortRow | None = None
     nothing_counts_in: dict[int, int] = field(default_factory=dict)
     count: int = 4
-    first: Composition = Composition((2,))
+    first: Composition = field(default_factory=lambda: Composition((2,)))
 
     def leftover(self):
         return self.last

@@ -1,0 +1,95 @@
+"""Right losses of several terms that need not all grow alike with the number of rows."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops import data
+from tests.loops.odd import odd
+
+
+def classifier(loss, **fields):
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
+
+    def step(batch):
+        optimizer.zero_grad()
+        loss(net, *batch).backward()
+        optimizer.step()
+
+    return TrainLoop(model=net, optimizer=optimizer, batch=data.labelled(rows=12), step=step, **fields)
+
+
+@odd(notes="a summed error and a penalty on weights, which no row has a share in")
+def summed_errors_and_a_penalty_on_weights():
+    def loss(net, x, y):
+        penalty = sum(p.square().sum() for p in net.parameters())
+        return F.cross_entropy(net(x), y, reduction="sum") / 12 + 1e-3 * penalty
+
+    return classifier(loss)
+
+
+@odd(notes="a mean error and a penalty on weights")
+def mean_error_and_a_penalty_on_weights():
+    def loss(net, x, y):
+        return F.cross_entropy(net(x), y) + 1e-3 * net[0].weight.abs().sum()
+
+    return classifier(loss)
+
+
+@odd(notes="two sums over rows with different constants below them")
+def two_sums_over_rows():
+    def loss(net, x, y):
+        out = net(x)
+        return F.cross_entropy(out, y, reduction="sum") / 12 + out.square().sum() / 400
+
+    return classifier(loss)
+
+
+@odd(notes="a sum divided by a count of the batch, beside a mean")
+def a_sum_by_its_count_beside_a_mean():
+    def loss(net, x, y):
+        out, known = net(x), (y > 0).float()
+        return F.cross_entropy(out, y) + 0.01 * (out.square().sum(1) * known).sum() / known.sum().clamp(min=1)
+
+    return classifier(loss)
+
+
+@odd(notes="shares of experts are multiplied: their term is a product of means over rows")
+def a_balance_of_experts_beside_a_mean():
+    def loss(net, x, y):
+        out = net(x)
+        shares = out.softmax(1).mean(0)
+        return F.cross_entropy(out, y) + 0.01 * 3 * shares.square().sum()
+
+    return classifier(loss)
+
+
+@odd(notes="the spread over rows divides by one less than their number, so that twice the rows change it")
+def an_unbiased_spread_beside_a_mean():
+    def loss(net, x, y):
+        out = net(x)
+        return F.cross_entropy(out, y) + 0.1 * F.relu(1 - out.std(dim=0)).mean()
+
+    return classifier(loss, rows_interact=True)
+
+
+@odd(notes="the pairs of all rows are summed, beside a mean over rows")
+def sums_over_pairs_beside_a_mean():
+    def loss(net, x, y):
+        out = net(x)
+        return F.cross_entropy(out, y) + 1e-4 * torch.cdist(out, out).square().sum()
+
+    return classifier(loss, rows_interact=True)
+
+
+@odd(notes="the root of a mean error beside a mean")
+def a_root_of_a_mean_beside_a_mean():
+    def loss(net, x, y):
+        out = net(x)
+        return F.cross_entropy(out, y) + 0.1 * (out - x[:, :3]).square().mean().sqrt()
+
+    return classifier(loss)
