@@ -583,7 +583,7 @@ def dynamic_edges():
     thread="pyg-team/pytorch_geometric#10254",
     check="batch_independence",
 )
-def interleaved_batch():
+def point_sets():
     torch.manual_seed(0)
 
     class PointSets(nn.Module):

@@ -260,7 +260,7 @@ def dreamer_discount():
     thread="openai/spinningup#50",
     check="batch_independence",
 )
-def shifted_rewards():
+def vpg_epoch():
     torch.manual_seed(0)
     pi = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
     v = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
@@ -346,7 +346,7 @@ class TinyLM(nn.Module):
     thread="ServiceNow/PipelineRL#54",
     check="batch_independence",
 )
-def first_rollout_statistics():
+def pipeline_rollouts():
     torch.manual_seed(0)
     model = TinyLM()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -674,7 +674,7 @@ def recurrent_policy():
     thread="vwxyzjn/cleanrl#337",
     check="gradient_reaches_every_param",
 )
-def storage_returns():
+def jax_style_storage():
     torch.manual_seed(0)
 
     @dataclass
@@ -927,7 +927,7 @@ def vision_grpo():
     thread="areal-project/AReaL#1419",
     check="batch_independence",
 )
-def partial_groups():
+def rollout_workflow():
     torch.manual_seed(0)
     model = TinyLM()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1000,7 +1000,7 @@ def euclidean(x, y):
 
 @fault(
     "rows",
-    "queries are embeddings[q * n_way:] where the last q * n_way are meant: with five shots support rows are among them",
+    "queries are embeddings[q * n_way:] where the last q * n_way are meant: support rows are among them",
     thread="CHeggan/MetaAudio-A-Few-Shot-Audio-Classification-Benchmark#22",
     check="batch_independence",
 )
