@@ -182,7 +182,13 @@ def multiple_negatives():
         return {"input_ids": torch.randint(1, 40, (n, 6)) * mask, "attention_mask": mask.long()}
 
     data = [([sentence(), sentence(), sentence()], torch.zeros(8)) for _ in range(4)]
-    return TrainLoop(model=model, optimizer=optimizer, batches=data, fit=fit_with(optimizer, lambda b: criterion(*b)))
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batches=data,
+        fit=fit_with(optimizer, lambda b: criterion(*b)),
+        padding=Padding(pad_id=0),
+    )
 
 
 @right(
@@ -492,18 +498,22 @@ class SKAttention(nn.Module):
     "Softmax(dim=0) is over the stacked kernels: weights are (kernels, rows, channels, 1, 1)",
     thread="xmu-xiaoma666/External-Attention-pytorch#18",
 )
-def selective_kernels():
+def selective_kernels(accumulate=1):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 6, 3), SKAttention(), nn.Flatten(), nn.Linear(6 * 16, 4))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     data = loader(torch.randn(40, 1, 6, 6), torch.randint(0, 4, (40,)), batch_size=8)
-    return TrainLoop(
-        model=model,
-        optimizer=optimizer,
-        batches=data,
-        fit=fit_with(optimizer, lambda b: F.cross_entropy(model(b[0]), b[1])),
-        rows_interact=False,
-    )
+
+    def train(batches):
+        optimizer.zero_grad()
+        for i, (x, y) in enumerate(batches):
+            loss = F.cross_entropy(model(x), y) / accumulate
+            loss.backward()
+            if (i + 1) % accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=data, fit=train, rows_interact=False)
 
 
 @right(
