@@ -79,7 +79,7 @@ def require_fields(loop: Any) -> None:
         given = getattr(loop, name)
         if given is not None and not (is_whole(given) and operator.index(given) >= 1):
             raise _refused(name, given, f"{what} is needed, a whole number from 1 on, as in {name}={example}")
-    for name in ("rows_interact", "nondeterministic"):
+    for name in ("rows_interact", "ordered", "nondeterministic"):
         given = getattr(loop, name)
         if given is not None and not isinstance(given, bool):
             raise _refused(name, given, "True or False is needed, or leave it out")

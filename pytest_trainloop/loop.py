@@ -121,6 +121,9 @@ class TrainLoop:
         ``split_batch(batch, k)``, the project's own way to split a batch into k micro-batches
     rows_interact
         True: the examples of a batch are meant to interact (contrastive losses, batch statistics); False: they must not
+    ordered
+        True: the order of the rows of a batch carries something (halves are two views, the next row is the target);
+        False: it carries nothing, and rows that change places all together must not change the loss
     nondeterministic
         True: two runs under one seed may differ, and ``determinism`` is left out; False: they must not, whatever the
         reason
@@ -177,6 +180,7 @@ class TrainLoop:
     expected_init_loss: float | None = None
     pretrained: bool | Sequence[str] | None = None
     rows_interact: bool | None = None
+    ordered: bool | None = None
     nondeterministic: bool | None = None
     _modules: dict[str, nn.Module] = field(init=False, repr=False)
     _seed: int = field(init=False, repr=False, default=0)

@@ -28,7 +28,16 @@ WINDOWS = 4
 """Windows of an accumulating run; one more batch follows, so that a last partial window shows. Without the knob 13
 batches do the same for every window of 2 to 12."""
 
-DECLARED = ("nondeterministic", "rows_interact", "expected_init_loss", "padding", "renews", "steps", "epochs")
+DECLARED = (
+    "nondeterministic",
+    "rows_interact",
+    "ordered",
+    "expected_init_loss",
+    "padding",
+    "renews",
+    "steps",
+    "epochs",
+)
 """Fields of ``TrainLoop`` that describe the loop and run nothing."""
 
 

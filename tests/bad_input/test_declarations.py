@@ -221,6 +221,10 @@ OTHERS = {
         "loop(rows_interact='no')",
         "TrainLoop.rows_interact is 'no'; True or False is needed, or leave it out",
     ),
+    "ordered-zero": (
+        "loop(ordered=0)",
+        "TrainLoop.ordered is 0; True or False is needed, or leave it out",
+    ),
     "nondeterministic-one": (
         "loop(nondeterministic=1)",
         "TrainLoop.nondeterministic is 1; True or False is needed, or leave it out",
