@@ -103,6 +103,8 @@ class ForwardPass(WatchingMode):
     """Other results in place of operations, by their number."""
     open_inputs: bool = True
     """Whether the model's arguments are made leaves, too: a model may refuse that (``x.numpy()``)."""
+    everywhere: bool = False
+    """Whether operations outside of models are kept as well."""
     draws: frozenset[str] = frozenset()
     """Functions that draw random numbers inside a model as they would without this pass. Outside of models all do: what
     is drawn there may be the data."""
@@ -229,7 +231,7 @@ class ForwardPass(WatchingMode):
             parents = self.lineage.before(name, args, kwargs)
             op = Op(self._count, name, func, args, kwargs, here()[0], watch.module_path())
         out = func(*args, **kwargs)
-        if self._depth:
+        if self._depth or self.everywhere:
             out = self._kept(watch, op, out)
         with watch.suspended():
             self.lineage.note(watch, func, name, args, kwargs, parents, out)

@@ -26,6 +26,19 @@ How it decides
     A target is followed through views, casts and indexing to the row that it was taken from, an output by its gradient.
     Where an output depends on one row only, and that is another, labels and outputs are out of order, unless all are
     shifted by one constant number of rows (the next row as target, another row as negative).
+    What meets outside of the model is seen by shares. A row's share is the gradient of what the loop backpropagates
+    with respect to what entered the model of this row. Two rows get other values: in a sum of losses of rows the shares
+    of all others stay as they are, or are scaled by one number (a count). Where they do not, the fault is named by an
+    identity or by a cure:
+
+    - the targets of all rows change places and no share changes, each target adds its part to the share of every row,
+      and no input does: each output is compared with the targets of all rows;
+    - each target changes the share of one row, and that is another, in no fixed order;
+    - with a softmax, a normalisation, a similarity, a running sum or a view along another axis all shares are apart.
+
+    What else lets shares interact (contrastive losses, statistics, ranks, advantages) is no fault, unless
+    rows_interact=False is declared. Where ordered=False is, rows that all change places together must not change the
+    loss either; where nothing is, that is advice if rows meet by their order only.
 
 Faulty
     >>> def forward(self, x):
@@ -36,8 +49,9 @@ Fixed
     ...     return self.head(torch.nn.functional.normalize(self.encoder(x), dim=1))
 
 Known limits
-    Outputs with two axes of rows (all pairs), or with another number of rows than the batch, are not judged. What leaks
-    without a gradient (a running state, an argmax over the rows) is not seen. ``rows_interact=True`` declares that rows
+    Outputs with two axes of rows (all pairs), or with another number of rows than the batch, are not judged. Shares are
+    taken where data enters a module as a floating tensor or by an embedding. A statistic that scales all shares alike
+    (a root of the mean square, a product of two means) is taken for a count. ``rows_interact=True`` declares that rows
     interact on purpose, ``rows_interact=False`` that they must not, whatever the operation.
 
 References
@@ -49,6 +63,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_trainloop.checks.batch.batch_independence import findings_outside as outside
 from pytest_trainloop.checks.batch.explained import LEARNING
 from pytest_trainloop.errors import CannotDecide, DoesNotApply
 from pytest_trainloop.finding import Finding
@@ -59,6 +74,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.checks.batch.batch_independence.label_rows import LabelRows
+    from pytest_trainloop.checks.batch.batch_independence.meetings import Meeting
     from pytest_trainloop.checks.batch.batch_independence.passes import RowInteraction
     from pytest_trainloop.finding import Level
     from pytest_trainloop.runs.evidence import Evidence
@@ -104,6 +120,31 @@ CAUSES = {
         repair="bring outputs and targets into one order",
         explains=EXPLAINS,
     ),
+    "labels_of_all_rows": Cause(
+        proof="the loss is the same whichever row has which target, and each target adds to the gradient of every row",
+        repair="give both sides one shape: pred.squeeze(1) beside (N,), or target[:, None] beside (N, 1); take the own "
+        "entry of each row: logp[torch.arange(len(y)), y]",
+        explains=(*EXPLAINS, "loss_contract:broadcast"),
+        change=("seen",),
+    ),
+    "similarity_over_rows": Cause(
+        proof="with the similarity along another axis no row's share of the gradient depends on another row",
+        repair="compare the vectors of each row: cosine_similarity(a, b, dim=-1)",
+        explains=EXPLAINS,
+        change=("seen",),
+    ),
+    "cumulated_over_rows": Cause(
+        proof="with the running sum along another axis no row's share of the gradient depends on another row",
+        repair="add up along the steps of each row: cumsum(dim=1) where rows are the first axis",
+        explains=EXPLAINS,
+        change=("seen",),
+    ),
+    "order_matters": Cause(
+        proof="the loss changes where all rows change places together: a fault where ordered=False is declared",
+        repair="sort by what the order is to mean inside the loss, or declare ordered=True",
+        explains=EXPLAINS,
+        settle="ordered=True says that the order of rows is meant, ordered=False makes it a fault",
+    ),
 }
 
 _MEANT = (PRODUCTS - {"linear"}) | ATTENTION | SCATTERS | EXTREMES | {"__matmul__", "baddbmm", "cdist", "median"}
@@ -124,16 +165,41 @@ _PROVEN = dict(_CAUSE_OF.values())
 @check(needs={"run"}, causes=CAUSES, rank=30)
 def batch_independence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.batch_independence.label_rows import LabelRows
-    from pytest_trainloop.checks.batch.batch_independence.passes import RowPasses
+    from pytest_trainloop.checks.batch.batch_independence.meetings import meeting
 
-    declared = evidence.declared("rows_interact")
-    if declared:
-        raise DoesNotApply("rows_interact=True declares that rows interact on purpose")
     labels = evidence.shared(LabelRows.of)
     if labels.mismatched:
         yield _mismatched(labels)
         return
-    found = evidence.shared(RowPasses).interaction()
+    met = evidence.shared(meeting)
+    if met is not None and met.why in ("every", "permuted"):
+        yield outside.of_labels(met)
+        return
+    declared = evidence.declared("rows_interact")
+    if not declared:
+        inside = list(_inside(evidence, declared, quiet=met is not None and met.why == "operation"))
+        yield from inside or _outside(met, declared)
+        if inside or (met is not None and (met.why == "operation" or declared is False)):
+            return
+    yield from _order(evidence, met)
+    if declared:
+        raise DoesNotApply("rows_interact=True declares that rows interact on purpose")
+
+
+def _inside(evidence: Evidence, declared: bool | None, *, quiet: bool) -> Iterator[Finding]:
+    """Rows that meet in the model, on the way to its outputs; ``quiet``: what cannot be decided is left to what is
+    seen outside."""
+    from pytest_trainloop.checks.batch.batch_independence.passes import RowPasses
+
+    try:
+        found = evidence.shared(RowPasses).interaction()
+        yield from _judged(found, declared)
+    except CannotDecide:
+        if not quiet:
+            raise
+
+
+def _judged(found: RowInteraction | None, declared: bool | None) -> Iterator[Finding]:
     if found is None or (found.why == "batch_norm" and declared is None):
         return
     through = f", through {found.ops[0].named} ({found.ops[0].place})" if found.ops else ""
@@ -160,6 +226,34 @@ def batch_independence(evidence: Evidence) -> Iterator[Finding]:
             "rows_interact=False if not",
             needs="rows_interact=",
         )
+
+
+def _outside(met: Meeting | None, declared: bool | None) -> Iterator[Finding]:
+    """Rows that meet in the loss, or in what is made of the batch."""
+    if met is None:
+        return
+    if met.why == "operation" and met.rows_known:
+        yield outside.of_operation(met)
+    elif met.why == "operation" and declared is None and met.fix is not None:
+        raise CannotDecide(
+            f"entries of the batch's first axis meet in {met.fix.named} ({met.fix.place}), and whether these are rows "
+            "or positions is not known: give batch_dim=0 if they are rows, batch_dim=1 if the second axis holds them",
+            needs="batch_dim=",
+        )
+    elif declared is False:
+        yield outside.of_declared(met)
+
+
+def _order(evidence: Evidence, met: Meeting | None) -> Iterator[Finding]:
+    """Whether the loss changes where all rows change places together."""
+    from pytest_trainloop.checks.batch.batch_independence.order import order_of_rows
+
+    declared = evidence.declared("ordered")
+    if declared or (declared is None and met is None):
+        return
+    found = evidence.shared(order_of_rows)
+    if found is not None:
+        yield outside.of_order(found, "fault" if declared is False else "advice")
 
 
 def _mismatched(labels: LabelRows) -> Finding:

@@ -6,6 +6,7 @@ import pytest
 
 from pytest_trainloop.checks.batch.batch_independence.check import batch_independence
 from pytest_trainloop.checks.batch.batch_independence.label_rows import LabelRows
+from pytest_trainloop.checks.batch.batch_independence.meetings import meeting
 from pytest_trainloop.checks.batch.batch_independence.passes import RowInteraction, RowPasses
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.events import Place
@@ -27,10 +28,10 @@ def interaction(why, *names, rows_known=True):
     return RowInteraction(0, 2, 5, rows_known, why, ops)
 
 
-def named(found, *, declared=None, pairs=()):
+def named(found, *, declared=None, pairs=(), met=None):
     labels = LabelRows(pairs=list(pairs), loss="cross_entropy", rows=5)
-    evidence = FakeEvidence(None, shared={RowPasses: Passes(found), LabelRows.of: labels})
-    evidence.declared = lambda _name: declared
+    evidence = FakeEvidence(None, shared={RowPasses: Passes(found), LabelRows.of: labels, meeting: met})
+    evidence.declared = lambda name: declared if name == "rows_interact" else None
     return [(f.cause, f.level) for f in batch_independence(evidence)]
 
 

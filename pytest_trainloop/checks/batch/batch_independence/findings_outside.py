@@ -1,0 +1,124 @@
+"""What is said of rows that meet outside of the model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.finding import Finding
+
+if TYPE_CHECKING:
+    from pytest_trainloop.checks.batch.batch_independence.meetings import Meeting
+    from pytest_trainloop.checks.batch.batch_independence.order import OrderedRows
+    from pytest_trainloop.finding import Level
+
+_OPERATIONS = {
+    "softmax": (
+        "softmax_over_rows",
+        "{} runs over the rows of the batch, not over one row's classes or keys",
+        "with the softmax along another axis",
+    ),
+    "normalised": (
+        "normalised_over_rows",
+        "{} brings columns of the batch to length 1, not each row",
+        "with each row normalised alone",
+    ),
+    "similarity": (
+        "similarity_over_rows",
+        "{} compares columns of the batch, not the vectors of each row",
+        "with the similarity along another axis",
+    ),
+    "cumulated": (
+        "cumulated_over_rows",
+        "{} adds up over the rows of the batch, not over the steps of each row",
+        "with the running sum along another axis",
+    ),
+    "views": (
+        "view_mixes_rows",
+        "{} cuts the batch into rows that are not those it was joined from",
+        "with the axes swapped by a transpose",
+    ),
+}
+"""Cause, summary, and what keeps rows apart, by the kind of operation."""
+
+
+def of_labels(met: Meeting) -> Finding:
+    """Targets that are compared with outputs of other rows."""
+    call = met.call
+    named = call.named if call is not None else "the loss"
+    place = str(call.place) if call is not None else ""
+    if met.why == "every":
+        shapes = " and ".join(str(shape) for shape in (call.shapes if call is not None else ()))
+        return Finding(
+            cause="labels_of_all_rows",
+            summary=f"{named} compares each of the {met.rows} rows with {met.target} of all rows",
+            measured=f"its result has shape {shapes}, one entry for each pair of rows",
+            shown_by=f"with the rows of {met.target} in another order the gradient is the same",
+            culprits=(named,),
+            where=place,
+            smallest=met.smallest,
+        )
+    label, row = next(pair for pair in met.pairs if pair[0] != pair[1])
+    wrong = sum(a != b for a, b in met.pairs)
+    return Finding(
+        cause="labels_of_other_rows",
+        summary=f"{named} compares outputs with {met.target} of other rows",
+        measured=f"{wrong} of {len(met.pairs)} targets that were followed; that of row {label} changes the gradient of "
+        f"row {row} alone",
+        shown_by="one target at a time with another value, and the gradient of each row",
+        culprits=(named,),
+        where=place,
+        smallest=met.smallest,
+    )
+
+
+def of_operation(met: Meeting) -> Finding:
+    """An operation along the rows that another axis keeps apart."""
+    if met.fix is None:
+        raise ValueError("no operation keeps these rows apart")
+    cause, summary, fix = _OPERATIONS[met.fix.kind]
+    return Finding(
+        cause=cause,
+        summary=summary.format(met.fix.named),
+        measured=_measured(met),
+        shown_by=f"{fix} it stays the same",
+        culprits=(met.fix.named,),
+        where=str(met.fix.place),
+        change="\n".join(map(str, met.fix.places)),
+        tried=f"{fix} no row's share of the gradient depends on another row",
+        smallest=met.smallest,
+    )
+
+
+def of_declared(met: Meeting) -> Finding:
+    """Rows that meet although they are declared not to."""
+    named = met.call.named if met.call is not None else "an unknown operation"
+    return Finding(
+        cause="rows_interact",
+        summary=f"rows interact in the loss, through {named}",
+        measured=_measured(met),
+        shown_by="rows_interact=False",
+        culprits=(named,) if met.call is not None else (),
+        where=str(met.call.place) if met.call is not None else "",
+        smallest=met.smallest,
+    )
+
+
+def of_order(found: OrderedRows, level: Level) -> Finding:
+    """A loss that changes when rows change places."""
+    named = found.call.named if found.call is not None else ""
+    return Finding(
+        cause="order_matters",
+        level=level,
+        summary=f"the loss changes by {found.change:.2g} of itself when the rows of the batch change places together",
+        measured=f"{found.before:.6g} as they are, {found.after:.6g} in the order {list(found.order)}",
+        shown_by="ordered=False" if level == "fault" else "two steps from the same weights over the same rows",
+        culprits=(named,) if named else (),
+        where=str(found.call.place) if found.call is not None else "",
+        smallest=found.smallest,
+    )
+
+
+def _measured(met: Meeting) -> str:
+    rows = " and ".join(map(str, met.changed))
+    plural = "s" if len(met.changed) > 1 else ""
+    return f"the gradient of row {met.share} changes with the values of row{plural} {rows}"

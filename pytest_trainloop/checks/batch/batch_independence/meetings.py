@@ -1,0 +1,212 @@
+"""Where rows meet outside of the model, and what that means: labels that stand at other rows, an operation along the
+rows, or nothing that could be called a fault without a declaration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from pytest_trainloop import nested
+from pytest_trainloop.batches.other_values import OtherValues
+from pytest_trainloop.checks.batch.batch_independence.shares import AS_IT_IS, RowShares, Shift
+from pytest_trainloop.tracing.row_tape import changed, changed_rows, leads_to
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.nested import Path
+    from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.tracing.row_fixes import RowFix
+    from pytest_trainloop.tracing.row_tape import Tape, TapedCall
+
+Why = Literal["every", "permuted", "operation", "unknown"]
+
+MOST_CELLS = 6
+"""Targets that are followed one by one, at most."""
+
+
+@dataclass(slots=True)
+class Meeting:
+    """Rows whose shares depend on other rows.
+
+    "every": each output is compared with the targets of all rows; "permuted": with those of another one, in no fixed
+    order; "operation": ``fix`` keeps all rows apart; "unknown": none of these.
+    """
+
+    why: Why
+    rows: int
+    rows_known: bool
+    changed: tuple[int, ...] = ()
+    """The rows that were changed."""
+    share: int = 0
+    """A row whose share changed with them."""
+    call: TapedCall | None = None
+    """Where rows meet."""
+    fix: RowFix | None = None
+    pairs: list[tuple[int, int]] = field(default_factory=list)
+    """The row of a target, and the one whose share changes with it."""
+    smallest: str = ""
+    target: str = ""
+    """The tensor of the batch that holds these targets."""
+
+
+def meeting(evidence: Evidence) -> Meeting | None:
+    """How rows meet in one step of the loop; None where all are apart, or where it cannot be seen."""
+    shares = evidence.shared(RowShares.of)
+    shift = shares.independence() if shares is not None else None
+    if shares is None or shift is None or shift.equal or shares.few is None:
+        return None
+    found = Meeting("unknown", shares.rows, shares.few.rows_known, shares.some, next(iter(shift.rows), 0))
+    found.smallest = f"{shares.rows} rows"
+    _Judge(shares, found).judge(shift)
+    return None if shift.apart and found.why == "unknown" else found
+
+
+@dataclass(slots=True)
+class _Judge:
+    shares: RowShares
+    found: Meeting
+
+    def judge(self, shift: Shift) -> None:
+        targets = sorted(self.shares.targets(), key=str)
+        met = [path for path in targets if self._meets(path, shift)]
+        for path in met:
+            if self._meets_every(path):
+                return
+        for fix in [] if shift.apart else self.shares.fixes:
+            without = self.shares.independence(fix.replacements, fix.kind)
+            if without is not None and without.apart:
+                self.found.why, self.found.fix = "operation", fix
+                return
+        for path in [] if shift.apart else met:
+            if self._permuted(path):
+                return
+        self.found.call = None if shift.apart else self._where_rows_meet()
+
+    def _meets(self, path: Path, shift: Shift) -> bool:
+        """Whether targets of some rows change the shares of others, if only by a factor where all together do."""
+        alone = self.shares.independence(among=frozenset({path}))
+        return alone is not None and not (alone.equal if shift.apart else alone.apart)
+
+    def _meets_every(self, path: Path) -> bool:
+        """Whether the loss is a sum over all pairs of an output and a target: it stays the same where the targets of
+        all rows change places, each target adds its part to the share of each row, and no input does. Where shares
+        are scaled only, both must meet in a table of rows by rows: a product of two means is no such sum."""
+        targets = frozenset({path})
+        moved = self.shares.at_other_places(targets)
+        if moved is None or not moved.equal:
+            return False
+        by_inputs = self.shares.independence(among=self.shares.inputs())
+        call = self._first_compared(targets)
+        if by_inputs is None or not by_inputs.equal or call is None:
+            return False
+        pairwise = any(list(shape).count(self.shares.rows) > 1 for shape in call.shapes)
+        if not pairwise or not self._adds_up(targets):
+            return False
+        self._found("every", path, call)
+        return True
+
+    def _found(self, why: Why, path: Path, call: TapedCall | None) -> None:
+        self.found.why, self.found.call, self.found.target = why, call, nested.shown(path)
+
+    def _adds_up(self, targets: frozenset[Path]) -> bool:
+        """Whether two targets changed together change the shares of others by as much as one by one."""
+        shares = self.shares
+        both, own = shares.some, shares.rows_of(shares.some)
+        tapes = [
+            shares.tape(OtherValues(rows, targets, floats_only=shares.floats_only, spared=both))
+            for rows in (both, both[:1], both[1:])
+        ]
+        base = shares.tape(AS_IT_IS)
+        if base is None or own is None or any(t is None or not base.comparable(t) for t in tapes):
+            return False
+        for number, excluded in own.items():
+            together, first, second = (
+                t.shares[number].gradient - base.shares[number].gradient for t in tapes if t is not None
+            )
+            others = [at for at in range(len(together)) if at not in excluded]
+            rest = (together - first - second)[others]
+            size = max(float(base.shares[number].gradient.abs().max()), float(together.abs().max()))
+            if float(rest.abs().max()) > shares.bound(base) * size:
+                return False
+        return True
+
+    def _permuted(self, path: Path) -> bool:
+        """Whether each target changes the share of one row, and that is another, in no fixed order."""
+        pairs: list[tuple[int, int]] = []
+        for change, row in self._cells(path):
+            met = self.shares.rows_touched(change)
+            if met is None or len(met) > 1:
+                return False
+            pairs += [(row, other) for other in met]
+        rows = self.shares.rows
+        shifts = {(label - row) % rows for label, row in pairs}
+        wrong = [(label, row) for label, row in pairs if label != row]
+        if not wrong or len(shifts) < 2 or len({label for label, _ in pairs}) < 2:
+            return False
+        if not self.shares.places_are_seen([label for label, _ in wrong]):
+            return False
+        self._found("permuted", path, self._first_compared(frozenset({path})))
+        self.found.pairs = pairs
+        self.found.changed, self.found.share = (wrong[0][0],), wrong[0][1]
+        return True
+
+    def _cells(self, path: Path) -> Iterator[tuple[OtherValues, int]]:
+        """Changes of one target each, and its row."""
+        few = self.shares.few
+        tensor = next((t for p, t in nested.paths(few.batch) if p == path), None) if few is not None else None
+        if few is None or tensor is None:
+            return
+        length = tensor.shape[0 if few.axis else 1] if tensor.dim() > 1 else 1
+        if length == 1:
+            for row in range(min(few.rows, MOST_CELLS)):
+                yield OtherValues((row,), frozenset({path})), row
+        else:
+            for row in (0, few.rows // 2, few.rows - 1):
+                for position in (0, length // 2):
+                    yield OtherValues((row,), frozenset({path}), position), row
+
+    def _first_compared(self, targets: frozenset[Path]) -> TapedCall | None:
+        """The first call that carries a gradient and depends on the targets."""
+        base = self.shares.tape(AS_IT_IS)
+        other = self.shares.tape(self.shares.change(targets))
+        if base is None or other is None:
+            return None
+        reached = leads_to(base, base.roots)
+        return next(
+            (
+                one
+                for at, (one, two) in enumerate(zip(base.calls, other.calls, strict=True))
+                if one.carries_gradient and changed(one, two) and (not reached or at in reached)
+            ),
+            None,
+        )
+
+    def _where_rows_meet(self) -> TapedCall | None:
+        base, other = self.shares.tape(AS_IT_IS), self.shares.tape(self.shares.change(None))
+        return None if base is None or other is None else first_meeting(base, other, self.shares.rows)
+
+
+def first_meeting(base: Tape, other: Tape, rows: int) -> TapedCall | None:
+    """The first call on the way to the root whose result changes at other rows than what it was given; where that was
+    given a statistic, the call that took it."""
+    reached = leads_to(base, base.roots)
+    moved: dict[int, set[int]] = {}
+    single: set[int] = set()
+    for at, (one, two) in enumerate(zip(base.calls, other.calls, strict=True)):
+        if not changed(one, two):
+            continue
+        axes = [d for sums in one.sums for d in sums if d >= 0 and len(sums[d]) == rows]
+        found = set[int]().union(*(changed_rows(one, two, axis) for axis in axes))
+        given = [before for before in one.inputs if before in moved or before in single]
+        own = set[int]().union(*(moved[before] for before in given if before in moved))
+        if not axes:
+            single.add(at)
+            continue
+        moved[at] = found
+        if at in reached and given and own and not found <= own:
+            return one
+        statistics = [before for before in given if before in single]
+        if at in reached and statistics and len(found) > len(own):
+            return base.calls[statistics[0]]
+    return None

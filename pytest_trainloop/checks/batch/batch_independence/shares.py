@@ -1,0 +1,327 @@
+"""What each row of the batch gives the loss, its share, and whether that changes with the other rows.
+
+See docs/how-it-decides.md#rows-that-meet-outside-of-the-model.
+
+A row's share is the gradient of what the loop backpropagates with respect to what entered the model of this row. In a
+sum of losses of rows it depends on this row alone, and on counts, which scale all shares alike. So other values in some
+rows must leave the shares of all others as they are, or scale them by one number.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_trainloop import nested
+from pytest_trainloop.batches.other_values import OtherOrder, OtherValues, changes, has_rows, roll, rows_that_differ
+from pytest_trainloop.batches.own_data import makes_own_data
+from pytest_trainloop.checks.batch.batch_independence.few_rows import COUNTS, few_rows
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.gradients.tolerances import ROUNDING
+from pytest_trainloop.tracing.row_fixes import RowFix, row_fixes
+from pytest_trainloop.tracing.row_tape import RowTape, Tape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from pytest_trainloop.batches.other_values import Change
+    from pytest_trainloop.checks.batch.batch_independence.few_rows import FewRows
+    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.nested import Path
+    from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.tracing.forward_pass import Replacement
+
+AS_IT_IS = OtherValues(())
+_COUNTS = tuple(n for n in COUNTS if n > 3)
+"""Two rows change, and at least two do not."""
+
+MOST_ROWS = 9
+"""Rows up to which each one's place is looked for."""
+
+_WAYS: tuple[tuple[bool, tuple[int, ...], bool], ...] = (
+    (True, _COUNTS, True),
+    (True, (), True),
+    (False, _COUNTS, True),
+    (True, (), False),
+)
+"""Whether the model's arguments are made leaves, the numbers of rows to try, and whether the step is in float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """How the shares of the rows that did not change differ between two steps.
+
+    ``factor``: what scales all of them, by least squares; ``rest``: the largest part that it leaves of any one's
+    length, over the longest. ``rows``: the positions at which it does.
+    """
+
+    factor: float
+    rest: float
+    rows: tuple[int, ...]
+    bound: float
+
+    @property
+    def apart(self) -> bool:
+        """Whether the shares are the same but for one factor."""
+        return self.rest <= self.bound
+
+    @property
+    def equal(self) -> bool:
+        return self.apart and abs(self.factor - 1.0) <= self.bound
+
+
+@dataclass(slots=True)
+class RowShares:
+    """The steps of one loop over a few rows, each made once."""
+
+    evidence: Evidence
+    few: FewRows | None = None
+    _tapes: dict[object, Tape | None] = field(default_factory=dict)
+    _ways: list[tuple[bool, tuple[int, ...], bool]] = field(default_factory=lambda: list(_WAYS))
+    floats_only: bool = False
+    """Whether whole numbers stay in changed rows, since the step is another one without them."""
+    fixes: list[RowFix] = field(default_factory=list)
+    """What runs over rows in the step as it is."""
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> RowShares | None:
+        """None where the loop cannot be run so, or nothing of the batch enters a model."""
+        if evidence.shared(makes_own_data) or evidence.run().raised is not None:
+            return None
+        made = cls(evidence)
+        while made._ways:
+            base = made.tape(AS_IT_IS)
+            if base is not None and base.shares and not base.refused and made.rows >= 4:
+                return made
+            made._ways.pop(0)
+            made._tapes.clear()
+            made.fixes.clear()
+        return None
+
+    @property
+    def rows(self) -> int:
+        return self.few.rows if self.few is not None else 0
+
+    @property
+    def axis(self) -> int:
+        return self.few.axis if self.few is not None else 0
+
+    @property
+    def some(self) -> tuple[int, ...]:
+        """Two rows that are changed together; others lie before, between and behind them, or beside."""
+        return (1, self.rows // 2 + 1)
+
+    def tape(
+        self,
+        change: Change,
+        replacements: Mapping[int, Replacement] | None = None,
+        key: str = "",
+        *,
+        shared_draws: bool = False,
+    ) -> Tape | None:
+        """The step over the changed batch; None where it raised, or cannot be compared. ``shared_draws``: what is drawn
+        is the same for every row."""
+        known = (change, key, shared_draws)
+        if known not in self._tapes:
+            self._tapes[known] = self._made(change, replacements or {}, shared_draws=shared_draws)
+        return self._tapes[known]
+
+    def change(self, among: frozenset[Path] | None) -> OtherValues:
+        """Other values in some rows of the tensors at these paths, or of all."""
+        return OtherValues(self.some, among, floats_only=self.floats_only, spared=self.some)
+
+    def independence(
+        self,
+        replacements: Mapping[int, Replacement] | None = None,
+        key: str = "",
+        *,
+        among: frozenset[Path] | None = None,
+    ) -> Shift | None:
+        """What other values in some rows do to the shares of the others; None where that cannot be seen."""
+        while True:
+            base = self.tape(AS_IT_IS, replacements, key)
+            other = self.tape(self.change(among), replacements, key)
+            if base is not None and other is not None and base.comparable(other):
+                if self.scattered(replacements, key):
+                    return Shift(1.0, math.inf, tuple(row for row in range(self.rows) if row not in self.some), 0.0)
+                return self.shift(base, other, self.rows_of(self.some, replacements, key))
+            if self.floats_only or replacements:
+                return None
+            self.floats_only = True
+
+    def shift(self, base: Tape, other: Tape, own: Mapping[int, frozenset[int]] | None) -> Shift | None:
+        """The difference at the positions of each share that are not among its ``own``, over the shares that have any;
+        None where one of them entered with another value, or where there is no such share."""
+        if own is None:
+            return None
+        pairs: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        for number, (one, two) in enumerate(zip(base.shares, other.shares, strict=True)):
+            for at in range(len(one.gradient)) if number in own else ():
+                if at in own[number]:
+                    continue
+                if not torch.equal(one.value[at], two.value[at]):
+                    return None
+                pairs.append((at, one.gradient[at], two.gradient[at]))
+        return _shift(pairs, self.bound(base, other))
+
+    def rows_of(
+        self, rows: tuple[int, ...], replacements: Mapping[int, Replacement] | None = None, key: str = ""
+    ) -> dict[int, frozenset[int]] | None:
+        """For each share the positions that these rows have in it: rows one by one, or batches one after the other, or
+        each row several times. Shown by what entered where two rows held other values; None where it shows neither."""
+        found: dict[int, frozenset[int]] = {}
+        for number, (size, moved) in self._moved(replacements, key).items():
+            way = next((w for w in _ways(size, self.rows) if moved <= w(self.some)), None)
+            if way is None and rows != self.some:
+                return None
+            found[number] = moved if way is None else way(rows)
+        return found or None
+
+    def scattered(self, replacements: Mapping[int, Replacement] | None = None, key: str = "") -> bool:
+        """Whether other values in some rows are other values in more rows of what enters the model."""
+        return any(
+            len(moved) > len(self.some) * max(1, size // self.rows)
+            for size, moved in self._moved(replacements, key).values()
+        )
+
+    def _moved(self, replacements: Mapping[int, Replacement] | None, key: str) -> dict[int, tuple[int, frozenset[int]]]:
+        """Of each share that some rows enter by their number: its length, and the positions where another value enters
+        with other values in these rows. What none enters (noise, positions) says nothing of rows."""
+        base, other = self.tape(AS_IT_IS, replacements, key), self.tape(self.change(None), replacements, key)
+        if base is None or other is None or not base.comparable(other):
+            return {}
+        found: dict[int, tuple[int, frozenset[int]]] = {}
+        for number, (one, two) in enumerate(zip(base.shares, other.shares, strict=True)):
+            moved = frozenset(at for at in range(len(one.value)) if not torch.equal(one.value[at], two.value[at]))
+            if moved:
+                found[number] = len(one.value), moved
+        return found
+
+    def targets(self) -> frozenset[Path]:
+        """The tensors with rows that never enter the model; none where it is not known what does."""
+        base = self.tape(AS_IT_IS)
+        if base is None or not base.entered or self.few is None:
+            return frozenset()
+        return frozenset(
+            path
+            for path, tensor in nested.paths(self.few.batch)
+            if path not in base.entered and has_rows(tensor, self.rows, self.axis) and changes(path, tensor, self.axis)
+        )
+
+    def inputs(self) -> frozenset[Path]:
+        """The tensors with rows that enter the model."""
+        base = self.tape(AS_IT_IS)
+        return frozenset(base.entered) if base is not None else frozenset()
+
+    def at_other_places(self, paths: frozenset[Path]) -> Shift | None:
+        """What it does to all shares that these tensors' rows are moved on by one; None where that changes no row, or
+        cannot be seen."""
+        if self.few is None:
+            return None
+        order = roll(self.rows)
+        if not paths or not rows_that_differ(self.few.batch, order, paths, self.axis):
+            return None
+        base, other = self.tape(AS_IT_IS), self.tape(OtherOrder(order, paths))
+        if base is None or other is None or not base.comparable(other):
+            return None
+        aligned = self.rows_of(self.some)
+        return None if aligned is None else self.shift(base, other, dict.fromkeys(aligned, frozenset()))
+
+    def rows_touched(self, change: OtherValues) -> set[int] | None:
+        """The rows whose shares change with some targets; None where that cannot be told."""
+        base, other, places = self.tape(AS_IT_IS), self.tape(change), self._places()
+        if base is None or other is None or places is None or not base.comparable(other):
+            return None
+        bound, found = self.bound(base, other), set[int]()
+        for number, (one, two) in enumerate(zip(base.shares, other.shares, strict=True)):
+            apart = (one.gradient - two.gradient).abs().amax(1)
+            touched = set((apart > bound * one.gradient.abs().max()).nonzero().flatten().tolist())
+            found |= {row for row, at in enumerate(places) if touched & at.get(number, frozenset())}
+        return found
+
+    def _places(self) -> list[dict[int, frozenset[int]]] | None:
+        """The positions of each row in each share; where rows are in an order of their own, shown row by row."""
+        by_row = [self.rows_of((row,)) for row in range(self.rows)]
+        if all(places is not None for places in by_row):
+            return [places or {} for places in by_row]
+        shown = [self.place_of(row) for row in range(self.rows)] if self.rows <= MOST_ROWS else []
+        base = self.tape(AS_IT_IS)
+        if base is None or not shown or None in shown or len(set(shown)) < len(shown):
+            return None
+        alike = [n for n, share in enumerate(base.shares) if len(share.gradient) == self.rows]
+        return [{number: frozenset({place or 0}) for number in alike} for place in shown]
+
+    def places_are_seen(self, rows: Iterable[int]) -> bool:
+        """Whether what these rows hold enters at their positions in the shares."""
+        places = self._places()
+        if places is None:
+            return False
+        for row in rows:
+            at = self.place_of(row)
+            if at is None or not any(at in {p % self.rows for p in found} for found in places[row].values()):
+                return False
+        return True
+
+    def place_of(self, row: int) -> int | None:
+        """The one position, counted within one batch, at which this row's inputs enter; None for none or several."""
+        base, other = self.tape(AS_IT_IS), self.tape(OtherValues((row,), self.inputs(), floats_only=self.floats_only))
+        if base is None or other is None or not base.comparable(other):
+            return None
+        found: set[int] = set()
+        for one, two in zip(base.shares, other.shares, strict=True):
+            found |= {at % self.rows for at in range(len(one.value)) if not torch.equal(one.value[at], two.value[at])}
+        return found.pop() if len(found) == 1 else None
+
+    def bound(self, *tapes: Tape) -> float:
+        """By how much shares may differ by the order of sums."""
+        dtype = torch.float64 if all(t.double for t in tapes) else torch.float32
+        return ROUNDING * torch.finfo(dtype).eps
+
+    def _made(self, change: Change, replacements: Mapping[int, Replacement], *, shared_draws: bool) -> Tape | None:
+        open_inputs, counts, double = self._ways[0]
+        seen = self.evidence.run()
+        sizes = [size for p in seen.parameters for size in p.shape]
+        mode = RowTape(open_inputs=open_inputs, replacements=replacements, shared_draws=shared_draws)
+
+        def stream(loop: TrainLoop) -> Iterator[Any]:
+            self.few = few_rows(loop, sizes, counts)
+            mode.rows = self.few.rows
+            return itertools.repeat(change.apply(self.few.batch, self.few.rows, self.few.axis))
+
+        if change == AS_IT_IS and not replacements and not shared_draws:
+            mode.at_root = lambda seen: None if self.fixes else self.fixes.extend(row_fixes(seen.ops, seen.rows))
+        plan = mode.plan(replace(self.evidence.plan(), stream=stream, double=double))
+        plan = replace(plan, before_item=lambda _number, item: mode.take(item))
+        try:
+            record = self.evidence.rerun(plan)
+        except CannotDecide:
+            return None
+        if not record.backwards() and not mode.tape.shares:
+            return None
+        mode.tape.double = record.double
+        return mode.tape
+
+
+def _ways(size: int, rows: int) -> tuple[Callable[[tuple[int, ...]], frozenset[int]], ...]:
+    """Where rows may stand among ``size`` positions: batches one after the other, or each row several times."""
+    each = max(1, size // rows)
+    return (
+        lambda chosen: frozenset(at for at in range(size) if at % rows in chosen),
+        lambda chosen: frozenset(at for at in range(size) if at // each in chosen),
+    )
+
+
+def _shift(pairs: list[tuple[int, torch.Tensor, torch.Tensor]], bound: float) -> Shift | None:
+    longest = max((float(a.norm()) for _, a, _ in pairs), default=0.0)
+    finite = all(bool(a.isfinite().all() and b.isfinite().all()) for _, a, b in pairs)
+    if not finite or longest == 0.0:
+        return None
+    length = sum(float(a @ a) for _, a, _ in pairs)
+    factor = sum(float(a @ b) for _, a, b in pairs) / length
+    rests = [(at, float((b - factor * a).norm()) / longest) for at, a, b in pairs]
+    off = tuple(dict.fromkeys(at for at, rest in rests if rest > bound))
+    return Shift(factor, max(rest for _, rest in rests), off, bound)

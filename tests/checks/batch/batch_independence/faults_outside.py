@@ -1,0 +1,328 @@
+"""Rows of a batch that meet outside of the model: in the loss, in targets, in returns."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.loops import data
+from tests.loops.nets import mlp
+from tests.loops.pairs import pair
+from tests.loops.plain import loop
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def classes(count, *shape, seed=0):
+    return torch.randint(count, shape, generator=torch.Generator().manual_seed(seed))
+
+
+# A softmax over the rows in the loss.
+
+
+def distilled(dim):
+    def make():
+        teacher = mlp(6, 16, 3)
+        batch = {"x": data.labelled()[0], "logits": teacher(data.labelled()[0]).detach()}
+
+        def loss_of(model, batch):
+            told = F.log_softmax(model(batch["x"]) / 2, dim=-1)
+            return F.kl_div(told, F.softmax(batch["logits"] / 2, dim=dim), reduction="batchmean")
+
+        return loop(mlp(6, 24, 3), batch, loss_of)
+
+    return make
+
+
+def policy(dim):
+    def make():
+        def loss_of(model, batch):
+            states, actions, returns = batch
+            chosen = F.softmax(model(states), dim=dim).gather(1, actions[:, None])[:, 0]
+            return -(chosen.log() * returns).mean()
+
+        return loop(mlp(4, 24, 3), data.episode(), loss_of)
+
+    return make
+
+
+pair(
+    "actions_weighed_over_the_batch",
+    "batch_independence",
+    "softmax_over_rows",
+    where="chosen = F.softmax(model(states), dim=dim)",
+    faulty=policy(0),
+    fixed=policy(1),
+)
+pair(
+    "teacher_softened_over_the_batch",
+    "batch_independence",
+    "softmax_over_rows",
+    where='F.softmax(batch["logits"] / 2, dim=dim)',
+    faulty=distilled(0),
+    fixed=distilled(-1),
+)
+
+
+# Embeddings brought to length 1, or compared, along the rows.
+
+
+def matched(dim):
+    def make():
+        text = data.views()[1][:, :6].contiguous()
+
+        def loss_of(model, batch):
+            image = F.normalize(model(batch["image"]), dim=dim)
+            return (image - F.normalize(batch["text"], dim=1)).square().sum(1).mean()
+
+        return loop(mlp(6, 24, 6), {"image": data.views()[0], "text": text}, loss_of)
+
+    return make
+
+
+def similar(dim):
+    def make():
+        wanted = drawn(16, 5, seed=3)
+
+        def loss_of(model, batch):
+            return 1 - F.cosine_similarity(model(batch[0]), batch[1], dim=dim).mean()
+
+        return loop(mlp(6, 24, 5), (data.labelled()[0], wanted), loss_of)
+
+    return make
+
+
+pair(
+    "embeddings_of_length_one_over_the_batch",
+    "batch_independence",
+    "normalised_over_rows",
+    where='image = F.normalize(model(batch["image"]), dim=dim)',
+    faulty=matched(0),
+    fixed=matched(1),
+)
+pair(
+    "similarity_along_the_batch",
+    "batch_independence",
+    "similarity_over_rows",
+    where="F.cosine_similarity(model(batch[0]), batch[1], dim=dim)",
+    faulty=similar(0),
+    fixed=similar(1),
+    quick=True,
+)
+
+
+# Returns added up over the rows: environments along the first axis, steps along the second.
+
+
+def rollout(rows=6, steps=8):
+    return {
+        "obs": drawn(rows, steps, 4),
+        "actions": classes(3, rows, steps),
+        "rewards": drawn(rows, steps, seed=2),
+        "bootstrap": drawn(rows, seed=3),
+    }
+
+
+def reinforced(axis):
+    def make():
+        def loss_of(model, batch):
+            returns = batch["rewards"].flip(axis).cumsum(axis).flip(axis) + batch["bootstrap"][:, None]
+            chosen = model(batch["obs"]).log_softmax(-1).gather(2, batch["actions"][..., None])[..., 0]
+            return -(chosen * returns).mean()
+
+        return loop(mlp(4, 24, 3), rollout(), loss_of)
+
+    return make
+
+
+def survival(axis):
+    def make():
+        def loss_of(model, batch):
+            survived = F.logsigmoid(-model(batch["x"])).cumsum(axis)
+            return -survived.gather(1, batch["last"][:, None]).mean()
+
+        return loop(mlp(6, 24, 7), {"x": data.labelled()[0], "last": classes(7, 16)}, loss_of)
+
+    return make
+
+
+pair(
+    "returns_added_up_over_environments",
+    "batch_independence",
+    "cumulated_over_rows",
+    where='returns = batch["rewards"].flip(axis).cumsum(axis).flip(axis)',
+    faulty=reinforced(0),
+    fixed=reinforced(1),
+)
+pair(
+    "survival_added_up_over_patients",
+    "batch_independence",
+    "cumulated_over_rows",
+    where='survived = F.logsigmoid(-model(batch["x"])).cumsum(axis)',
+    faulty=survival(0),
+    fixed=survival(1),
+    quick=True,
+)
+
+
+# Scores of each step, joined and cut as if each row's stood together.
+
+
+class Stepwise(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(4, 16), nn.Linear(16, 5)
+
+    def forward(self, x, hidden):
+        hidden = self.cell(x, hidden)
+        return self.head(hidden), hidden
+
+
+def unrolled(in_order):
+    def make():
+        batch = {"x": drawn(6, 9, 4), "y": classes(5, 6, 9), "kind": torch.tensor([0, 1, 1, 0, 2, 0])}
+
+        def loss_of(model, batch):
+            x, y = batch["x"], batch["y"]
+            hidden, steps = torch.zeros(len(x), 16), []
+            for t in range(x.shape[1]):
+                scores, hidden = model(x[:, t], hidden)
+                steps.append(scores)
+            joined = torch.stack(steps, 1) if in_order else torch.cat(steps).view(len(x), x.shape[1], -1)
+            logp = joined.log_softmax(-1)
+            return -logp.gather(2, y[..., None]).mean()
+
+        return loop(Stepwise(), batch, loss_of)
+
+    return make
+
+
+pair(
+    "steps_joined_and_cut_by_rows",
+    "batch_independence",
+    "view_mixes_rows",
+    where="torch.cat(steps).view(len(x), x.shape[1], -1)",
+    faulty=unrolled(in_order=False),
+    fixed=unrolled(in_order=True),
+)
+
+
+# Each output compared with the targets of all rows.
+
+
+def priced(own):
+    def make():
+        def loss_of(model, batch):
+            told = model(batch[0]).squeeze(1)
+            wanted = batch[1][:, 0] if own else batch[1]
+            return (told - wanted).square().mean()
+
+        return loop(mlp(6, 24, 1), data.table(), loss_of)
+
+    return make
+
+
+def chosen_actions(own):
+    def make():
+        def loss_of(model, batch):
+            states, actions, _ = batch
+            logp = model(states).log_softmax(-1)
+            chosen = logp[torch.arange(len(actions)), actions] if own else logp[:, actions]
+            return -chosen.mean()
+
+        return loop(mlp(4, 24, 3), data.episode(), loss_of)
+
+    return make
+
+
+def weighed_actions(own):
+    def make():
+        def loss_of(model, batch):
+            states, actions, returns = batch
+            chosen = model(states).log_softmax(-1).gather(1, actions[:, None])
+            return -(chosen * (returns[:, None] if own else returns)).mean()
+
+        return loop(mlp(4, 24, 3), data.episode(), loss_of)
+
+    return make
+
+
+pair(
+    "squeezed_outputs_against_a_column",
+    "batch_independence",
+    "labels_of_all_rows",
+    where="return (told - wanted).square().mean()",
+    faulty=priced(own=False),
+    fixed=priced(own=True),
+)
+pair(
+    "classes_of_all_rows_indexed",
+    "batch_independence",
+    "labels_of_all_rows",
+    where="logp[:, actions]",
+    faulty=chosen_actions(own=False),
+    fixed=chosen_actions(own=True),
+    quick=True,
+)
+pair(
+    "column_of_chosen_actions_times_returns",
+    "batch_independence",
+    "labels_of_all_rows",
+    where="return -(chosen * (returns[:, None] if own else returns)).mean()",
+    faulty=weighed_actions(own=False),
+    fixed=weighed_actions(own=True),
+)
+
+
+# Labels that stand at other rows, in a loss written by hand.
+
+
+def sorted_inputs(both):
+    def make():
+        x, y = data.table()
+        batch = {"x": x, "length": torch.tensor([3, 9, 1, 7, 5, 8, 2, 6, 4, 9, 3, 1, 7, 5, 8, 2]), "y": y}
+
+        def loss_of(model, batch):
+            order = batch["length"].argsort(descending=True)
+            wanted = batch["y"][order] if both else batch["y"]
+            return (model(batch["x"][order]) - wanted).abs().mean()
+
+        return loop(mlp(6, 24, 1), batch, loss_of)
+
+    return make
+
+
+def shuffled(together):
+    def make():
+        def loss_of(model, batch):
+            x, y = batch
+            order = torch.randperm(len(x))
+            logp = model(x[order]).log_softmax(-1)
+            wanted = F.one_hot(y[order] if together else y[torch.randperm(len(x))], 3)
+            return -(logp * wanted).sum(-1).mean()
+
+        return loop(mlp(6, 24, 3), data.labelled(), loss_of)
+
+    return make
+
+
+pair(
+    "inputs_sorted_and_targets_not",
+    "batch_independence",
+    "labels_of_other_rows",
+    where='return (model(batch["x"][order]) - wanted).abs().mean()',
+    faulty=sorted_inputs(both=False),
+    fixed=sorted_inputs(both=True),
+    quick=True,
+)
+pair(
+    "inputs_and_labels_shuffled_apart",
+    "batch_independence",
+    "labels_of_other_rows",
+    where="return -(logp * wanted).sum(-1).mean()",
+    faulty=shuffled(together=False),
+    fixed=shuffled(together=True),
+)
