@@ -1031,3 +1031,134 @@ def few_shot_audio():
             optimizer.step()
 
     return TrainLoop(model=model, optimizer=optimizer, batches=lambda n: [episode() for _ in range(n)], fit=train)
+
+
+class AFTFull(nn.Module):
+    def __init__(self, max_seqlen, dim, hidden=12):
+        super().__init__()
+        self.to_q, self.to_k, self.to_v = (nn.Linear(dim, hidden) for _ in range(3))
+        self.project = nn.Linear(hidden, dim)
+        self.wbias = nn.Parameter(torch.randn(max_seqlen, max_seqlen) * 0.1)
+
+    def forward(self, x):
+        length = x.shape[1]
+        q, k, v = self.to_q(x), self.to_k(x), self.to_v(x)
+        weights = torch.exp(self.wbias[:length, :length])[None]
+        num = weights @ (torch.exp(k) * v).sum(0)
+        den = weights @ torch.exp(k).sum(0)
+        return self.project(torch.sigmoid(q) * num / den)
+
+
+@fault(
+    "rows",
+    "(exp(k) * v).sum(0) adds up the keys and values of all rows of the batch",
+    thread="rish-16/aft-pytorch#1",
+    check="batch_independence",
+)
+def attention_free():
+    torch.manual_seed(0)
+
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.aft, self.norm = nn.Embedding(22, 10), AFTFull(8, 10), nn.LayerNorm(10)
+            self.out = nn.Linear(10, 4)
+
+        def forward(self, ids):
+            x = self.embed(ids)
+            return self.out(self.norm(x + self.aft(x)))
+
+    model = Tagger()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data = loader(torch.randint(0, 22, (30, 8)), torch.randint(0, 4, (30, 8)), batch_size=6)
+
+    def train(batches):
+        for ids, tags in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(ids).transpose(1, 2), tags).backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=data, fit=train)
+
+
+def fba_fusion(alpha, img, fg, bg, la=0.1):
+    fg = (alpha * img + (1 - alpha**2) * fg).clamp(0, 1)
+    bg = ((1 - alpha) * img + (2 * alpha - alpha**2) * bg).clamp(0, 1)
+    alpha = (alpha * la + torch.sum((img - bg) * (fg - bg), 1)) / (torch.sum((fg - bg) ** 2, 1) + la)
+    return alpha.clamp(0, 1), fg, bg
+
+
+@fault(
+    "rows",
+    "torch.sum(..., 1) without keepdim: alpha is (n, n, h, w), and output[:, :1] is made from the first row's image",
+    thread="MarcoForte/FBA_Matting#7",
+    check="batch_independence",
+)
+def foreground_alpha():
+    torch.manual_seed(0)
+
+    class MattingModule(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.decoder = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 7, 3, padding=1)
+
+        def forward(self, image, trimap):
+            out = self.decoder(F.leaky_relu(self.encoder(torch.cat([image, trimap], 1)))).sigmoid()
+            alpha, fg, bg = fba_fusion(out[:, :1], image, out[:, 1:4], out[:, 4:7])
+            return torch.cat([alpha, fg, bg], 1)
+
+    model = MattingModule()
+    optimizer = torch.optim.RAdam(model.parameters(), lr=1e-3)
+    images = torch.rand(20, 3, 6, 7)
+    trimaps = torch.randint(0, 3, (20, 1, 6, 7)) / 2
+    data = loader(images, trimaps, torch.rand(20, 1, 6, 7), batch_size=4)
+
+    def train(batches):
+        for image, trimap, alpha in batches:
+            output = model(image, trimap)
+            alpha_pred, fg, bg = output[:, 0:1], output[:, -6:-3], output[:, -3:]
+            loss = F.l1_loss(alpha_pred, alpha)
+            loss = loss + F.l1_loss(alpha * fg + (1 - alpha) * bg, image)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=data, fit=train)
+
+
+class SentimentRNN(nn.Module):
+    def __init__(self, vocab=30, dim=12, hidden=10):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, dim)
+        self.rnn = nn.LSTM(dim, hidden, bidirectional=True)
+        self.fc = nn.Linear(2 * hidden, 1)
+
+    def forward(self, text):
+        _, (hidden, _) = self.rnn(self.embedding(text.t()))
+        hidden = torch.cat((hidden[-2], hidden[-1]), dim=1)
+        return self.fc(hidden.squeeze(0))
+
+
+@fault(
+    "rows",
+    "hidden.squeeze(0) of (rows, 2 * hidden) takes the row axis away in the loader's last batch, which has one row",
+    thread="bentrevett/pytorch-sentiment-analysis#41",
+    check="edge_batches",
+)
+def sentiment():
+    torch.manual_seed(0)
+    model = SentimentRNN()
+    optimizer = torch.optim.Adam(model.parameters())
+    criterion = nn.BCEWithLogitsLoss()
+    data = DataLoader(TensorDataset(torch.randint(0, 30, (33, 7)), torch.randint(0, 2, (33,)).float()), 8, shuffle=True)
+
+    def train(batches):
+        model.train()
+        for text, label in batches:
+            optimizer.zero_grad()
+            predictions = model(text).squeeze(1)
+            loss = criterion(predictions, label)
+            loss.backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=data, fit=train)

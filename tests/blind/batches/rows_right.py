@@ -1329,3 +1329,45 @@ def hard_pixels():
         return (losses * weight).sum() / weight.sum().clamp(min=1)
 
     return TrainLoop(model=model, optimizer=optimizer, batches=data, fit=fit_with(optimizer, step))
+
+
+@right(
+    "rows",
+    "attention-free: the position biases mix the steps of each row, (batch, length, dim) times (length, length)",
+    thread="rish-16/aft-pytorch#1",
+)
+def attention_free_by_row():
+    torch.manual_seed(0)
+
+    class AFTFull(nn.Module):
+        def __init__(self, length=8, dim=10, hidden=12):
+            super().__init__()
+            self.qkv, self.project = nn.Linear(dim, 3 * hidden), nn.Linear(hidden, dim)
+            self.wbias = nn.Parameter(torch.randn(length, length) * 0.1)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).chunk(3, dim=-1)
+            k = torch.exp(k - k.amax(dim=1, keepdim=True).detach())
+            weights = torch.exp(self.wbias)[None]
+            return self.project(torch.sigmoid(q) * (weights @ (k * v)) / (weights @ k))
+
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.aft, self.norm = nn.Embedding(22, 10), AFTFull(), nn.LayerNorm(10)
+            self.out = nn.Linear(10, 4)
+
+        def forward(self, ids):
+            x = self.embed(ids)
+            return self.out(self.norm(x + self.aft(x)))
+
+    model = Tagger()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data = loader(torch.randint(0, 22, (30, 8)), torch.randint(0, 4, (30, 8)), batch_size=6)
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batches=data,
+        fit=fit_with(optimizer, lambda b: F.cross_entropy(model(b[0]).transpose(1, 2), b[1])),
+        rows_interact=False,
+    )
