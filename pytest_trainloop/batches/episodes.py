@@ -27,6 +27,13 @@ _LIMITS = frozenset("truncated truncateds truncations timeout timeouts time_outs
 _REWARDS = frozenset("reward rewards rew rews".split())
 _OTHER_REWARDS = ("intrinsic", "int_rew", "rew_int", "reward_int", "rewards_int", "curiosity", "bonus", "cost")
 
+_AFTER = frozenset(
+    """next_obs next_state next_states next_observation next_observations obs_next new_obs next_o obs2 s2 s_next
+    next_s""".split()
+)
+_BY_NAME = ("terminat", "is_terminal", "terminal", "not_terminal", "nonterminal")
+"""Flags that no time limit sets."""
+
 LEAST = 4
 """Steps before the end that are compared: whether they are all scaled and shifted alike takes more than two."""
 
@@ -92,6 +99,43 @@ def read_episodes(batch: Any) -> Episodes | None:
             found = Episodes(ends, flags, path, kind == "limits", 1 + others)
             return None if _padded_after(found, [t for _, t in given]) else found
     return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transitions:
+    """Steps with the observation that comes after each. ``ends``: true where every flag says that the episode ends
+    there, by no time limit, in the shape of the rewards. ``flags``, ``rewards``, ``after``: where they stand in the
+    batch. ``certain``: whether by their names the flags are of no time limits, or these have flags of their own."""
+
+    ends: torch.Tensor
+    flags: tuple[Path, ...]
+    rewards: Path
+    after: Path
+    certain: bool
+
+
+def read_transitions(batch: Any) -> Transitions | None:
+    """The transitions of a batch; None where it has none, or ends in all or in none of its rows."""
+    given = {p: (_name(p), t.detach()) for p, t in nested.paths(batch) if t.layout is torch.strided and not t.is_nested}
+    rewards = [(p, t) for p, (name, t) in given.items() if name in _REWARDS and t.is_floating_point() and t.dim()]
+    after = [(p, t) for p, (name, t) in given.items() if name in _AFTER and t.is_floating_point() and t.dim() > 1]
+    if len(rewards) != 1 or len(after) != 1 or len(after[0][1]) != len(rewards[0][1]):
+        return None
+    (path, values), names, flags = rewards[0], [], []
+    ends = torch.ones(values.shape, dtype=torch.bool)
+    certain = False
+    for where, (name, t) in given.items():
+        if t.numel() != values.numel() or len(t) != len(values):
+            continue
+        found, limited = _ends(name, t, "ends"), _ends(name, t, "limits")
+        if found is not None or limited is not None:
+            flags.append(where)
+            names.append(name)
+            ends &= (found if limited is None else ~limited).reshape(values.shape).cpu()  # type: ignore[union-attr]
+            certain = certain or limited is not None or name.startswith(_BY_NAME)
+    if all(name in _LIMITS for name in names) or not bool(ends.any()) or bool(ends.all()):
+        return None
+    return Transitions(ends, tuple(flags), path, after[0][0], certain)
 
 
 def _ends(name: str, tensor: torch.Tensor, kind: Literal["ends", "limits"]) -> torch.Tensor | None:

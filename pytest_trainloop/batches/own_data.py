@@ -105,10 +105,15 @@ def _has_address(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and tensor.numel() > 0
 
 
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several entries lie in one place, so that none can be written to."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
 def _change(tensor: torch.Tensor) -> bool:
     """Put other numbers into a tensor, those that it holds where they differ: on a GPU an id outside of its table ends
     the process."""
-    if not _has_address(tensor) or not has_values(tensor):
+    if not _has_address(tensor) or not has_values(tensor) or _is_expanded(tensor):
         return False
     with torch.no_grad():
         before = tensor.detach().clone()

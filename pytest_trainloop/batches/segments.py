@@ -207,9 +207,8 @@ def _by_positions(tensor: torch.Tensor) -> torch.Tensor | None:
     starts = values == 0
     if not bool(starts[:, 0].all()):
         return None
-    outside = torch.zeros_like(starts)
-    outside[:, 1:] = starts[:, 1:] & starts[:, :-1]
-    outside = outside & (starts.flip(1).cumsum(1).flip(1) == torch.arange(values.shape[1], 0, -1, device=values.device))
+    outside = (~starts).flip(1).cumsum(1).flip(1) == 0
+    outside = outside & (outside.sum(1, keepdim=True) > 1)
     goes_on = values[:, 1:] == values[:, :-1] + 1
     if not bool((goes_on | starts[:, 1:] | outside[:, 1:]).all()):
         return None

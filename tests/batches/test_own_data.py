@@ -148,3 +148,11 @@ def test_a_model_that_does_not_read_what_the_loop_draws_is_found():
     (finding,) = (f for r in report.results for f in r.findings)
     assert (finding.cause, finding.level) == ("inputs_ignored", "fault")
     assert finding.culprits == ("x of Blind",)
+
+
+def test_a_batch_with_an_expanded_tensor():
+    def make():
+        batch = {"x": torch.randn(6, 4), "positions": torch.arange(4).expand(6, -1)}
+        return loop(lambda model, b: model(b["x"] + b["positions"]).square().mean(), batch=batch)
+
+    assert not makes_own_data(Evidence(make))

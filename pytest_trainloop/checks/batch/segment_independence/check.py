@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.batches.segments import Segments
     from pytest_trainloop.checks.batch.segment_independence.interaction import Interaction
     from pytest_trainloop.checks.batch.segment_independence.returns import Crossing
+    from pytest_trainloop.checks.batch.segment_independence.targets import PastTheEnd
     from pytest_trainloop.runs.evidence import Evidence
 
 EXPLAINS = (*LEARNING, "causality", "batch_independence")
@@ -122,6 +123,13 @@ CAUSES = {
         change=("seen",),
         settle=SETTLE,
     ),
+    "target_past_the_end": Cause(
+        proof="with another observation after it, the target of an episode's last step is another",
+        repair="target = reward + gamma * (1 - done) * value(next_obs)",
+        explains=EXPLAINS,
+        change=("seen",),
+        settle="give flags of time limits a name of their own (truncated), or leave flags out that are not used",
+    ),
     "returns_across_episodes": Cause(
         proof="with rewards of later episodes in another order, earlier steps are weighed otherwise",
         repair="cut the sum at the end of each episode: running = reward + gamma * running * (1 - done)",
@@ -135,6 +143,7 @@ CAUSES = {
 def segment_independence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.segment_independence.interaction import SegmentPasses
     from pytest_trainloop.checks.batch.segment_independence.returns import crossing
+    from pytest_trainloop.checks.batch.segment_independence.targets import past_the_end
 
     declared = evidence.declared("rows_interact")
     if declared:
@@ -142,9 +151,12 @@ def segment_independence(evidence: Evidence) -> Iterator[Finding]:
     episodes, crossed = evidence.shared(crossing)
     if crossed is not None:
         yield _crossing(crossed, declared)
+    transitions, beyond = evidence.shared(past_the_end)
+    if beyond is not None and crossed is None:
+        yield _past_the_end(beyond)
     passes = evidence.shared(SegmentPasses)
     met = passes.interaction()
-    if passes.segments is None and episodes is not None:
+    if passes.segments is None and (episodes or transitions):
         return
     if passes.segments is None:
         raise DoesNotApply("the batch holds no graphs, packed documents or episodes that could be told apart")
@@ -251,4 +263,26 @@ def _crossing(found: Crossing, declared: bool | None) -> Finding:
         kinds=("input",),
         where=found.place,
         smallest=f"steps {found.step} to {found.end + 2}{of}",
+    )
+
+
+def _past_the_end(found: PastTheEnd) -> Finding:
+    from pytest_trainloop import nested
+
+    given = found.transitions
+    flags, after = (nested.shown(path) for path in (given.flags[0], given.after))
+    how = "only where the episode ends" if found.inverted else "also where the episode ends"
+    return Finding(
+        cause="target_past_the_end",
+        level="fault" if found.inverted or given.certain else "advice",
+        summary=f"the target of a step depends on {after} {how}",
+        measured=f"row {found.row} has {flags} set, and its target changes with {after}",
+        shown_by=f"targets of rows without {flags} do not change with {after}: the flag is inverted"
+        if found.inverted
+        else f"with {flags} inverted no target changes: nothing reads it",
+        culprits=(flags,),
+        kinds=("input",),
+        where=found.place,
+        repair=f"target = reward + gamma * (1 - {flags}) * value({after})",
+        smallest=f"row [{found.row}]",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tests.loops.odd import odd
 from tests.loops.plain import loop
@@ -181,3 +182,71 @@ def rewards_whitened_over_the_rollout():
         return ppo(model, batch, running, running)
 
     return loop(ActorCritic(), rollout(), loss_of)
+
+
+def stepwise(**more):
+    given = rollout(steps=16, envs=1, ends=((4, 0), (9, 0)))
+    batch = {name: given[name][:, 0] for name in ("obs", "actions", "rewards", "dones")}
+    return {**batch, "next_obs": torch.randn(16, 4, generator=torch.Generator().manual_seed(8)), **more}
+
+
+@odd(notes="time limits end episodes here, and their targets go on: the flag of real ends says which")
+def targets_go_on_at_time_limits():
+    batch = stepwise(truncated=(torch.arange(16) == 9).float())
+
+    def loss_of(model, batch):
+        chosen = model(batch["obs"])[0].gather(1, batch["actions"][:, None])[:, 0]
+        with torch.no_grad():
+            after = model(batch["next_obs"])[0].max(1).values
+            ends = batch["dones"] * (1 - batch["truncated"])
+            target = batch["rewards"] + GAMMA * (1 - ends) * after
+        return F.smooth_l1_loss(chosen, target)
+
+    return loop(ActorCritic(), batch, loss_of)
+
+
+@odd(notes="a model of the world predicts rewards and what comes next, at the last step of an episode too")
+def model_of_the_world():
+    class World(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.next, self.reward = nn.Linear(5, 16), nn.Linear(16, 4), nn.Linear(16, 1)
+            self.end = nn.Linear(16, 1)
+
+        def forward(self, obs, actions):
+            hidden = torch.tanh(self.body(torch.cat([obs, actions[:, None].to(obs)], 1)))
+            return self.next(hidden), self.reward(hidden)[:, 0], self.end(hidden)[:, 0]
+
+    def loss_of(model, batch):
+        after, reward, end = model(batch["obs"], batch["actions"])
+        found = F.mse_loss(after, batch["next_obs"]) + F.mse_loss(reward, batch["rewards"])
+        return found + F.binary_cross_entropy_with_logits(end, batch["dones"])
+
+    return loop(World(), stepwise(), loss_of)
+
+
+@odd(notes="a bonus for what is new about the next observation, also where it is the last one")
+def bonus_for_new_observations():
+    class Curious(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.agent, self.target, self.guess = ActorCritic(), nn.Linear(4, 6), nn.Linear(4, 6)
+            self.target.requires_grad_(requires_grad=False)
+
+    def loss_of(model, batch):
+        apart = (model.guess(batch["next_obs"]) - model.target(batch["next_obs"])).square().mean(1)
+        chosen = model.agent(batch["obs"])[0].gather(1, batch["actions"][:, None])[:, 0]
+        with torch.no_grad():
+            after = model.agent(batch["next_obs"])[0].max(1).values
+            target = batch["rewards"] + 0.1 * apart.detach() + GAMMA * (1 - batch["dones"]) * after
+        return F.smooth_l1_loss(chosen, target) + apart.mean()
+
+    return loop(Curious(), stepwise(), loss_of, frozen=["target."])
+
+
+@odd(notes="actions are cloned; rewards and next observations of the data set are not read")
+def cloned_actions():
+    def loss_of(model, batch):
+        return F.cross_entropy(model(batch["obs"])[0], batch["actions"])
+
+    return loop(ActorCritic(), stepwise(), loss_of)

@@ -1,0 +1,80 @@
+"""Which entries of a batch belong to one graph or document."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pytest_trainloop.batches import segments
+from tests.loops.segmented import SIZES, borders, graph_of, graphs, packed_documents, rings
+
+NODES = torch.randn(sum(SIZES), 6)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        pytest.param(graphs(), id="pyg"),
+        pytest.param({"x": NODES, "batch": graph_of()}, id="vector"),
+        pytest.param({"x": NODES, "ptr": borders()}, id="borders"),
+        pytest.param({"coord": NODES, "offset": borders()[1:]}, id="pointcept"),
+        pytest.param({"nodes": NODES, "n_node": torch.tensor(SIZES)}, id="jraph"),
+        pytest.param({"feat": NODES, "batch_num_nodes": torch.tensor(SIZES)}, id="dgl"),
+        pytest.param((NODES, rings(), graph_of(), torch.arange(4)), id="without names, beside edges"),
+    ],
+)
+def test_graphs_by_the_fields_of_several_libraries(batch):
+    found = segments.read(batch)
+    assert found is not None
+    assert found.kind == "graph"
+    assert torch.equal(found.ids, graph_of())
+    assert found.sizes == list(SIZES)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (packed_documents((2, 3)), [[0, 0, 1, 1, 1]]),
+        (
+            {"position_ids": torch.tensor([[0, 1, 0, 1, 2, 0, 0], [0, 1, 2, 3, 0, 1, 2]])},
+            [[0, 0, 1, 1, 1, -1, -1], [2, 2, 2, 2, 3, 3, 3]],
+        ),
+        ({"seq_idx": torch.tensor([[0, 0, 1, 1]])}, [[0, 0, 1, 1]]),
+        ({"inputs_segmentation": torch.tensor([[1, 1, 2, 0], [1, 2, 2, 2]])}, [[0, 0, 1, -1], [2, 3, 3, 3]]),
+        ({"input_ids": torch.zeros(1, 5), "cu_seqlens": torch.tensor([0, 2, 5])}, [0, 0, 1, 1, 1]),
+    ],
+)
+def test_documents(batch, expected):
+    found = segments.read(batch)
+    assert found is not None
+    assert found.kind == "document"
+    assert found.ids.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        pytest.param({"segment_ids": torch.tensor([[0, 0, 1], [0, 1, 1]])}, id="two sentences"),
+        pytest.param({"position_ids": torch.tensor([[0, 1, 0, 1], [0, 1, 0, 1]])}, id="an answer in each row"),
+        pytest.param({"position_ids": torch.arange(6).expand(3, -1)}, id="positions of whole rows"),
+        pytest.param({"x": NODES, "hour": graph_of()}, id="numbers that are in order"),
+        pytest.param({"x": NODES, "batch": torch.zeros(sum(SIZES), dtype=torch.long)}, id="one graph"),
+        pytest.param({"lengths": torch.tensor([3, 2]), "x": torch.randn(2, 5)}, id="lengths of padded rows"),
+        pytest.param(
+            {"a": {"x": NODES, "batch": graph_of()}, "b": {"x": NODES[:4], "batch": torch.tensor([0, 0, 1, 1])}},
+            id="two kinds of nodes",
+        ),
+    ],
+)
+def test_no_segments(batch):
+    assert segments.read(batch) is None
+
+
+def test_the_segment_of_each_entry_edge_and_row():
+    found = segments.read(graphs())
+    assert torch.equal(found.of(torch.zeros(sum(SIZES), 3)), graph_of())
+    assert torch.equal(found.of(torch.zeros(1, sum(SIZES), 3)), graph_of()[None])
+    assert torch.equal(found.of(torch.zeros(rings().shape[1])), graph_of()[rings()[0]])
+    assert found.of(torch.zeros(len(SIZES), 3)).tolist() == [0, 1, 2, 3]
+    assert found.of(torch.zeros(sum(SIZES) - 1)) is None
+    assert found.of(torch.zeros(())) is None
