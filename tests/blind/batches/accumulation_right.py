@@ -119,7 +119,9 @@ def one_backward_a_window(accumulate=1):
                     running_loss, num_tokens = 0, 0
 
     recipe = Recipe()
-    return TrainLoop(model=recipe.model, optimizer=recipe.optimizer, batches=text_loader(seed=1), fit=recipe.train)
+    return TrainLoop(
+        model=recipe.model, optimizer=recipe.optimizer, batches=text_loader(seed=1), fit=recipe.train, ordered=False
+    )
 
 
 @right(

@@ -190,7 +190,7 @@ def reward_pairs():
     generator = torch.Generator().manual_seed(2)
     chosen, rejected = torch.randn(32, 10, generator=generator) + 0.5, torch.randn(32, 10, generator=generator)
     loader = DataLoader(list(zip(chosen, rejected, strict=True)), batch_size=8)
-    return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=fit)
+    return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=fit, ordered=False)
 
 
 @fault(

@@ -272,7 +272,7 @@ def imputation():
             loss.backward()
             optimizer.step()
 
-    return TrainLoop(model=model, optimizer=optimizer, batches=data, fit=fit)
+    return TrainLoop(model=model, optimizer=optimizer, batches=data, fit=fit, ordered=False)
 
 
 @right(

@@ -282,4 +282,4 @@ def document_classifier():
             loss.backward()
             optimizer.step()
 
-    return TrainLoop(model=model, optimizer=optimizer, batches=DataLoader(rows, batch_size=6), fit=fit)
+    return TrainLoop(model=model, optimizer=optimizer, batches=DataLoader(rows, batch_size=6), fit=fit, ordered=False)

@@ -274,7 +274,7 @@ def pooled_documents():
             loss.backward()
             optimizer.step()
 
-    return TrainLoop(model=model, optimizer=optimizer, batches=DataLoader(rows, batch_size=6), fit=fit)
+    return TrainLoop(model=model, optimizer=optimizer, batches=DataLoader(rows, batch_size=6), fit=fit, ordered=False)
 
 
 @right(

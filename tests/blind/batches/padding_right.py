@@ -208,7 +208,7 @@ def max_pooled():
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     loader = DataLoader(labelled(3, seed=3), batch_size=8, collate_fn=collate_labelled)
-    return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=supervised(model, optimizer))
+    return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=supervised(model, optimizer), ordered=False)
 
 
 @right(
