@@ -877,3 +877,55 @@ def equal_clouds():
             optimizer.step()
 
     return TrainLoop(model=model, optimizer=optimizer, batches=[draw() for _ in range(4)], fit=train)
+
+
+@right(
+    "graphs",
+    "rows of the batch are graphs of one molecule set: energies by sum, forces by the gradient of their total",
+    thread="pyg-team/pytorch_geometric#921",
+)
+def energies_and_forces():
+    torch.manual_seed(0)
+
+    class SchNet(nn.Module):
+        def __init__(self, kinds=5, dim=12):
+            super().__init__()
+            self.embed = nn.Embedding(kinds, dim)
+            self.filter = nn.Sequential(nn.Linear(6, dim), nn.Softplus(), nn.Linear(dim, dim))
+            self.out = nn.Sequential(nn.Linear(dim, dim), nn.Softplus(), nn.Linear(dim, 1))
+            self.register_buffer("centres", torch.linspace(0, 3, 6))
+
+        def forward(self, z, pos, batch, size):
+            near = (batch[:, None] == batch[None]) & ~torch.eye(len(z), dtype=torch.bool)
+            target, source = near.nonzero().T
+            distance = (pos[target] - pos[source]).norm(dim=-1)
+            weights = self.filter(torch.exp(-2 * (distance[:, None] - self.centres) ** 2))
+            h = self.embed(z)
+            h = h + scatter_add(h[source] * weights, target, len(h))
+            return scatter_add(self.out(h), batch, size).squeeze(-1)
+
+    model = SchNet()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def train(batches):
+        for z, pos, batch, energy, force in batches:
+            pos = pos.detach().requires_grad_(True)
+            predicted = model(z, pos, batch, len(energy))
+            forces = -torch.autograd.grad(predicted.sum(), pos, create_graph=True)[0]
+            loss = F.mse_loss(predicted, energy) + 10 * F.mse_loss(forces, force)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    def draw(sizes=(4, 3, 5, 3, 4)):
+        atoms = sum(sizes)
+        batch = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+        return (
+            torch.randint(0, 5, (atoms,)),
+            torch.randn(atoms, 3),
+            batch,
+            torch.randn(len(sizes)),
+            torch.randn(atoms, 3) * 0.1,
+        )
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=[draw() for _ in range(4)], fit=train)

@@ -612,10 +612,10 @@ def whitened_groups():
 
 @right(
     "rl",
-    "the whole batch is one group on purpose: rewards of all sessions are centred together",
+    "the whole batch is one group on purpose: rewards of all conversations are centred together",
     thread="aiming-lab/MetaClaw#58",
 )
-def sessions_as_group():
+def conversations_as_group():
     torch.manual_seed(0)
     model = TinyLM()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

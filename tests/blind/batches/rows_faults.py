@@ -628,8 +628,8 @@ def supervised_contrast():
     model = nn.Sequential(nn.Linear(10, 24), nn.ReLU(), nn.Linear(24, 8))
     criterion = SupConLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    labels = torch.arange(33) % 4
-    data = DataLoader(TensorDataset(torch.randn(33, 10), labels), 16)
+    labels = torch.arange(81) % 4
+    data = DataLoader(TensorDataset(torch.randn(81, 10), labels), 16)
 
     def train(batches):
         for x, y in batches:
@@ -1150,7 +1150,7 @@ def sentiment():
     model = SentimentRNN()
     optimizer = torch.optim.Adam(model.parameters())
     criterion = nn.BCEWithLogitsLoss()
-    data = DataLoader(TensorDataset(torch.randint(0, 30, (33, 7)), torch.randint(0, 2, (33,)).float()), 8, shuffle=True)
+    data = DataLoader(TensorDataset(torch.randint(0, 30, (49, 7)), torch.randint(0, 2, (49,)).float()), 8, shuffle=True)
 
     def train(batches):
         model.train()
