@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hypothesis import strategies as st
 
-from pytest_trainloop.batches.roles import read
+from pytest_trainloop.batches.repadding import PaddingChange, Repadding, group, groups
 from pytest_trainloop.errors import UsageError
-from pytest_trainloop.strategies.layout import Layout, MaskKind, rebuilt
 from pytest_trainloop.strategies.seeds import seeds
 
 if TYPE_CHECKING:
@@ -17,13 +16,13 @@ if TYPE_CHECKING:
 
     from hypothesis.strategies import SearchStrategy
 
+    from pytest_trainloop.batches.layout import MaskKind
     from pytest_trainloop.batches.roles import Roles
     from pytest_trainloop.loop import Padding
 
 Side = Literal["right", "left"]
-Change = Literal["as_is", "more", "other_values", "one_left", "no_padding", "empty_row"]
 
-CHANGES: tuple[Change, ...] = ("as_is", "more", "other_values", "one_left", "no_padding", "empty_row")
+CHANGES: tuple[PaddingChange, ...] = ("as_is", "more", "other_values", "one_left", "no_padding", "empty_row")
 
 MOST_MORE = 4
 """Positions that are added at most."""
@@ -47,15 +46,18 @@ class Padded:
         the row that was emptied or cut to one token
     mask
         the kind of the mask, where it was changed
+    of
+        the tensors whose padding was changed, where the batch has several groups of padded ones
     """
 
-    change: Change
+    change: PaddingChange
     batch: Any
     lengths: tuple[int, ...]
     left: int = 0
     right: int = 0
     row: int | None = None
     mask: MaskKind | None = None
+    of: tuple[str, ...] = ()
 
     @property
     def same_tokens(self) -> bool:
@@ -73,7 +75,8 @@ class Padded:
             "empty_row": f"row {self.row} all padding",
         }[self.change]
         mask = "" if self.mask is None else f", mask as {self.mask}"
-        return f"padding: {change}{mask}; lengths {list(self.lengths)}"
+        of = f" of {self.of[0]}" if self.of else ""
+        return f"padding{of}: {change}{mask}; lengths {list(self.lengths)}"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """What Hypothesis writes into a failure, in place of all fields."""
@@ -84,7 +87,7 @@ def paddings(
     batch: Any,
     padding: Padding | None = None,
     *,
-    only: Sequence[Change] | None = None,
+    only: Sequence[PaddingChange] | None = None,
     sides: Sequence[Side] | None = None,
     masks: Sequence[MaskKind] = (),
     most: int = MOST_MORE,
@@ -103,7 +106,8 @@ def paddings(
     batch
         a batch with rows of different lengths
     padding
-        how the batch is padded, where neither a mask nor lengths in the batch say so
+        how the batch is padded, where neither a mask nor lengths in the batch say so. Of several groups of padded
+        tensors (source and target) one is changed at a time; ``of`` names one
     only
         the changes that may be drawn. "as_is"; "more": 1 to ``most`` positions added; "other_values": other ids or
         numbers at padded positions, where a mask or lengths mark them; "one_left": one real token left in a row;
@@ -130,37 +134,31 @@ def _paddings(
     draw: st.DrawFn,
     batch: Any,
     padding: Padding | None,
-    only: Sequence[Change] | None,
+    only: Sequence[PaddingChange] | None,
     sides: Sequence[Side] | None,
     masks: Sequence[MaskKind],
     most: int,
 ) -> Padded:
-    roles = read(batch, padding)
-    if roles.undecided or roles.padded is None:
-        raise UsageError(f"paddings: {roles.undecided}")
+    declared, of = draw(st.sampled_from(groups(batch, padding)))
+    roles = group(batch, declared, of)
     change = draw(st.sampled_from(_possible(roles, only)))
-    layout = Layout.of(roles)
-    made = Padded(change, None, roles.lengths)
+    made = Repadding(change, of=of, padding=declared)
     if change == "more":
         side = draw(st.sampled_from(_sides(roles, sides)))
         more = draw(st.integers(1, most))
         made = replace(made, left=more) if side == "left" else replace(made, right=more)
-        layout = layout.wider(made.left, made.right)
     elif change == "other_values":
-        layout = replace(layout, seed=draw(seeds()))
-    elif change == "no_padding":
-        layout = layout.trimmed()
-    elif change != "as_is":
+        made = replace(made, seed=draw(seeds()))
+    elif change in ("one_left", "empty_row"):
         at_least = 2 if change == "one_left" else 1
-        row = draw(st.sampled_from([i for i, length in enumerate(roles.lengths) if length >= at_least]))
-        layout = layout.cut(row, 1 if change == "one_left" else 0, roles.side)
-        made = replace(made, row=row)
+        made = replace(made, row=draw(st.sampled_from([i for i, n in enumerate(roles.lengths) if n >= at_least])))
     if masks and roles.of("mask"):
         made = replace(made, mask=draw(st.sampled_from([None, *masks])))
-    return replace(made, batch=rebuilt(batch, roles, layout, made.mask), lengths=layout.lengths)
+    changed, lengths = made.made(batch, roles)
+    return Padded(change, changed, lengths, made.left, made.right, made.row, made.mask, of)
 
 
-def _possible(roles: Roles, only: Sequence[Change] | None) -> list[Change]:
+def _possible(roles: Roles, only: Sequence[PaddingChange] | None) -> list[PaddingChange]:
     """The changes that this batch allows, of those that are wanted."""
     assert roles.padded is not None
     said = bool(roles.of("mask", "lengths"))

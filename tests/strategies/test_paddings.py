@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pytest_trainloop import Padding, UsageError, nested
+from pytest_trainloop.batches.repadding import Repadding
 from pytest_trainloop.batches.roles import read
 from pytest_trainloop.strategies import paddings
 from tests.helpers.hypothesis_draws import drawn, smallest
@@ -168,3 +169,45 @@ def test_mappings_and_outputs_of_transformers_stay_what_they_are():
         for padded in drawn(paddings(made), 10):
             assert type(padded.batch) is type(made)
             assert list(padded.batch.keys()) == list(made.keys())
+
+
+def pairs_of_texts():
+    """Two groups: chosen and rejected, of other lengths."""
+    chosen, rejected = text(), {name: tensor.flip(0) for name, tensor in text().items()}
+    return {
+        **{f"chosen_{name}": tensor for name, tensor in chosen.items()},
+        **{f"rejected_{name}": tensor for name, tensor in rejected.items()},
+    }
+
+
+def test_of_several_groups_one_is_changed():
+    batch = pairs_of_texts()
+    changed = set()
+    for padded in drawn(paddings(batch, only=["more"]), 20):
+        wider = {name for name in batch if padded.batch[name].shape != batch[name].shape}
+        assert wider == set(padded.of)
+        assert len({name.split("_")[0] for name in wider}) == 1
+        assert f"padding of {padded.of[0]}: " in repr(padded)
+        changed |= wider
+    assert changed == set(batch)
+
+
+def test_the_group_that_is_declared_is_changed():
+    batch = pairs_of_texts()
+    of = tuple(name for name in batch if name.startswith("rejected"))
+    for padded in drawn(
+        paddings(batch, Padding(pad_id=0, ignore_index=-100, of=of), only=["more", "other_values"]), 10
+    ):
+        assert padded.of == of
+        assert all(torch.equal(padded.batch[name], batch[name]) for name in batch if name not in of)
+
+
+def test_one_change_is_a_value_of_its_own():
+    batch = pairs_of_texts()
+    change = Repadding("more", left=2, of=tuple(n for n in batch if n.startswith("chosen")))
+    assert str(change).startswith("2 more padded positions on the left in chosen_")
+    assert change == Repadding("more", left=2, of=change.of)
+    assert hash(change) == hash(Repadding("more", left=2, of=change.of))
+    made = change.apply(batch)
+    assert made["chosen_input_ids"].shape[1] == batch["chosen_input_ids"].shape[1] + 2
+    assert torch.equal(made["chosen_input_ids"][:, 2:], batch["chosen_input_ids"])

@@ -9,7 +9,6 @@ import torch
 
 from pytest_trainloop import nested
 from pytest_trainloop.errors import UsageError
-from pytest_trainloop.strategies.seeds import generator
 
 if TYPE_CHECKING:
     from pytest_trainloop.batches.roles import Part, Roles
@@ -62,7 +61,7 @@ class Layout:
 def rebuilt(batch: Any, roles: Roles, layout: Layout, mask: MaskKind | None) -> Any:
     """A fresh batch with this layout, and its masks of this kind."""
     new: dict[int, torch.Tensor] = {}
-    source = None if layout.seed is None else generator(layout.seed)
+    source = None if layout.seed is None else torch.Generator().manual_seed(layout.seed)
     for part in roles.parts:
         if part.role == "mask":
             new[id(part.tensor)] = _mask(part, layout, mask)
