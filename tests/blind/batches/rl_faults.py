@@ -10,7 +10,7 @@ import lightning
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributions import Categorical, Normal
+from torch.distributions import Categorical, Independent, Normal
 from torch.utils.data import DataLoader, TensorDataset
 
 from pytest_trainloop import TrainLoop
@@ -294,17 +294,18 @@ def vpg_epoch():
             values = v(epoch["o"]).squeeze(-1)
         rew = torch.cat([torch.zeros(1), epoch["r"][:-1]])
         start = 0
-        for end in (epoch["done"].nonzero().flatten() + 1).tolist():
-            buffer.finish_path(rew[start:end], values[start:end])
-            start = end
+        for t in range(len(rew)):
+            if epoch["done"][t] or t == len(rew) - 1:
+                buffer.finish_path(rew[start : t + 1], values[start : t + 1])
+                start = t + 1
         adv, ret = buffer.get()
-        logp = Categorical(logits=pi(epoch["o"][:start])).log_prob(epoch["a"][:start])
+        logp = Categorical(logits=pi(epoch["o"])).log_prob(epoch["a"])
         ratio = (logp - logp.detach()).exp()
         pi_loss = -torch.min(ratio * adv, ratio.clamp(0.8, 1.2) * adv).mean()
         pi_optimizer.zero_grad()
         pi_loss.backward()
         pi_optimizer.step()
-        v_loss = ((v(epoch["o"][:start]).squeeze(-1) - ret) ** 2).mean()
+        v_loss = ((v(epoch["o"]).squeeze(-1) - ret) ** 2).mean()
         v_optimizer.zero_grad()
         v_loss.backward()
         v_optimizer.step()
@@ -967,3 +968,101 @@ def rollout_workflow():
         }
 
     return TrainLoop(model=model, optimizer=optimizer, batches=[draw() for _ in range(3)], fit=train)
+
+
+@fault(
+    "rl",
+    "r - v is (n,) minus (n, 1): advantages of all pairs of rows are multiplied with the log-probabilities",
+    thread="thu-ml/tianshou#155",
+    check="batch_independence",
+)
+def a2c_policy():
+    torch.manual_seed(0)
+    preprocess = nn.Sequential(nn.Linear(4, 16), nn.Tanh())
+    actor, critic = nn.Linear(16, 2), nn.Linear(16, 1)
+    log_std = nn.Parameter(torch.zeros(1))
+    model = nn.ModuleDict({"preprocess": preprocess, "actor": actor, "critic": critic})
+    model.register_parameter("log_std", log_std)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    @dataclass
+    class Config:
+        vf_coef: float = 0.5
+        ent_coef: float = 0.01
+        max_grad_norm: float = 0.5
+
+    config = Config()
+
+    def learn(batch):
+        hidden = preprocess(batch.obs)
+        dist = Independent(Normal(actor(hidden), log_std.exp().expand(2)), 1)
+        v = critic(hidden)
+        r = batch.returns
+        a_loss = -(dist.log_prob(batch.act) * (r - v).detach()).mean()
+        vf_loss = F.mse_loss(r[:, None], v)
+        loss = a_loss + config.vf_coef * vf_loss - config.ent_coef * dist.entropy().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+        optimizer.step()
+
+    Step = namedtuple("Step", "obs act returns")
+    data = [Step(torch.randn(10, 4), torch.randn(10, 2), torch.randn(10)) for _ in range(4)]
+    return TrainLoop(
+        model=model, optimizer=optimizer, batches=data, fit=lambda batches: [learn(batch) for batch in batches]
+    )
+
+
+@fault(
+    "rl",
+    "mask = discount > 0 takes the step that ends an episode out of the loss: its reward never teaches",
+    thread="google-deepmind/acme#239",
+    check="batch_independence",
+)
+def r2d2_learner():
+    torch.manual_seed(0)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gru, self.q = nn.GRU(4, 12, batch_first=True), nn.Linear(12, 3)
+
+        def forward(self, obs):
+            return self.q(self.gru(obs)[0])
+
+    online = Net()
+    target = copy.deepcopy(online).requires_grad_(False)
+    optimizer = torch.optim.Adam(online.parameters(), lr=1e-3)
+
+    def learn(d):
+        q = online(d["obs"])
+        with torch.no_grad():
+            following = target(d["obs"])[:, 1:].gather(-1, q[:, 1:].argmax(-1, keepdim=True)).squeeze(-1)
+            y = d["reward"][:, :-1] + 0.99 * d["discount"][:, :-1] * following
+        error = y - q[:, :-1].gather(-1, d["action"][:, :-1, None]).squeeze(-1)
+        mask = (d["discount"] > 0).float()[:, :-1]
+        loss = (0.5 * error.square() * mask).sum(1) / (mask.sum(1) + 1e-5)
+        optimizer.zero_grad()
+        loss.mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            for p, t in zip(online.parameters(), target.parameters(), strict=True):
+                t.lerp_(p, 0.05)
+
+    def draw(rows=6, steps=8):
+        ends = torch.randint(2, 7, (rows, 1))
+        alive = (torch.arange(steps) <= ends).float()
+        return {
+            "obs": torch.randn(rows, steps, 4) * alive[..., None],
+            "action": torch.randint(0, 3, (rows, steps)),
+            "reward": torch.randn(rows, steps) * alive,
+            "discount": (torch.arange(steps) < ends).float(),
+        }
+
+    return TrainLoop(
+        model={"online": online, "target": target},
+        optimizer=optimizer,
+        batches=lambda n: [draw() for _ in range(n)],
+        fit=lambda batches: [learn(d) for d in batches],
+        frozen=("target",),
+    )
