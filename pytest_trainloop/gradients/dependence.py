@@ -183,8 +183,9 @@ def roots_before_first_step(record: Record, names: Sequence[str]) -> list[float]
     return [root.value for b in relevant for root in b.roots]
 
 
-def mover(names: Sequence[str], jitter: bool) -> Callable[[Watch], None]:
-    """Moves the named parameters by half their root mean square, and with ``jitter`` all trainable ones by a tenth."""
+def mover(names: Sequence[str], jitter: bool, share: float = 0.1) -> Callable[[Watch], None]:
+    """Moves the named parameters by half their root mean square, and with ``jitter`` all trainable ones by a share of
+    it."""
     chosen = set(names)
 
     def move(watch: Watch) -> None:
@@ -196,7 +197,7 @@ def mover(names: Sequence[str], jitter: bool) -> Callable[[Watch], None]:
                 noise = torch.randn(tensor.shape, generator=random).to(tensor)
                 size = float(tensor.abs().square().mean().sqrt())
                 if jitter and tensor.requires_grad:
-                    tensor.add_(noise, alpha=0.1 * size or 0.02)
+                    tensor.add_(noise, alpha=share * size or 0.2 * share)
                 if entry.name in chosen:
                     tensor.add_(noise.flip(0) if noise.dim() else -noise, alpha=0.5 * size or 0.1)
 
@@ -206,6 +207,11 @@ def mover(names: Sequence[str], jitter: bool) -> Callable[[Watch], None]:
 def moved_a_little(watch: Watch) -> None:
     """Every trainable weight moved by a tenth of its root mean square (those at zero by 0.02)."""
     mover((), True)(watch)
+
+
+def stirred(share: float) -> Callable[[Watch], None]:
+    """Moves every trainable weight by this share of its root mean square."""
+    return mover((), share > 0.0, share)
 
 
 def _epsilon(evidence: Evidence, double: bool) -> float:

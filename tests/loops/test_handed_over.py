@@ -43,6 +43,7 @@ NAMES = (
     "backward_inside_autocast",
     "betas_the_wrong_way_round",
     "batch_norm_under_a_checkpoint_moves_twice",
+    "last_row_cut_off",
     "a_batch_divided_by_its_norm",
     "transformer_attends_to_other_rows",
     "readout_without_the_graph_of_each_node",
@@ -66,6 +67,7 @@ NAMES = (
 )
 
 COMPOSED = (
+    "last_row_cut_off",
     "backward_within_the_if",
     "additive_mask_inverted",
     "batchmean_of_one_row_divides_by_the_classes",

@@ -1,0 +1,223 @@
+"""Rows that cost, or are read, and teach nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.loops import data
+from tests.loops.nets import mlp
+from tests.loops.pairs import pair
+from tests.loops.plain import loop
+
+
+def classes(cost, signed):
+    def loss(model, batch):
+        x, y = batch["features"], batch["label"]
+        return cost(model(x).squeeze(-1), 2.0 * y - 1 if signed else y).mean()
+
+    def make():
+        x, y = data.labelled(classes=2)
+        return loop(mlp(6, 16, 1), {"features": x, "label": y}, loss)
+
+    return make
+
+
+def hinge(score, sign):
+    return (1 - sign * score).clamp(min=0)
+
+
+def logistic(score, sign):
+    return F.softplus(-sign * score)
+
+
+def squared_hinge(score, sign):
+    return torch.relu(1 - sign * score) ** 2
+
+
+for name, cost in (
+    ("hinge_on_labels_of_0_and_1", hinge),
+    ("logistic_loss_on_labels_of_0_and_1", logistic),
+    ("squared_hinge_on_labels_of_0_and_1", squared_hinge),
+):
+    pair(
+        name,
+        "every_row_teaches",
+        "class_costs_a_constant",
+        culprits=("label",),
+        where="sign * score",
+        faulty=classes(cost, signed=False),
+        fixed=classes(cost, signed=True),
+        quick=cost is hinge,
+    )
+
+
+def labelled_rows(loss_of, rows=16):
+    return lambda: loop(mlp(6, 16, 3), data.labelled(rows=rows), loss_of)
+
+
+def all_but_the_last(model, batch):
+    x, y = batch
+    logits = model(x)
+    return F.cross_entropy(logits[:-1], y[:-1])
+
+
+def all_but_the_first(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x[1:]), y[1:])
+
+
+def first_eight(model, batch):
+    x, y = batch
+    logits = model(x)[:8]  # a quick test
+    return F.cross_entropy(logits, y[:8])
+
+
+def one_by_one(short):
+    def loss(model, batch):
+        x, y = batch
+        total = 0.0
+        for i in range(len(x) - short):
+            total = total + F.cross_entropy(model(x[i : i + 1]), y[i : i + 1])
+        return total / len(x)
+
+    return loss
+
+
+def in_chunks(short):
+    def loss(model, batch):
+        chunks = list(zip(batch[0].split(4), batch[1].split(4), strict=True))
+        losses = [F.cross_entropy(model(x), y, reduction="sum") for x, y in (chunks[:-1] if short else chunks)]
+        return torch.stack(losses).sum() / len(batch[0])
+
+    return loss
+
+
+def last_part_only(model, batch):
+    for x, y in zip(batch[0].split(4), batch[1].split(4), strict=True):
+        loss = F.cross_entropy(model(x), y)
+    return loss
+
+
+def everything(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+pair(
+    "last_row_cut_off",
+    "every_row_teaches",
+    "rows_left_out",
+    culprits=("batch",),
+    where="F.cross_entropy(logits[:-1], y[:-1])",
+    change="F.cross_entropy(logits[:-1], y[:-1])",
+    mentions=("the last of 16 rows", "row 15"),
+    faulty=labelled_rows(all_but_the_last),
+    fixed=labelled_rows(everything),
+    quick=True,
+)
+
+pair(
+    "first_row_cut_off",
+    "every_row_teaches",
+    "rows_left_out",
+    where="F.cross_entropy(model(x[1:]), y[1:])",
+    mentions=("the first of 16 rows",),
+    faulty=labelled_rows(all_but_the_first),
+    fixed=labelled_rows(everything),
+)
+
+pair(
+    "first_eight_rows_for_a_quick_test",
+    "every_row_teaches",
+    "rows_left_out",
+    mentions=("the last 8 of 16 rows", "of 32 rows too, only the first 8"),
+    faulty=labelled_rows(first_eight),
+    fixed=labelled_rows(everything),
+)
+
+pair(
+    "rows_one_by_one_but_the_last",
+    "every_row_teaches",
+    "rows_left_out",
+    where="model(x[i : i + 1])",
+    faulty=labelled_rows(one_by_one(1), rows=6),
+    fixed=labelled_rows(one_by_one(0), rows=6),
+)
+
+pair(
+    "last_chunk_of_rows_lost",
+    "every_row_teaches",
+    "rows_left_out",
+    mentions=("the last 4 of 16 rows",),
+    faulty=labelled_rows(in_chunks(short=True)),
+    fixed=labelled_rows(in_chunks(short=False)),
+)
+
+
+pair(
+    "loss_of_the_last_chunk_only",
+    "every_row_teaches",
+    "rows_left_out",
+    where="loss = F.cross_entropy(model(x), y)",
+    mentions=("the first 12 of 16 rows", "of 32 rows too, only the last 4"),
+    faulty=labelled_rows(last_part_only),
+    fixed=labelled_rows(in_chunks(short=False)),
+)
+
+
+@dataclass
+class Texts:
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 12), nn.Linear(12, 3)
+
+    def forward(self, input_ids):
+        return self.head(self.embed(input_ids).mean(1))
+
+
+def texts():
+    ids, _ = data.tokens(rows=8, length=9, vocab=20)
+    return Texts(ids, ids[:, 0] % 3)
+
+
+def of_one_row(model, batch):
+    logits = model(batch.input_ids)[0]  # meant to unpack a tuple
+    return F.cross_entropy(logits[None], batch.labels[:1])
+
+
+def of_a_half(model, batch):
+    logits, _ = model(batch.input_ids).chunk(2)
+    return F.cross_entropy(logits, batch.labels[: len(logits)])
+
+
+def of_texts(model, batch):
+    return F.cross_entropy(model(batch.input_ids), batch.labels)
+
+
+pair(
+    "first_row_taken_for_the_first_output",
+    "every_row_teaches",
+    "rows_left_out",
+    where="model(batch.input_ids)[0]",
+    mentions=("the last 7 of 8 rows", "of 16 rows too, only the first one"),
+    faulty=lambda: loop(Classifier(), texts(), of_one_row),
+    fixed=lambda: loop(Classifier(), texts(), of_texts),
+)
+
+pair(
+    "second_half_of_the_outputs_dropped",
+    "every_row_teaches",
+    "rows_left_out",
+    where=".chunk(2)",
+    faulty=lambda: loop(Classifier(), texts(), of_a_half),
+    fixed=lambda: loop(Classifier(), texts(), of_texts),
+)
