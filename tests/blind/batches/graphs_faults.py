@@ -81,6 +81,19 @@ def fit_graphs(model, optimizer):
     return train
 
 
+def fit_lists(model, optimizer):
+    def train(batches):
+        model.train()
+        for graphs in batches:
+            data = collate(graphs)
+            loss = F.cross_entropy(model(data), data.y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return train
+
+
 @fault(
     "graphs",
     "edges are moved by the node count of the graph before, not by the sum of all before: num_nodes_list[i - 1]",
@@ -196,8 +209,8 @@ def attention_pool():
 
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    data = DataLoader([random_graph() for _ in range(32)], 8, collate_fn=collate)
-    return TrainLoop(model=model, optimizer=optimizer, batches=data, fit=fit_graphs(model, optimizer))
+    data = DataLoader([random_graph() for _ in range(32)], 8, collate_fn=list)
+    return TrainLoop(model=model, optimizer=optimizer, batches=data, fit=fit_lists(model, optimizer))
 
 
 class GraphormerHead(nn.Module):
@@ -374,8 +387,8 @@ def context_readout():
 
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    data = DataLoader([random_graph() for _ in range(36)], 9, collate_fn=collate)
-    return TrainLoop(model=model, optimizer=optimizer, batches=data, fit=fit_graphs(model, optimizer))
+    data = DataLoader([random_graph() for _ in range(36)], 9, collate_fn=list)
+    return TrainLoop(model=model, optimizer=optimizer, batches=data, fit=fit_lists(model, optimizer))
 
 
 @fault(

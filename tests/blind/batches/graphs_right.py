@@ -56,9 +56,9 @@ def random_graph(features=4, classes=3, low=3, high=7, regression=False):
     return Data(x=torch.randn(nodes, features), edge_index=torch.cat([edges, edges.flip(0), chords], 1), y=y)
 
 
-def graph_loader(n=32, batch_size=8, **options):
+def graph_loader(n=32, batch_size=8, collate_fn=None, **options):
     graphs = [random_graph(**options) for _ in range(n)]
-    return DataLoader(graphs, batch_size, collate_fn=Batch.from_data_list)
+    return DataLoader(graphs, batch_size, collate_fn=collate_fn or Batch.from_data_list)
 
 
 def scatter_add(x, index, size):
@@ -96,6 +96,19 @@ def fit_graphs(model, optimizer, criterion=F.cross_entropy):
         for data in batches:
             optimizer.zero_grad()
             loss = criterion(model(data), data.y)
+            loss.backward()
+            optimizer.step()
+
+    return train
+
+
+def fit_lists(model, optimizer):
+    def train(batches):
+        model.train()
+        for graphs in batches:
+            data = Batch.from_data_list(graphs)
+            loss = F.cross_entropy(model(data), data.y)
+            optimizer.zero_grad()
             loss.backward()
             optimizer.step()
 
@@ -260,8 +273,8 @@ def virtual_nodes():
 
     model = VirtualGIN()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    data = graph_loader(30, 6)
-    return TrainLoop(model=model, optimizer=optimizer, batches=data, fit=fit_graphs(model, optimizer))
+    data = graph_loader(30, 6, collate_fn=list)
+    return TrainLoop(model=model, optimizer=optimizer, batches=data, fit=fit_lists(model, optimizer))
 
 
 class GraphNorm(nn.Module):
@@ -296,9 +309,9 @@ def norm_by_graph():
 
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    data = graph_loader(35, 7)
+    data = graph_loader(35, 7, collate_fn=list)
     return TrainLoop(
-        model=model, optimizer=optimizer, batches=data, fit=fit_graphs(model, optimizer), rows_interact=False
+        model=model, optimizer=optimizer, batches=data, fit=fit_lists(model, optimizer), rows_interact=False
     )
 
 
@@ -417,7 +430,9 @@ def set_to_set():
 
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    return TrainLoop(model=model, optimizer=optimizer, batches=graph_loader(), fit=fit_graphs(model, optimizer))
+    return TrainLoop(
+        model=model, optimizer=optimizer, batches=graph_loader(collate_fn=list), fit=fit_lists(model, optimizer)
+    )
 
 
 @right(
