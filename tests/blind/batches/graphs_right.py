@@ -13,9 +13,11 @@ from pytest_trainloop import TrainLoop
 from tests.blind.cases import right
 
 
+@dataclass
 class Data:
-    def __init__(self, **fields):
-        self.__dict__.update(fields)
+    x: torch.Tensor
+    edge_index: torch.Tensor
+    y: torch.Tensor
 
     @property
     def num_nodes(self):
