@@ -39,6 +39,10 @@ def named(report: Report, check: str, cause: str, level: str) -> list[Finding]:
     return found
 
 
+MOST_ROWS = 3
+"""Rows of the smallest batch that shows a planted fault, at most."""
+
+
 def assert_complete(findings: Sequence[Finding]) -> None:
     """Every finding says what was measured, what shows it (advice may leave that out) and what repairs it."""
     for finding in findings:
@@ -48,6 +52,9 @@ def assert_complete(findings: Sequence[Finding]) -> None:
         assert finding.repair
         assert finding.culprits
         assert "\n" not in finding.summary
+        if finding.composition is not None:
+            assert finding.smallest
+            assert len(finding.composition.rows) <= MOST_ROWS
         assert_readable(finding)
         assert_headline_is_measured(finding)
         assert Finding.from_json(json.loads(json.dumps(finding.to_json()))) == finding

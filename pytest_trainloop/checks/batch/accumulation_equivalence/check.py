@@ -159,11 +159,12 @@ def _first_cause(
     inside = None if first.steps_too_early or apart is not None else settled(evidence, made, first)
     if apart is not None:
         yield apart
-    elif inside is not None:
-        yield from [inside.finding] if inside.finding else []
-    elif undecided is not None:
+    elif inside is not None and inside.finding is not None:
+        shown, words = (first, "") if first.equal else fewest_rows(evidence, made, first, without=inside.kind)
+        yield replace(inside.finding, smallest=words, composition=shown.composition.told() if words else None)
+    elif inside is None and undecided is not None:
         raise undecided
-    elif found is not None:
+    elif inside is None and found is not None:
         yield found
 
 

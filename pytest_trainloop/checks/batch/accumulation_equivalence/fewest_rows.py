@@ -14,18 +14,28 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.batches.valid_targets import ValidTargets
     from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation
+    from pytest_trainloop.checks.batch.accumulation_equivalence.left_out import Kind
     from pytest_trainloop.checks.batch.accumulation_equivalence.split import Split
+    from pytest_trainloop.compositions.composition import Composition
     from pytest_trainloop.runs.evidence import Evidence
 
 
-def fewest_rows(evidence: Evidence, made: Accumulation, split: Split, *, by_counts: bool) -> tuple[Split, str]:
+def fewest_rows(
+    evidence: Evidence, made: Accumulation, split: Split, *, by_counts: bool = False, without: Kind | None = None
+) -> tuple[Split, str]:
     """The smallest split that shows what this one does, and its micro-batches in words: ``rows [3] | [1]; 7 against 2
-    valid targets``. ``by_counts``: what is wrong is how micro-batches with unequal counts weigh."""
+    valid targets``. ``by_counts``: what is wrong is how micro-batches with unequal counts weigh. ``without``: windows
+    and one batch agree once this is left out."""
     first = made.of_one_window() if _in_first_window(split) else made
     k, size = split.accumulate, len(split.composition.rows) // split.accumulate
     rows = _far_apart(split.composition.rows) if by_counts else _equal_counts(made.cut.valid, split.composition.rows)
     strategy = in_parts(rows, k, most=max(1, size - 1))
-    found = smallest(strategy, lambda c: _same_fault(first.compared(c), split), evidence=evidence) if size > 1 else None
+
+    def shows(composition: Composition) -> bool:
+        smaller = first.compared(composition)
+        return _same_fault(smaller, split) and (without is None or first.agrees_without(smaller, without) is not None)
+
+    found = smallest(strategy, shows, evidence=evidence) if size > 1 else None
     if found is None:
         return split, _described(made, split)
     shown = first.compared(found)

@@ -30,8 +30,9 @@ RULED_OUT = "a clip, a schedule of the rates, an average or target network, a st
 
 
 class Settled(NamedTuple):
-    """That a difference is explained, and the finding; None where it is no fault."""
+    """That a difference is explained, by what, and the finding; None where it is no fault."""
 
+    kind: Kind
     finding: Finding | None
 
 
@@ -86,12 +87,12 @@ def settled(evidence: Evidence, made: Accumulation, split: Split) -> Settled | N
         if left is None:
             continue
         if kind == "statistic" and not left.by_loop:
-            return Settled(None)  # what layers keep of each forward pass, as batch norms do
+            return Settled(kind, None)  # what layers keep of each forward pass, as batch norms do
         if kind == "rates" and in_other_units(evidence, made, split, inside=left.by_loop):
-            return Settled(None)  # with the rates held equal, windows and one batch agree
+            return Settled(kind, None)  # with the rates held equal, windows and one batch agree
         if kind == "rates" and not left.by_loop:
             return None  # rates that are to scale with the window, not moved inside it
-        return Settled(_finding(kind, split, record, left))
+        return Settled(kind, _finding(kind, split, record, left))
     return None
 
 
