@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from pytest_trainloop import nested
+from pytest_trainloop.batches.segments import Segments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,6 +100,18 @@ def read_episodes(batch: Any) -> Episodes | None:
             found = Episodes(ends, flags, path, kind == "limits", 1 + others)
             return None if _padded_after(found, [t for _, t in given]) else found
     return None
+
+
+def segments_along(episodes: Episodes, axis: int) -> Segments:
+    """The episodes as segments, were time this axis: what is flagged belongs to none, since it may be the end of one or
+    the start of the next."""
+    ends = episodes.ends.movedim(axis, -1)
+    numbers = ends.long().cumsum(-1) + (episodes.ends.shape[axis] + 1) * torch.arange(
+        ends[..., 0].numel(), device=ends.device
+    ).reshape(*ends.shape[:-1], 1)
+    _, numbered = numbers.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+    ids = torch.where(ends, -1, numbered).movedim(-1, axis)
+    return Segments("episode", ids, int(numbered.max()) + 1, nested.shown(episodes.flags))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,6 +13,7 @@ Numbers of sentences (0 and 1 in each row) are not such: the two sentences of a 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,7 +24,7 @@ from pytest_trainloop import nested
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Kind = Literal["graph", "document"]
+Kind = Literal["graph", "document", "episode"]
 
 VECTORS = frozenset(
     """batch batch_index batch_idx batch_id batch_ids batch_vec graph_id graph_ids graph_idx graph_index node_graph
@@ -58,12 +59,8 @@ class Segments:
     edges: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
-    def name(self) -> str:
-        return self.kind
-
-    @property
     def entry(self) -> str:
-        return "node" if self.kind == "graph" else "token"
+        return {"graph": "node", "document": "token", "episode": "step"}[self.kind]
 
     @property
     def sizes(self) -> list[int]:
@@ -104,20 +101,47 @@ def read(nest: Any) -> Segments | None:
 
     None as well where nodes are of several kinds, each with a vector of its own.
     """
-    given = [
-        (_name(path), nested.shown(path), tensor.detach())
-        for path, tensor in nested.paths(nest)
-        if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
-    ]
-    pairs = {shown: t for _, shown, t in given if _whole(t) and t.dim() == 2 and len(t) == 2 and t.shape[1] > 0}
-    edges = {shown: t for shown, t in pairs.items() if "edge" in shown or "adj" in shown} or pairs
-    lengths = {t.shape[1] if t.shape[0] == 1 and t.dim() > 1 else t.shape[0] for _, _, t in given if t.dim()}
-    entries = {len(t) for _, _, t in given if t.dim() > 1 or (t.dim() and t.is_floating_point())}
-    found = [s for name, shown, t in given if (s := _one(name, shown, t, edges, entries, lengths)) is not None]
+    found = [s for _, s in _all(nest)]
     vectors = [s.ids for s in found if s.ids.dim() == 1]
     if any(v.shape != vectors[0].shape or not torch.equal(v, vectors[0].to(v.device)) for v in vectors):
         return None
     return next(iter(sorted(found, key=lambda s: s.ids.dim())), None)
+
+
+def disagreement(nest: Any) -> tuple[Segments, Segments, int, int] | None:
+    """Two tellers of one axis of which each has a border that the other has not: the first of each, by its entry."""
+    found = _all(nest)
+    for (path, one), (other_path, other) in itertools.combinations(found, 2):
+        if path[:-1] != other_path[:-1] or one.ids.numel() != other.ids.numel() or _side(path) != _side(other_path):
+            continue
+        ids, others = (s.ids.flatten().cpu() for s in (one, other))
+        inside = (ids >= 0) & (others >= 0)
+        mine, theirs = ((v.diff() != 0) & inside[1:] & inside[:-1] for v in (ids, others))
+        if bool((mine & ~theirs).any()) and bool((theirs & ~mine).any()):
+            first, second = (int(only.nonzero()[0]) + 1 for only in (mine & ~theirs, theirs & ~mine))
+            return one, other, first, second
+    return None
+
+
+def _side(path: nested.Path) -> str:
+    """Which of two sequences a name speaks of."""
+    words = _name(path).split("_")
+    return next((w for w in words if w in {"inputs", "targets", "encoder", "decoder", "q", "k", "s", "t"}), "")
+
+
+def _all(nest: Any) -> list[tuple[nested.Path, Segments]]:
+    """Whatever says which entries belong together, with its path."""
+    given = [
+        (path, tensor.detach())
+        for path, tensor in nested.paths(nest)
+        if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+    ]
+    pairs = {nested.shown(p): t for p, t in given if _whole(t) and t.dim() == 2 and len(t) == 2 and t.shape[1] > 0}
+    edges = {shown: t for shown, t in pairs.items() if "edge" in shown or "adj" in shown} or pairs
+    lengths = {t.shape[1] if t.shape[0] == 1 and t.dim() > 1 else t.shape[0] for _, t in given if t.dim()}
+    entries = {len(t) for _, t in given if t.dim() > 1 or (t.dim() and t.is_floating_point())}
+    read_ = ((path, _one(_name(path), nested.shown(path), t, edges, entries, lengths)) for path, t in given)
+    return [(path, one) for path, one in read_ if one is not None]
 
 
 def may_hold(nest: Any) -> bool:

@@ -17,6 +17,8 @@ How it decides
     mean or another statistic over the nodes of all graphs, a reshape into equal parts across their borders. Batch norms
     with running statistics keep segments apart, those without are left alone. What else lets segments meet is advice,
     and a fault where rows_interact=False is declared: documents packed into one row may be meant to see each other.
+    Where they do not, and targets are the next token, the target of a document's last token must not be the first one
+    of the next document: no output can tell it.
     Edges are judged by the data: both ends of each must lie in one graph. Where nodes are of several kinds nothing is
     said.
     The weight of a step in the loss must not depend on rewards of a later episode. These are put into another order,
@@ -78,6 +80,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.batches.segments import Segments
     from pytest_trainloop.checks.batch.segment_independence.interaction import Interaction
+    from pytest_trainloop.checks.batch.segment_independence.labels import BorderLabels
     from pytest_trainloop.checks.batch.segment_independence.returns import Crossing
     from pytest_trainloop.checks.batch.segment_independence.targets import PastTheEnd
     from pytest_trainloop.runs.evidence import Evidence
@@ -86,6 +89,11 @@ EXPLAINS = (*LEARNING, "causality", "batch_independence")
 SETTLE = "rows_interact=True says that it is meant, rows_interact=False makes it a fault"
 
 CAUSES = {
+    "borders_disagree": Cause(
+        proof="each of two tensors of the batch has a border that the other has not",
+        repair="make both from the same lengths: borders = torch.tensor([0, *lengths]).cumsum(0)",
+        explains=EXPLAINS,
+    ),
     "edges_not_offset": Cause(
         proof="all edges lie among as many nodes as the largest graph has, and other graphs have none",
         repair="add the number of nodes before it to each graph's edges: edge_index + ptr[i]",
@@ -123,6 +131,13 @@ CAUSES = {
         change=("seen",),
         settle=SETTLE,
     ),
+    "labels_across_documents": Cause(
+        proof="the target of a document's last token is the first token of the next, which it cannot see",
+        repair="labels[starts] = ignore_index at the first token of each document, before labels are shifted",
+        explains=EXPLAINS,
+        change=("seen",),
+        settle=SETTLE,
+    ),
     "target_past_the_end": Cause(
         proof="with another observation after it, the target of an episode's last step is another",
         repair="target = reward + gamma * (1 - done) * value(next_obs)",
@@ -156,6 +171,9 @@ def segment_independence(evidence: Evidence) -> Iterator[Finding]:
         yield _past_the_end(beyond)
     passes = evidence.shared(SegmentPasses)
     met = passes.interaction()
+    if passes.disagreement is not None:
+        yield _contradicting(*passes.disagreement)
+        return
     if passes.segments is None and (episodes or transitions):
         return
     if passes.segments is None:
@@ -165,6 +183,21 @@ def segment_independence(evidence: Evidence) -> Iterator[Finding]:
         yield from edges
     elif met is not None:
         yield _finding(met, declared)
+    elif passes.labels.across:
+        yield _labelled(passes.labels, declared)
+
+
+def _contradicting(one: Segments, other: Segments, first: int, second: int) -> Finding:
+    return Finding(
+        cause="borders_disagree",
+        summary=f"{one.teller} and {other.teller} contradict each other about where a {one.kind} begins",
+        measured=f"by {one.teller} one begins at {one.entry} {first}, by {other.teller} none; by {other.teller} one "
+        f"begins at {one.entry} {second}, by {one.teller} none",
+        shown_by="neither has all borders of the other, as a finer division would",
+        culprits=(one.teller, other.teller),
+        kinds=("input", "input"),
+        smallest=f"{one.entry}s 0 to {max(first, second)}",
+    )
 
 
 def _edges(segments: Segments) -> Iterator[Finding]:
@@ -211,10 +244,11 @@ def _finding(met: Interaction, declared: bool | None) -> Finding:
     )
     if not a_graph:
         cause = "segments_interact"
-    named = op.named if op else "an unknown operation"
+    named = op.named if op else ""
+    through = f", through {named}" if op else ""
     if cause == "segments_interact" and a_graph and declared is None:
         raise CannotDecide(
-            f"graphs of one batch meet in the model, through {named}{f' ({op.place})' if op else ''}: declare "
+            f"graphs of one batch meet in the model{through}{f' ({op.place})' if op else ''}: declare "
             "rows_interact=True if that is meant, rows_interact=False if not",
             needs="rows_interact=",
         )
@@ -222,7 +256,7 @@ def _finding(met: Interaction, declared: bool | None) -> Finding:
         "softmax_over_graphs": f"a softmax runs over the nodes of all {segments.count} graphs of the batch",
         "pooled_over_graphs": f"{named} is taken over the nodes of all {segments.count} graphs of the batch",
         "cut_across_graphs": f"{named} cuts the nodes into {segments.count} equal parts, and the graphs are not equal",
-        "segments_interact": f"{segments.kind}s of one batch meet in the model, through {named}",
+        "segments_interact": f"{segments.kind}s of one batch meet in the model{through}",
     }[cause]
     advised = declared is None and (cause == "segments_interact" or (cause == "pooled_over_graphs" and not met.learned))
     shown = {
@@ -239,9 +273,25 @@ def _finding(met: Interaction, declared: bool | None) -> Finding:
         measured=f"in evaluation mode the outputs for {segments.kind} {met.output} have a gradient with respect to the "
         f"{segments.entry}s of {segments.kind} {met.input}",
         shown_by=shown,
-        culprits=(op.named,) if op else (),
+        culprits=(op.named if op else segments.teller,),
         where=str(op.place) if op else "",
         smallest=f"{segments.kind}s {min(met.output, met.input)} and {max(met.output, met.input)}",
+    )
+
+
+def _labelled(found: BorderLabels, declared: bool | None) -> Finding:
+    first = found.across[0]
+    return Finding(
+        cause="labels_across_documents",
+        level="advice" if declared is None else "fault",
+        summary=f"the last tokens of {len(found.across)} documents are to predict the first token of the next one",
+        measured=f"the target of the last token of document {first} is the first token of document {first + 1}, at "
+        f"{len(found.across)} of {found.borders} borders",
+        shown_by="no output for one document depends on another, so that it cannot tell what comes next",
+        culprits=(found.loss,),
+        kinds=("call",),
+        where=found.where,
+        smallest=f"documents {first} and {first + 1}",
     )
 
 

@@ -48,7 +48,7 @@ def takes_away(op: Op, segments: Segments) -> bool:
 def mixes(op: Op, segments: Segments) -> bool:
     """Whether what the operation gives for one segment depends on what it is given for another."""
     if not any(t.requires_grad and segments.of(t) is not None for t in op.outputs):
-        return takes_away(op, segments)
+        return op.name in _STATISTICS and takes_away(op, segments)
     inputs, outputs = recomputed(op)
     held = [(t, ids) for t in inputs if (ids := segments.of(t)) is not None]
     for out in outputs:

@@ -14,8 +14,10 @@ import torch
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches import segments as reading
+from pytest_trainloop.batches.episodes import LEAST, read_episodes, segments_along
 from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.checks.batch.segment_independence.fixes import fixes, mixes, reshaped
+from pytest_trainloop.checks.batch.segment_independence.labels import BorderLabels
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.torch_names import ATTENTION, CONVOLUTIONS, RECURRENT, SOFTMAXES
 from pytest_trainloop.runs.batch_stream import first_batches
@@ -89,10 +91,25 @@ class SegmentPasses:
         batch = first_batches(loop, 1)[0] if loop.batch is None else loop.batch
         self._batch = nested.copy(batch)
         self.segments: Segments | None = reading.read(self._batch)
-        self._own_data = self.segments is None and evidence.shared(makes_own_data)
+        self.disagreement = reading.disagreement(self._batch)
+        self._episodes = None if self.segments else read_episodes(self._batch)
+        self.labels = BorderLabels()
+        self._own_data = self.segments is None and self._episodes is None and evidence.shared(makes_own_data)
 
     def interaction(self) -> Interaction | None:
         """Two segments that meet in the model, and by what; None where none do. Raises ``CannotDecide``."""
+        if self._episodes is None:
+            return self._interaction()
+        first: Interaction | None = None
+        for axis in (a for a, size in enumerate(self._episodes.ends.shape) if size > LEAST):
+            self.segments = segments_along(self._episodes, axis)
+            found = self._interaction()
+            if found is None:
+                return None  # time runs along this axis, or nothing meets at all
+            first = first or found
+        return first
+
+    def _interaction(self) -> Interaction | None:
         if self.segments is None and not self._own_data and not reading.may_hold(self._batch):
             return None
         judged = self._pass()
@@ -138,12 +155,18 @@ class SegmentPasses:
         def call(arguments: Any) -> Any:
             if self.segments is None and not look_closer:
                 self.segments = reading.read(seen.calls[-1])
+                self.disagreement = self.disagreement or reading.disagreement(seen.calls[-1])
             return arguments
+
+        def at_loss(pass_: ForwardPass, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.labels.look(self.segments, pass_, name, args, kwargs)
 
         def stream(_loop: TrainLoop) -> Iterator[Any]:
             return itertools.repeat(self._batch)
 
-        seen = SegmentPass(at_call=call, at_end=look, eval_mode=True, open_inputs=open_inputs, **changed)
+        seen = SegmentPass(
+            at_call=call, at_end=look, at_loss=at_loss, eval_mode=True, open_inputs=open_inputs, **changed
+        )
         seen.calls = []
         given = {} if self._own_data else {"stream": stream}
         record = self._evidence.rerun(seen.plan(self._evidence.plan(), **given))

@@ -80,3 +80,51 @@ pair(
     level="advice",
     culprits=("gru in recurrent",),
 )
+
+
+def labelled(labels, **fields):
+    return lambda: loop(PackedDecoder(within_documents), packed_documents(labels=labels), next_token, **fields)
+
+
+pair(
+    "last_token_predicts_the_next_document",
+    "segment_independence",
+    "labels_across_documents",
+    faulty=labelled("token"),
+    fixed=labelled("border"),
+    level="advice",
+    where="F.cross_entropy",
+    quick=True,
+)
+
+pair(
+    "last_token_of_a_document_declared_apart_predicts_the_next",
+    "segment_independence",
+    "labels_across_documents",
+    faulty=labelled("token", rows_interact=False),
+    fixed=labelled("border", rows_interact=False),
+)
+
+
+def two_tellers(*, shifted):
+    """Borders for a kernel beside positions, from the lengths of the texts before and after an end token was added."""
+
+    def make():
+        batch = packed_documents()
+        lengths = torch.tensor([4, 6, 3, 7])
+        batch["cu_seqlens"] = torch.cat([torch.zeros(1), (lengths - shifted).cumsum(0)]).long()
+        batch["cu_seqlens"][-1] = 20
+        return loop(PackedDecoder(within_documents), batch, next_token)
+
+    return make
+
+
+pair(
+    "borders_without_the_end_tokens",
+    "segment_independence",
+    "borders_disagree",
+    faulty=two_tellers(shifted=1),
+    fixed=two_tellers(shifted=0),
+    culprits=("cu_seqlens", "position_ids"),
+    quick=True,
+)

@@ -39,7 +39,7 @@ pair(
     faulty=net(pooled_over_all),
     fixed=net(mean_pool),
     where="hidden.mean(0, keepdim=True)",
-    culprits=("mean",),
+    culprits=("mean in GraphNet",),
     quick=True,
 )
 
@@ -119,7 +119,7 @@ pair(
     faulty=net(gate_over_all_nodes, gate=lambda: nn.Linear(8, 1)),
     fixed=net(gate_within_graphs, gate=lambda: nn.Linear(8, 1)),
     where="torch.softmax",
-    culprits=("softmax",),
+    culprits=("softmax in GraphNet",),
     quick=True,
 )
 
