@@ -38,7 +38,8 @@ How it decides
 
     What else lets shares interact (contrastive losses, statistics, ranks, advantages) is no fault, unless
     rows_interact=False is declared. Where ordered=False is, rows that all change places together must not change the
-    loss either; where nothing is, that is advice if rows meet by their order only.
+    loss either; where nothing is, that is advice for a running sum over what the model told of the rows: risk sets need
+    them sorted.
 
 Faulty
     >>> def forward(self, x):
@@ -159,6 +160,9 @@ _CAUSE_OF = {
 }
 """What keeps rows apart: the cause that this proves, and in words."""
 
+_RUNNING = frozenset({"cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"})
+"""Over what was told of the rows, these need them sorted, as risk sets do."""
+
 _PROVEN = dict(_CAUSE_OF.values())
 
 
@@ -249,7 +253,8 @@ def _order(evidence: Evidence, met: Meeting | None) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.batch_independence.order import order_of_rows
 
     declared = evidence.declared("ordered")
-    if declared or (declared is None and met is None):
+    running = met is not None and met.call is not None and met.call.carries_gradient and met.call.name in _RUNNING
+    if declared or (declared is None and not running):
         return
     found = evidence.shared(order_of_rows)
     if found is not None:

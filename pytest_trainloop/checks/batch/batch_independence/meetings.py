@@ -54,6 +54,9 @@ def meeting(evidence: Evidence) -> Meeting | None:
     """How rows meet in one step of the loop; None where all are apart, or where it cannot be seen."""
     shares = evidence.shared(RowShares.of)
     shift = shares.independence() if shares is not None else None
+    if shares is not None and shift is not None and shift.apart and evidence.declared("rows_interact") is False:
+        shares.all_but_two = True  # an extreme is taken of one row: that of the rows that were not changed
+        shift = shares.independence()
     if shares is None or shift is None or shift.equal or shares.few is None:
         return None
     found = Meeting("unknown", shares.rows, shares.few.rows_known, shares.some, next(iter(shift.rows), 0))
@@ -204,9 +207,9 @@ def first_meeting(base: Tape, other: Tape, rows: int) -> TapedCall | None:
             single.add(at)
             continue
         moved[at] = found
-        if at in reached and given and own and not found <= own:
-            return one
+        if at not in reached or found <= own:
+            continue
         statistics = [before for before in given if before in single]
-        if at in reached and statistics and len(found) > len(own):
-            return base.calls[statistics[0]]
+        if statistics or own:
+            return base.calls[statistics[0]] if statistics else one
     return None

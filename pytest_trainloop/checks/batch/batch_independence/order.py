@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches.other_values import OtherOrder, has_rows
+from pytest_trainloop.checks.batch.batch_independence.meetings import meeting
 from pytest_trainloop.checks.batch.batch_independence.shares import AS_IT_IS, RowShares
 
 if TYPE_CHECKING:
@@ -35,36 +36,28 @@ class OrderedRows:
 
 
 def order_of_rows(evidence: Evidence) -> OrderedRows | None:
-    """Two neighbours whose exchange changes the loss, or else the rows backwards; None where neither does, or where it
+    """Two neighbours whose exchange changes the loss, or else a shuffle that does; None where neither does, or where it
     cannot be told.
 
     Draws are the same for each row. Not comparable are batches with a tensor that has no entry for each row (graphs,
     packed sequences), and steps that compute in a low precision.
     """
     shares = evidence.shared(RowShares.of)
-    if shares is None or shares.few is None or not _one_entry_each(shares):
+    if shares is None or not _one_entry_each(shares):
         return None
+    met = evidence.shared(meeting)
     base = shares.tape(AS_IT_IS, shared_draws=True)
-    backwards = tuple(reversed(range(shares.rows)))
-    swap = (1, 0, *range(2, shares.rows))
-    if base is None or not base.double:
-        return None
-    found = None
-    for order in (backwards, swap):
+    rows = range(shares.rows)
+    shuffled = (*(row for row in rows if row % 2), *(row for row in rows if not row % 2))
+    for order in ((1, 0, *rows[2:]), shuffled):
         other = shares.tape(OtherOrder(order), shared_draws=True)
-        if other is None or not base.comparable(other) or len(base.values) != len(other.values):
-            return found
+        if base is None or not base.double or other is None or not base.comparable(other):
+            return None
         bound = shares.bound(base, other)
-        apart = next(((a, b) for a, b in zip(base.values, other.values, strict=True) if _differ(a, b, bound)), None)
-        if apart is None:
-            return found
-        found = OrderedRows(order, *apart, smallest=f"{shares.rows} rows")
-    return found
-
-
-def _differ(one: float, other: float, bound: float) -> bool:
-    """NaN differs from nothing."""
-    return abs(one - other) > bound * max(abs(one), abs(other), 1.0)
+        for before, after in zip(base.values, other.values, strict=True):
+            if abs(before - after) > bound * max(abs(before), abs(after), 1.0):  # NaN differs from nothing
+                return OrderedRows(order, before, after, f"{shares.rows} rows", met.call if met is not None else None)
+    return None
 
 
 def _one_entry_each(shares: RowShares) -> bool:

@@ -84,6 +84,7 @@ class RowShares:
     _ways: list[tuple[bool, tuple[int, ...], bool]] = field(default_factory=lambda: list(_WAYS))
     floats_only: bool = False
     """Whether whole numbers stay in changed rows, since the step is another one without them."""
+    all_but_two: bool = False
     fixes: list[RowFix] = field(default_factory=list)
     """What runs over rows in the step as it is."""
 
@@ -112,8 +113,10 @@ class RowShares:
 
     @property
     def some(self) -> tuple[int, ...]:
-        """Two rows that are changed together; others lie before, between and behind them, or beside."""
-        return (1, self.rows // 2 + 1)
+        """The rows that are changed together: two, with others before, between and behind or beside them, or all but
+        these."""
+        two = (1, self.rows // 2 + 1)
+        return tuple(row for row in range(self.rows) if row not in two) if self.all_but_two else two
 
     def tape(
         self,

@@ -326,3 +326,61 @@ pair(
     faulty=shuffled(together=False),
     fixed=shuffled(together=True),
 )
+
+
+# Rows that meet, or stand in an order, although it is declared that they do not.
+
+
+def ranked(interacts):
+    def make():
+        def loss_of(model, batch):
+            losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+            if interacts:
+                losses = losses * (losses.detach() / losses.detach().max())
+            return losses.mean() + 0.01 * model(batch[0]).square().mean()
+
+        return loop(mlp(6, 24, 3), data.labelled(), loss_of, rows_interact=False)
+
+    return make
+
+
+def risk_sets(sorts, **fields):
+    def make():
+        def loss_of(model, batch):
+            order = batch["time"].argsort(descending=True) if sorts else torch.arange(len(batch["time"]))
+            risk = model(batch["x"])[:, 0][order]
+            return -((risk - risk.logcumsumexp(0)) * batch["event"][order]).mean()
+
+        event = (torch.arange(16) % 3 > 0).to(torch.get_default_dtype())
+        batch = {"x": data.labelled()[0], "time": drawn(16, seed=3).exp(), "event": event}
+        return loop(mlp(6, 24, 1), batch, loss_of, **fields)
+
+    return make
+
+
+pair(
+    "losses_over_the_largest_though_declared_apart",
+    "batch_independence",
+    "rows_interact",
+    where="losses = losses * (losses.detach() / losses.detach().max())",
+    faulty=ranked(True),
+    fixed=ranked(False),
+)
+pair(
+    "risk_sets_of_rows_in_no_order",
+    "batch_independence",
+    "order_matters",
+    level="advice",
+    where="risk.logcumsumexp(0)",
+    faulty=risk_sets(sorts=False),
+    fixed=risk_sets(sorts=True),
+)
+pair(
+    "risk_sets_though_order_carries_nothing",
+    "batch_independence",
+    "order_matters",
+    where="risk.logcumsumexp(0)",
+    faulty=risk_sets(sorts=False, ordered=False),
+    fixed=risk_sets(sorts=True, ordered=False),
+    quick=True,
+)
