@@ -215,7 +215,7 @@ def energies_and_forces():
 
     data = graphs()
     batch = {"pos": torch.rand(sum(SIZES), 3, generator=generator(5)), "edge_index": data.edge_index}
-    batch |= {"batch": data.batch, "energy": torch.tensor([0.3, -0.2, 0.5, 0.1])}
+    batch |= {"batch": data.batch, "energy": torch.tensor([4.0, -3.0, 5.0, -6.0])}
     batch["forces"] = torch.randn(sum(SIZES), 3, generator=generator(6))
 
     def loss_of(model, b):

@@ -1,0 +1,99 @@
+"""What is said of segments that meet, and what is asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pytest_trainloop.api import check_loop
+from tests.checks.batch.segment_independence import faults_documents, faults_graphs, unusual_graphs
+from tests.loops.corpus import PAIRS
+
+
+def judged(make):
+    (result,) = check_loop(make, only=["segment_independence"], raises=False).results
+    return result
+
+
+@pytest.mark.parametrize(
+    ("name", "smallest"),
+    [
+        ("readout_without_the_graph_of_each_node", "graphs 0 and 1"),
+        ("offsets_by_the_last_index", "graphs 0 and 1"),
+        ("last_token_predicts_the_next_document", "documents 0 and 1"),
+        ("q_target_does_not_read_the_end", "row [4]"),
+    ],
+)
+def test_at_most_two_segments_show_it(name, smallest):
+    (finding,) = judged(PAIRS[name].faulty).findings
+    assert finding.smallest == smallest
+
+
+def test_graphs_that_attend_to_each_other_are_to_be_declared():
+    declared = unusual_graphs.matching_of_pairs_of_graphs
+
+    def undeclared():
+        loop = declared()
+        loop.rows_interact = None
+        return loop
+
+    result = judged(undeclared)
+    assert result.outcome == "skipped"
+    assert result.needs == "rows_interact="
+    assert "graphs of one batch meet in the model" in result.reason
+    assert not judged(declared).applies
+
+
+def test_a_declaration_makes_attention_between_graphs_a_fault():
+    def apart():
+        loop = unusual_graphs.matching_of_pairs_of_graphs()
+        loop.rows_interact = False
+        return loop
+
+    (finding,) = judged(apart).faults
+    assert finding.cause == "segments_interact"
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("readout_without_the_graph_of_each_node", 1), ("advantages_run_over_the_ends_of_episodes", 4)],
+)
+def test_what_it_costs_when_green(name, most):
+    watched = 12
+    assert judged(PAIRS[name].fixed).steps <= watched + most
+
+
+def test_data_that_is_standardised_over_all_graphs_is_advice():
+    def standardised(_layers, hidden, batch, count):
+        return faults_graphs.mean_pool(None, hidden, batch, count)
+
+    def make():
+        loop = faults_graphs.net(standardised)()
+        loop.batch.x = loop.batch.x * 3
+        model = loop.model
+        forward = model.forward
+
+        def over_all(x, *rest):
+            return forward((x - x.mean(0)) / x.std(0), *rest)
+
+        model.forward = over_all
+        return loop
+
+    (finding,) = judged(make).findings
+    assert (finding.cause, finding.level) == ("pooled_over_graphs", "advice")
+
+
+def test_documents_of_several_rows():
+    def make():
+        loop = faults_documents.packed(faults_documents.everything_before)()
+        loop.batch = {
+            name: torch.cat([t, t.roll(1, 1) if name == "input_ids" else t]) for name, t in loop.batch.items()
+        }
+        loop.batch["position_ids"] = torch.stack(
+            [loop.batch["position_ids"][0], torch.cat([torch.arange(9), torch.arange(11)])]
+        )
+        loop.batch["labels"] = loop.batch["input_ids"].where(loop.batch["position_ids"] > 0, -100)
+        return loop
+
+    (finding,) = judged(make).findings
+    assert finding.cause == "segments_interact"
