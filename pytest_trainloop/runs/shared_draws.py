@@ -9,6 +9,7 @@ same however the batch is split. ``row_draws`` gives each row its own.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -198,6 +199,35 @@ _DRAWS: dict[str, Callable[[_Call], Any]] = {
 }
 
 
+_BY_PLACE = frozenset(_DRAWS) - {"randint", "randint_like", "randperm", "multinomial", "gumbel_softmax"}
+"""Draws of which each number depends on its place and on bounds that are given: a longer one begins as the shorter."""
+
+
 def draws(name: str) -> bool:
     """Whether a call of this name draws random numbers."""
     return name in _DRAWS
+
+
+Draw = tuple[str, tuple[int, ...], tuple[float, ...]]
+"""A function that draws, the shape of what it gave without rows, and the numbers among its arguments."""
+
+
+def first_unlike(longer: Sequence[Draw], shorter: Sequence[Draw], lengths: Sequence[int]) -> str:
+    """The name of the first draw of one run that differs from that of another at positions that both have; empty where
+    all are alike. ``lengths`` are the positions of a row in each run, where those that only the first has come last.
+    """
+    for one, other in itertools.zip_longest(longer, shorter):
+        if one is None or other is None or (one != other and not (lengths and _begins_as(one, other, *lengths))):
+            return str((one or other)[0])
+    return ""
+
+
+def _begins_as(longer: Draw, shorter: Draw, length: int, less: int) -> bool:
+    (name, shape, bounds), (again, shape_again, bounds_again) = longer, shorter
+    if name != again or name not in _BY_PLACE or len(shape) != len(shape_again):
+        return False
+    if bounds != bounds_again and name not in ("rand", "randn"):  # whose numbers are the shape
+        return False
+    return all(
+        a == b or (a - b == length - less and abs(a - length) <= 1) for a, b in zip(shape, shape_again, strict=True)
+    )

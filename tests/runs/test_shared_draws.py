@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from pytest_trainloop.runs.no_randomness import NoRandomness
+from pytest_trainloop.runs.shared_draws import first_unlike
 
 PROBABILITIES = torch.tensor([0.1, 0.2, 0.3, 0.4])
 OWN = torch.Generator()
@@ -120,3 +121,27 @@ def test_what_draws_nothing_is_left_alone():
     with NoRandomness():
         assert torch.equal(torch.nn.functional.linear(x, x), x @ x.T)
         assert torch.rand(0, 4).shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("longer", "shorter", "unlike"),
+    [
+        (("rand", (7,), (3, 7)), ("rand", (5,), (3, 5)), ""),
+        (("randn_like", (7, 4), ()), ("randn_like", (5, 4), ()), ""),
+        (("randn_like", (6, 4), ()), ("randn_like", (4, 4), ()), ""),
+        (("randn_like", (28,), ()), ("randn_like", (20,), ()), "randn_like"),
+        (("randint", (7,), (0, 9)), ("randint", (5,), (0, 9)), "randint"),
+        (("uniform_", (7,), (0.0, 7.0)), ("uniform_", (5,), (0.0, 5.0)), "uniform_"),
+        (("rand", (4,), (3, 4)), ("rand", (4,), (3, 4)), ""),
+    ],
+)
+def test_draws_of_more_positions_begin_as_those_of_fewer(longer, shorter, unlike):
+    assert first_unlike([longer], [shorter], [7, 5]) == unlike
+    assert first_unlike([longer], [shorter], []) == ("" if longer == shorter else longer[0])
+    assert first_unlike([longer, longer], [longer], [7, 5]) == longer[0]
+
+
+def test_numbers_stay_where_positions_are_added():
+    with NoRandomness():
+        assert torch.equal(torch.randn(3, 7, 4)[:, :5], torch.randn(3, 5, 4))
+        assert torch.equal(torch.rand(3, 4, 7)[..., :5], torch.rand(3, 4, 5))

@@ -15,7 +15,7 @@ from pytest_trainloop.recording.hooks import on_gradient
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import CONVOLUTIONS, LOSSES, NORMALISATIONS, RECURRENT
 from pytest_trainloop.runs.no_randomness import NoRandomness
-from pytest_trainloop.runs.shared_draws import draws
+from pytest_trainloop.runs.shared_draws import Draw, draws
 from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import name_of
 
@@ -56,7 +56,7 @@ class PaddingFlow:
     """The calls that give something else with their path blocked."""
     mixing: list[PathCall] = field(default_factory=list)
     """Calls that mix positions and cannot be blocked: convolutions, norms, recurrent nets."""
-    drawn: list[tuple[object, ...]] = field(default_factory=list)
+    drawn: list[Draw] = field(default_factory=list)
     """The random numbers that were drawn: function, shape without rows, numbers among the arguments."""
     normed: PathCall | None = None
     """The first batch norm."""

@@ -33,6 +33,7 @@ from pytest_trainloop.gradients.vectors import Gradient, consumed, vectors
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.process_state import preserved
 from pytest_trainloop.runs.same_start import SameStart, from_same_start
+from pytest_trainloop.runs.shared_draws import first_unlike
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -342,12 +343,11 @@ class PaddingRuns:
     def require_comparable(self, found: Comparison) -> None:
         """Raises ``CannotDecide`` or ``Unreliable`` where two runs differ by their random numbers as well."""
         drawn = [self._made(chosen, NONE)[1].drawn for chosen in (found.full, found.trimmed)]
-        if drawn[0] != drawn[1]:
-            name = next(
-                (d[0] for d in (*drawn[0], *drawn[1]) if d not in drawn[0] or d not in drawn[1]), drawn[0][0][0]
-            )
+        sizes = [] if self.left else [chosen.stop - chosen.start for chosen in (found.full, found.trimmed)]
+        other = first_unlike(drawn[0], drawn[1], sizes)
+        if other:
             raise CannotDecide(
-                f"the loop draws random numbers by the length of the batch ({name}): no two are comparable"
+                f"the loop draws random numbers by the length of the batch ({other}): no two are comparable"
             )
         for fit_seed, refused in (
             (None, Unreliable("two identical runs of the loop differ: see determinism, and seed what draws there")),
