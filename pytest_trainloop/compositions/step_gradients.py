@@ -120,6 +120,10 @@ class StepGradients:
         """What the runs call of the project's."""
         return self._runs.calls
 
+    def outside_draw(self) -> str:
+        """The line that draws from python's or numpy's generator, in parentheses; empty where none is known."""
+        return self._runs.outside_draw()
+
     def over(self, batch: Any) -> StepGradients:
         """The same of another batch of the loop's, from the same start."""
         return self.cut_as(replace(self._cut, batches=[batch]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import torch
 from pytest_trainloop.errors import UserCodeError
 from pytest_trainloop.finding import UserError
 from pytest_trainloop.gradients.tolerances import ROUNDING
+from pytest_trainloop.runs.outside_draws import told
 from pytest_trainloop.runs.row_draws import DrawLog, RowDraws
 from pytest_trainloop.runs.run import RunPlan, canonical
 from pytest_trainloop.runs.same_start import SameStart, from_same_start
@@ -60,6 +62,8 @@ class StepRuns:
         self._records: dict[Hashable, Record] = {}
         self.calls = "fit"
         """What the runs call of the project's."""
+        self.outside_draw: Callable[[], str] = str
+        """Gives the line that draws from python's or numpy's generator, in parentheses; empty where none is known."""
         self.axes: DrawAxes | None = None
         """What the axes of each draw stand for, once that is known."""
         self._log = DrawLog()
@@ -69,7 +73,9 @@ class StepRuns:
     @classmethod
     def of(cls, evidence: Evidence) -> StepRuns:
         """Those of the project's loop. To be asked for by ``evidence.shared``."""
-        return cls(lambda knobs: evidence.plan(**knobs), evidence.rerun)
+        made = cls(lambda knobs: evidence.plan(**knobs), evidence.rerun)
+        made.outside_draw = functools.partial(told, evidence)
+        return made
 
     @classmethod
     def of_loss(cls, evidence: Evidence) -> StepRuns:

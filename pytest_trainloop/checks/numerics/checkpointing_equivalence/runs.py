@@ -7,6 +7,7 @@ not, one thing at a time is put right, and what makes them agree is the cause.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from pytest_trainloop.gradients.tolerances import RESEEDED, ROUNDING
 from pytest_trainloop.recording.watch import FULL_ROUNDS
 from pytest_trainloop.runs.checkpoint_bypass import not_reentrant, switched, without, without_cut_off
 from pytest_trainloop.runs.no_randomness import NoRandomness
+from pytest_trainloop.runs.outside_draws import told
 from pytest_trainloop.runs.same_start import SameStart
 
 if TYPE_CHECKING:
@@ -91,6 +93,7 @@ class Checkpointing:
 
     def __init__(self, evidence: Evidence) -> None:
         self._seen, self._plan, self._rerun = evidence.run(), evidence.plan(), evidence.rerun
+        self._outside_draw = functools.partial(told, evidence)
         self._knob = checkpoint_knob(evidence)
         self._start = SameStart(plain_name)
         self._double = True
@@ -238,8 +241,8 @@ class Checkpointing:
         reseeded = self._made("reseeded", _no_randomness(plain=False), knob=False, fit_seed=RESEEDED)
         if difference(reseeded, quiet[1], self._bound()) is not None:
             raise CannotDecide(
-                "the loop draws random numbers from python's or numpy's generators, which the two ways of the knob "
-                "need not do in the same order; draw them with torch to have the ways compared"
+                f"the loop draws random numbers from python's or numpy's generators{self._outside_draw()}, which the "
+                "two ways of the knob need not do in the same order; draw them with torch to have the ways compared"
             )
         place = _place(calls) or found.place
         return Verdict(cause="other_computation", difference=found, place=place, own_recomputation=not calls)
