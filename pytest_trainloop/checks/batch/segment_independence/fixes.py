@@ -20,18 +20,30 @@ FixKind = Literal["softmax", "statistics", "attention"]
 _STATISTICS = REDUCTIONS - {"nansum", "nanmean", "median", "std_mean", "var_mean", "logsumexp"}
 
 
-def fixes(ops: Sequence[Op], segments: Segments) -> Iterator[tuple[FixKind, tuple[Op, ...], Replacement]]:
-    """The fixes to try, each of one kind of operation."""
-    over = tuple(op for op in ops if op.name in SOFTMAXES and _axis(op) == _entry_axis(op, segments))
+def fixes(
+    ops: Sequence[Op], segments: Segments, *, pooled_only: bool = False
+) -> Iterator[tuple[FixKind, tuple[Op, ...], Replacement]]:
+    """The fixes to try, each of one kind of operation; ``pooled_only``: not those that leave a statistic for each
+    entry, since a loss may standardise by the batch."""
+    over = tuple(op for op in ops if op.name in SOFTMAXES and _runs_over_entries(op, segments))
     if over:
         yield "softmax", over, lambda op: _softmax_within(op, segments)
     taken = tuple(op for op in ops if op.name in _STATISTICS and takes_away(op, segments))
     if taken:
-        for shape in ("entries", "column", "segments"):
+        for shape in ("segments",) if pooled_only else ("entries", "column", "segments"):
             yield "statistics", taken, lambda op, shape=shape: _statistic(op, segments, shape)  # type: ignore[misc]
     pairwise = tuple(op for op in ops if _scores(op, segments) is not None)
-    if pairwise:
+    if pairwise and not pooled_only:
         yield "attention", pairwise, lambda op: _masked(op, segments)
+
+
+def _runs_over_entries(op: Op, segments: Segments) -> bool:
+    """Whether the operation runs over the axis of the entries, and not over one of all pairs of them."""
+    given = op.inputs[0] if op.inputs else None
+    axis = _entry_axis(op, segments)
+    return (
+        given is not None and axis is not None and _axis(op) == axis and list(given.shape).count(given.shape[axis]) == 1
+    )
 
 
 def takes_away(op: Op, segments: Segments) -> bool:

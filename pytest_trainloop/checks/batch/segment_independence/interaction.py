@@ -26,7 +26,7 @@ from pytest_trainloop.tracing.forward_pass import ForwardPass, Op, grads, weight
 from pytest_trainloop.tracing.provenance_queries import ancestors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -58,6 +58,15 @@ class SegmentPass(ForwardPass):
 
     calls: list[dict[str, Any]]
 
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Operations outside of the model are kept as well: a pooling may stand there."""
+        outside = int(not self._depth)
+        self._depth += outside
+        try:
+            return super().call(name, func, args, kwargs)
+        finally:
+            self._depth -= outside
+
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._depth:
             self.calls.append(named_arguments(module, args, kwargs))
@@ -76,6 +85,10 @@ class _Judged:
     refused: str = ""
     raw: frozenset[int] = frozenset()
     """Numbers of the operations whose inputs have no weights behind them."""
+    losses: int = 0
+    """Tensors that a loss is given, among the outputs."""
+    in_loss: bool = False
+    """Whether segments meet in what a loss is given, and not in what the model gives."""
 
     @property
     def apart(self) -> bool:
@@ -128,11 +141,13 @@ class SegmentPasses:
         cut = next((op for op in judged.ops if reshaped(op, segments)), None)
         if cut is not None:
             return Interaction(*judged.interacting, segments, "reshaped", cut)
-        for why, ops, replacement in fixes(judged.ops, segments):
+        for why, ops, replacement in fixes(judged.ops, segments, pooled_only=judged.in_loss):
             without = self._pass(replacements={op.number: replacement for op in ops})
-            if without.apart:
+            if without.apart and (without.losses or not judged.in_loss):
                 learned = any(op.number not in judged.raw for op in ops)
                 return Interaction(*judged.interacting, segments, why, ops[0], learned)
+        if judged.in_loss:
+            return None  # losses join the graphs of a batch on purpose
         told = next((op for op in judged.mixing if op.name in _TELLING), None) or next(iter(judged.mixing), None)
         return Interaction(*judged.interacting, segments, "unknown", told)
 
@@ -160,6 +175,11 @@ class SegmentPasses:
 
         def at_loss(pass_: ForwardPass, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.labels.look(self.segments, pass_, name, args, kwargs)
+            if self.segments is not None and judged.interacting is None and self.segments.kind == "graph":
+                before = judged.outputs
+                _look(pass_, (args, kwargs), self.segments, judged, look_closer)
+                judged.losses += judged.outputs - before
+                judged.in_loss = judged.interacting is not None
 
         def stream(_loop: TrainLoop) -> Iterator[Any]:
             return itertools.repeat(self._batch)

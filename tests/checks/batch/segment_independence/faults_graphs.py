@@ -232,3 +232,59 @@ pair(
     fixed=as_named_by_dgl(norm_of_a_graph),
     where="hidden.mean(dim=0, keepdim=True)",
 )
+
+
+class NodeNet(nn.Module):
+    """Hidden values of nodes; what is made of graphs is made in the loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(6, 8), nn.Tanh()), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def pooled_in_the_loop(pool):
+    def loss_of(model, data):
+        return F.cross_entropy(model.head(pool(model(data.x), data)), data.y)
+
+    return lambda: loop(NodeNet(), graphs(), loss_of)
+
+
+pair(
+    "pooled_in_the_loop_over_all_nodes",
+    "segment_independence",
+    "pooled_over_graphs",
+    faulty=pooled_in_the_loop(lambda nodes, data: nodes.mean(0, keepdim=True).expand(len(data.y), -1)),
+    fixed=pooled_in_the_loop(lambda nodes, data: averaged(nodes, data.batch, len(data.y))),
+    where="nodes.mean(0, keepdim=True)",
+)
+
+
+def scores_in_the_loop(score):
+    """One node of each graph is to be picked, as by a policy."""
+
+    class Picker(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.score = nn.Linear(6, 1)
+
+        def forward(self, x):
+            return self.score(x)
+
+    def loss_of(model, data):
+        logp = score(model(data.x), data)
+        return F.nll_loss(torch.cat([logp, torch.zeros_like(logp)], 1)[data.ptr[:-1]], torch.zeros_like(data.y))
+
+    return lambda: loop(Picker(), graphs(), loss_of)
+
+
+pair(
+    "scores_of_all_nodes_in_one_softmax_in_the_loop",
+    "segment_independence",
+    "softmax_over_graphs",
+    faulty=scores_in_the_loop(lambda scores, _data: scores.log_softmax(0)),
+    fixed=scores_in_the_loop(lambda scores, data: softmax_within(scores, data.batch, len(data.y)).log()),
+    where="scores.log_softmax(0)",
+)

@@ -248,3 +248,44 @@ def sorted_numbers_that_are_no_graphs():
 
     batch = {"x": torch.randn(8, 6, generator=generator(2)), "hour": hours, "y": torch.arange(8) % 3}
     return loop(Hourly(), batch, lambda m, b: F.cross_entropy(m(b["x"], b["hour"]), b["y"]))
+
+
+@odd(notes="two views of all nodes, standardised over the batch in the loss, as CCA-SSG does")
+def node_views_standardised_in_the_loss():
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+
+        def forward(self, x):
+            return self.body(x)
+
+    def standardised(z):
+        return (z - z.mean(0)) / (z.std(0) + 1e-6)
+
+    def loss_of(model, data):
+        one, two = (standardised(model(data.x + 0.1 * torch.randn_like(data.x))) for _ in range(2))
+        apart = (one.T @ one / len(one) - torch.eye(4)).square().sum()
+        return F.mse_loss(one, two) + 0.1 * apart
+
+    return loop(Views(), graphs(), loss_of)
+
+
+@odd(notes="every node against all others of the batch, in both directions")
+def node_contrast_over_all_graphs():
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8))
+
+        def forward(self, x):
+            return F.normalize(self.body(x), dim=1)
+
+    def loss_of(model, data):
+        one, two = model(data.x * 0.9), model(data.x)
+        scores = one @ two.T / 0.2
+        own = torch.arange(len(scores))
+        forth = F.nll_loss(scores.log_softmax(1), own)
+        return 0.5 * (forth + F.nll_loss(scores.log_softmax(0).T, own))
+
+    return loop(Views(), graphs(), loss_of)
