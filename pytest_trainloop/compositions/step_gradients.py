@@ -15,7 +15,7 @@ from pytest_trainloop.compositions.composition import Composition
 from pytest_trainloop.compositions.step_runs import StepRuns, Variation, bound
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.compare import agreement, optimizers
-from pytest_trainloop.gradients.vectors import Combination, Gradient, combination, consumed, vectors
+from pytest_trainloop.gradients.vectors import Combination, Gradient, combination, consumed, steps_of, vectors
 from pytest_trainloop.recording.events import Step
 from pytest_trainloop.runs.process_state import preserved
 from pytest_trainloop.runs.row_draws import DrawAxes
@@ -146,23 +146,26 @@ class StepGradients:
         """The gradient on a composition, made once for equal ones with equal ``contexts``, which are entered around
         ``fit``, each a hashable function of the run's ``Watch``. Look at ``refused`` first.
 
-        Raises ``CannotDecide`` where rows cannot be taken, or micro-batches are asked of a loop without the knob.
+        Raises ``CannotDecide`` where rows cannot be taken, or micro-batches are asked of a loop without the knob, whose
+        windows have another number of them.
         """
-        if composition.parts and not self._splits:
+        if composition.parts and not self._splits and len(composition.parts) != self.window:
             raise CannotDecide("the function has no knob accumulate: give it accumulate=1", needs="accumulate=1")
+        if composition.parts and not self._splits and self._runs.axes is None:
+            self.at(composition.whole())  # which tells what the axes of random draws stand for
         repeated = 1 if composition.parts else self.window
 
         def first_step(rows: tuple[tuple[int, ...], ...] = ()) -> StepGradient:
             knob = len(composition.parts) or 1
             return self._first_step(composition, lambda: self.composed(composition) * repeated, knob, contexts, rows)
 
-        if self._runs.axes is None and not self._splits:
+        if self._runs.axes is None and not self._splits and not composition.parts:
             alike = first_step()
             if alike.refused:
                 return alike
             self._runs.axes = self._axes(composition, alike)
         keyed = not self._splits and self._runs.axes is not None and self._runs.axes.axes
-        return first_step((composition.rows,) * repeated if keyed else ())
+        return first_step(tuple(part.rows for part in composition.split()) * repeated if keyed else ())
 
     def _axes(self, composition: Composition, made: StepGradient) -> DrawAxes:
         """What the axes of random draws stand for, from this run and one over another number of rows, which is made
@@ -254,4 +257,17 @@ def _window(evidence: Evidence) -> int:
     seen = evidence.run()
     name = evidence.knobs.get("accumulate")
     default = inspect.signature(evidence.make).parameters[name].default if name else 1
-    return max(1, round(seen.items / seen.rounds / (default if isinstance(default, int) else 1)))
+    taken = _taken_at_steps(seen)
+    regular = len(taken) > 1 and taken[0] == taken[1] - taken[0]
+    batches = taken[0] if regular else seen.items / seen.rounds  # the last window may be short
+    return max(1, round(batches / (default if isinstance(default, int) else 1)))
+
+
+def _taken_at_steps(record: Record) -> list[int]:
+    """How many batches the loop had taken before each step of the first optimizer."""
+    stepping = optimizers(record)
+    if not stepping:
+        return []
+    backwards = record.backwards()
+    ends = [step.reads[0].at for step in steps_of(record, stepping[0])]
+    return [max((b.item for b in backwards if b.at < end), default=0) for end in ends]

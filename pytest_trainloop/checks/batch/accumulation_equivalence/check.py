@@ -34,6 +34,9 @@ How it decides
     being the sum of theirs and the other the mean; where rows interact nothing confirms it, and a penalty on weights is
     the same for every row. With the knob it is a fault, since micro-batches then weigh the terms otherwise; without,
     advice: where all batches have one number of rows, the term's weight may be meant for it.
+    A loop without the knob that takes several batches a step is compared with itself over windows in which every
+    micro-batch is the whole batch: how micro-batches weigh against each other is then judged, and no common factor.
+    Weights that follow the place in the window are a fault, a mean of means is advice.
 
 Faulty
     >>> for i, (x, y) in enumerate(batches, start=1):
@@ -52,8 +55,8 @@ Fixed
 Known limits
     Losses in which examples interact (contrastive ones) are skipped: the gradients need not be equal. So are loops that
     draw with python's or numpy's generators. An uneven last window is advice. An average that no run calls is looked at
-    where ``TrainLoop.model`` declares it. Without the knob only the declared
-    ``loss`` is looked at, for a note.
+    where ``TrainLoop.model`` declares it. Without the knob a factor that
+    all micro-batches share is not seen; where a step takes one batch, the declared ``loss`` is looked at, for a note.
 
 References
     https://huggingface.co/blog/gradient_accumulation (mean of means over tokens)
@@ -109,8 +112,10 @@ def accumulation_equivalence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation
 
     if "accumulate" not in evidence.knobs:
-        apart = _terms_apart(evidence) if "fit" in evidence.offers and evidence.repeatable else None
-        yield from _declared_loss(evidence) if apart is None else [apart]
+        found = []
+        if "fit" in evidence.offers and evidence.repeatable:
+            found = [f for f in (_terms_apart(evidence), _fixed_window(evidence)) if f is not None]
+        yield from found or _declared_loss(evidence)
         return
     made, splits = evidence.shared(Accumulation.of).compare()
     if any(w.ratio != w.ratio for s in splits for w in s.windows if w.difference == 0.0):
@@ -325,6 +330,30 @@ def _unexplained(split: Split, weighing: Weighing) -> Finding:
         where=split.place,
         repair="look for what the loop keeps by itself and moves on with every micro-batch: the weight of a term, a "
         "temperature, a running value",
+    )
+
+
+def _fixed_window(evidence: Evidence) -> Finding | None:
+    """Of a loop without the knob, which accumulates all the same."""
+    from pytest_trainloop.checks.batch.accumulation_equivalence.fixed_window import fixed_window
+
+    seen = fixed_window(evidence)
+    if seen is None:
+        return None
+    return Finding(
+        cause=seen.found.cause,
+        level=seen.found.level,
+        summary=f"in windows of {len(seen.composition.parts)} {seen.found.summary}",
+        measured=listed_weights(seen.weighing),
+        shown_by=f"{seen.found.shown}; the one batch is a window in which every micro-batch holds all of the rows",
+        culprits=("loss.backward()",),
+        where=seen.place,
+        smallest=str(seen.composition),
+        composition=seen.composition.told(),
+        repair=""
+        if seen.found.level == "fault"
+        else f"{CAUSES[seen.found.cause].repair}; with a keyword accumulate=1 "
+        "that is passed on to the loop it is a fault",
     )
 
 

@@ -59,24 +59,32 @@ def by_weights(
     if pattern in ("scaled", "scaled_means"):
         return scaled(made, split, wrong, weighing.factor, len(splits))
     if pattern == "means":
-        return _mean_of_means(weighing)
+        return mean_of_means(weighing)
     if pattern == "other":
         return None
     largest = made.weigh(splits[-1])
-    if pattern == "divided_again" and largest.pattern == pattern:
+    again = pattern == "scaled_again"
+    same = largest.decays_by(weighing.factor_to_next) if again else largest.pattern == pattern
+    return by_place(weighing) if same else None
+
+
+def by_place(weighing: Weighing) -> Diagnosis | None:
+    """What weights say that differ by the micro-batches' places in their window; None where they follow no pattern."""
+    k, pattern = len(weighing.accumulated.weights), weighing.pattern
+    if pattern == "divided_again":
         return Diagnosis(
             "divided_twice",
             "the accumulated .grad is divided again with every further micro-batch of the window",
             f"each micro-batch weighs exactly 1/{k} of what the next one weighs",
         )
-    if pattern == "divided_by_position" and largest.pattern == pattern:
+    if pattern == "divided_by_position":
         return Diagnosis(
             "loss_not_divided",
             "each micro-batch is divided by its place in the window, not by the number of micro-batches",
             "the first weighs exactly 2, 3, ... times what the second, third, ... weighs",
         )
-    factor = weighing.factor_to_next
-    if pattern == "scaled_again" and largest.decays_by(factor):
+    if pattern == "scaled_again":
+        factor = weighing.factor_to_next
         by = f"divided by {1 / factor:.6g}" if 0 < factor < 1 else f"multiplied by {factor:.6g}"
         return Diagnosis(
             "divided_twice",
@@ -106,7 +114,7 @@ def _lost(split: Split, absent: int) -> Diagnosis:
     )
 
 
-def _mean_of_means(weighing: Weighing) -> Diagnosis:
+def mean_of_means(weighing: Weighing) -> Diagnosis:
     """A fault where the one batch weighs by valid targets; weights of classes or examples may be meant."""
     by_counts = weighing.by_counts
     what = "with unequal numbers of valid targets" if by_counts else "whose examples have unequal weights"

@@ -93,3 +93,49 @@ def a_root_of_a_mean_beside_a_mean():
         return F.cross_entropy(out, y) + 0.1 * (out - x[:, :3]).square().mean().sqrt()
 
     return classifier(loss)
+
+
+def accumulating(loss, **fields):
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
+
+    def fit(batches):
+        for number, (x, y) in enumerate(batches, start=1):
+            loss(net, x, y).backward()
+            if number % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return TrainLoop(model=net, optimizer=optimizer, batch=partly_labelled(), fit=fit, **fields)
+
+
+def partly_labelled():
+    x, y = data.labelled(rows=12)
+    return x, torch.stack([y, y.where(torch.arange(12) % 3 > 0, -100)], dim=1)
+
+
+@odd(notes="windows of four in the loop itself; what is ignored is in the sum as 0, over a constant number")
+def four_micro_batches_by_a_constant():
+    def loss(net, x, y):
+        out = net(x).unsqueeze(1).expand(-1, 2, -1)
+        return F.cross_entropy(out.flatten(0, 1), y.flatten(), reduction="sum") / 96
+
+    return accumulating(loss)
+
+
+@odd(notes="windows of four in the loop itself, not divided: the learning rate is set for the sum")
+def four_micro_batches_added_up():
+    def loss(net, x, y):
+        return F.cross_entropy(net(x), y[:, 0])
+
+    return accumulating(loss)
+
+
+@odd(notes="windows of four in the loop itself: every row is averaged over its own labels, and then the rows")
+def four_micro_batches_of_means_by_row():
+    def loss(net, x, y):
+        out = net(x).unsqueeze(1).expand(-1, 2, -1)
+        losses = F.cross_entropy(out.transpose(1, 2), y, reduction="none")
+        return (losses.sum(1) / (y != -100).sum(1)).mean() / 4
+
+    return accumulating(loss)
