@@ -39,11 +39,15 @@ class Value:
 
     made_by: Call | None = None
     of_batch: str = ""
+    number: int = -1
+    """The number of the batch that it was handed over with."""
     shape: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
     history: bool = False
     zero: bool = False
     """Whether it has entries and all are zero."""
+    zeros: int = 0
+    """How many entries are zero."""
     whole: bool = False
     """Whether all entries are whole numbers."""
     smallest: float = float("nan")
@@ -98,6 +102,8 @@ class Calls(WatchingMode):
     """What was backpropagated."""
     batch: list[Value] = field(default_factory=list)
     """The tensors of the batches."""
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    """Copies of these."""
     over: Callable[[Watch], bool] = lambda watch: watch.record.begun
     """Whether no more calls are kept."""
     _known: dict[int, tuple[weakref.ref[torch.Tensor], Value]] = field(default_factory=dict)
@@ -114,13 +120,14 @@ class Calls(WatchingMode):
     def active(self) -> bool:
         return not (self.watch.is_suspended or self.watch.backward is not None or self.over(self.watch))
 
-    def take(self, _number: int, item: Any) -> None:
+    def take(self, number: int, item: Any) -> None:
         """Note the tensors of a batch: for ``RunPlan.before_item``."""
         with self.watch.suspended():
             for path, tensor in nested.paths(item):
                 value = self._noted(tensor)
-                value.of_batch = nested.shown(path)
+                value.of_batch, value.number = nested.shown(path), number
                 self.batch.append(value)
+                self.tensors.append(tensor.detach().clone())
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watch, name = self.watch, name_of(func)
@@ -168,7 +175,8 @@ def _marked(tensor: torch.Tensor) -> Value:
     if not plain or tensor.numel() == 0:
         return value
     entries = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
-    value.zero = not bool(entries.any())
+    value.zeros = entries.numel() - int(entries.count_nonzero())
+    value.zero = value.zeros == entries.numel()
     value.digest = hash(entries.reshape(-1).view(torch.uint8).numpy().tobytes())
     if not entries.is_complex():
         value.smallest, value.largest = float(entries.min()), float(entries.max())

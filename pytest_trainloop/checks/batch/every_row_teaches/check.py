@@ -20,6 +20,11 @@ How it decides
     A class that costs a constant: on rows with 0 alone the loss is not 0, equal bit for bit at three states of the
     weights, and no gradient is but exactly 0; each row costs the same, more than 0, before the reduction; rows with 1
     have gradients. (Rows of a mask cost 0, with or without a constant added.)
+    One input for two: the model makes two equal calls with one tensor of the batch (the same function, the same
+    numbers, gradients on), and nothing reads another tensor of its shape, dtype and kind (no mask, no positions). With
+    dropout it is advice: an input may pass twice for two views of it.
+    Weights of classes, picked by labels or given as ``weight=``, of which an integer division or a cast makes some 0
+    and which are not 0 with their fractions kept.
     A loss that is exactly 0 at each pass, without any gradient, under five seeds of weights: it is followed back to the
     call that made 0 of something else. With a clamp left out, weights divided as fractions, or the target moved, a
     gradient must arrive. A clamp must also cut what it gets where all inputs are equal, so that no model could tell
@@ -61,6 +66,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.checks.batch.every_row_teaches.constant_class import ConstantClass
     from pytest_trainloop.checks.batch.every_row_teaches.left_out import LeftOut
+    from pytest_trainloop.checks.batch.every_row_teaches.one_pass import CutWeights, ReadTwice
     from pytest_trainloop.checks.batch.every_row_teaches.zero_losses import ZeroLoss
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -74,7 +80,7 @@ CAUSES = {
         change=("seen",),
     ),
     "weights_cut_to_zero": Cause(
-        proof="the loss is multiplied by weights of 0, and with their fractions kept gradients arrive",
+        proof="weights in the loss are 0, and with their fractions kept they are not",
         repair="compute weights in floating point: counts / total, not counts // total",
         explains=_NO_GRADIENT,
     ),
@@ -83,6 +89,13 @@ CAUSES = {
         repair="compare the model's output with the target of the batch",
         explains=_NO_GRADIENT,
         change=("seen",),
+    ),
+    "one_input_for_two": Cause(
+        proof="two equal calls are made with one tensor of the batch, and none with another that is like it",
+        repair="give each of the two calls its own input",
+        explains=(*LEARNING, "input_dependence", "every_param_moves"),
+        change=("seen",),
+        settle="leave what is not used out of the batch",
     ),
     "class_costs_a_constant": Cause(
         proof="rows of one class alone have a loss above 0 that no weight changes, and no gradient",
@@ -102,8 +115,10 @@ CAUSES = {
 
 @check(needs={"run"}, causes=CAUSES, rank=5)
 def every_row_teaches(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.checks.batch.every_row_teaches.calls import Calls
     from pytest_trainloop.checks.batch.every_row_teaches.constant_class import constant_class
     from pytest_trainloop.checks.batch.every_row_teaches.left_out import left_out
+    from pytest_trainloop.checks.batch.every_row_teaches.one_pass import cut_weights, read_twice
     from pytest_trainloop.checks.batch.every_row_teaches.zero_losses import zero_loss
 
     zero = zero_loss(evidence)
@@ -113,9 +128,16 @@ def every_row_teaches(evidence: Evidence) -> Iterator[Finding]:
     constant = constant_class(evidence)
     if constant is not None:
         yield _constant(constant)
-    unused = left_out(evidence)
+    twice = read_twice(evidence)
+    if twice is not None:
+        yield _twice(twice)
+    seen = Calls()
+    unused = left_out(evidence, seen)
     if unused is not None:
         yield _left_out(unused)
+    weights = cut_weights(evidence, seen)
+    if weights is not None:
+        yield _cut(weights)
 
 
 def _zero(found: ZeroLoss) -> Finding:
@@ -149,6 +171,32 @@ def _zero(found: ZeroLoss) -> Finding:
         shown_by="both sides come from one tensor; with one of them moved gradients arrive",
         culprits=(found.op,),
         where=str(found.place),
+    )
+
+
+def _twice(found: ReadTwice) -> Finding:
+    return Finding(
+        cause="one_input_for_two",
+        summary=f"{found.read} is given to the model twice, and {found.unread}, which is like it, never",
+        level="advice" if found.noise else "fault",
+        measured=f"{found.calls} function{'s' if found.calls > 1 else ''} of torch get{'' if found.calls > 1 else 's'} "
+        f"{found.read} twice with the same weights, and give{'' if found.calls > 1 else 's'} the same numbers",
+        shown_by=f"nothing reads {found.unread}; it has the shape and dtype of {found.read}, and other values",
+        culprits=(found.unread, found.read),
+        where=str(found.place),
+        repair=f"give {found.unread} to one of the two calls; or leave it out of the batch",
+    )
+
+
+def _cut(found: CutWeights) -> Finding:
+    return Finding(
+        cause="weights_cut_to_zero",
+        summary=f"{found.rows} of {found.count} weights in the loss are 0, since {found.op} takes their fractions away",
+        measured="rows with these weights cost nothing and have no gradient",
+        shown_by="with the fractions kept the loss is another one",
+        culprits=(found.op,),
+        where=str(found.place),
+        change=str(found.source),
     )
 
 

@@ -23,6 +23,7 @@ from pytest_trainloop.compositions.step_gradients import StepGradients
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.dependence import stirred
 from pytest_trainloop.recording.events import Backward, Step
+from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.no_randomness import NoRandomness
 
 if TYPE_CHECKING:
@@ -72,11 +73,18 @@ class LeftOut:
         return self.sizes != "share" or self.ends.behind_model
 
 
-def left_out(evidence: Evidence) -> LeftOut | None:
-    """The rows at an end of the batch that nothing uses. Raises ``CannotDecide`` where these may be positions."""
+def left_out(evidence: Evidence, seen: Calls) -> LeftOut | None:
+    """The rows at an end of the batch that nothing uses; ``seen`` keeps the calls of one of the steps that are made.
+
+    Raises ``CannotDecide`` where these may be positions, and where there is one row.
+    """
+    loop = evidence.fresh_loop()
+    batch = first_batches(loop, 1)[0] if loop.batch is None else loop.batch
+    if nested.rows(batch, loop.batch_dim if isinstance(loop.batch_dim, int) else 0) == 1:
+        raise CannotDecide("the batch has one row: give a larger one to see whether each row teaches", needs="batch=")
     made = evidence.shared(StepGradients.of)
-    rows = _Rows(made, range(made.rows))
-    if made.rows < 3 or rows.base is None:
+    rows = _Rows(made, range(made.rows), seen)
+    if rows.base is None:
         return None
     unused = rows.unused()
     if not unused or len(unused) >= made.rows:
@@ -112,8 +120,8 @@ def _listed(rows: Sequence[int]) -> str:
 class _Rows:
     """One step over chosen rows of the batch, and over the same with some of them replaced."""
 
-    def __init__(self, made: StepGradients, chosen: Sequence[int]) -> None:
-        self._made, self._chosen = made, tuple(chosen)
+    def __init__(self, made: StepGradients, chosen: Sequence[int], seen: Calls | None = None) -> None:
+        self._made, self._chosen, self._seen = made, tuple(chosen), seen
         self.base = self._print(self._chosen)
 
     def unused(self) -> tuple[int, ...]:
@@ -130,13 +138,14 @@ class _Rows:
         if self.base is None or not others:
             return False
         donors = dict.fromkeys((others[0], others[-1], others[len(others) // 2]))
-        return all(self._print(self._replaced(places, donor)) == self.base for donor in donors)
+        return all(self._print(self.replaced(places, donor)) == self.base for donor in donors)
 
-    def _replaced(self, places: Sequence[int], donor: int) -> tuple[int, ...]:
+    def replaced(self, places: Sequence[int], donor: int) -> tuple[int, ...]:
         return tuple(self._chosen[donor if p in places else p] for p in range(len(self._chosen)))
 
     def _print(self, rows: tuple[int, ...]) -> object:
-        made = self._made.at(Composition(rows))
+        watched = self._seen is not None and rows != self._chosen and not self._seen.calls
+        made = self._made.at(Composition(rows), contexts=(self._seen.contexts,) if watched and self._seen else ())
         return None if made.refused or not made.record.ended else fingerprint(made.record)
 
 

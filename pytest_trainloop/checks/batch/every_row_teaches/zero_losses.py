@@ -16,6 +16,7 @@ import torch
 from pytest_trainloop import nested
 from pytest_trainloop.batches.values import plain
 from pytest_trainloop.checks.batch.every_row_teaches.calls import Call, Calls, Value
+from pytest_trainloop.checks.batch.every_row_teaches.cuts import as_given, cuts, with_fractions
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.events import Backward
 from pytest_trainloop.recording.torch_names import (
@@ -51,7 +52,6 @@ MARGIN_LOSSES = {
     "multi_margin_loss",
     "multilabel_margin_loss",
 }
-_CUTTING = {"floor_divide", "__floordiv__", "floordiv", "long", "int", "short", "floor", "trunc", "to", "type", "round"}
 _COMPARED = DISTANCE_LOSSES | SUBTRACTIONS
 _SAME = CASTS | VIEWS
 
@@ -207,19 +207,7 @@ def _cuts(call: Call) -> bool:
 
 def _cut_to_zero(value: Value) -> Call | None:
     """The call that made zeros of fractions, on the way to this value."""
-    for at in value.origins():
-        call = at.made_by
-        if call is not None and at.zero and call.name in _CUTTING and not at.floating | (not _fractions(call)):
-            return call
-    return None
-
-
-def _fractions(call: Call) -> bool:
-    """Whether its inputs are not zero, and a cast among its kinds had fractions to lose."""
-    first = call.inputs[0] if call.inputs else None
-    if first is None or first.zero:
-        return False
-    return "div" in call.name or not first.whole
+    return next((at.made_by for at in value.origins() if at.zero and at.made_by and cuts(at.made_by)), None)
 
 
 def _source(value: Value) -> Value:
@@ -232,21 +220,10 @@ def _source(value: Value) -> Value:
 def _otherwise(why: Why, call: Call) -> Callable[..., Any]:
     """What takes the place of the result of the call."""
     if why == "hinge":
-        return _wide_margin if call.name in MARGIN_LOSSES else _first
+        return _wide_margin if call.name in MARGIN_LOSSES else as_given
     if why == "weights":
-        return _true_division if "div" in call.name else _first
+        return with_fractions(call)
     return _elsewhere
-
-
-def _first(_func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The tensor as it was given, with its fractions and its history."""
-    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
-    return next((t for t in tensors if t.requires_grad), tensors[0])
-
-
-def _true_division(_func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    one, other = args[:2] if len(args) > 1 else (args[0], kwargs["other"])
-    return torch.true_divide(one, other)
 
 
 def _wide_margin(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -256,7 +233,7 @@ def _wide_margin(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _elsewhere(_func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a target is not: the tensor moved."""
-    return _first(_func, args, kwargs).detach() + 1.0
+    return as_given(_func, args, kwargs).detach() + 1.0
 
 
 def _has_gradient(evidence: Evidence, others: dict[int, Callable[..., Any]]) -> bool:
