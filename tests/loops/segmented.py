@@ -173,6 +173,17 @@ def rollout(steps=12, envs=3, *, ends=((3, 0), (7, 1), (5, 2), (9, 0)), features
     }
 
 
+class Policy(nn.Module):
+    """Scores of the actions, and no value."""
+
+    def __init__(self, features=4, actions=3, width=16):
+        super().__init__()
+        self.body, self.policy = nn.Linear(features, width), nn.Linear(width, actions)
+
+    def forward(self, obs):
+        return self.policy(torch.tanh(self.body(obs)))
+
+
 class ActorCritic(nn.Module):
     def __init__(self, features=4, actions=3, width=16):
         super().__init__()

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.loops.pairs import pair
 from tests.loops.plain import loop
-from tests.loops.segmented import ActorCritic, action_logp, advantages_of, rollout
+from tests.loops.segmented import ActorCritic, Policy, action_logp, advantages_of, rollout
 
 GAMMA = 0.97
 
@@ -79,12 +79,12 @@ def reinforce(*, resets, numpy=False):
                     running = 0.0
                 running = reward + GAMMA * running
                 returns.insert(0, running)
-            logp = action_logp(model(batch["obs"])[0], batch["actions"])
+            logp = action_logp(model(batch["obs"]), batch["actions"])
             weights = torch.tensor(returns)
             weights = (weights - weights.mean()) / (weights.std() + 1e-9)
             return -(logp * weights).mean()
 
-        return loop(ActorCritic(), batch, loss_of)
+        return loop(Policy(), batch, loss_of)
 
     return make
 
@@ -116,9 +116,9 @@ def by_cumsum(*, each):
                 same = (episode[:, :, None] == episode[:, None, :]).to(rewards)
                 returns = (discounted[:, None, :] * same * (steps[None, :] >= steps[:, None])).sum(2)
             returns = returns / GAMMA**steps
-            return -(action_logp(model(batch["obs"])[0], batch["actions"]) * returns).mean()
+            return -(action_logp(model(batch["obs"]), batch["actions"]) * returns).mean()
 
-        return loop(ActorCritic(), batch, loss_of)
+        return loop(Policy(), batch, loss_of)
 
     return make
 

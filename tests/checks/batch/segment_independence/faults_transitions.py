@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from tests.loops.pairs import pair
 from tests.loops.plain import loop
-from tests.loops.segmented import ActorCritic, generator, rollout
+from tests.loops.segmented import Policy, generator, rollout
 
 GAMMA = 0.97
 
@@ -25,13 +25,13 @@ def transitions(flag="dones", **more):
 
 def q_learning(goes_on, flag="dones", **more):
     def loss_of(model, batch):
-        chosen = model(batch["obs"])[0].gather(1, batch["actions"][:, None])[:, 0]
+        chosen = model(batch["obs"]).gather(1, batch["actions"][:, None])[:, 0]
         with torch.no_grad():
-            after = model(batch["next_obs"])[0].max(1).values
+            after = model(batch["next_obs"]).max(1).values
             target = batch["rewards"] + GAMMA * after * goes_on(batch)
         return F.smooth_l1_loss(chosen, target)
 
-    return lambda: loop(ActorCritic(), transitions(flag, **more), loss_of)
+    return lambda: loop(Policy(), transitions(flag, **more), loss_of)
 
 
 pair(

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.loops.odd import odd
 from tests.loops.plain import loop
-from tests.loops.segmented import ActorCritic, action_logp, advantages_of, rollout
+from tests.loops.segmented import ActorCritic, Policy, action_logp, advantages_of, rollout
 
 GAMMA = 0.97
 
@@ -76,9 +76,9 @@ def reinforce_with_standardised_returns():
             found.insert(0, running)
         returns = torch.stack(found)
         returns = (returns - returns.mean()) / returns.std()
-        return -(action_logp(model(batch["obs"])[0], batch["actions"]) * returns).mean()
+        return -(action_logp(model(batch["obs"]), batch["actions"]) * returns).mean()
 
-    return loop(ActorCritic(), rollout(), loss_of)
+    return loop(Policy(), rollout(), loss_of)
 
 
 @odd(notes="returns are computed and standardised by numpy, over one flat rollout of steps with a reward of 1")
@@ -93,10 +93,10 @@ def reinforce_by_numpy_with_rewards_of_one():
             running = rewards[step] + GAMMA * running * (1 - dones[step])
             returns[step] = running
         returns = (returns - returns.mean()) / (returns.std() + 1e-9)
-        logp = action_logp(model(batch["obs"][:, 0])[0], batch["actions"][:, 0])
+        logp = action_logp(model(batch["obs"][:, 0]), batch["actions"][:, 0])
         return -(logp * torch.as_tensor(returns, dtype=logp.dtype)).mean()
 
-    return loop(ActorCritic(), flat, loss_of)
+    return loop(Policy(), flat, loss_of)
 
 
 @odd(notes="returns of three steps that stop at the end of an episode")
@@ -151,10 +151,10 @@ def episodes_in_rows_with_padding():
         weights = GAMMA ** torch.arange(steps, dtype=rewards.dtype)
         returns = (rewards * weights).flip(1).cumsum(1).flip(1) / weights
         keep = (batch["dones"].cumsum(1) - batch["dones"]) == 0
-        logp = action_logp(model(batch["obs"])[0], batch["actions"])
+        logp = action_logp(model(batch["obs"]), batch["actions"])
         return -(logp * returns)[keep].sum() / keep.sum()
 
-    return loop(ActorCritic(), batch, loss_of)
+    return loop(Policy(), batch, loss_of)
 
 
 @odd(notes="transitions from a replay buffer: each row is one, its end is in its own flag")
@@ -164,13 +164,13 @@ def transitions_from_a_replay_buffer():
     batch["next_obs"] = torch.randn(16, 4, generator=torch.Generator().manual_seed(8))
 
     def loss_of(model, batch):
-        chosen = model(batch["obs"])[0].gather(1, batch["actions"][:, None])[:, 0]
+        chosen = model(batch["obs"]).gather(1, batch["actions"][:, None])[:, 0]
         with torch.no_grad():
-            after = model(batch["next_obs"])[0].max(1).values
+            after = model(batch["next_obs"]).max(1).values
             target = batch["rewards"] + GAMMA * (1 - batch["dones"]) * after
         return F.smooth_l1_loss(chosen, target)
 
-    return loop(ActorCritic(), batch, loss_of)
+    return loop(Policy(), batch, loss_of)
 
 
 @odd(notes="rewards are whitened and clipped over the whole rollout before returns are taken")
@@ -195,14 +195,14 @@ def targets_go_on_at_time_limits():
     batch = stepwise(truncated=(torch.arange(16) == 9).float())
 
     def loss_of(model, batch):
-        chosen = model(batch["obs"])[0].gather(1, batch["actions"][:, None])[:, 0]
+        chosen = model(batch["obs"]).gather(1, batch["actions"][:, None])[:, 0]
         with torch.no_grad():
-            after = model(batch["next_obs"])[0].max(1).values
+            after = model(batch["next_obs"]).max(1).values
             ends = batch["dones"] * (1 - batch["truncated"])
             target = batch["rewards"] + GAMMA * (1 - ends) * after
         return F.smooth_l1_loss(chosen, target)
 
-    return loop(ActorCritic(), batch, loss_of)
+    return loop(Policy(), batch, loss_of)
 
 
 @odd(notes="a model of the world predicts rewards and what comes next, at the last step of an episode too")
@@ -230,14 +230,14 @@ def bonus_for_new_observations():
     class Curious(nn.Module):
         def __init__(self):
             super().__init__()
-            self.agent, self.target, self.guess = ActorCritic(), nn.Linear(4, 6), nn.Linear(4, 6)
+            self.agent, self.target, self.guess = Policy(), nn.Linear(4, 6), nn.Linear(4, 6)
             self.target.requires_grad_(requires_grad=False)
 
     def loss_of(model, batch):
         apart = (model.guess(batch["next_obs"]) - model.target(batch["next_obs"])).square().mean(1)
-        chosen = model.agent(batch["obs"])[0].gather(1, batch["actions"][:, None])[:, 0]
+        chosen = model.agent(batch["obs"]).gather(1, batch["actions"][:, None])[:, 0]
         with torch.no_grad():
-            after = model.agent(batch["next_obs"])[0].max(1).values
+            after = model.agent(batch["next_obs"]).max(1).values
             target = batch["rewards"] + 0.1 * apart.detach() + GAMMA * (1 - batch["dones"]) * after
         return F.smooth_l1_loss(chosen, target) + apart.mean()
 
@@ -247,6 +247,6 @@ def bonus_for_new_observations():
 @odd(notes="actions are cloned; rewards and next observations of the data set are not read")
 def cloned_actions():
     def loss_of(model, batch):
-        return F.cross_entropy(model(batch["obs"])[0], batch["actions"])
+        return F.cross_entropy(model(batch["obs"]), batch["actions"])
 
-    return loop(ActorCritic(), stepwise(), loss_of)
+    return loop(Policy(), stepwise(), loss_of)
