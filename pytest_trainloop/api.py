@@ -32,6 +32,7 @@ def check_loop(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     knobs: Mapping[str, str] | None = None,
     seed: int = 0,
+    hypothesis_seed: str = "",
     timeout: float = 120.0,
     device: str = "auto",
     strict: bool = False,
@@ -57,6 +58,9 @@ def check_loop(
         the knob behind each parameter of ``make`` with another name: ``{"use_checkpoint": "checkpoint"}``
     seed
         seed of every build and every run, from 0 on
+    hypothesis_seed
+        as Hypothesis' option ``--hypothesis-seed``, for the search of a smallest batch: a number, or "random"; default:
+        ``seed``
     timeout
         seconds that one run of ``fit`` may take
     device
@@ -80,7 +84,8 @@ def check_loop(
     """
     from pytest_trainloop.registry import of
 
-    subject = _subject("check_loop", make, Settings(seed=seed, timeout=timeout, device=device), knobs)
+    settings = Settings(seed=seed, hypothesis_seed=hypothesis_seed, timeout=timeout, device=device)
+    subject = _subject("check_loop", make, settings, knobs)
     plan = _plan("check_loop", of("loop"), only, skip, xfail, options, strict)
     return _reported(subject.name, _battery(subject, plan), raises)
 
@@ -110,7 +115,7 @@ def check_loss(
     seed
         seed of the values that are drawn, from 0 on
     hypothesis_seed
-        as Hypothesis' option ``--hypothesis-seed``: a number, or "random"; default: ``seed``
+        as for ``check_loop``, for the search of a violation
 
     Returns
     -------
