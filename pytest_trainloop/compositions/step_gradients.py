@@ -180,10 +180,14 @@ class StepGradients:
         few, many = sorted(logs)
         return DrawAxes() if again.refused else DrawAxes.between(logs[many], logs[few], many, few)
 
-    @property
     def drawn_otherwise(self) -> tuple[str, ...]:
-        """Random draws of which it is not known what belongs to which row, each with its line."""
-        return () if self._runs.axes is None else self._runs.axes.unknown
+        """Random draws of which it is not known what belongs to which row, each with its line: a reason why what should
+        add up does not. Where no run was compared for it, two are made."""
+        axes = self._runs.axes
+        if axes is None:
+            whole = Composition(tuple(range(max(1, self.rows))))
+            axes = self._axes(whole, self._first_step(whole, lambda: self.composed(whole) * self.window))
+        return axes.unknown
 
     def parts(self, composition: Composition) -> list[StepGradient]:
         """The gradient of each micro-batch alone."""

@@ -156,13 +156,13 @@ def test_noise_of_other_shapes_adds_up_as_well(draw):
     gradients = noisy(knob=False, draw=draw).shared(StepGradients.of)
     made = combined(gradients.at(Composition((0, 1, 2))), gradients.shares((0, 1, 2)), 0)
     assert made.residual < 1e-12
-    assert not gradients.drawn_otherwise
+    assert not gradients.drawn_otherwise()
 
 
 def test_a_draw_that_is_no_rows_own_is_named():
     gradients = noisy(knob=False, draw=lambda out: torch.randn(len(out) + 1, 5)[1:]).shared(StepGradients.of)
     gradients.at(Composition((0, 1, 2)))
-    (named,) = gradients.drawn_otherwise
+    (named,) = gradients.drawn_otherwise()
     assert named.startswith("randn of shape (4, 5), ")
 
 

@@ -48,6 +48,7 @@ from pytest_trainloop.gradients.compare import (
 from pytest_trainloop.gradients.tolerances import RESEEDED
 from pytest_trainloop.gradients.vectors import Combination, Gradient, combination, consumed, vectors
 from pytest_trainloop.runs.process_state import preserved
+from pytest_trainloop.wording import some
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -156,9 +157,15 @@ class Accumulation:
             raise CannotDecide(
                 "examples interact: the gradient of the whole batch is no weighted sum of those of its parts "
                 f"({one_batch.residual:.1e} of it lies outside), so that accumulation need not be equal"
+                f"{self._drawn_otherwise()}"
             )
         accumulated = self._weighted(self.many(split), split)
         return Weighing(one_batch, accumulated, self._counts(one_batch, split) is not None)
+
+    def _drawn_otherwise(self) -> str:
+        """What the loop draws that no row has of its own, to follow a reason."""
+        drawn = [] if self.cut.split_batch is not None else self._gradients.drawn_otherwise()
+        return f"; the loop draws {some(drawn, most=2)}, where it is not known which row has what" if drawn else ""
 
     def one_batch(self, split: Split) -> Combination:
         """The gradient of the one batch as a weighted sum of its micro-batches'. Raises ``CannotDecide`` where these
