@@ -254,11 +254,13 @@ class Accumulation:
         if kind in ("rates", "hooks"):
             one = self._run(split.composition.whole(), contexts=(around_one,), may_raise=True)
         many = self._run(self._items(split), knob=split.accumulate, contexts=(around_many,), may_raise=True)
-        if one.raised or many.raised or many.rounds != one.rounds or not left[-1].any:
+        last = left[-1]
+        left.clear()  # the run is known by its contexts, and each of these holds the loop's objects
+        if one.raised or many.raised or many.rounds != one.rounds or not last.any:
             return None
         found = agreements(one, many, split.optimizer, WINDOWS)
         equal = bool(found) and all(a.difference <= split.bound for a in found)
-        return left[-1] if equal and updates_apart(one, many) <= CLOSE else None
+        return last if equal and updates_apart(one, many) <= CLOSE else None
 
     def divides_by_a_constant(self, split: Split) -> bool:
         """Whether a window of k copies of the whole batch gives the one batch's gradient: the loop then divides by a
