@@ -38,6 +38,7 @@ def padded_groups(
     neither holds the other.
     """
     tensors = leaves(batch) if batch_dim >= 0 else []
+    tensors += _lists_of_lengths(batch, nested.rows(batch, batch_dim)) if tensors else []
     paddings = [None] if declared is None else declared.all
     rows = nested.rows(batch, batch_dim) if tensors else 0
     dims = dict.fromkeys(None if p is None else p.dim for p in paddings)
@@ -50,6 +51,16 @@ def padded_groups(
         if not given:
             found += _inferred(under, grid, paddings, pad_ids)
     return _each_once(sorted(found, key=lambda one: one.source == "id"))
+
+
+def _lists_of_lengths(batch: Any, rows: int) -> list[Leaf]:
+    """Lists of whole numbers, one for each row, as tensors."""
+    listed = {id(value) for value in nested.lists_of_rows(batch, rows)} if rows > 1 else set()
+    return [
+        Leaf((key,), torch.tensor(list(value)))
+        for key, value in nested.named_children(batch)
+        if id(value) in listed and all(type(number) is int for number in value)
+    ]
 
 
 def together(groups: Sequence[PaddingMask]) -> PaddingMask | None:

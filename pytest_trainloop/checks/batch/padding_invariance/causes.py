@@ -45,6 +45,13 @@ CAUSES = {
         change=("seen",),
         settle=_SETTLE,
     ),
+    "mask_of_another": Cause(
+        proof="padded positions count exactly where the mask of another sequence says that they are real",
+        repair="read each sequence under its own mask",
+        explains=LEARNING,
+        change=("seen",),
+        settle=_SETTLE,
+    ),
     "padding_counts": Cause(
         proof="the gradient changes with padding, and no single path explains it",
         repair="mask padded positions before positions are mixed",

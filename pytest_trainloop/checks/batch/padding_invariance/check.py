@@ -91,7 +91,8 @@ if TYPE_CHECKING:
 
 @check(needs={"fit"}, causes=CAUSES, rank=20)
 def padding_invariance(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.batch.padding_invariance.findings import explained
+    from pytest_trainloop.checks.batch.padding_invariance.crossed import mask_of_another
+    from pytest_trainloop.checks.batch.padding_invariance.findings import explained, under_another_mask
     from pytest_trainloop.checks.batch.padding_invariance.runs import PaddingRuns
 
     todo = list(evidence.shared(PaddingRuns.of))
@@ -109,6 +110,10 @@ def padding_invariance(evidence: Evidence) -> Iterator[Finding]:
         if found is not None:
             made.require_comparable(found)
             yield explained(evidence, made, found)
+            return
+    for made in todo:
+        if made.instead is not None and made.instead in todo and (other := mask_of_another(made)) is not None:
+            yield under_another_mask(made, other)
             return
     if not decided:
         raise refused[0]

@@ -14,8 +14,10 @@ from pytest_trainloop.wording import direction, share
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pytest_trainloop.checks.batch.padding_invariance.comparison import Comparison
     from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import PathCall
-    from pytest_trainloop.checks.batch.padding_invariance.runs import Comparison, PaddingRuns
+    from pytest_trainloop.checks.batch.padding_invariance.crossed import Crossed
+    from pytest_trainloop.checks.batch.padding_invariance.runs import PaddingRuns
     from pytest_trainloop.finding import Level
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -116,7 +118,12 @@ def _excuse(made: PaddingRuns, found: Comparison, path: _Path, calls: list[PathC
     """Why the project may want it so; nothing where it cannot. A fault all the same where padding is declared."""
     flow, ops = made.flow(found), {call.op for call in calls}
     if path is _POSITIONS:
-        return "" if made.varying else "where all batches are of one length, positions may be counted from the end"
+        longer = all(call.entries > made.padded.grid.length + 1 for call in calls)
+        return (
+            ""
+            if made.varying or (longer and made.sure)
+            else "where all batches are of one length, positions may be counted from the end"
+        )
     if not made.sure:
         return f"that {made.reason} may mean something other than padding"
     if flow.length_is_target and made.by_lengths:
@@ -250,6 +257,23 @@ def _statistics(made: PaddingRuns, found: Comparison) -> Finding:
         level="fault",
         repair="normalise real positions only: x[mask] = norm(x[mask]); or use a norm of each position (nn.LayerNorm)",
         holds=lambda smaller: smaller.statistics,
+    )
+
+
+def under_another_mask(made: PaddingRuns, other: Crossed) -> Finding:
+    """One of two sequences of equal width, read under the other's mask."""
+    return Finding(
+        cause="mask_of_another",
+        level="fault" if made.sure else "advice",
+        summary=f"{made.name} is read under the mask of {other.name}: its padding counts where {other.name} is real"
+        + ("" if made.sure else "; if padding must not count, declare padding=Padding(...)"),
+        measured=f"relative difference {share(other.difference)} with other values there, float64",
+        shown_by="other values in padded positions change the gradient where the other sequence is real, and nowhere "
+        f"else; these positions are padding: {made.reason}",
+        culprits=(other.op or "loss.backward()",),
+        where=str(other.place or ""),
+        smallest="",
+        repair=f"give {made.name} its own mask",
     )
 
 

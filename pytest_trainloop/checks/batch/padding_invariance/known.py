@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 def read(loop: TrainLoop, batch: Any) -> list[PaddingMask]:
     """The padding of a batch, by groups of tensors that are padded alike."""
-    time_first = loop.padding is not None and loop.padding.dim == 0
-    return padded_groups(
-        batch,
-        batch_dim=loop.batch_dim if isinstance(loop.batch_dim, int) else int(time_first),
-        declared=loop.padding,
-        pad_ids=padding_ids(loop.modules.values()),
-    )
+    declared, time_first = loop.padding, loop.padding is not None and loop.padding.dim == 0
+    axis = loop.batch_dim if isinstance(loop.batch_dim, int) else int(time_first)
+    pad_ids = padding_ids(loop.modules.values())
+    found = padded_groups(batch, batch_dim=axis, declared=declared, pad_ids=pad_ids)
+    if found or loop.batch_dim is not None or declared is not None:
+        return found
+    return [p for p in padded_groups(batch, batch_dim=1) if p.source == "lengths"]  # time comes first
 
 
 def is_declared(loop: TrainLoop, batch: Any, padded: PaddingMask) -> bool:

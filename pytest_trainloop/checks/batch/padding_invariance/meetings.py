@@ -52,19 +52,21 @@ class Meeting:
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of a tensor: it is made of the batch's values alone, or behind these meetings."""
+    """What is known of a tensor: it is made of the batch's values alone, or behind these meetings. ``binary``: of
+    zeros and ones, which may be a mask: a target only where a loss takes them as one."""
 
     tensor: weakref.ref[torch.Tensor]
     of_batch: bool = False
+    binary: bool = False
     behind: frozenset[Meeting] = field(default_factory=frozenset)
 
 
 class TargetMeetings(WatchingMode, NoRandomness):
     """Finds the meetings of one run; ``before_item`` is for the run's plan."""
 
-    def __init__(self, span: Span, rows: int) -> None:
+    def __init__(self, span: Span, rows: int, *, time_first: bool = False) -> None:
         super().__init__()
-        self._span, self._rows = span, rows
+        self._span, self._rows, self._time_first = span, rows, time_first
         self._known: dict[int, _Known] = {}
         self._met: list[Meeting] = []
 
@@ -75,8 +77,8 @@ class TargetMeetings(WatchingMode, NoRandomness):
 
     def before_item(self, _number: int, item: Any) -> None:
         for tensor in nested.tensors(item):
-            if plain(tensor) and not two_valued(tensor):
-                self._known[id(tensor)] = _Known(weakref.ref(tensor), of_batch=True)
+            if plain(tensor):
+                self._known[id(tensor)] = _Known(weakref.ref(tensor), of_batch=True, binary=two_valued(tensor))
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name == "backward":
@@ -96,11 +98,12 @@ class TargetMeetings(WatchingMode, NoRandomness):
         for one in met:
             if one.reduces and one is meeting and any(self._padded(t) is not None for t in tensors_in(out)):
                 one.in_the_model = True  # along another axis
-        of_batch = any(k is not None and k.of_batch for k in known)
+        data = [k for k in known if k is not None and k.of_batch]
+        of_batch, binary = bool(data), all(k.binary for k in data)
         if met or of_batch:
             for made in tensors_in(out):
                 if made.requires_grad or of_batch:
-                    self._known[id(made)] = _Known(weakref.ref(made), of_batch and not made.requires_grad, met)
+                    self._known[id(made)] = _Known(weakref.ref(made), of_batch and not made.requires_grad, binary, met)
         return out
 
     def _of(self, tensor: torch.Tensor) -> _Known | None:
@@ -111,7 +114,10 @@ class TargetMeetings(WatchingMode, NoRandomness):
         self, name: str, args: tuple[Any, ...], given: list[torch.Tensor], known: list[_Known | None]
     ) -> Meeting | None:
         reduces = name in _REDUCTIONS
-        meets = name in LOSSES | _DIFFERENCES | _INDEXED and any(k is not None and k.of_batch for k in known)
+        of_batch = [k for k in known if k is not None and k.of_batch]
+        meets = (name in _DIFFERENCES | _INDEXED and not all(k.binary for k in of_batch)) or (
+            name in LOSSES and bool(of_batch)
+        )
         if not (reduces or meets) or not any(t.requires_grad and self._padded(t) is not None for t in given):
             return None
         if name in _INDEXED and args and isinstance(args[0], torch.Tensor) and not args[0].requires_grad:
@@ -154,8 +160,10 @@ class TargetMeetings(WatchingMode, NoRandomness):
         length = size // self._rows
         if size % self._rows or self._span.of(length) is None:
             return None
-        shape = (self._rows, length, *tensor.shape[1:])
-        return lambda values: self._beyond(values.reshape(shape).movedim(1, 0))
+        rest = tensor.shape[1:]
+        if self._time_first:
+            return lambda values: self._beyond(values.reshape(length, self._rows, *rest))
+        return lambda values: self._beyond(values.reshape(self._rows, length, *rest).movedim(1, 0))
 
     def _beyond(self, values: torch.Tensor) -> torch.Tensor:
         first, last = self._span.of(len(values)) or (0, len(values))

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches.groups import together
 from pytest_trainloop.batches.own_data import require_given_data
+from pytest_trainloop.checks.batch.padding_invariance.comparison import BOUNDS, Comparison
 from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import (
     BATCH_STATISTICS,
     PATHS,
@@ -26,13 +26,14 @@ from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import (
 )
 from pytest_trainloop.checks.batch.padding_invariance.known import is_configured, is_declared, lengths, read
 from pytest_trainloop.checks.batch.padding_invariance.meetings import Meeting, TargetMeetings
-from pytest_trainloop.checks.batch.padding_invariance.slices import BatchSlice, cut, slices
+from pytest_trainloop.checks.batch.padding_invariance.slices import BatchSlice, cut, shorter_rows, slices
 from pytest_trainloop.errors import CannotDecide, DoesNotApply, Unreliable, UsageError
-from pytest_trainloop.gradients.compare import Agreement, agreement, first_step_difference, optimizers
-from pytest_trainloop.gradients.tolerances import RESEEDED, ROUNDING
+from pytest_trainloop.gradients.compare import agreement, first_step_difference, optimizers
+from pytest_trainloop.gradients.tolerances import RESEEDED
 from pytest_trainloop.gradients.vectors import Gradient, consumed, vectors
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.outside_draws import told
+from pytest_trainloop.runs.no_randomness import NoRandomness
 from pytest_trainloop.runs.process_state import preserved
 from pytest_trainloop.runs.same_start import SameStart, from_same_start
 from pytest_trainloop.runs.shared_draws import first_unlike
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pytest_trainloop.batches.padding import PaddingMask
+    from pytest_trainloop.checks.batch.padding_invariance.crossed import Crossing
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
@@ -49,48 +51,11 @@ if TYPE_CHECKING:
 LOOKED_AT = 4
 """Batches of the loop that are looked at for their lengths."""
 
-BOUNDS = {d: ROUNDING * torch.finfo(getattr(torch, d)).eps for d in ("float64", "float32")}
-"""Within which two orders of summation agree, by the precision that a loop is run in."""
-
 NONE: frozenset[str] = frozenset()
 """No path is blocked."""
 
 STATISTICS = frozenset({BATCH_STATISTICS})
 """No path is blocked, and batch norms take the statistics of the batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """The gradients that the first step consumes, with padding and without."""
-
-    full: BatchSlice
-    trimmed: BatchSlice
-    agreement: Agreement
-    losses: tuple[float, float]
-    """With padding and without."""
-    parameters: int
-    precision: str = "float64"
-    statistics: bool = False
-    """Whether batch norms took their statistics from the batch, as in training."""
-
-    @property
-    def within_float32(self) -> bool:
-        """Whether rounding to float32 somewhere may be all that differs: in a table of angles that numpy made, say."""
-        return self.agreement.difference <= BOUNDS["float32"]
-
-    @property
-    def equal(self) -> bool:
-        return self.agreement.difference <= BOUNDS[self.precision]
-
-    @property
-    def factor(self) -> float:
-        """The share of real positions, where the gradient with padding is exactly this share of the one without; of all
-        positions, or of all but one (targets that are shifted). 0 otherwise."""
-        total, real = self.full.stop - self.full.start, self.trimmed.stop - self.trimmed.start
-        shares = [real / total, (real - 1) / (total - 1)] if real > 1 else [real / total]
-        bound = BOUNDS[self.precision]
-        parallel = self.agreement.cosine > 1 - bound
-        return next((s for s in shares if parallel and abs(self.agreement.ratio / s - 1) <= bound), 0.0)
 
 
 def _looks_up(loop: TrainLoop) -> bool:
@@ -139,7 +104,7 @@ class PaddingRuns:
     ) -> None:
         self._batch = batch
         self._padded = padded
-        self._others = tuple(others)
+        self._others = self._beside = tuple(others)
         self.instead: PaddingRuns | None = None
         """All groups of this width as one, for a loop that takes them only so."""
         self._window = window
@@ -212,6 +177,31 @@ class PaddingRuns:
         return self._padded.name
 
     @property
+    def padded(self) -> PaddingMask:
+        return self._padded
+
+    @property
+    def beside(self) -> tuple[PaddingMask, ...]:
+        """Groups of the same width."""
+        return self._beside
+
+    def with_values(self, change: Callable[[Any, PaddingMask], Any]) -> dict[int, Gradient]:
+        """The gradients of the whole batch, changed without its shape; none where the loop cannot be run so."""
+        mode = NoRandomness()
+        plan = replace(self._plan_over(change(self._batch, self._padded)), contexts=lambda _watch: (mode,))
+        found = self._consumed(self._run_plan(plan))
+        return {} if isinstance(found, str) else found
+
+    def watched(self, mode: Crossing) -> None:
+        """Run the loop on the whole batch under a mode that looks at its calls."""
+        self._run_plan(replace(self._plan_over(self._batch), contexts=mode.contexts, before_item=mode.before_item))
+
+    @property
+    def bound(self) -> float:
+        """Within which equal gradients may differ by rounding."""
+        return BOUNDS[self._precision]
+
+    @property
     def reason(self) -> str:
         """What proves the padding."""
         return self._padded.reason
@@ -250,7 +240,9 @@ class PaddingRuns:
         kept, and takes no other path, is no difference.
         """
         compared, refused, rounded = 0, "", 0.0
-        for chosen in slices(self._padded, self._others):
+        for chosen in [*slices(self._padded, self._others), *shorter_rows(self._padded)]:
+            if chosen.uneven and (compared or refused):
+                continue
             found = self._compared(chosen)
             if isinstance(found, str):
                 refused = found or refused
@@ -376,7 +368,8 @@ class PaddingRuns:
         """Where outputs at padded positions meet targets in the loss and get a gradient from them, or are reduced."""
         if found.full in self._meetings:
             return self._meetings[found.full]
-        mode = TargetMeetings(found.full.span, self._count or len(found.full.rows))
+        time_first = self._padded.grid.batch_dim == 1
+        mode = TargetMeetings(found.full.span, self._count or len(found.full.rows), time_first=time_first)
         plan = replace(self._plan_for(found.full), contexts=mode.contexts, before_item=mode.before_item)
         self._meetings[found.full] = [] if self._run_plan(plan).raised else mode.found
         return self._meetings[found.full]
@@ -405,7 +398,9 @@ class PaddingRuns:
 
     def _gradients(self, chosen: BatchSlice, blocked: frozenset[str]) -> dict[int, Gradient] | str:
         """What the first step of each optimizer consumes, or why there is nothing to compare."""
-        record = self._made(chosen, blocked)[0]
+        return self._consumed(self._made(chosen, blocked)[0])
+
+    def _consumed(self, record: Record) -> dict[int, Gradient] | str:
         if record.raised is not None:
             return f"fit raised {record.raised.summary} on rows that are all padded, or cut to their length"
         low = [p.name for p in record.parameters if p.dtype in ("float16", "bfloat16")]
@@ -428,13 +423,10 @@ class PaddingRuns:
         return self._run_plan(plan), mode.flow
 
     def _plan_for(self, chosen: BatchSlice) -> RunPlan:
-        plan = from_same_start(
-            self._plan,
-            self._start,
-            lambda _loop: (
-                [cut(self._batch, self._padded, chosen, count=self._count, others=self._others)] * self._window
-            ),
-        )
+        return self._plan_over(cut(self._batch, self._padded, chosen, count=self._count, others=self._others))
+
+    def _plan_over(self, batch: Any) -> RunPlan:
+        plan = from_same_start(self._plan, self._start, lambda _loop: [batch] * self._window)
         return replace(plan, double=self._precision == "float64", enough=lambda r: r.rounds >= 1, may_raise=True)
 
 

@@ -30,6 +30,8 @@ class BatchSlice:
     stop: int
     first: int
     last: int
+    uneven: bool = False
+    """Whether some of the rows are shorter, so that a part of their padding is always there."""
 
     @property
     def span(self) -> Span:
@@ -82,6 +84,16 @@ def slices(padded: PaddingMask, others: Sequence[PaddingMask] = ()) -> list[Batc
             if sizes:
                 return [_slice(padded, lengths, n) for n in dict.fromkeys((sizes[0], sizes[-1]))]
     return []
+
+
+def shorter_rows(padded: PaddingMask) -> list[BatchSlice]:
+    """All rows that are padded by two positions or more, as one slice, cut to the longest of them: where one row alone,
+    or several equal ones, give no gradient, as in a contrast of rows."""
+    rows = tuple(r for r, n in enumerate(padded.lengths) if 1 <= n <= padded.grid.length - 2)
+    if len(rows) < 2:
+        return []
+    longest = max(padded.lengths[r] for r in rows)
+    return [replace(_slice(padded, dict.fromkeys(rows, longest), longest), rows=rows, uneven=True)]
 
 
 def _slice(padded: PaddingMask, lengths: dict[int, int], n: int) -> BatchSlice:
@@ -166,7 +178,11 @@ class _Range:
         return bool((off == off[:1, :1]).all())
 
     def _are_lengths(self, tensor: torch.Tensor) -> bool:
-        same = tensor.shape == (self.count,) and not tensor.is_floating_point() and not self.padded.joint
+        same = (
+            tensor.shape == (self.count,)
+            and not tensor.is_floating_point()
+            and not (self.padded.joint or self.chosen.uneven)
+        )
         return same and tuple(tensor.tolist()) == self.padded.lengths
 
     def _narrow(self, tensor: torch.Tensor, axes: Sequence[int], longer: int) -> torch.Tensor:
