@@ -136,9 +136,9 @@ def _largest(leaf: Leaf, fits: list[int], certain: set[int], regions: list[torch
 
 def _group(tellers: list[Hint], own: list[Leaf], grid: Grid, *, alone: bool) -> PaddingMask:
     first = tellers[0]
-    of_ids = any(
-        leaf.whole and leaf.tensor.dim() == 2 and not leaf.two_valued and not is_label(leaf, None) for leaf in own
-    )
+    values = [leaf for leaf in own if not leaf.two_valued]
+    ids = any(leaf.whole and leaf.tensor.dim() == 2 and not is_label(leaf, None) for leaf in values)
+    of_ids = ids and not any(leaf.tensor.dim() > 2 for leaf in values)
     by = frozenset(hint.leaf.path for hint in tellers if hint.source != "id")
     of = frozenset(leaf.path for leaf in own)
     name = "" if alone else nested.shown(next((leaf.path for leaf in own if not leaf.two_valued), own[0].path))

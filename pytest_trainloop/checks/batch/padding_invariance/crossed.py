@@ -57,6 +57,8 @@ def mask_of_another(runs: PaddingRuns) -> Crossed | None:
         read, unread = own.mask & ~other.mask, own.mask & other.mask
         if other.side != own.side or not (bool(read.any()) and bool(unread.any())):
             continue
+        if not bool((other.mask & ~own.mask).any()):
+            continue  # never the longer one: both may be of one series, of which this one is known for a shorter time
         as_is, same = (runs.with_values(functools.partial(other_values, cells=c)) for c in (own.mask & False, unread))
         if not same or _differ(as_is, same) > runs.bound:
             continue

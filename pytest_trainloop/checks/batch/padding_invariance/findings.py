@@ -119,11 +119,9 @@ def _excuse(made: PaddingRuns, found: Comparison, path: _Path, calls: list[PathC
     flow, ops = made.flow(found), {call.op for call in calls}
     if path is _POSITIONS:
         longer = all(call.entries > made.padded.grid.length + 1 for call in calls)
-        return (
-            ""
-            if made.varying or (longer and made.sure)
-            else "where all batches are of one length, positions may be counted from the end"
-        )
+        if made.varying or (longer and made.sure and not made.declared):
+            return ""  # a table for longer rows: the last position is not always the same one
+        return "where all batches are of one length, positions may be counted from the end"
     if not made.sure:
         return f"that {made.reason} may mean something other than padding"
     if flow.length_is_target and made.by_lengths:
@@ -179,16 +177,20 @@ def _targets_met(evidence: Evidence, made: PaddingRuns, found: Comparison) -> Fi
     if not met:
         return None
     term = next((m for m in counted if m.reduces), None)
+    aligned = met[-1].op == "ctc_loss"
     return _finding(
         made,
         found,
         "padded_targets",
-        f"outputs at padded positions are trained towards what stands there in the targets, by {met[-1].op}",
+        "ctc_loss aligns padded positions too: it is told their number as the length"
+        if aligned
+        else f"outputs at padded positions are trained towards what stands there in the targets, by {met[-1].op}",
         shown="the gradient of these outputs is not zero there, beyond the first padded position",
         culprit=met[-1].op,
         where=str(met[-1].place),
         change=str(term.place) if term else "",
         level="fault" if made.sure or evidence.root_causes("padding_invariance") else "advice",
+        repair="give each row's own length, as the model leaves it, as input_lengths" if aligned else "",
         holds=lambda smaller: any(not m.reduces for m in made.meetings(smaller)),
     )
 
@@ -264,9 +266,9 @@ def under_another_mask(made: PaddingRuns, other: Crossed) -> Finding:
     """One of two sequences of equal width, read under the other's mask."""
     return Finding(
         cause="mask_of_another",
-        level="fault" if made.sure else "advice",
+        level="fault" if made.sure and (made.of_ids or made.declared) else "advice",
         summary=f"{made.name} is read under the mask of {other.name}: its padding counts where {other.name} is real"
-        + ("" if made.sure else "; if padding must not count, declare padding=Padding(...)"),
+        + ("" if made.sure and made.of_ids else "; if padding must not count, declare padding=Padding(...)"),
         measured=f"relative difference {share(other.difference)} with other values there, float64",
         shown_by="other values in padded positions change the gradient where the other sequence is real, and nowhere "
         f"else; these positions are padding: {made.reason}",

@@ -61,8 +61,6 @@ pair(
     "undeclared_frames_are_pulled_to_zero",
     "padding_invariance",
     "padded_targets",
-    level="advice",
-    mentions=("declare padding=Padding(...)",),
     faulty=undeclared(frames(kept=False)),
     fixed=undeclared(frames(kept=True)),
 )
@@ -289,7 +287,8 @@ def aligned(own):
 pair(
     "alignment_over_declared_padding",
     "padding_invariance",
-    "padding_counts",
+    "padded_targets",
+    mentions=("is told their number as the length",),
     faulty=aligned(own=False),
     fixed=aligned(own=True),
 )

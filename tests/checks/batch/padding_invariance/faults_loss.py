@@ -103,7 +103,6 @@ pair(
     "padded_frames_are_pulled_to_zero",
     "padding_invariance",
     "padded_targets",
-    mentions=("if this is meant (a penalty on outputs)",),
     change="return errors.sum() / (4 * mask.sum())",
     faulty=frames(kept=False),
     fixed=frames(kept=True),

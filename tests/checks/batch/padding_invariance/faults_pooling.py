@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from pytest_trainloop.loop import Padding
 from tests.loops.padded_texts import PAD, class_loss, loop
 from tests.loops.pairs import pair
+from tests.loops.several_texts import VOCAB, padded_text, trained
 
 MASKED = ("input_ids", "attention_mask", "labels")
 WITH_LENGTHS = ("input_ids", "lengths", "labels")
@@ -164,4 +165,84 @@ pair(
     where="return self.head(x[:, -1])",
     faulty=lambda: loop(LastToken(own=False), MASKED, class_loss),
     fixed=lambda: loop(LastToken(own=True), MASKED, class_loss),
+)
+
+
+class TimeFirst(nn.Module):
+    """Series with time as the first axis, read by the last state of a recurrent net."""
+
+    def __init__(self, packed):
+        super().__init__()
+        self.rnn, self.head, self.packed = nn.GRU(6, 16), nn.Linear(16, 3), packed
+
+    def forward(self, x, lengths):
+        x = pack_padded_sequence(x, lengths, enforce_sorted=False) if self.packed else x
+        return self.head(self.rnn(x)[1][-1])
+
+
+def time_first(packed):
+    lengths = torch.tensor([12, 8, 10, 5])
+    x = torch.randn(12, 4, 6) * (torch.arange(12)[:, None] < lengths[None]).unsqueeze(-1)
+    batch = x, lengths, torch.tensor([0, 1, 2, 1])
+    return trained(TimeFirst(packed), batch, lambda model, item: F.cross_entropy(model(*item[:2]), item[2]))
+
+
+pair(
+    "last_state_of_padding_where_time_comes_first",
+    "padding_invariance",
+    "padding_pooled",
+    where="self.rnn(x)",
+    faulty=lambda: time_first(packed=False),
+    fixed=lambda: time_first(packed=True),
+)
+
+
+def listed_lengths(pooled):
+    lengths = [12, 8, 10, 5]
+    x = torch.randn(4, 12, 6) * (torch.arange(12)[None] < torch.tensor(lengths)[:, None]).unsqueeze(-1)
+    batch = {"x": x, "lengths": lengths, "y": torch.tensor([0, 1, 2, 1])}
+    model = nn.ModuleList([nn.Sequential(nn.Linear(6, 16), nn.Tanh()), nn.Linear(16, 3)])
+    return trained(model, batch, lambda m, b: F.cross_entropy(m[1](pooled(m[0](b["x"]), b["lengths"])), b["y"]))
+
+
+pair(
+    "averaged_over_padding_beside_a_list_of_lengths",
+    "padding_invariance",
+    "padding_pooled",
+    where="states.mean(1)",
+    faulty=lambda: listed_lengths(lambda states, lengths: states.mean(1)),
+    fixed=lambda: listed_lengths(
+        lambda states, lengths: torch.stack([s[:n].mean(0) for s, n in zip(states, lengths, strict=True)])
+    ),
+)
+
+
+class Captions(nn.Module):
+    def __init__(self, pooled):
+        super().__init__()
+        self.embed, self.picture, self.pooled = nn.Embedding(VOCAB, 16), nn.Linear(6, 16), pooled
+
+    def forward(self, ids, mask, picture):
+        text = F.normalize(self.pooled(self.embed(ids), mask.unsqueeze(-1)), dim=-1)
+        return 5 * text @ F.normalize(self.picture(picture), dim=-1).mT
+
+
+def captions(pooled):
+    ids, mask = padded_text((9, 6, 5, 7), seed=8)
+
+    def loss_of(model, batch):
+        scores = model(batch["ids"], batch["mask"], batch["pixels"])
+        own = torch.arange(len(scores))
+        return F.cross_entropy(scores, own) + F.cross_entropy(scores.mT, own)
+
+    return trained(Captions(pooled), {"ids": ids, "mask": mask, "pixels": torch.randn(4, 6)}, loss_of)
+
+
+pair(
+    "contrasted_captions_are_averaged_over_padding",
+    "padding_invariance",
+    "padding_pooled",
+    where="states.mean(1)",
+    faulty=lambda: captions(lambda states, mask: states.mean(1)),
+    fixed=lambda: captions(lambda states, mask: (states * mask).sum(1) / mask.sum(1)),
 )

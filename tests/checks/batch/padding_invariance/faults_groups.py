@@ -1,0 +1,228 @@
+"""Batches of several padded sequences: chosen and rejected answers, two sentences, a source and a target."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import Padding, TrainLoop
+from tests.loops.pairs import pair
+from tests.loops.several_texts import VOCAB, CausalModel, answers, padded_text, trained
+
+
+def log_likelihood(model, ids, attended, labels, *, counted=True):
+    """The summed log-probability of each answer; labels are -100 in the prompt and in padding."""
+    labels = labels[:, 1:]
+    kept = labels != -100
+    each = model(ids, attended)[:, :-1].log_softmax(-1).gather(2, labels.clamp(min=0).unsqueeze(2)).squeeze(2)
+    return (each * kept).sum(1) if counted else each.sum(1)
+
+
+def preference(counted=True):
+    def loss_of(model, batch):
+        chosen, rejected = (
+            log_likelihood(
+                model,
+                batch[f"{side}_input_ids"],
+                batch[f"{side}_attention_mask"],
+                batch[f"{side}_labels"],
+                counted=counted,
+            )
+            for side in ("chosen", "rejected")
+        )
+        return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+    return lambda: trained(CausalModel(), answers(), loss_of)
+
+
+pair(
+    "log_probabilities_of_ignored_labels_are_summed",
+    "padding_invariance",
+    "padded_targets",
+    where="each = model(ids, attended)",
+    mentions=("chosen_input_ids",),
+    faulty=preference(counted=False),
+    fixed=preference(),
+)
+
+
+def concatenated(counted=True):
+    def loss_of(model, batch):
+        ids, attended, labels = (
+            torch.cat([batch[f"{side}_{key}"] for side in ("chosen", "rejected")])
+            for key in ("input_ids", "attention_mask", "labels")
+        )
+        chosen, rejected = log_likelihood(model, ids, attended, labels, counted=counted).chunk(2)
+        return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+    return lambda: trained(CausalModel(), answers(), loss_of)
+
+
+pair(
+    "concatenated_answers_sum_over_padding",
+    "padding_invariance",
+    "padded_targets",
+    where="each = model(ids, attended)",
+    faulty=concatenated(counted=False),
+    fixed=concatenated(),
+)
+
+
+class RewardModel(nn.Module):
+    """Scores an answer by its last token."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.body, self.score, self.last = CausalModel(), nn.Linear(VOCAB, 1), last
+
+    def forward(self, ids, attended):
+        return self.last(self.score(self.body(ids, attended)).squeeze(-1), attended)
+
+
+def reward_loss(model, batch):
+    chosen = model(batch["chosen_input_ids"], batch["chosen_attention_mask"])
+    rejected = model(batch["rejected_input_ids"], batch["rejected_attention_mask"])
+    return -F.logsigmoid(chosen - rejected).mean()
+
+
+def last_position(scores, _attended):
+    return scores[:, -1]
+
+
+def last_token(scores, attended):
+    return scores.gather(1, attended.sum(1, keepdim=True) - 1).squeeze(1)
+
+
+pair(
+    "reward_is_read_at_the_last_position",
+    "padding_invariance",
+    "padding_pooled",
+    where="return scores[:, -1]",
+    faulty=lambda: trained(RewardModel(last_position), answers(), reward_loss),
+    fixed=lambda: trained(RewardModel(last_token), answers(), reward_loss),
+)
+
+
+class Sentences(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, 16)
+
+    def forward(self, ids, mask):
+        kept = mask.unsqueeze(-1).to(self.head.weight.dtype)
+        return self.head((self.embed(ids) * kept).sum(1) / kept.sum(1))
+
+
+class MeansOfAll(Sentences):
+    def forward(self, ids, mask):
+        return self.head(self.embed(ids).mean(1))
+
+
+def two_sentences():
+    first, first_mask = padded_text((8, 4, 5, 6), seed=1)
+    second, second_mask = padded_text((5, 8, 4, 4), seed=2)
+    batch = {"ids_a": first, "mask_a": first_mask, "ids_b": second, "mask_b": second_mask}
+    return {**batch, "similar": torch.tensor([0.0, 1.0, 1.0, 0.0])}
+
+
+def similarity(mask_of_second):
+    def loss_of(model, batch):
+        first, second = model(batch["ids_a"], batch["mask_a"]), model(batch["ids_b"], batch[mask_of_second])
+        return F.mse_loss(F.cosine_similarity(first, second), batch["similar"])
+
+    return loss_of
+
+
+pair(
+    "second_sentence_under_the_first_ones_mask",
+    "padding_invariance",
+    "mask_of_another",
+    where="kept).sum(1)",
+    quick=True,
+    faulty=lambda: trained(Sentences(), two_sentences(), similarity("mask_a")),
+    fixed=lambda: trained(Sentences(), two_sentences(), similarity("mask_b")),
+)
+pair(
+    "both_sentences_are_averaged_over_padding",
+    "padding_invariance",
+    "padding_pooled",
+    where="self.embed(ids).mean(1)",
+    mentions=("ids_a",),
+    faulty=lambda: trained(MeansOfAll(), two_sentences(), similarity("mask_b")),
+    fixed=lambda: trained(Sentences(), two_sentences(), similarity("mask_b")),
+)
+
+
+def answers_of_one_mask(side):
+    """The likelihood of the rejected answer, counted by the mask of ``side``."""
+
+    def loss_of(model, batch):
+        found = []
+        for own, counted in (("chosen", "chosen"), ("rejected", side)):
+            ids = batch[f"{own}_input_ids"]
+            each = model(ids, batch[f"{own}_attention_mask"])[:, :-1].log_softmax(-1)
+            each = each.gather(2, ids[:, 1:].unsqueeze(2)).squeeze(2)
+            found.append((each * batch[f"{counted}_attention_mask"][:, 1:]).sum(1))
+        return -F.logsigmoid(0.1 * (found[0] - found[1])).mean()
+
+    def make() -> TrainLoop:
+        batch = {key: value for key, value in answers().items() if "labels" not in key}
+        return trained(CausalModel(), batch, loss_of)
+
+    return make
+
+
+pair(
+    "rejected_answer_counted_by_the_chosen_ones_mask",
+    "padding_invariance",
+    "mask_of_another",
+    where="found.append(",
+    faulty=answers_of_one_mask("chosen"),
+    fixed=answers_of_one_mask("rejected"),
+)
+
+
+class Translator(nn.Module):
+    def __init__(self, masked):
+        super().__init__()
+        self.source, self.target = nn.Embedding(VOCAB, 16), nn.Embedding(VOCAB, 16)
+        self.cross, self.head = nn.MultiheadAttention(16, 2, batch_first=True), nn.Linear(16, VOCAB)
+        self.masked = masked
+
+    def forward(self, source, source_mask, target):
+        memory, x = self.source(source), self.target(target)
+        hidden = source_mask == 0 if self.masked else None
+        return self.head(x + self.cross(x, memory, memory, key_padding_mask=hidden, need_weights=False)[0])
+
+
+def translation_loss(model, batch):
+    labels = batch["tgt"][:, 1:].masked_fill(batch["tgt_mask"][:, 1:] == 0, -100)
+    return F.cross_entropy(model(batch["src"], batch["src_mask"], batch["tgt"][:, :-1]).transpose(1, 2), labels)
+
+
+def translations():
+    source, source_mask = padded_text((8, 4, 5, 6), seed=3)
+    target, target_mask = padded_text((5, 8, 4, 4), seed=4)
+    return {"src": source, "src_mask": source_mask, "tgt": target, "tgt_mask": target_mask}
+
+
+BOTH = [Padding(pad_id=0, of=("src", "src_mask")), Padding(pad_id=0, of=("tgt", "tgt_mask"))]
+
+pair(
+    "padding_of_the_source_is_attended_beside_a_target_of_one_width",
+    "padding_invariance",
+    "padded_keys_attended",
+    where="self.cross(",
+    mentions=("src",),
+    faulty=lambda: trained(Translator(masked=False), translations(), translation_loss),
+    fixed=lambda: trained(Translator(masked=True), translations(), translation_loss),
+)
+pair(
+    "padding_of_the_source_is_attended_and_both_are_declared",
+    "padding_invariance",
+    "padded_keys_attended",
+    where="self.cross(",
+    faulty=lambda: trained(Translator(masked=False), translations(), translation_loss, padding=BOTH),
+    fixed=lambda: trained(Translator(masked=True), translations(), translation_loss, padding=BOTH),
+)
