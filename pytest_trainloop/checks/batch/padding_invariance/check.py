@@ -11,25 +11,33 @@ Why is this bad?
 
 How it decides
     Padding is what the batch proves: positions at one side of the rows, given by a declared pad id, an embedding's
-    padding_idx, a mask or lengths, where every tensor with rows and positions holds one and the same value. No value is
-    made up: rows and positions are slices of the batch. In float64 both gradients agree to rounding (1e3 eps). A loop
-    in which only the first padded position counts, as the end of a text, agrees once that one is kept, and passes.
-    A difference below the rounding of float32 is judged only where attention or pooling explains it: a table of
-    angles that numpy made moves positions by as much. With ``padding=`` declared any other difference is a fault,
-    explained or not. Batch norms are then compared once more with the statistics of the batch. Two things stay
-    advice: positions from the left edge where several batches are given, all of one length, and the table of
-    positions ends there (the last position is then always the same one); and an unexplained difference in a loop that
-    draws random numbers, which may choose what is trained on by the length. Undeclared, a difference alone is no
-    fault: many models mix neighbours or scale by length. It is one where blocking a single path makes both gradients
-    equal: padded keys left out of attention, pooling over real positions only, positions counted from the first real
-    one; or where the gradient is exactly the share of real positions times the other. It is advice where the project
-    may want it so: with batches of one fixed length, positions from the left edge, a constant divisor and zeros in a
-    mean; with padding that only an embedding's padding_idx shows (and no ``config.pad_token_id`` of the model, as in
-    transformers), or a mask next to features (it may be of observations); behind convolutions and for maxima, where
-    pooling over padding is common; for statistics that go back to every position, as in a norm or a gate; for sums of
-    losses, where a penalty on outputs may be meant; and for a recurrent net that is not packed and of which no state
-    in or behind the padding is used: its backward direction, or the whole net where padding comes first, only begins
-    in another state. A declared ``pad_id`` speaks for the tensors whose ids it pads, and not for others that are
+    padding_idx, a mask or lengths (also a list of them, and where time comes first), where every tensor with rows
+    and positions holds one and the same value. Of several sequences in one batch (chosen and rejected, source and
+    target) each is cut alone: a tensor belongs to what says where padding stands if it holds one value there, and
+    several before; ``Padding(of=)``, or a list of paddings, declares it. A loop that takes sequences of one width
+    only gets all of them cut together. No value is made up: rows and positions are slices of the batch. In float64
+    both gradients agree to rounding (1e3 eps). A loop in which only the first padded position counts, as the end of
+    a text, agrees once that one is kept, and passes. A difference below the rounding of float32 is judged only
+    where attention or pooling explains it: a table of angles that numpy made moves positions by as much. With
+    ``padding=`` declared any other difference is a fault, explained or not. Batch norms are then compared once more
+    with the statistics of the batch. Two things stay advice: positions from the left edge where several batches are
+    given, all of one length, and the table of positions ends there (the last position is then always the same one);
+    and an unexplained difference in a loop that draws random numbers, which may choose what is trained on by the
+    length.  Undeclared, a difference alone is no fault: many models mix neighbours or scale by length. It is one
+    where blocking a single path makes both gradients equal: padded keys left out of attention, pooling over real
+    positions only, positions counted from the first real one; or where the gradient is exactly the share of real
+    positions times the other. So it is where outputs beyond the first padded position have a gradient, which is
+    exactly zero in right losses, from a call that takes them beside values of the batch (a loss, a difference, an
+    index): there they are trained towards padding, in whichever term. Where sequences can be cut together only,
+    other values of the same row are put into padding: if they change the gradient exactly where the mask of the
+    other sequence is real, that mask is the one that is read.  It is advice where the project may want it so: with
+    batches of one fixed length, positions from the left edge, a constant divisor and zeros in a mean; with padding
+    that only an embedding's padding_idx shows (and no ``config.pad_token_id`` of the model, as in transformers), or
+    a mask next to features (it may be of observations); behind convolutions and for maxima, where pooling over
+    padding is common; for statistics that go back to every position, as in a norm or a gate; for sums of losses,
+    where a penalty on outputs may be meant; and for a recurrent net that is not packed and of which no state in or
+    behind the padding is used: its backward direction, or the whole net where padding comes first, only begins in
+    another state. A declared ``pad_id`` speaks for the tensors whose ids it pads, and not for others that are
     padded beside them.
 
 Faulty

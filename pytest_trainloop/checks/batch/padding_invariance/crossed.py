@@ -65,7 +65,7 @@ def mask_of_another(runs: PaddingRuns) -> Crossed | None:
         apart = _differ(as_is, runs.with_values(functools.partial(other_values, cells=read)))
         if apart > BOUNDS["float32"]:
             found = Crossing(own, other)
-            runs.watched(found)
+            runs.watched(found, found.before_item)
             return Crossed(other.name, apart, found.op, found.place)
     return None
 

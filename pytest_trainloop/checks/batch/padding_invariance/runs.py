@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pytest_trainloop.batches.padding import PaddingMask
-    from pytest_trainloop.checks.batch.padding_invariance.crossed import Crossing
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.run import RunPlan
+    from pytest_trainloop.tracing.mode import WatchingMode
 
 LOOKED_AT = 4
 """Batches of the loop that are looked at for their lengths."""
@@ -192,9 +192,9 @@ class PaddingRuns:
         found = self._consumed(self._run_plan(plan))
         return {} if isinstance(found, str) else found
 
-    def watched(self, mode: Crossing) -> None:
-        """Run the loop on the whole batch under a mode that looks at its calls."""
-        self._run_plan(replace(self._plan_over(self._batch), contexts=mode.contexts, before_item=mode.before_item))
+    def watched(self, mode: WatchingMode, before_item: Callable[[int, Any], None]) -> None:
+        """Run the loop on the whole batch under a mode that looks at its calls, and at the batch before."""
+        self._run_plan(replace(self._plan_over(self._batch), contexts=mode.contexts, before_item=before_item))
 
     @property
     def bound(self) -> float:
