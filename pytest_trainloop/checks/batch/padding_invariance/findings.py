@@ -118,9 +118,8 @@ def _excuse(made: PaddingRuns, found: Comparison, path: _Path, calls: list[PathC
     """Why the project may want it so; nothing where it cannot. A fault all the same where padding is declared."""
     flow, ops = made.flow(found), {call.op for call in calls}
     if path is _POSITIONS:
-        longer = all(call.entries > made.padded.grid.length + 1 for call in calls)
-        if made.varying or (longer and made.sure and not made.declared):
-            return ""  # a table for longer rows: the last position is not always the same one
+        if made.varying or (made.sure and not made.declared and made.for_longer_rows(calls)):
+            return ""
         return "where all batches are of one length, positions may be counted from the end"
     if not made.sure:
         return f"that {made.reason} may mean something other than padding"

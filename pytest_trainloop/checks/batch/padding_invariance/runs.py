@@ -32,8 +32,8 @@ from pytest_trainloop.gradients.compare import agreement, first_step_difference,
 from pytest_trainloop.gradients.tolerances import RESEEDED
 from pytest_trainloop.gradients.vectors import Gradient, consumed, vectors
 from pytest_trainloop.runs.batch_stream import first_batches
-from pytest_trainloop.runs.outside_draws import told
 from pytest_trainloop.runs.no_randomness import NoRandomness
+from pytest_trainloop.runs.outside_draws import told
 from pytest_trainloop.runs.process_state import preserved
 from pytest_trainloop.runs.same_start import SameStart, from_same_start
 from pytest_trainloop.runs.shared_draws import first_unlike
@@ -228,6 +228,10 @@ class PaddingRuns:
         total = self._padded.grid.length
         fits = any(call.entries in (total, total + 1) for call in calls)
         return fits and self._several and not self.varying
+
+    def for_longer_rows(self, calls: list[PathCall]) -> bool:
+        """Whether tables of positions go on past these rows, so that the last position is not always the same one."""
+        return all(call.entries > self._padded.grid.length + 1 for call in calls)
 
     @property
     def left(self) -> bool:

@@ -6,6 +6,7 @@ import pytest
 
 from pytest_trainloop.checks.batch.padding_invariance.check import CAUSES, padding_invariance
 from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import PaddingFlow, PathCall
+from pytest_trainloop.checks.batch.padding_invariance.meetings import Meeting
 from pytest_trainloop.checks.batch.padding_invariance.runs import Comparison, PaddingRuns
 from pytest_trainloop.checks.batch.padding_invariance.slices import BatchSlice
 from pytest_trainloop.errors import CannotDecide
@@ -32,7 +33,7 @@ class Runs:
     def __init__(self, found, paths=(), calls=(), *, cut=None, **more):
         self._found, self._paths, self._cut = found, frozenset(paths), cut
         self.of_ids, self.name, self.instead = True, "", None
-        self.met = more.pop("met", [])
+        self.met, self._longer = more.pop("met", []), more.pop("longer", False)
         self.reason, self._one_length = "mask is 0 there", more.pop("one_length", False)
         self.declared, self.varying, self.left = (more.pop(k, False) for k in ("declared", "varying", "left"))
         self.sure, self.by_lengths = more.pop("sure", True), not self.declared
@@ -52,6 +53,9 @@ class Runs:
 
     def of_one_length(self, calls):
         return self._one_length
+
+    def for_longer_rows(self, calls):
+        return self._longer
 
     def path_calls(self, found):
         return self._flow.blocked
@@ -110,6 +114,13 @@ def test_no_difference_is_no_finding():
             Runs(compared(), ["positions"], [call("embedding", "positions")], varying=True),
             ("positions_shifted", "fault"),
         ),
+        (
+            Runs(compared(), ["positions"], [call("embedding", "positions")], longer=True),
+            ("positions_shifted", "fault"),
+        ),
+        (Runs(compared(), met=[Meeting("gather", HERE, padded=True)]), ("padded_targets", "fault")),
+        (Runs(compared(), met=[Meeting("gather", HERE, padded=True)], sure=False), ("padded_targets", "advice")),
+        (Runs(compared(), met=[Meeting("mean", HERE, reduces=True, padded=True)]), ("padding_counts", "advice")),
         (
             Runs(compared(), ["positions", "attention"], [call("softmax", "attention")]),
             ("padded_keys_attended", "fault"),
