@@ -27,9 +27,8 @@ _LENGTHS = re.compile(r"len|size|count|num|offset|ptr|seqlens|mask|position", re
 class OtherValues:
     """These rows with the values of others.
 
-    ``paths``: the tensors that change; None for all. ``position``: the one index of the axis after the rows where
-    tensors that have one change; None for all. ``floats_only``: whole numbers stay, where a loop's control flow depends
-    on them.
+    ``paths``: the tensors that change; None for all. ``position``: the one entry of each row that changes, counted
+    through all axes; None for all. ``floats_only``: whole numbers stay, where a loop's control flow depends on them.
     """
 
     rows: tuple[int, ...]
@@ -105,9 +104,10 @@ def _with_rows_of(tensor: torch.Tensor, asked: OtherValues, axis: int) -> torch.
         new = old[donor].clone()
         if whole(tensor):
             new = torch.where(_left_alone(old[row]) | _left_alone(new), old[row], new)
-        if position is not None and new.dim():
-            at = min(position, len(new) - 1)
-            by_rows[row][at] = new[at]
+        if position is not None:
+            by_rows[row] = torch.where(
+                torch.arange(new.numel(), device=new.device).view(new.shape) == position, new, old[row]
+            )
         else:
             by_rows[row] = new
     return fresh.requires_grad_(tensor.requires_grad)

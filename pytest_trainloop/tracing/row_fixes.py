@@ -24,6 +24,9 @@ _AXIS_AT: dict[str, tuple[Kind, int, int | None]] = {
     "log_softmax": ("softmax", 1, None),
     "softmin": ("softmax", 1, None),
     "normalize": ("normalised", 2, 1),
+    "norm": ("normalised", 2, None),
+    "linalg_norm": ("normalised", 2, None),
+    "linalg_vector_norm": ("normalised", 2, None),
     "cosine_similarity": ("similarity", 2, 1),
     "cumsum": ("cumulated", 1, None),
     "cumprod": ("cumulated", 1, None),
@@ -66,6 +69,8 @@ def row_fixes(ops: Sequence[Op], rows: int) -> Iterator[RowFix]:
 def _of(op: Op, rows: int, makers: Mapping[int, Op]) -> tuple[Kind | None, Replacement | None]:
     if op.name in _AXIS_AT:
         kind, at, default = _AXIS_AT[op.name]
+        if op.name.endswith("norm") and not (op.outputs and op.outputs[0].dim() == op.inputs[0].dim()):
+            return None, None  # its axis is gone, and another one would leave another shape
         return kind, _along_another(op, rows, at, default)
     if op.name in RESHAPES and op.inputs and op.outputs:
         if scrambles(op, rows):

@@ -125,7 +125,7 @@ CAUSES = {
         proof="the loss is the same whichever row has which target, and each target adds to the gradient of every row",
         repair="give both sides one shape: pred.squeeze(1) beside (N,), or target[:, None] beside (N, 1); take the own "
         "entry of each row: logp[torch.arange(len(y)), y]",
-        explains=(*EXPLAINS, "loss_contract:broadcast"),
+        explains=EXPLAINS,
         change=("seen",),
     ),
     "similarity_over_rows": Cause(
@@ -173,16 +173,17 @@ def batch_independence(evidence: Evidence) -> Iterator[Finding]:
 
     labels = evidence.shared(LabelRows.of)
     if labels.mismatched:
-        yield _mismatched(labels)
+        yield _in_few_rows(evidence, _mismatched(labels))
         return
     met = evidence.shared(meeting)
     if met is not None and met.why in ("every", "permuted"):
-        yield outside.of_labels(met)
+        yield _shrunk(evidence, met, outside.of_labels(met))
         return
     declared = evidence.declared("rows_interact")
     if not declared:
         inside = list(_inside(evidence, declared, quiet=met is not None and met.why == "operation"))
-        yield from inside or _outside(met, declared)
+        found = [_in_few_rows(evidence, f) if met is not None else f for f in inside]
+        yield from found or _outside(evidence, met, declared)
         if inside or (met is not None and (met.why == "operation" or declared is False)):
             return
     yield from _order(evidence, met)
@@ -232,12 +233,12 @@ def _judged(found: RowInteraction | None, declared: bool | None) -> Iterator[Fin
         )
 
 
-def _outside(met: Meeting | None, declared: bool | None) -> Iterator[Finding]:
+def _outside(evidence: Evidence, met: Meeting | None, declared: bool | None) -> Iterator[Finding]:
     """Rows that meet in the loss, or in what is made of the batch."""
     if met is None:
         return
     if met.why == "operation" and met.rows_known:
-        yield outside.of_operation(met)
+        yield _shrunk(evidence, met, outside.of_operation(met))
     elif met.why == "operation" and declared is None and met.fix is not None:
         raise CannotDecide(
             f"entries of the batch's first axis meet in {met.fix.named} ({met.fix.place}), and whether these are rows "
@@ -245,12 +246,13 @@ def _outside(met: Meeting | None, declared: bool | None) -> Iterator[Finding]:
             needs="batch_dim=",
         )
     elif declared is False:
-        yield outside.of_declared(met)
+        yield _shrunk(evidence, met, outside.of_declared(met))
 
 
 def _order(evidence: Evidence, met: Meeting | None) -> Iterator[Finding]:
     """Whether the loss changes where all rows change places together."""
     from pytest_trainloop.checks.batch.batch_independence.order import order_of_rows
+    from pytest_trainloop.checks.batch.batch_independence.smallest import in_order
 
     declared = evidence.declared("ordered")
     running = met is not None and met.call is not None and met.call.carries_gradient and met.call.name in _RUNNING
@@ -258,7 +260,22 @@ def _order(evidence: Evidence, met: Meeting | None) -> Iterator[Finding]:
         return
     found = evidence.shared(order_of_rows)
     if found is not None:
-        yield outside.of_order(found, "fault" if declared is False else "advice")
+        finding = outside.of_order(found, "fault" if declared is False else "advice")
+        yield outside.shrunk(finding, len(found.order), in_order(evidence))
+
+
+def _in_few_rows(evidence: Evidence, finding: Finding) -> Finding:
+    """What was seen in the model, or at a loss function, with the fewest rows that show it."""
+    from pytest_trainloop.checks.batch.batch_independence.smallest import that_meet_in_any_way
+
+    least = that_meet_in_any_way(evidence)
+    return finding if least is None else outside.shrunk(finding, 0, least)
+
+
+def _shrunk(evidence: Evidence, met: Meeting, finding: Finding) -> Finding:
+    from pytest_trainloop.checks.batch.batch_independence.smallest import that_meet
+
+    return outside.shrunk(finding, met.rows, that_meet(evidence, met))
 
 
 def _mismatched(labels: LabelRows) -> Finding:

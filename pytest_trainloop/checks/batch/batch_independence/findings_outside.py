@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.finding import Finding
@@ -9,7 +10,9 @@ from pytest_trainloop.finding import Finding
 if TYPE_CHECKING:
     from pytest_trainloop.checks.batch.batch_independence.meetings import Meeting
     from pytest_trainloop.checks.batch.batch_independence.order import OrderedRows
+    from pytest_trainloop.compositions.composition import Composition
     from pytest_trainloop.finding import Level
+    from pytest_trainloop.tracing.row_tape import TapedCall
 
 _OPERATIONS = {
     "softmax": (
@@ -41,6 +44,13 @@ _OPERATIONS = {
 """Cause, summary, and what keeps rows apart, by the kind of operation."""
 
 
+def shrunk(finding: Finding, rows: int, least: Composition | None) -> Finding:
+    """The finding with the fewest rows that show it, of the ``rows`` that were looked at."""
+    if least is None:
+        return replace(finding, smallest=f"{rows} rows")
+    return replace(finding, smallest=str(least), composition=least.told())
+
+
 def of_labels(met: Meeting) -> Finding:
     """Targets that are compared with outputs of other rows."""
     call = met.call
@@ -50,25 +60,31 @@ def of_labels(met: Meeting) -> Finding:
         shapes = " and ".join(str(shape) for shape in (call.shapes if call is not None else ()))
         return Finding(
             cause="labels_of_all_rows",
-            summary=f"{named} compares each of the {met.rows} rows with {met.target} of all rows",
-            measured=f"its result has shape {shapes}, one entry for each pair of rows",
+            summary=f"each row is compared with {met.target} of all rows, by {_words(call)}",
+            measured=f"of {met.rows} rows it makes {shapes}, one entry for each pair of rows",
             shown_by=f"with the rows of {met.target} in another order the gradient is the same",
             culprits=(named,),
             where=place,
-            smallest=met.smallest,
         )
     label, row = next(pair for pair in met.pairs if pair[0] != pair[1])
     wrong = sum(a != b for a, b in met.pairs)
     return Finding(
         cause="labels_of_other_rows",
-        summary=f"{named} compares outputs with {met.target} of other rows",
+        summary=f"outputs are compared with {met.target} of other rows, by {_words(call)}",
         measured=f"{wrong} of {len(met.pairs)} targets that were followed; that of row {label} changes the gradient of "
         f"row {row} alone",
         shown_by="one target at a time with another value, and the gradient of each row",
         culprits=(named,),
         where=place,
-        smallest=met.smallest,
     )
+
+
+_NAMES = {"__getitem__": "an index", "sub": "a difference", "mul": "a product", "add": "a sum", "div": "a quotient"}
+
+
+def _words(call: TapedCall | None) -> str:
+    """A call in words: operators by what they give."""
+    return "the loss" if call is None else _NAMES.get(call.name, call.named)
 
 
 def of_operation(met: Meeting) -> Finding:
@@ -85,7 +101,6 @@ def of_operation(met: Meeting) -> Finding:
         where=str(met.fix.place),
         change="\n".join(map(str, met.fix.places)),
         tried=f"{fix} no row's share of the gradient depends on another row",
-        smallest=met.smallest,
     )
 
 
@@ -99,7 +114,6 @@ def of_declared(met: Meeting) -> Finding:
         shown_by="rows_interact=False",
         culprits=(named,) if met.call is not None else (),
         where=str(met.call.place) if met.call is not None else "",
-        smallest=met.smallest,
     )
 
 
@@ -114,11 +128,10 @@ def of_order(found: OrderedRows, level: Level) -> Finding:
         shown_by="ordered=False" if level == "fault" else "two steps from the same weights over the same rows",
         culprits=(named,) if named else (),
         where=str(found.call.place) if found.call is not None else "",
-        smallest=found.smallest,
     )
 
 
 def _measured(met: Meeting) -> str:
-    rows = " and ".join(map(str, met.changed))
-    plural = "s" if len(met.changed) > 1 else ""
-    return f"the gradient of row {met.share} changes with the values of row{plural} {rows}"
+    *others, last = map(str, met.changed)
+    rows = f"rows {', '.join(others)} and {last}" if others else f"row {last}"
+    return f"the gradient of row {met.share} changes with the values of {rows}"

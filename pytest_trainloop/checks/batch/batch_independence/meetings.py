@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches.other_values import OtherValues
-from pytest_trainloop.checks.batch.batch_independence.shares import AS_IT_IS, RowShares, Shift
+from pytest_trainloop.checks.batch.batch_independence.shares import AS_IT_IS, MOST_ROWS, RowShares, Shift, Touched
 from pytest_trainloop.tracing.row_tape import changed, changed_rows, leads_to
 
 if TYPE_CHECKING:
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from pytest_trainloop.tracing.row_tape import Tape, TapedCall
 
 Why = Literal["every", "permuted", "operation", "unknown"]
-
-MOST_CELLS = 6
-"""Targets that are followed one by one, at most."""
 
 
 @dataclass(slots=True)
@@ -45,7 +42,8 @@ class Meeting:
     fix: RowFix | None = None
     pairs: list[tuple[int, int]] = field(default_factory=list)
     """The row of a target, and the one whose share changes with it."""
-    smallest: str = ""
+    path: Path = ()
+    """Where in the batch these targets are."""
     target: str = ""
     """The tensor of the batch that holds these targets."""
 
@@ -60,7 +58,6 @@ def meeting(evidence: Evidence) -> Meeting | None:
     if shares is None or shift is None or shift.equal or shares.few is None:
         return None
     found = Meeting("unknown", shares.rows, shares.few.rows_known, shares.some, next(iter(shift.rows), 0))
-    found.smallest = f"{shares.rows} rows"
     _Judge(shares, found).judge(shift)
     return None if shift.apart and found.why == "unknown" else found
 
@@ -110,7 +107,8 @@ class _Judge:
         return True
 
     def _found(self, why: Why, path: Path, call: TapedCall | None) -> None:
-        self.found.why, self.found.call, self.found.target = why, call, nested.shown(path)
+        self.found.why, self.found.call = why, call
+        self.found.path, self.found.target = path, nested.shown(path)
 
     def _adds_up(self, targets: frozenset[Path]) -> bool:
         """Whether two targets changed together change the shares of others by as much as one by one."""
@@ -135,39 +133,50 @@ class _Judge:
         return True
 
     def _permuted(self, path: Path) -> bool:
-        """Whether each target changes the share of one row, and that is another, in no fixed order."""
-        pairs: list[tuple[int, int]] = []
-        for change, row in self._cells(path):
-            met = self.shares.rows_touched(change)
-            if met is None or len(met) > 1:
-                return False
-            pairs += [(row, other) for other in met]
+        """Whether each target changes the share of one row, and that is another, in no fixed order: copies of the batch
+        may each be shifted by a number of rows of their own."""
+        met = list(self._met(path))
         rows = self.shares.rows
-        shifts = {(label - row) % rows for label, row in pairs}
-        wrong = [(label, row) for label, row in pairs if label != row]
-        if not wrong or len(shifts) < 2 or len({label for label, _ in pairs}) < 2:
+        if any(found is None for _, found in met):
             return False
-        if not self.shares.places_are_seen([label for label, _ in wrong]):
+        places = [(label, at) for label, found in met for at in found or ()]
+        if self._entries(path) == 1 and len({at[:2] for _, at in places}) < len(places):
+            return False  # a position that several targets change
+        pairs = [(label, row) for label, (_, _, row, _) in places]
+        shifts = {
+            copy: {(label - row) % rows for label, (_, _, row, c) in places if c == copy} for *_, (*_, copy) in places
+        }
+        wrong = [(label, row) for label, row in pairs if label != row]
+        if not wrong or max(map(len, shifts.values())) < 2 or len({label for label, _ in pairs}) < 2:
+            return False
+        if len(shifts) >= rows or not self.shares.places_are_seen([label for label, _ in wrong]):
             return False
         self._found("permuted", path, self._first_compared(frozenset({path})))
         self.found.pairs = pairs
         self.found.changed, self.found.share = (wrong[0][0],), wrong[0][1]
         return True
 
-    def _cells(self, path: Path) -> Iterator[tuple[OtherValues, int]]:
-        """Changes of one target each, and its row."""
+    def _entries(self, path: Path) -> int:
+        """How many targets a row has."""
         few = self.shares.few
         tensor = next((t for p, t in nested.paths(few.batch) if p == path), None) if few is not None else None
-        if few is None or tensor is None:
+        return 0 if few is None or tensor is None else tensor.numel() // max(few.rows, 1)
+
+    def _met(self, path: Path) -> Iterator[tuple[int, set[Touched] | None]]:
+        """Targets by their row, and what each changes; None where that cannot be told, or is several rows of one copy.
+        Ends with the first of these."""
+        few, entries = self.shares.few, self._entries(path)
+        if few is None or not entries:
             return
-        length = tensor.shape[0 if few.axis else 1] if tensor.dim() > 1 else 1
-        if length == 1:
-            for row in range(min(few.rows, MOST_CELLS)):
-                yield OtherValues((row,), frozenset({path})), row
-        else:
-            for row in (0, few.rows // 2, few.rows - 1):
-                for position in (0, length // 2):
-                    yield OtherValues((row,), frozenset({path}), position), row
+        chosen = range(few.rows) if entries == 1 else (0, few.rows // 2, few.rows - 1)
+        for row in chosen if few.rows <= MOST_ROWS else ():
+            for position in dict.fromkeys((0, entries // 2)):
+                found = self.shares.touched(OtherValues((row,), frozenset({path}), position))
+                copies = [copy for *_, copy in found or ()]
+                several = len(set(copies)) < len(copies)
+                yield row, None if several else found
+                if found is None or several:
+                    return
 
     def _first_compared(self, targets: frozenset[Path]) -> TapedCall | None:
         """The first call that carries a gradient and depends on the targets."""

@@ -25,7 +25,6 @@ class OrderedRows:
     order: tuple[int, ...]
     before: float
     after: float
-    smallest: str
     call: TapedCall | None = None
     """Where rows meet, where that is known."""
 
@@ -56,7 +55,7 @@ def order_of_rows(evidence: Evidence) -> OrderedRows | None:
         bound = shares.bound(base, other)
         for before, after in zip(base.values, other.values, strict=True):
             if abs(before - after) > bound * max(abs(before), abs(after), 1.0):  # NaN differs from nothing
-                return OrderedRows(order, before, after, f"{shares.rows} rows", met.call if met is not None else None)
+                return OrderedRows(order, before, after, met.call if met is not None else None)
     return None
 
 

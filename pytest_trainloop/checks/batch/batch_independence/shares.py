@@ -39,6 +39,9 @@ AS_IT_IS = OtherValues(())
 _COUNTS = tuple(n for n in COUNTS if n > 3)
 """Two rows change, and at least two do not."""
 
+Touched = tuple[int, int, int, int]
+"""A share, the position in it, the row that stands there and which of the row's copies that is."""
+
 MOST_ROWS = 9
 """Rows up to which each one's place is looked for."""
 
@@ -85,6 +88,8 @@ class RowShares:
     floats_only: bool = False
     """Whether whole numbers stay in changed rows, since the step is another one without them."""
     all_but_two: bool = False
+    chosen: tuple[int, ...] = ()
+    """The rows of the few that a step is made over; none for all."""
     fixes: list[RowFix] = field(default_factory=list)
     """What runs over rows in the step as it is."""
 
@@ -114,9 +119,15 @@ class RowShares:
     @property
     def some(self) -> tuple[int, ...]:
         """The rows that are changed together: two, with others before, between and behind or beside them, or all but
-        these."""
+        these; of chosen rows the last."""
+        if self.chosen:
+            return (self.rows - 1,)
         two = (1, self.rows // 2 + 1)
         return tuple(row for row in range(self.rows) if row not in two) if self.all_but_two else two
+
+    def over(self, rows: tuple[int, ...]) -> RowShares:
+        """The steps over these rows alone."""
+        return RowShares(self.evidence, _ways=self._ways[:1], floats_only=self.floats_only, chosen=rows)
 
     def tape(
         self,
@@ -234,16 +245,19 @@ class RowShares:
         aligned = self.rows_of(self.some)
         return None if aligned is None else self.shift(base, other, dict.fromkeys(aligned, frozenset()))
 
-    def rows_touched(self, change: OtherValues) -> set[int] | None:
-        """The rows whose shares change with some targets; None where that cannot be told."""
+    def touched(self, change: OtherValues) -> set[Touched] | None:
+        """What changes with some targets; None where that cannot be told."""
         base, other, places = self.tape(AS_IT_IS), self.tape(change), self._places()
         if base is None or other is None or places is None or not base.comparable(other):
             return None
-        bound, found = self.bound(base, other), set[int]()
+        bound, found = self.bound(base, other), set[Touched]()
         for number, (one, two) in enumerate(zip(base.shares, other.shares, strict=True)):
             apart = (one.gradient - two.gradient).abs().amax(1)
-            touched = set((apart > bound * one.gradient.abs().max()).nonzero().flatten().tolist())
-            found |= {row for row, at in enumerate(places) if touched & at.get(number, frozenset())}
+            for at in (apart > bound * one.gradient.abs().max()).nonzero().flatten().tolist():
+                for row, where in enumerate(places):
+                    own = sorted(where.get(number, ()))
+                    if at in own:
+                        found.add((number, at, row, own.index(at)))
         return found
 
     def _places(self) -> list[dict[int, frozenset[int]]] | None:
@@ -259,25 +273,26 @@ class RowShares:
         return [{number: frozenset({place or 0}) for number in alike} for place in shown]
 
     def places_are_seen(self, rows: Iterable[int]) -> bool:
-        """Whether what these rows hold enters at their positions in the shares."""
+        """Whether what these rows hold enters at their positions in the shares, and nowhere else."""
         places = self._places()
-        if places is None:
-            return False
-        for row in rows:
-            at = self.place_of(row)
-            if at is None or not any(at in {p % self.rows for p in found} for found in places[row].values()):
-                return False
-        return True
+        return places is not None and all(self._entered_at(row) == places[row] for row in dict.fromkeys(rows))
 
     def place_of(self, row: int) -> int | None:
-        """The one position, counted within one batch, at which this row's inputs enter; None for none or several."""
+        """The one position at which this row's inputs enter each share; None for none or several."""
+        found = set[int]().union(*self._entered_at(row).values())
+        return found.pop() if len(found) == 1 else None
+
+    def _entered_at(self, row: int) -> dict[int, frozenset[int]]:
+        """The positions of each share at which another value enters with other inputs of this row."""
         base, other = self.tape(AS_IT_IS), self.tape(OtherValues((row,), self.inputs(), floats_only=self.floats_only))
         if base is None or other is None or not base.comparable(other):
-            return None
-        found: set[int] = set()
-        for one, two in zip(base.shares, other.shares, strict=True):
-            found |= {at % self.rows for at in range(len(one.value)) if not torch.equal(one.value[at], two.value[at])}
-        return found.pop() if len(found) == 1 else None
+            return {}
+        found: dict[int, frozenset[int]] = {}
+        for number, (one, two) in enumerate(zip(base.shares, other.shares, strict=True)):
+            moved = frozenset(at for at in range(len(one.value)) if not torch.equal(one.value[at], two.value[at]))
+            if moved:
+                found[number] = moved
+        return found
 
     def bound(self, *tapes: Tape) -> float:
         """By how much shares may differ by the order of sums."""
@@ -292,6 +307,9 @@ class RowShares:
 
         def stream(loop: TrainLoop) -> Iterator[Any]:
             self.few = few_rows(loop, sizes, counts)
+            if self.chosen:
+                batch = nested.take(self.few.batch, self.chosen, self.few.axis)
+                self.few = replace(self.few, batch=batch, rows=len(self.chosen))
             mode.rows = self.few.rows
             return itertools.repeat(change.apply(self.few.batch, self.few.rows, self.few.axis))
 

@@ -223,7 +223,7 @@ CAUSES = {
     "broadcast": Cause(
         proof="both sides of a difference are broadcast to a larger shape",
         repair="squeeze(-1) the output, or unsqueeze(-1) the target, so that both have one shape",
-        explains=LEARNING,
+        explains=(*LEARNING, "batch_independence"),
         change=("seen",),
     ),
     "weight_shape": Cause(

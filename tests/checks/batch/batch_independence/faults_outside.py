@@ -23,26 +23,28 @@ def classes(count, *shape, seed=0):
 # A softmax over the rows in the loss.
 
 
-def distilled(dim):
+def of_several_heads(dim):
+    """Each of four heads tells a value; a gate says which counts."""
+
     def make():
-        teacher = mlp(6, 16, 3)
-        batch = {"x": data.labelled()[0], "logits": teacher(data.labelled()[0]).detach()}
-
         def loss_of(model, batch):
-            told = F.log_softmax(model(batch["x"]) / 2, dim=-1)
-            return F.kl_div(told, F.softmax(batch["logits"] / 2, dim=dim), reduction="batchmean")
+            told, gate = model(batch[0]).chunk(2, -1)
+            shares = F.softmax(gate, dim=dim)
+            return (shares * (told - batch[1]).square()).sum(-1).mean()
 
-        return loop(mlp(6, 24, 3), batch, loss_of)
+        return loop(mlp(6, 24, 8), data.table(), loss_of)
 
     return make
 
 
-def policy(dim):
+def curious_policy(dim):
     def make():
         def loss_of(model, batch):
             states, actions, returns = batch
-            chosen = F.softmax(model(states), dim=dim).gather(1, actions[:, None])[:, 0]
-            return -(chosen.log() * returns).mean()
+            scores = model(states)
+            chosen = F.log_softmax(scores, dim=1).gather(1, actions[:, None])[:, 0]
+            spread = -(F.softmax(scores, dim=dim) * F.log_softmax(scores, dim=dim)).sum(dim).mean()
+            return -(chosen * returns).mean() - 0.05 * spread
 
         return loop(mlp(4, 24, 3), data.episode(), loss_of)
 
@@ -50,20 +52,20 @@ def policy(dim):
 
 
 pair(
-    "actions_weighed_over_the_batch",
+    "heads_weighed_over_the_batch",
     "batch_independence",
     "softmax_over_rows",
-    where="chosen = F.softmax(model(states), dim=dim)",
-    faulty=policy(0),
-    fixed=policy(1),
+    where="shares = F.softmax(gate, dim=dim)",
+    faulty=of_several_heads(0),
+    fixed=of_several_heads(-1),
 )
 pair(
-    "teacher_softened_over_the_batch",
+    "entropy_over_the_batch",
     "batch_independence",
     "softmax_over_rows",
-    where='F.softmax(batch["logits"] / 2, dim=dim)',
-    faulty=distilled(0),
-    fixed=distilled(-1),
+    where="spread = -(F.softmax(scores, dim=dim) * F.log_softmax(scores, dim=dim)).sum(dim).mean()",
+    faulty=curious_policy(0),
+    fixed=curious_policy(1),
 )
 
 
