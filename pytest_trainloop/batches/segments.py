@@ -22,7 +22,7 @@ import torch
 from pytest_trainloop import nested
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 Kind = Literal["graph", "document", "episode"]
 
@@ -142,6 +142,39 @@ def _all(nest: Any) -> list[tuple[nested.Path, Segments]]:
     entries = {len(t) for _, t in given if t.dim() > 1 or (t.dim() and t.is_floating_point())}
     read_ = ((path, _one(_name(path), nested.shown(path), t, edges, entries, lengths)) for path, t in given)
     return [(path, one) for path, one in read_ if one is not None]
+
+
+def take(nest: Any, segments: Segments, chosen: Sequence[int]) -> Any | None:
+    """A fresh batch of the chosen segments, in this order: their entries, the edges within them, borders and numbers of
+    their own. None where the segments lie in several rows, or lengths do not tell entries, edges and segments apart."""
+    ids = segments.ids.reshape(-1)
+    edges = [t.shape[1] for t in segments.edges.values()]
+    lengths = [len(ids), segments.count, *edges]
+    if (segments.ids.dim() == 2 and len(segments.ids) > 1) or len(set(lengths)) < len(lengths):
+        return None
+    kept = torch.cat([(ids == number).nonzero().flatten() for number in chosen])
+    place = torch.full_like(ids, -1)
+    place[kept] = torch.arange(len(kept), device=ids.device)
+    sizes = torch.tensor([segments.sizes[number] for number in chosen], device=ids.device)
+
+    def taken(path: nested.Path, tensor: torch.Tensor) -> torch.Tensor:
+        name, length = _name(path), tensor.shape[0] if tensor.dim() else -1
+        if tensor.dim() == 1 and name in _BORDERS | _ENDS and length in (segments.count, segments.count + 1):
+            return torch.cat([sizes.new_zeros(length - segments.count), sizes.cumsum(0)]).to(tensor)
+        if any(tensor.shape == e.shape and torch.equal(tensor, e) for e in segments.edges.values()):
+            return place[tensor[:, (place[tensor.long()] >= 0).all(0)].long()].to(tensor)
+        if length == len(ids) and tensor.shape == ids.shape and torch.equal(tensor.to(ids), ids):
+            return torch.repeat_interleave(torch.arange(len(chosen), device=ids.device), sizes).to(tensor)
+        if length == len(ids):
+            return tensor[kept]
+        if length == 1 and tensor.dim() > 1 and tensor.shape[1] == len(ids):
+            return tensor[:, kept]
+        for e in segments.edges.values():
+            if length == e.shape[1]:
+                return tensor[(place[e.long()] >= 0).all(0)]
+        return tensor[torch.tensor(list(chosen), device=tensor.device)] if length == segments.count else tensor
+
+    return nested.copy(nested.mapped(nest, taken, lambda value: isinstance(value, torch.Tensor)))
 
 
 def may_hold(nest: Any) -> bool:

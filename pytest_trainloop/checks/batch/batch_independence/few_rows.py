@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop import nested
+from pytest_trainloop.batches import segments
 from pytest_trainloop.batches.row_axis import rows_known
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.runs.batch_stream import first_batches
@@ -36,6 +37,12 @@ def few_rows(loop: TrainLoop, sizes: Sequence[int], counts: Sequence[int] = COUN
     """The first rows of a fresh loop's first batch: as many as the first of ``counts`` that is none of ``sizes`` nor
     the length of another axis, or all. Raises ``CannotDecide`` where there are no two rows."""
     batch = first_batches(loop, 1)[0] if loop.batch is None else loop.batch
+    found = segments.read(batch)
+    if found is not None and found.ids.dim() == 1:
+        raise CannotDecide(
+            f"the batch holds the {found.entry}s of {found.count} {found.kind}s behind each other, and no rows: whether "
+            f"{found.kind}s meet is for segment_independence"
+        )
     count, rows, axis, known = _chosen(batch, loop.batch_dim, sizes, counts)
     try:
         few = nested.copy(batch) if rows == count else nested.take(batch, range(rows), axis)

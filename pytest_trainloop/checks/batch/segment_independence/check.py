@@ -275,8 +275,17 @@ def _finding(met: Interaction, declared: bool | None) -> Finding:
         shown_by=shown,
         culprits=(op.named if op else segments.teller,),
         where=str(op.place) if op else "",
-        smallest=f"{segments.kind}s {min(met.output, met.input)} and {max(met.output, met.input)}",
+        smallest=_smallest(met),
     )
+
+
+def _smallest(met: Interaction) -> str:
+    segments = met.segments
+    if not met.alone:
+        return f"all {segments.count} {segments.kind}s"
+    one, other = sorted((met.output, met.input))
+    sizes = segments.sizes
+    return f"{segments.kind}s {one} and {other}, of {sizes[one]} and {sizes[other]} {segments.entry}s"
 
 
 def _labelled(found: BorderLabels, declared: bool | None) -> Finding:

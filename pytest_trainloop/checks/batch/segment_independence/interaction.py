@@ -7,7 +7,7 @@ are kept apart: products with masked weights are products with 0, and sums over 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,11 +16,11 @@ from pytest_trainloop import nested
 from pytest_trainloop.batches import segments as reading
 from pytest_trainloop.batches.episodes import LEAST, read_episodes, segments_along
 from pytest_trainloop.batches.own_data import makes_own_data
+from pytest_trainloop.checks.batch.segment_independence.example import example_batch
 from pytest_trainloop.checks.batch.segment_independence.fixes import fixes, mixes, reshaped
 from pytest_trainloop.checks.batch.segment_independence.labels import BorderLabels
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.torch_names import ATTENTION, CONVOLUTIONS, RECURRENT, SOFTMAXES
-from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.tracing.arguments import named_arguments
 from pytest_trainloop.tracing.forward_pass import ForwardPass, Op, grads, weighted_sum
 from pytest_trainloop.tracing.provenance_queries import ancestors
@@ -51,6 +51,8 @@ class Interaction:
     op: Op | None
     learned: bool = True
     """Whether what meets has weights behind it, and is not the data itself."""
+    alone: bool = False
+    """Whether it shows on a batch of these two segments alone."""
 
 
 class SegmentPass(ForwardPass):
@@ -100,9 +102,7 @@ class SegmentPasses:
 
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
-        loop = evidence.fresh_loop()
-        batch = first_batches(loop, 1)[0] if loop.batch is None else loop.batch
-        self._batch = nested.copy(batch)
+        self._batch = evidence.shared(example_batch)
         self.segments: Segments | None = reading.read(self._batch)
         self.disagreement = reading.disagreement(self._batch)
         self._episodes = None if self.segments else read_episodes(self._batch)
@@ -110,6 +110,20 @@ class SegmentPasses:
         self._own_data = self.segments is None and self._episodes is None and evidence.shared(makes_own_data)
 
     def interaction(self) -> Interaction | None:
+        """The same as ``_first``, and whether two segments alone show it."""
+        found = self._first()
+        if found is None:
+            return None
+        whole, segments = self._batch, self.segments
+        two = reading.take(whole, found.segments, sorted((found.output, found.input)))
+        if two is None:
+            return found
+        self._batch, self.segments = two, reading.read(two)
+        small = None if self.segments is None else self._pass()
+        self._batch, self.segments = whole, segments
+        return replace(found, alone=small is not None and small.interacting is not None)
+
+    def _first(self) -> Interaction | None:
         """Two segments that meet in the model, and by what; None where none do. Raises ``CannotDecide``."""
         if self._episodes is None:
             return self._interaction()

@@ -15,8 +15,8 @@ import torch
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches.episodes import Episodes, read_episodes
+from pytest_trainloop.checks.batch.segment_independence.example import example_batch
 from pytest_trainloop.checks.batch.segment_independence.step_values import StepRuns, StepValues
-from pytest_trainloop.runs.batch_stream import first_batches
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,8 +45,7 @@ class Crossing:
 
 def crossing(evidence: Evidence) -> tuple[Episodes | None, Crossing | None]:
     """The episodes of the example batch, and a step whose weight depends on rewards of a later one."""
-    loop = evidence.fresh_loop()
-    batch = first_batches(loop, 1)[0] if loop.batch is None else loop.batch
+    batch = evidence.shared(example_batch)
     episodes = read_episodes(batch)
     if episodes is None:
         return None, None

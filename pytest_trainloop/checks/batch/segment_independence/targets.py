@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches.episodes import Transitions, read_transitions
+from pytest_trainloop.checks.batch.segment_independence.example import example_batch
 from pytest_trainloop.checks.batch.segment_independence.step_values import StepRuns, StepValues
-from pytest_trainloop.runs.batch_stream import first_batches
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +32,7 @@ class PastTheEnd:
 
 def past_the_end(evidence: Evidence) -> tuple[Transitions | None, PastTheEnd | None]:
     """The transitions of the example batch, and a target that goes on past the end of an episode."""
-    loop = evidence.fresh_loop()
-    batch = first_batches(loop, 1)[0] if loop.batch is None else loop.batch
+    batch = evidence.shared(example_batch)
     found = read_transitions(batch)
     if found is None:
         return None, None

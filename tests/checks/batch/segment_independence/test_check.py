@@ -18,7 +18,8 @@ def judged(make):
 @pytest.mark.parametrize(
     ("name", "smallest"),
     [
-        ("readout_without_the_graph_of_each_node", "graphs 0 and 1"),
+        ("readout_without_the_graph_of_each_node", "graphs 0 and 1, of 3 and 5 nodes"),
+        ("packed_documents_see_those_before", "documents 0 and 2, of 4 and 3 tokens"),
         ("offsets_by_the_last_index", "graphs 0 and 1"),
         ("last_token_predicts_the_next_document", "documents 0 and 1"),
         ("q_target_does_not_read_the_end", "row [4]"),
