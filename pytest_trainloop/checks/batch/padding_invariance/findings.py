@@ -323,6 +323,7 @@ def _finding(
         where=where or made.backward(found),
         change=change,
         smallest=f"{rows} row{'s' if rows > 1 else ''} of {total} positions, {real} of them real",
+        composition=made.composition(smallest).told(),
         repair=repair,
         tried="in a run with that both gradients are equal" if "both gradients are equal" in shown else "",
     )

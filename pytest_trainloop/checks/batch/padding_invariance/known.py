@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from pytest_trainloop import nested
 from pytest_trainloop.batches.grids import leaves, time_axes
 from pytest_trainloop.batches.groups import padded_groups
 from pytest_trainloop.batches.padding import PaddingMask, padding_ids
 from pytest_trainloop.batches.values import plain
+from pytest_trainloop.errors import CannotDecide, DoesNotApply
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from pytest_trainloop.loop import TrainLoop
@@ -71,3 +76,27 @@ def lengths(given: list[Any], batch: Any, padded: PaddingMask) -> frozenset[int]
 
 def _plain(batch: Any) -> list[torch.Tensor]:
     return [t for t in nested.tensors(batch) if plain(t)]
+
+
+def looks_up(loop: TrainLoop) -> bool:
+    """Whether a model looks up ids."""
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    return any(isinstance(part, tables) for module in loop.modules.values() for part in module.modules())
+
+
+def nothing_padded(loop: TrainLoop, batches: Sequence[Any]) -> CannotDecide:
+    """Why there is no padding to vary. Batches of floats alone have rows of one size: images, tables."""
+    if loop.padding is not None and loop.padding.pad_id is not None:
+        return CannotDecide(
+            f"no row of the batch ends or begins with the declared pad_id {loop.padding.pad_id} where nothing else "
+            "stands: give a batch with rows of unequal lengths",
+            needs="a batch with rows of unequal lengths",
+        )
+    if loop.padding is None and not any(
+        t.dim() > 1 and not t.is_floating_point() for batch in batches for t in nested.tensors(batch)
+    ):
+        return DoesNotApply("no padding is known in the batch, and it holds no ids, masks or labels by position")
+    return CannotDecide(
+        "no padding is known in the batch: give one with rows of unequal lengths and pass padding=Padding(pad_id=...)",
+        needs="padding=",
+    )

@@ -11,8 +11,6 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from pytest_trainloop import nested
 from pytest_trainloop.batches.groups import together
 from pytest_trainloop.batches.own_data import require_given_data
@@ -24,9 +22,18 @@ from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import (
     PaddingFlow,
     PathCall,
 )
-from pytest_trainloop.checks.batch.padding_invariance.known import is_configured, is_declared, lengths, read
+from pytest_trainloop.checks.batch.padding_invariance.known import (
+    is_configured,
+    is_declared,
+    lengths,
+    looks_up,
+    nothing_padded,
+    read,
+)
 from pytest_trainloop.checks.batch.padding_invariance.meetings import Meeting, TargetMeetings
 from pytest_trainloop.checks.batch.padding_invariance.slices import BatchSlice, cut, shorter_rows, slices
+from pytest_trainloop.checks.batch.padding_invariance.smaller import composed, slice_of, stretches
+from pytest_trainloop.compositions.search import smallest
 from pytest_trainloop.errors import CannotDecide, DoesNotApply, Unreliable, UsageError
 from pytest_trainloop.gradients.compare import agreement, first_step_difference, optimizers
 from pytest_trainloop.gradients.tolerances import RESEEDED
@@ -39,9 +46,10 @@ from pytest_trainloop.runs.same_start import SameStart, from_same_start
 from pytest_trainloop.runs.shared_draws import first_unlike
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from pytest_trainloop.batches.padding import PaddingMask
+    from pytest_trainloop.compositions.composition import Composition
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
@@ -56,30 +64,6 @@ NONE: frozenset[str] = frozenset()
 
 STATISTICS = frozenset({BATCH_STATISTICS})
 """No path is blocked, and batch norms take the statistics of the batch."""
-
-
-def _looks_up(loop: TrainLoop) -> bool:
-    """Whether a model looks up ids."""
-    tables = (nn.Embedding, nn.EmbeddingBag)
-    return any(isinstance(part, tables) for module in loop.modules.values() for part in module.modules())
-
-
-def _nothing_padded(loop: TrainLoop, batches: Sequence[Any]) -> CannotDecide:
-    """Why there is no padding to vary. Batches of floats alone have rows of one size: images, tables."""
-    if loop.padding is not None and loop.padding.pad_id is not None:
-        return CannotDecide(
-            f"no row of the batch ends or begins with the declared pad_id {loop.padding.pad_id} where nothing else "
-            "stands: give a batch with rows of unequal lengths",
-            needs="a batch with rows of unequal lengths",
-        )
-    if loop.padding is None and not any(
-        t.dim() > 1 and not t.is_floating_point() for batch in batches for t in nested.tensors(batch)
-    ):
-        return DoesNotApply("no padding is known in the batch, and it holds no ids, masks or labels by position")
-    return CannotDecide(
-        "no padding is known in the batch: give one with rows of unequal lengths and pass padding=Padding(pad_id=...)",
-        needs="padding=",
-    )
 
 
 class PaddingRuns:
@@ -104,6 +88,7 @@ class PaddingRuns:
     ) -> None:
         self._batch = batch
         self._padded = padded
+        self._evidence = evidence
         self._others = self._beside = tuple(others)
         self.instead: PaddingRuns | None = None
         """All groups of this width as one, for a loop that takes them only so."""
@@ -137,8 +122,8 @@ class PaddingRuns:
         given = first_batches(loop, LOOKED_AT)
         known = [(batch, [p for p in read(loop, batch) if slices(p)]) for batch in given]
         found = [(batch, padded) for batch, padded in known if padded]
-        nothing = None if found else _nothing_padded(loop, given)
-        if nothing is None or loop.padding is not None or (isinstance(nothing, DoesNotApply) and _looks_up(loop)):
+        nothing = None if found else nothing_padded(loop, given)
+        if nothing is None or loop.padding is not None or (isinstance(nothing, DoesNotApply) and looks_up(loop)):
             require_given_data(evidence, "none with more or less padding can be composed")
         if nothing is not None:
             raise nothing
@@ -393,12 +378,31 @@ class PaddingRuns:
         return next((root.value for b in record.backwards() for root in b.roots), math.nan)
 
     def smallest(self, found: Comparison, holds: Callable[[Comparison], bool]) -> Comparison | None:
-        """The same difference, by the same cause, on one row and four positions or less; None where it is not there."""
-        for chosen in _smaller(found.full, self.left):
+        """The same difference, by the same cause, on one row and as few of its positions as the search finds; None
+        where it is not there."""
+
+        def shown(chosen: BatchSlice) -> Comparison | None:
             other = self.compare(chosen, blocked=STATISTICS if found.statistics else NONE)
-            if other is not None and not other.equal and holds(other):
-                return other
-        return None
+            return other if other is not None and not other.equal and holds(other) else None
+
+        one = replace(found.full, rows=found.full.rows[:1])
+        if not (found.full.uneven or self._padded.joint):
+            smaller = smallest(
+                stretches(found.full, self.left, self._cut),
+                lambda composition: shown(slice_of(composition, found.full)) is not None,
+                evidence=self._evidence,
+            )
+            one = one if smaller is None else slice_of(smaller, found.full)
+        return shown(one)
+
+    def composition(self, chosen: BatchSlice) -> Composition:
+        """The slice in the words of all checks that compose batches."""
+        return composed(chosen, self._cut)
+
+    def _cut(self, batch: Any, chosen: BatchSlice) -> Any:
+        """All rows of a batch, cut to the positions of a slice."""
+        every = replace(chosen, rows=tuple(range(self._padded.grid.rows)), uneven=True)
+        return cut(batch, self._padded, every, others=self._others)
 
     def _gradients(self, chosen: BatchSlice, blocked: frozenset[str]) -> dict[int, Gradient] | str:
         """What the first step of each optimizer consumes, or why there is nothing to compare."""
@@ -432,16 +436,3 @@ class PaddingRuns:
     def _plan_over(self, batch: Any) -> RunPlan:
         plan = from_same_start(self._plan, self._start, lambda _loop: [batch] * self._window)
         return replace(plan, double=self._precision == "float64", enough=lambda r: r.rounds >= 1, may_raise=True)
-
-
-def _smaller(chosen: BatchSlice, left: bool) -> Iterator[BatchSlice]:
-    """One row of a slice with four positions or less, the shortest first, and then as long as it is."""
-    one = replace(chosen, rows=chosen.rows[:1])
-    for real, padded in ((1, 1), (2, 1), (2, 2), (3, 1)):
-        if real > chosen.last - chosen.first or padded > chosen.padded:
-            continue
-        if left:
-            yield replace(one, start=chosen.first - padded, stop=chosen.first + real, last=chosen.first + real)
-        else:
-            yield replace(one, start=chosen.last - real, first=chosen.last - real, stop=chosen.last + padded)
-    yield one

@@ -9,6 +9,7 @@ from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import Pad
 from pytest_trainloop.checks.batch.padding_invariance.meetings import Meeting
 from pytest_trainloop.checks.batch.padding_invariance.runs import Comparison, PaddingRuns
 from pytest_trainloop.checks.batch.padding_invariance.slices import BatchSlice
+from pytest_trainloop.checks.batch.padding_invariance.smaller import composed
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.compare import Agreement
 from pytest_trainloop.recording.events import Place
@@ -68,6 +69,9 @@ class Runs:
 
     def backward(self, found):
         return "train.py:7   loss.backward()"
+
+    def composition(self, chosen):
+        return composed(chosen, lambda batch, chosen: batch)
 
     def smallest(self, found, holds):
         return found if holds(found) else None
