@@ -40,8 +40,8 @@ def few_rows(loop: TrainLoop, sizes: Sequence[int], counts: Sequence[int] = COUN
     found = segments.read(batch)
     if found is not None and found.ids.dim() == 1:
         raise CannotDecide(
-            f"the batch holds the {found.entry}s of {found.count} {found.kind}s behind each other, and no rows: whether "
-            f"{found.kind}s meet is for segment_independence"
+            f"the batch holds the {found.entry}s of {found.count} {found.kind}s behind each other, and no rows: "
+            f"whether {found.kind}s meet is for segment_independence"
         )
     count, rows, axis, known = _chosen(batch, loop.batch_dim, sizes, counts)
     try:
