@@ -20,6 +20,7 @@ from pytest_trainloop.compositions.step_runs import separable
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.compare import agreement
 from pytest_trainloop.gradients.vectors import combination, vectors
+from pytest_trainloop.recording.events import LossCall
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.tracing.mode import WatchingMode
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pytest_trainloop.compositions.step_gradients import StepGradient
+    from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
 
 SAME = 1e-9
@@ -58,6 +60,8 @@ class Terms:
 
 def terms_apart(evidence: Evidence) -> Terms | None:
     """None where all terms of the loss grow alike with the rows, or where it cannot be seen."""
+    if _one_mean_each(evidence.run()):
+        return None
     try:
         gradients = evidence.shared(StepGradients.of)
         rows = gradients.cut.valid.order[-2:]
@@ -76,6 +80,14 @@ def terms_apart(evidence: Evidence) -> Terms | None:
         for n in (2, 1)
     )
     return Terms(once, twice, change, summed, averaged)
+
+
+def _one_mean_each(record: Record) -> bool:
+    """Whether every backward pass starts from what one call of a loss function gives, which is a mean."""
+    means = {call.value for call in record.of(LossCall) if call.reduction == "mean" and call.value is not None}
+    roots = [root.value for b in record.backwards() for root in b.roots]
+    full = roots[: len(record.of(LossCall))]  # later calls are not recorded
+    return bool(full) and means.issuperset(full)
 
 
 def _grow_otherwise(gradients: StepGradients, rows: Sequence[int]) -> bool:
