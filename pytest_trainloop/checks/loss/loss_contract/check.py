@@ -182,7 +182,7 @@ CAUSES = {
     "target_not_distribution": Cause(
         proof="soft targets with negative entries, or with sums that differ from 1 in a regular way",
         repair="take softmax along the class axis of scores; smooth labels as y * (1 - e) + e / C",
-        explains=LEARNING,
+        explains=(*LEARNING, "batch_independence"),
         change=("seen",),
     ),
     "all_ignored": Cause(
