@@ -46,7 +46,7 @@ NAMES = (
     "last_row_cut_off",
     "a_batch_divided_by_its_norm",
     "transformer_attends_to_other_rows",
-    "readout_without_the_graph_of_each_node",
+    "packed_documents_declared_apart_see_those_before",
     "a_gate_by_the_mean_of_the_sequence",
     "a_condition_that_is_handed_over_and_not_embedded",
     "generator_at_module_level",
