@@ -104,8 +104,6 @@ class Calls(WatchingMode):
     """The tensors of the batches."""
     tensors: list[torch.Tensor] = field(default_factory=list)
     """Copies of these."""
-    over: Callable[[Watch], bool] = lambda watch: watch.record.begun
-    """Whether no more calls are kept."""
     _known: dict[int, tuple[weakref.ref[torch.Tensor], Value]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -118,7 +116,7 @@ class Calls(WatchingMode):
         self._known.clear()
 
     def active(self) -> bool:
-        return not (self.watch.is_suspended or self.watch.backward is not None or self.over(self.watch))
+        return super().active() and not self.watch.record.begun
 
     def take(self, number: int, item: Any) -> None:
         """Note the tensors of a batch: for ``RunPlan.before_item``."""

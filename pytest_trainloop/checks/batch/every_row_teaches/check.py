@@ -23,6 +23,8 @@ How it decides
     One input for two: the model makes two equal calls with one tensor of the batch (the same function, the same
     numbers, gradients on), and nothing reads another tensor of its shape, dtype and kind (no mask, no positions). With
     dropout it is advice: an input may pass twice for two views of it.
+    One target for all: of a tensor whose rows differ only one row is read, taken by a constant index, and it meets a
+    result of the model with all rows in one call.
     Weights of classes, picked by labels or given as ``weight=``, of which an integer division or a cast makes some 0
     and which are not 0 with their fractions kept.
     A loss that is exactly 0 at each pass, without any gradient, under five seeds of weights: it is followed back to the
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.batch.every_row_teaches.constant_class import ConstantClass
     from pytest_trainloop.checks.batch.every_row_teaches.left_out import LeftOut
     from pytest_trainloop.checks.batch.every_row_teaches.one_pass import CutWeights, ReadTwice
+    from pytest_trainloop.checks.batch.every_row_teaches.one_target import OneTarget
     from pytest_trainloop.checks.batch.every_row_teaches.zero_losses import ZeroLoss
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -97,6 +100,12 @@ CAUSES = {
         change=("seen",),
         settle="leave what is not used out of the batch",
     ),
+    "one_target_for_all_rows": Cause(
+        proof="of a tensor of the batch whose rows differ one row is read, and meets the outputs of all rows",
+        repair="compare each row's output with its own target",
+        explains=(*LEARNING, "batch_independence", "loss_contract"),
+        change=("seen",),
+    ),
     "class_costs_a_constant": Cause(
         proof="rows of one class alone have a loss above 0 that no weight changes, and no gradient",
         repair="sign = 2 * y - 1   # labels of -1 and 1\nor give these rows a term of their own",
@@ -119,6 +128,7 @@ def every_row_teaches(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.every_row_teaches.constant_class import constant_class
     from pytest_trainloop.checks.batch.every_row_teaches.left_out import left_out
     from pytest_trainloop.checks.batch.every_row_teaches.one_pass import cut_weights, read_twice
+    from pytest_trainloop.checks.batch.every_row_teaches.one_target import one_target
     from pytest_trainloop.checks.batch.every_row_teaches.zero_losses import zero_loss
 
     zero = zero_loss(evidence)
@@ -135,6 +145,9 @@ def every_row_teaches(evidence: Evidence) -> Iterator[Finding]:
     unused = left_out(evidence, seen)
     if unused is not None:
         yield _left_out(unused)
+    target = one_target(evidence, seen)
+    if target is not None:
+        yield _one_target(target)
     weights = cut_weights(evidence, seen)
     if weights is not None:
         yield _cut(weights)
@@ -185,6 +198,19 @@ def _twice(found: ReadTwice) -> Finding:
         culprits=(found.unread, found.read),
         where=str(found.place),
         repair=f"give {found.unread} to one of the two calls; or leave it out of the batch",
+    )
+
+
+def _one_target(found: OneTarget) -> Finding:
+    return Finding(
+        cause="one_target_for_all_rows",
+        summary=f"the outputs of all {found.rows} rows are compared with row {found.row} of {found.name}",
+        measured=f"no other row of {found.name} is read; the loss is {found.before:.4g}, with all of them "
+        f"{found.after:.4g}",
+        shown_by=f"the rows differ, and one of them is broadcast against {found.rows} outputs in {found.op}",
+        culprits=(found.name,),
+        where=str(found.place),
+        repair=f"take the whole of {found.name}, without the index",
     )
 
 

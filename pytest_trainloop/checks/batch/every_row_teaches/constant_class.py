@@ -14,6 +14,7 @@ import torch
 from pytest_trainloop import nested
 from pytest_trainloop.batches.values import binary, plain
 from pytest_trainloop.checks.batch.every_row_teaches.calls import Calls, Value
+from pytest_trainloop.checks.batch.every_row_teaches.one_pass import example
 from pytest_trainloop.compositions.composition import Composition
 from pytest_trainloop.compositions.search import of_rows, smallest
 from pytest_trainloop.compositions.step_gradients import StepGradients
@@ -51,15 +52,10 @@ class ConstantClass:
 
 def constant_class(evidence: Evidence) -> ConstantClass | None:
     """The class that costs a constant, where each row of the batch has one of two."""
-    batch = _example(evidence)
+    batch = example(evidence)
     axis = evidence.fresh_loop().batch_dim
     paths = [path for path, tensor in nested.paths(batch) if _classes(batch, tensor, axis)]
     return next(filter(None, (_Classes(evidence, path).judge() for path in paths[:MOST])), None)
-
-
-def _example(evidence: Evidence) -> Any:
-    loop = evidence.fresh_loop()
-    return first_batches(loop, 1)[0] if loop.batch is None else loop.batch
 
 
 def _classes(batch: Any, tensor: torch.Tensor, axis: object) -> bool:

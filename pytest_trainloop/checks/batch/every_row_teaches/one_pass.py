@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _PICKS = INDEXING | EMBEDDINGS
 _MOVES = VIEWS | CASTS | INDEXING
-_IGNORED = SIZES | {"__len__", "is_floating_point", "is_nested", "__deepcopy__"}
+_IGNORED = SIZES | {"__len__", "is_floating_point", "is_nested", "__deepcopy__", "deepcopy"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,10 @@ class CutWeights:
 
 def read_twice(evidence: Evidence) -> ReadTwice | None:
     """A tensor of the batch that is read in the place of another one of its kind."""
-    loop = evidence.fresh_loop()
-    batch = first_batches(loop, 1)[0] if loop.batch is None else loop.batch
+    batch = example(evidence)
     if not any(_like(one, other) for one, other in itertools.combinations(nested.tensors(batch), 2)):
         return None
-    seen, record = _step(evidence, {})
+    seen, record = step_seen(evidence, {})
     given = dict(zip((id(v) for v in seen.batch), seen.tensors, strict=True))
     found = [f for f in _twice(seen) if _like(given[id(f[0])], given[id(f[1])])]
     if record.raised is not None or not found:
@@ -88,16 +87,22 @@ def cut_weights(evidence: Evidence, suspected: Calls) -> CutWeights | None:
     """Weights of classes of which an integer division or a cast makes some 0. ``suspected`` are calls of a step."""
     if not any(_cut(suspected)):
         return None
-    seen, record = _step(evidence, {})
+    seen, record = step_seen(evidence, {})
     for cutting, weights, call in _cut(seen):
-        _, other = _step(evidence, {cutting.number: with_fractions(cutting)})
+        _, other = step_seen(evidence, {cutting.number: with_fractions(cutting)})
         if other.raised is None and roots_of(other) != roots_of(record):
             op = "//" if "div" in cutting.name else cutting.name
             return CutWeights(op, call.place, cutting.place, weights.zeros, math.prod(weights.shape))
     return None
 
 
-def _step(evidence: Evidence, others: dict[int, Any]) -> tuple[Calls, Record]:
+def example(evidence: Evidence) -> Any:
+    """The example batch, or the first of the loop's own."""
+    loop = evidence.fresh_loop()
+    return first_batches(loop, 1)[0] if loop.batch is None else loop.batch
+
+
+def step_seen(evidence: Evidence, others: dict[int, Any]) -> tuple[Calls, Record]:
     """A step on the loop's own batch, without dropout and with running statistics."""
     seen = Calls(others=others)
 
@@ -133,7 +138,7 @@ def _twice(seen: Calls) -> Iterator[tuple[Value, Value, list[Call]]]:
     first = [v for v in seen.batch if v.number == 0]
     reads: dict[int, list[Call]] = {id(v): [] for v in first}
     for call in seen.calls:
-        for value in call.inputs if call.name not in _IGNORED and (call.outputs or call.name in TO_PYTHON) else ():
+        for value in call.inputs if read_by(call) else ():
             source = _source(value)
             if id(source) in reads and call.name not in _MOVES:
                 reads[id(source)].append(call)
@@ -145,6 +150,11 @@ def _twice(seen: Calls) -> Iterator[tuple[Value, Value, list[Call]]]:
             if call.grad and any(v.history for v in call.outputs):
                 equal[call.name, call.plain, tuple(v.digest for v in call.inputs)].append(call)
         yield from ((read, unread, calls) for calls in equal.values() if len(calls) == 2)
+
+
+def read_by(call: Call) -> bool:
+    """Whether a call reads the entries of what it is given."""
+    return call.name not in _IGNORED and bool(call.outputs or call.name in TO_PYTHON)
 
 
 def _line(one: Call, other: Call) -> Place:

@@ -118,3 +118,30 @@ pair(
     faulty=balanced(lambda _rows, counts: 5 // counts, in_the_call=False),
     fixed=balanced(lambda _rows, counts: 5 / counts, in_the_call=False),
 )
+
+
+def regressed(loss_of):
+    return lambda: loop(mlp(6, 16, 1), data.table(), lambda m, b: loss_of(m(b[0]), b[1]))
+
+
+pair(
+    "target_of_the_first_row_for_all",
+    "every_row_teaches",
+    "one_target_for_all_rows",
+    culprits=("batch[1]",),
+    where="(output - y[0])",
+    mentions=("row 0 of batch[1]",),
+    faulty=regressed(lambda output, y: (output - y[0]).square().mean()),
+    fixed=regressed(lambda output, y: (output - y).square().mean()),
+    quick=True,
+)
+
+pair(
+    "target_of_the_last_row_for_all",
+    "every_row_teaches",
+    "one_target_for_all_rows",
+    where="F.l1_loss(output, y[-1:].expand_as(output))",
+    mentions=("row 15 of batch[1]",),
+    faulty=regressed(lambda output, y: F.l1_loss(output, y[-1:].expand_as(output))),
+    fixed=regressed(F.l1_loss),
+)

@@ -99,3 +99,33 @@ def rows_of_a_branch_floored_to_zero() -> TrainLoop:
             return self.head(x + kept / 0.8 * self.branch(x).tanh())
 
     return loop(Model(), data.labelled(), lambda m, b: F.cross_entropy(m(b[0]), b[1]))
+
+
+@odd(notes="a number that is the same for the whole batch stands in every row, and the first is read")
+def number_of_the_batch_in_every_row() -> TrainLoop:
+    x, y = data.table()
+
+    def loss_of(model, batch):
+        x, y, scale = batch
+        return F.mse_loss(model(x) * scale[0], y)
+
+    return loop(mlp(6, 16, 1), (x, y, torch.full((16,), 2.0)), loss_of)
+
+
+@odd(notes="outputs are compared with the first row's, by their differences to it")
+def differences_to_the_first_row() -> TrainLoop:
+    def loss_of(model, batch):
+        x, y = batch
+        output = model(x)
+        return F.mse_loss(output - output[0], y - y[0]) + 0.1 * output.square().mean()
+
+    return loop(mlp(6, 16, 1), data.table(), loss_of, rows_interact=True)
+
+
+@odd(notes="a loop over rows takes each row's own target")
+def targets_row_by_row() -> TrainLoop:
+    def loss_of(model, batch):
+        x, y = batch
+        return torch.stack([(model(x[i : i + 1]) - y[i]).square().mean() for i in range(len(x))]).mean()
+
+    return loop(mlp(6, 16, 1), data.table(rows=6), loss_of)
