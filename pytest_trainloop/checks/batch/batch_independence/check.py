@@ -66,7 +66,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.batch.batch_independence import findings_outside as outside
 from pytest_trainloop.checks.batch.explained import LEARNING
-from pytest_trainloop.errors import CannotDecide, DoesNotApply
+from pytest_trainloop.errors import CannotDecide, DoesNotApply, Unreliable
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.recording.torch_names import ATTENTION, EXTREMES, PRODUCTS, SCATTERS
 from pytest_trainloop.registry import Cause, check
@@ -235,6 +235,8 @@ def _judged(found: RowInteraction | None, declared: bool | None) -> Iterator[Fin
 
 def _outside(evidence: Evidence, met: Meeting | None, declared: bool | None) -> Iterator[Finding]:
     """Rows that meet in the loss, or in what is made of the batch."""
+    from pytest_trainloop.checks.batch.batch_independence.shares import RowShares
+
     if met is None:
         return
     if met.why == "operation" and met.rows_known:
@@ -246,6 +248,11 @@ def _outside(evidence: Evidence, met: Meeting | None, declared: bool | None) -> 
             needs="batch_dim=",
         )
     elif declared is False:
+        shares = evidence.shared(RowShares.of)
+        if shares is None or not shares.repeats():
+            raise Unreliable(
+                "two identical steps of the loop differ, so that what rows do is not known: see determinism"
+            )
         yield _shrunk(evidence, met, outside.of_declared(met))
 
 

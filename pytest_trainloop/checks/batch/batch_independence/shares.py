@@ -294,6 +294,13 @@ class RowShares:
                 found[number] = moved
         return found
 
+    def repeats(self) -> bool:
+        """Whether the same step made twice gives the same shares."""
+        base, again = self.tape(AS_IT_IS), self.tape(AS_IT_IS, key="again")
+        if base is None or again is None or not base.comparable(again):
+            return False
+        return all(torch.equal(a.gradient, b.gradient) for a, b in zip(base.shares, again.shares, strict=True))
+
     def bound(self, *tapes: Tape) -> float:
         """By how much shares may differ by the order of sums."""
         dtype = torch.float64 if all(t.double for t in tapes) else torch.float32
@@ -311,7 +318,11 @@ class RowShares:
                 batch = nested.take(self.few.batch, self.chosen, self.few.axis)
                 self.few = replace(self.few, batch=batch, rows=len(self.chosen))
             mode.rows = self.few.rows
-            return itertools.repeat(change.apply(self.few.batch, self.few.rows, self.few.axis))
+            try:
+                changed = change.apply(self.few.batch, self.few.rows, self.few.axis)
+            except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+                raise CannotDecide(f"rows of {nested.describe(self.few.batch)} cannot be exchanged") from error
+            return itertools.repeat(changed)
 
         if change == AS_IT_IS and not replacements and not shared_draws:
             mode.at_root = lambda seen: None if self.fixes else self.fixes.extend(row_fixes(seen.ops, seen.rows))
