@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from pytest_trainloop.batches.totals import shared_by_rows
 from pytest_trainloop.nested import mapped, rows, take
 
 Pair = namedtuple("Pair", "left right")
@@ -178,6 +179,10 @@ OF_FOUR = {
         [{"input_ids": torch.full((5,), n), "labels": torch.full((5,), n)} for n in range(N)],
         lambda b: [int(row["labels"][0]) for row in b],
     ),
+    "samples beside nothing": (
+        ([{"x": torch.zeros(n + 1, 2), "label": n} for n in range(N)],),
+        lambda b: [row["label"] for row in b[0]],
+    ),
     "samples of text": ([(f"text {n}", n) for n in range(N)], lambda b: [row[1] for row in b]),
     "columns of text": (
         {"text": ["a", "b", "c", "d"], "label": [0, 1, 2, 3]},
@@ -297,3 +302,7 @@ def test_outputs_of_transformers():
     assert type(taken) is type(batch)
     assert taken.logits.tolist() == taken["logits"].tolist() == [[2.0]]
     assert list(taken.keys()) == list(batch.keys())
+
+
+def test_a_packed_sequence_is_no_number_that_rows_share():
+    assert shared_by_rows((packed(2, 1, 3), torch.arange(3), 7, torch.ones(5)), 3).keys() == {(2,), (3,)}

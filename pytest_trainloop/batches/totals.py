@@ -62,8 +62,11 @@ def _changed(
 
     listed = {id(found) for found in nested.lists_of_rows(batch, rows)}
 
+    def has_rows(value: Any) -> bool:
+        return id(value) in listed or nested.knows_its_rows(value)
+
     def is_leaf(value: Any) -> bool:
-        return id(value) in listed or isinstance(value, (int, float, torch.Tensor)) or hasattr(value, "__array__")
+        return has_rows(value) or isinstance(value, (int, float, torch.Tensor)) or hasattr(value, "__array__")
 
     def change(path: Path, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -72,7 +75,12 @@ def _changed(
             if value.numel() != 1:
                 return value if rows in value.shape else tensor(path, value)
             old = value.item()
-        elif isinstance(value, bool) or id(value) in listed or getattr(value, "ndim", 0) > 0:
+        elif (
+            isinstance(value, bool)
+            or id(value) in listed
+            or nested.knows_its_rows(value)
+            or getattr(value, "ndim", 0) > 0
+        ):
             return value
         else:
             old = value

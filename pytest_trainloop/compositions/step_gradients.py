@@ -67,9 +67,9 @@ class StepGradients:
 
     Each is made once for equal compositions, in float64, from the same weights, without dropout, with running
     statistics, and with random numbers that are the same for a row in every composition: its own, or with a knob
-    ``accumulate`` the same as all others', since what splits a batch does not say which rows a part has. Attributes:
-    ``batch``, the example batch, with ``rows`` rows along ``axis``; ``window``, how many batches the loop takes before
-    it steps.
+    ``accumulate`` the same as all others', since what splits a batch inside ``fit`` does not say which rows a part has.
+    Attributes: ``batch``, the example batch, with ``rows`` rows along ``axis``; ``window``, how many batches the loop
+    takes before it steps.
     """
 
     def __init__(self, cut: MicroBatches, runs: StepRuns, window: int, *, splits: bool) -> None:
@@ -159,19 +159,35 @@ class StepGradients:
             knob = len(composition.parts) or 1
             return self._first_step(composition, lambda: self.composed(composition) * repeated, knob, contexts, rows)
 
-        if self._runs.axes is None and not self._splits and not composition.parts:
+        if self._splits:
+            made = first_step()
+            return first_step() if self._learns(composition, made.record) else made
+        if self._runs.axes is None and not composition.parts:
             alike = first_step()
             if alike.refused:
                 return alike
-            self._runs.axes = self._axes(composition, alike)
-        keyed = not self._splits and self._runs.axes is not None and self._runs.axes.axes
+            self._runs.know(self._axes(composition, alike))
+        keyed = self._runs.axes is not None and self._runs.axes.axes
         return first_step(tuple(part.rows for part in composition.split()) * repeated if keyed else ())
+
+    def _learns(self, composition: Composition, record: Record) -> bool:
+        """Whether this run, the first of a loop with the knob, has to be made again: it drew what may have an axis of
+        rows behind its first, and the axes are known now."""
+        if self._runs.axes is not None or record.raised is not None:
+            return False
+        if not self._runs.log(record).may_have_rows_behind(len(composition.rows)):
+            self._runs.know(DrawAxes())
+            return False
+        whole = composition.whole()
+        made = self._first_step(whole, lambda: self.composed(whole) * self.window)
+        self._runs.know(DrawAxes() if made.refused else self._axes(whole, made))
+        return bool(self._runs.axes and self._runs.axes.axes)
 
     def _axes(self, composition: Composition, made: StepGradient) -> DrawAxes:
         """What the axes of random draws stand for, from this run and one over another number of rows, which is made
         only where anything is drawn."""
         rows, drawn = composition.rows, self._runs.log(made.record)
-        other = rows[: len(rows) // 2] or (*rows, (rows[0] + 1) % self.rows)
+        other = rows[: len(rows) // 2] or (*rows, (rows[0] + 1) % max(1, self.rows))
         if not drawn.shapes or len(set(other)) < len(other):
             return DrawAxes()
         changed = replace(composition, rows=other)
@@ -184,7 +200,7 @@ class StepGradients:
         """Random draws of which it is not known what belongs to which row, each with its line: a reason why what should
         add up does not. Where no run was compared for it, two are made."""
         axes = self._runs.axes
-        if axes is None:
+        if axes is None or (self._splits and not axes.axes):
             whole = Composition(tuple(range(max(1, self.rows))))
             axes = self._axes(whole, self._first_step(whole, lambda: self.composed(whole) * self.window))
         return axes.unknown
@@ -215,11 +231,16 @@ class StepGradients:
         as well."""
         knobs = self._knobs(len(composition.parts) or 1 if knob is None else knob)
         repeated = 1 if composition.parts else self.window
-        return self._runs.made(
-            (self._batches, composition),
-            lambda: [item for n in range(len(self._cut.batches)) for item in self.composed(composition, n) * repeated],
-            Variation(knobs=knobs, **varied),
-        )
+
+        def run() -> Record:
+            return self._runs.made(
+                (self._batches, composition),
+                lambda: [i for n in range(len(self._cut.batches)) for i in self.composed(composition, n) * repeated],
+                Variation(knobs=knobs, **varied),
+            )
+
+        record = run()
+        return run() if self._splits and self._learns(composition, record) else record
 
     def _knobs(self, accumulate: int) -> tuple[tuple[str, int], ...]:
         return (("accumulate", accumulate),) if self._splits else ()

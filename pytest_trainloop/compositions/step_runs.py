@@ -106,6 +106,12 @@ class StepRuns:
             self._records[key, varied], self._logs[id(record)] = record, self._log
         return self._records[key, varied]
 
+    def know(self, axes: DrawAxes) -> None:
+        """Have what is drawn from now on keep to these axes: runs that drew otherwise are forgotten."""
+        self.axes = axes
+        if axes.axes:
+            self._records.clear()
+
     def log(self, record: Record) -> DrawLog:
         """What one of these runs drew."""
         return self._logs.get(id(record), DrawLog())
@@ -123,7 +129,7 @@ class StepRuns:
 
     def _run(self, items: Callable[[], Sequence[Any]], varied: Variation) -> Record:
         plan = from_same_start(self._plan_of(dict(varied.knobs)), self._start, lambda _loop: items())
-        draws = RowDraws(varied.rows, self.axes if varied.rows else None)
+        draws = RowDraws(varied.rows, self.axes)
         self._log = draws.log
         return self._run_plan(
             replace(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_trainloop.nested.given import copy, describe, require_batch, without_tensors
-from pytest_trainloop.nested.rows import is_of_rows, lists_of_rows, rows, take
+from pytest_trainloop.nested.rows import is_of_rows, knows_its_rows, lists_of_rows, rows, take
 from pytest_trainloop.nested.walk import (
     Path,
     children,
@@ -21,6 +21,7 @@ __all__ = [
     "copy",
     "describe",
     "is_of_rows",
+    "knows_its_rows",
     "lists_of_rows",
     "mapped",
     "named_children",

@@ -56,7 +56,9 @@ def is_listing(batch: Any) -> bool:
 def hold_rows(listings: Sequence[Sequence[Any]]) -> bool:
     """Whether lists of equal length hold rows beyond doubt: entries of one structure, and tensors in them that cannot
     be columns, since they share no number of rows."""
-    if not listings or not listings[0] or any(len({_kind(entry) for entry in listing}) > 1 for listing in listings):
+    if not listings or not listings[0] or any(len(s) == 1 and isinstance(s[0], list) for s in listings):
+        return False
+    if any(len({_kind(entry) for entry in listing}) > 1 for listing in listings):
         return False
     held = [[(path, t) for listing in listings for path, t in paths(listing[i])] for i in range(len(listings[0]))]
     found = [tensor for entry in held for _, tensor in entry]

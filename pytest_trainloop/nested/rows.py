@@ -45,6 +45,11 @@ def is_of_rows(value: Any, batch: Any, axis: int = 0) -> bool:
     return is_sequence(value) and _Layout.of(batch, axis).by_rows(value)
 
 
+def knows_its_rows(value: Any) -> bool:
+    """Whether a value keeps rows of its own in a way that only it knows: a packed or a jagged tensor, a table."""
+    return not isinstance(value, NO_NEST) and _own_size(value) is not None
+
+
 def lists_of_rows(batch: Any, count: int) -> list[Sequence[Any]]:
     """Lists and tuples with one entry for each of ``count`` rows."""
     layout = _Layout.of(batch, 0)

@@ -43,6 +43,10 @@ class DrawLog:
     shapes: dict[Kind, list[tuple[int, ...]]] = field(default_factory=dict)
     places: dict[Kind, list[str]] = field(default_factory=dict)
 
+    def may_have_rows_behind(self, rows: int) -> bool:
+        """Whether an axis but the first has as many entries as there are rows, or as some of equal parts of them."""
+        return any(n > 1 and rows % n == 0 for shapes in self.shapes.values() for shape in shapes for n in shape[1:])
+
     def note(self, kind: Kind, shape: Sequence[int]) -> None:
         self.shapes.setdefault(kind, []).append(tuple(shape))
         self.places.setdefault(kind, []).append(str(here()[0]))
@@ -109,7 +113,8 @@ class RowDraws(NoRandomness):
 
     ``keys`` are those of the rows of each item that the loop is given, in order; ``next_item`` is to be called with
     each of them (``RunPlan.before_item``). A loop may take several items before it uses one: at hand is the one whose
-    tensors torch was last called with. Without ``axes`` all rows get the same, and ``log`` notes what is drawn.
+    tensors torch was last called with. Without keys all rows get the same, along whichever axis they are. Without
+    ``axes`` they are taken to be the first axis, and ``log`` notes what is drawn.
     """
 
     def __init__(self, keys: Sequence[Sequence[Hashable]], axes: DrawAxes | None = None) -> None:
@@ -146,21 +151,22 @@ class RowDraws(NoRandomness):
         kind = name, out.dim()
         nth = self._drawn.get((self._item, kind), 0)
         self._drawn[self._item, kind] = nth + 1
-        if self._axes is None:
+        if self._axes is None or not self._axes.axes:
             if not self._item:
                 self.log.note(kind, out.shape)
             return shared(name, out, args, kwargs)
         axes = self._axes.of(kind, nth)
         keys = self._keys[self._item % len(self._keys)] if self._keys else []
         by_row = axes is not None and "rows" in axes
-        if axes is None or any(a == "rows" and n != len(keys) for a, n in zip(axes, out.shape, strict=True)):
+        if axes is None or (keys and any(a == "rows" and n != len(keys) for a, n in zip(axes, out.shape, strict=True))):
             return shared(name, out, args, kwargs)
 
         def coordinates(shape: Sequence[int]) -> list[torch.Tensor]:
             along = same_for_every_row((0, *shape))[1:] if by_row else same_for_every_row(shape)
-            return [
-                torch.tensor(keys) if axis == "rows" else torch.zeros_like(places) if axis == "grows" else places
-                for axis, places in zip(axes, along, strict=True)
-            ]
+            found = []
+            for axis, places in zip(axes, along, strict=True):
+                of_rows = torch.tensor(keys) if keys and axis == "rows" else torch.zeros_like(places)
+                found.append(places if axis == "fixed" else of_rows)
+            return found
 
-        return shared(name, out, args, kwargs, coordinates, str(nth) if kind in self._axes.in_order else "")
+        return shared(name, out, args, kwargs, coordinates, str(nth) if keys and kind in self._axes.in_order else "")

@@ -172,3 +172,21 @@ def test_what_draws_nothing_takes_no_further_step():
     steps = seen.own_steps
     gradients.at(Composition((0, 1)))
     assert seen.own_steps == steps + 1
+
+
+@pytest.mark.parametrize("parts", [(), (2, 2)])
+def test_noise_with_rows_behind_its_first_axis_is_the_same_for_all_with_the_knob(parts):
+    gradients = noisy(knob=True, draw=lambda out: torch.randn(3, len(out), 5).mean(0)).shared(StepGradients.of)
+    whole = gradients.at(Composition((0, 1, 2, 3), parts))
+    halves = [gradients.at(Composition((0, 1))), gradients.at(Composition((2, 3)))]
+    made = combined(whole, halves, 0)
+    assert made.weights == pytest.approx([0.5, 0.5])
+    assert made.residual < 1e-12
+
+
+def test_noise_without_such_an_axis_takes_no_further_step_with_the_knob():
+    seen = noisy(knob=True, draw=torch.randn_like)
+    gradients = seen.shared(StepGradients.of)
+    steps = seen.own_steps
+    gradients.at(Composition((0, 1, 2)))
+    assert seen.own_steps == steps + 1
