@@ -215,8 +215,9 @@ class PaddingRuns:
         return fits and self._several and not self.varying
 
     def for_longer_rows(self, calls: list[PathCall]) -> bool:
-        """Whether tables of positions go on past these rows, so that the last position is not always the same one."""
-        return all(call.entries > self._padded.grid.length + 1 for call in calls)
+        """Whether tables of positions go on past these rows, so that the last position is not always the same one; not
+        where several batches are given, all of one length."""
+        return not self._several and all(call.entries > self._padded.grid.length + 1 for call in calls)
 
     @property
     def left(self) -> bool:

@@ -192,8 +192,6 @@ pair(
     "left_padding_without_position_ids_in_windows_of_one_length",
     "padding_invariance",
     "positions_shifted",
-    level="advice",
-    mentions=("where all batches are of one length",),
     faulty=causal(True, from_the_edge, varying=False),
     fixed=causal(True, from_the_first, varying=False),
 )

@@ -185,6 +185,6 @@ def absorbing_states_after_the_end() -> TrainLoop:
         value = model[0](batch["observations"]).squeeze(-1)
         chosen = scores.gather(2, batch["actions"].unsqueeze(2)).squeeze(2)
         gain = (batch["returns"] - value.detach()) * chosen * batch["alive"]
-        return F.mse_loss(value, batch["returns"]) - gain.sum() / batch["alive"].sum()
+        return (value - batch["returns"]).square().mean() - gain.sum() / batch["alive"].sum()
 
     return trained(nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 3)]), batch, loss_of)
