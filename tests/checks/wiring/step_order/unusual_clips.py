@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.utils.data import DataLoader, TensorDataset
 
 from pytest_trainloop.loop import TrainLoop
 from tests.loops import data
@@ -229,6 +230,22 @@ def windows_go_on_across_epochs(accumulate=1) -> TrainLoop:
                 optimizer.zero_grad()
 
     return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+
+@odd(notes="five batches a loader, and no window by default: whether others leave some over is the setting's matter")
+def no_window_by_default(accumulate=1) -> TrainLoop:
+    model = mlp(6, 16, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    loader = DataLoader(TensorDataset(*data.labelled(rows=40)), batch_size=8)
+
+    def fit(batches):
+        for i, (x, y) in enumerate(batches, start=1):
+            (F.cross_entropy(model(x), y) / accumulate).backward()
+            if i % accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=fit)
 
 
 @odd(notes="each window begins with zeroing, so what an epoch leaves over is dropped")
