@@ -21,7 +21,7 @@ from pytest_trainloop.batches.values import constant, in_part
 from pytest_trainloop.errors import CannotDecide
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.batches.grids import Grid
     from pytest_trainloop.batches.padding_hints import Hint
@@ -154,10 +154,18 @@ def _declared(under: list[Leaf], grid: Grid, padding: Padding, pad_ids: Sequence
     if not own:
         return []
     said = [h for h in hints(View(grid, [*own, *beside], padding, pad_ids, labels=True)) if in_part(h.mask)]
+    said = said or [h for h in _lengths_beside(under, own, grid, padding) if all(empty(leaf, h.mask) for leaf in own)]
     if not said:
         return []
     same = [h for h in said if torch.equal(h.mask, said[0].mask)]
     return [_group(same, own, grid, alone=False)]
+
+
+def _lengths_beside(under: list[Leaf], own: list[Leaf], grid: Grid, padding: Padding) -> Iterator[Hint]:
+    """What masks and lengths that the declaration does not name say, for tensors that no id pads."""
+    for hint in hints(View(grid, under, padding, labels=True)):
+        if hint.source in ("mask", "lengths") and hint.leaf not in own and _tells(hint):
+            yield hint
 
 
 def _named(path: Path, of: Sequence[str] | None) -> bool:

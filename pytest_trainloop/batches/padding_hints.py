@@ -100,7 +100,7 @@ def is_label(leaf: Leaf, padding: Padding | None) -> bool:
 
 def hints(view: View) -> Iterator[Hint]:
     """What says that positions are padding, in this order: masks, lengths, ids; then what says that none is."""
-    for found in (_masks(view), _lengths(view), _pad_ids(view), _without_padding(view)):
+    for found in (_masks(view), _lengths(view), _pad_ids(view), _pad_features(view), _without_padding(view)):
         yield from found
 
 
@@ -148,6 +148,17 @@ def _pad_ids(view: View) -> Iterator[Hint]:
                 what = "declared pad_id" if declared else "padding_idx"
                 said = declared and number == 0 and not is_label(leaf, view.declared)
                 yield Hint("id", mask, leaf, said, f"the {what} {pad} stands there")
+
+
+def _pad_features(view: View) -> Iterator[Hint]:
+    """Features that are all the declared id, 0 as a rule, at one end of the rows: frames."""
+    if view.pad_id is None:
+        return
+    for leaf in view.aligned:
+        if leaf.tensor.is_floating_point() and leaf.cells.dim() == 3 and not leaf.two_valued:
+            mask = (leaf.cells == view.pad_id).all(2).cpu()
+            if at_one_end(mask):
+                yield Hint("id", mask, leaf, False, f"all features are the declared pad_id {view.pad_id} there")
 
 
 def _without_padding(view: View) -> Iterator[Hint]:

@@ -37,8 +37,8 @@ Fixed
 
 Known limits
     A tensor that the loop copies before it passes it to the model cannot be followed; of more than eight tensors the
-    first are tried. Tensors whose rows are all equal show nothing. What lies behind a mask is changed only where one
-    other tensor of the mask's shape goes into the model.
+    first are tried. Tensors whose rows are all equal show nothing. What lies behind a mask is changed only in tensors
+    of the mask's shape that go into the model.
 
 References
     https://karpathy.github.io/2019/04/25/recipe/ (input-independent baseline)
@@ -120,7 +120,7 @@ def _ignored(evidence: Evidence, found: UnusedInputs, tensor: BatchTensor, uses:
     if layer:
         shown = f"{layer}, which trains and takes such inputs, never runs"
         culprits, repair = (name, layer), f"call {layer} with {name} and use the result; or name it in frozen="
-    elif found.hidden is not None and tensor.masks:
+    elif found.hidden is not None and tensor == found.mask:
         shown = f"with other values where it is 0 in {found.hidden.name}, the loss is another one"
         repair = f"leave out of attention, sums and means what {name} masks; or leave it out of the call"
     elif name in uses:

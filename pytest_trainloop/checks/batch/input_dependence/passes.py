@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import torch
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches.own_data import makes_own_data
+from pytest_trainloop.batches.values import binary, constant
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.dependence import moved_a_little
 from pytest_trainloop.recording.events import Backward
@@ -58,6 +60,8 @@ class BatchTensor:
     masks: int = 0
     """Entries that it hides, where it is a mask: two values, one of them zero, and "mask" in its name or in that of
     the model's argument."""
+    zeros: int = 0
+    """Entries that are 0, of a tensor of 0 and 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +72,9 @@ class UnusedInputs:
     no_input_used: bool
     """Whether no output of any model depends on anything in the batch."""
     place: str
+    mask: BatchTensor | None = None
     hidden: BatchTensor | None = None
-    """Of one mask that is not used: what it is to hide, and on whose hidden entries the loss depends."""
+    """Of the unused ``mask``: what it is to hide, and on whose hidden entries the loss depends."""
 
 
 @dataclass(slots=True)
@@ -152,8 +157,9 @@ class InputRuns:
         )
         if not unused:
             return None
-        hidden = None if blind else self._read_behind(unused, [t for t in tensors if t.passed], unchanged)
-        return UnusedInputs(unused, blind, unchanged.place, hidden)
+        read = None if blind else self._read_behind(unused, [t for t in tensors if t.passed], unchanged)
+        mask, hidden = read or (None, None)
+        return UnusedInputs(unused, blind, unchanged.place, mask, hidden)
 
     def _unused_of_own_data(self, given: str) -> UnusedInputs | None:
         """The same of what the models are called with, where the loop makes its own data."""
@@ -172,28 +178,37 @@ class InputRuns:
 
     def _read_behind(
         self, unused: Sequence[BatchTensor], passed: Sequence[BatchTensor], unchanged: _Run
-    ) -> BatchTensor | None:
-        """What the one mask among the unused tensors is to hide, if other values there change the loss.
+    ) -> tuple[BatchTensor, BatchTensor] | None:
+        """A mask among the unused tensors, and what it is to hide, if other values there change the loss.
 
-        They are taken from entries that are not hidden. Asked only where one other tensor that a model is called with
-        has the mask's shape: of two, one may be the labels.
+        They are taken from entries that are not hidden. Of several tensors of the mask's shape each must change it: one
+        may be labels, of which those that are ignored are no others. What is a mask by its values alone is asked about
+        the one target that is blank wherever it is 0.
         """
         for mask in unused:
             others = [t for t in passed if t.shape[: len(mask.shape)] == mask.shape and t not in unused]
-            if not mask.masks or len(others) != 1:
-                continue
-            hidden = others[0]
-
-            def fill(tensors: Tensors, mask: BatchTensor = mask, hidden: BatchTensor = hidden) -> None:
-                if not {mask.number, hidden.number} <= tensors.keys():
-                    return  # another model is called
-                shown, values = tensors[mask.number] != 0, tensors[hidden.number]
-                seen = values[shown]
-                values[~shown] = seen[torch.arange(int((~shown).sum())) * 7 % len(seen)]
-
-            if self._run(fill, []).roots != unchanged.roots:
-                return hidden
+            targets = [t for t in others if t.shape == mask.shape and _is_target(t.name)]
+            if mask.masks and others and all(self._counts(mask, t, unchanged) for t in others):
+                return mask, others[0]
+            by_values = not mask.masks and mask.zeros > 1 and len(targets) == 1
+            if by_values and self._counts(mask, targets[0], unchanged, blank=True):
+                return mask, targets[0]
         return None
+
+    def _counts(self, mask: BatchTensor, hidden: BatchTensor, unchanged: _Run, *, blank: bool = False) -> bool:
+        """Whether other values where the mask is 0 change the loss; ``blank``: one value stands there, and several
+        elsewhere."""
+
+        def fill(tensors: Tensors) -> None:
+            if not {mask.number, hidden.number} <= tensors.keys():
+                return  # another model is called
+            shown, values = tensors[mask.number] != 0, tensors[hidden.number]
+            seen = values[shown]
+            if blank and (constant(values[~shown]) is None or constant(seen) is not None):
+                return
+            values[~shown] = seen[torch.arange(int((~shown).sum())) * 7 % len(seen)]
+
+        return self._run(fill, []).roots != unchanged.roots
 
     def _unchanged(self) -> tuple[_Run, list[BatchTensor]]:
         """The run as it is, and the inputs whose rows differ."""
@@ -331,6 +346,7 @@ def _as_passed(tensor: BatchTensor, address: int, run: _Run) -> BatchTensor:
 def _batch_tensor(name: str, number: int, tensor: torch.Tensor) -> BatchTensor:
     values = tensor.detach()
     of_two = not values.is_complex() and bool(((values == 0) | (values == values.max())).all())
+    zeros = int((values == 0).sum()) if of_two and values.dim() > 1 and bool(values.any()) else 0
     return BatchTensor(
         name,
         number,
@@ -338,8 +354,15 @@ def _batch_tensor(name: str, number: int, tensor: torch.Tensor) -> BatchTensor:
         shape=tuple(tensor.shape),
         integer=not (tensor.is_floating_point() or tensor.is_complex()),
         largest=float(values.max()) if values.numel() and not values.is_complex() else 0.0,
-        masks=int((values == 0).sum()) if of_two and values.dim() > 1 and bool(values.any()) else 0,
+        masks=zeros,
+        zeros=zeros if binary(tensor) else 0,
     )
+
+
+def _is_target(name: str) -> bool:
+    """Whether a tensor is to be predicted, by its name; a past one is an input."""
+    past = re.search(r"past|history|context|input|prev", name, re.IGNORECASE)
+    return past is None and re.search(r"future|target|label|\by\b", name, re.IGNORECASE) is not None
 
 
 def _rows_differ(tensor: torch.Tensor) -> bool:

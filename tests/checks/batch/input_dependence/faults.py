@@ -161,6 +161,79 @@ pair(
 )
 
 
+class Forecaster(nn.Module):
+    """Missing values are 0; the next four are predicted from the last eight."""
+
+    def __init__(self, uses):
+        super().__init__()
+        self.net, self.uses = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), uses
+
+    def forward(self, past, future_target, future_observed):
+        each = (self.net(past) - future_target).square()
+        return (each * future_observed).sum() / future_observed.sum() if self.uses else each.mean()
+
+
+def forecast(uses):
+    def make():
+        series = 1 + torch.randn(12, 12, generator=torch.Generator().manual_seed(3)).abs()
+        observed = (torch.randn(12, 4, generator=torch.Generator().manual_seed(4)) > -0.8).to(series.dtype)
+        batch = {"past": series[:, :8], "future_target": series[:, 8:] * observed, "future_observed": observed}
+        return loop(Forecaster(uses), batch, lambda m, b: m(**b))
+
+    return make
+
+
+pair(
+    "missing_targets_that_are_zero_and_count",
+    "input_dependence",
+    "input_ignored",
+    culprits=("batch['future_observed']",),
+    mentions=("where it is 0 in batch['future_target']",),
+    faulty=forecast(uses=False),
+    fixed=forecast(uses=True),
+)
+
+
+class Chain(nn.Module):
+    """The score of a path of tags, over real positions if the mask is read."""
+
+    def __init__(self, uses):
+        super().__init__()
+        self.emit, self.uses = nn.Embedding(20, 4), uses
+        self.between = nn.Parameter(0.1 * torch.eye(4))
+
+    def forward(self, ids, tags, mask):
+        kept = mask if self.uses else torch.ones_like(mask)
+        scores = self.emit(ids)
+        all_paths, own = scores[:, 0], scores[:, 0].gather(1, tags[:, :1])[:, 0]
+        for t in range(1, ids.shape[1]):
+            further = (all_paths[:, :, None] + self.between).logsumexp(1) + scores[:, t]
+            all_paths = torch.where(kept[:, t, None], further, all_paths)
+            gain = self.between[tags[:, t - 1], tags[:, t]] + scores[:, t].gather(1, tags[:, t, None])[:, 0]
+            own = torch.where(kept[:, t], own + gain, own)
+        return (all_paths.logsumexp(1) - own).mean()
+
+
+def chain(uses):
+    def make():
+        mask = torch.arange(9)[None] < torch.arange(2, 10)[:, None]
+        ids = (sentences()["input_ids"] % 19 + 1) * mask
+        return loop(Chain(uses), (ids, ids % 4, mask), lambda m, b: m(*b))
+
+    return make
+
+
+pair(
+    "a_mask_of_ids_and_tags_that_nothing_reads",
+    "input_dependence",
+    "input_ignored",
+    culprits=("batch[2]",),
+    mentions=("where it is 0 in batch[0]",),
+    faulty=chain(uses=False),
+    fixed=chain(uses=True),
+)
+
+
 # The generator steps first; the discriminator is called with the pictures, and scores something else.
 
 

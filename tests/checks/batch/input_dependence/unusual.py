@@ -140,6 +140,44 @@ def causal_model_that_needs_no_mask() -> TrainLoop:
     return loop(CausalWithMask(), batch, loss_of)
 
 
+class Weighted(nn.Module):
+    """Edges by their weights alone, which are 0 where there is none; ``edges`` says the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 8), nn.Linear(8, 2)
+
+    def forward(self, x, edges, weights):
+        return self.second((weights @ self.first(x)).relu()).mean(1)
+
+
+@odd(notes="weights of edges are 0 where there is no edge: the 0 and 1 of edges say nothing more")
+def edges_beside_their_weights() -> TrainLoop:
+    edges = (drawn(6, 5, 5, seed=1) > 0).float()
+    batch = {"x": drawn(6, 5, 3), "edges": edges, "weights": edges * drawn(6, 5, 5, seed=2).exp()}
+    return loop(
+        Weighted(),
+        batch | {"y": torch.arange(6) % 2},
+        lambda m, b: F.cross_entropy(m(b["x"], b["edges"], b["weights"]), b["y"]),
+    )
+
+
+class FromPast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = mlp(8, 16, 4)
+
+    def forward(self, past_target, past_observed):
+        return self.net(past_target)
+
+
+@odd(notes="missing values of the past are 0, and the model reads them so")
+def past_values_that_are_missing() -> TrainLoop:
+    observed = (drawn(12, 8, seed=4) > -0.8).float()
+    batch = {"past_target": (1 + drawn(12, 8).abs()) * observed, "past_observed": observed, "future": drawn(12, 4)}
+    return loop(FromPast(), batch, lambda m, b: F.mse_loss(m(b["past_target"], b["past_observed"]), b["future"]))
+
+
 class Policy(nn.Module):
     """The environment's info goes through ``forward`` to be logged."""
 
