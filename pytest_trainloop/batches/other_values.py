@@ -37,13 +37,15 @@ class OtherValues:
     floats_only: bool = False
     spared: tuple[int, ...] = ()
     """Rows that give no values either, so that a row gets the same ones whichever others change with it."""
+    with_masks: bool = False
+    """Whether masks and lengths change with the rest of a row."""
 
     def apply(self, batch: Any, count: int, axis: int = 0) -> Any:
         """A fresh batch; ``count`` rows lie along ``axis``."""
 
         def change(path: Path, tensor: torch.Tensor) -> torch.Tensor:
             kept = self.paths is not None and path not in self.paths
-            if kept or not has_rows(tensor, count, axis) or not changes(path, tensor, axis):
+            if kept or not has_rows(tensor, count, axis) or not (self.with_masks or changes(path, tensor, axis)):
                 return tensor
             if self.floats_only and not tensor.is_floating_point():
                 return tensor

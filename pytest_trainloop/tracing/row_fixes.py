@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pytest_trainloop.recording.torch_names import RESHAPES
+from pytest_trainloop.tracing.copy_layouts import Layout, of_other_layout
 from pytest_trainloop.tracing.forward_pass import axis_of
 from pytest_trainloop.tracing.operation_fixes import moved_first, scrambles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch
 
+    from pytest_trainloop.nested import Path
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.tracing.forward_pass import Op, Replacement
 
-Kind = Literal["softmax", "normalised", "similarity", "cumulated", "views"]
+Kind = Literal["softmax", "normalised", "similarity", "cumulated", "views"] | Layout
 
 _AXIS_AT: dict[str, tuple[Kind, int, int | None]] = {
     "softmax": ("softmax", 1, None),
@@ -48,22 +50,45 @@ class RowFix:
     places: tuple[Place, ...]
     replacements: Mapping[int, Replacement]
     """Along another axis, by the operations' numbers."""
+    sources: frozenset[Path] = frozenset()
+    """The tensors of the batch that what is laid out was made of; of layouts only."""
+
+    @property
+    def of_layout(self) -> bool:
+        """Whether it lays out copies of rows in another order."""
+        return self.kind in get_args(Layout)
 
 
-def row_fixes(ops: Sequence[Op], rows: int) -> Iterator[RowFix]:
-    """One for each kind of operation that runs over an axis of ``rows``, where there is another one to take."""
+def row_fixes(
+    ops: Sequence[Op],
+    rows: int,
+    whole: int = 0,
+    sources: Callable[[torch.Tensor], Iterable[Path]] = lambda tensor: (),
+) -> Iterator[RowFix]:
+    """One for each kind of operation that runs over an axis of ``rows``, where there is another one to take, or that
+    lays out copies of rows. The loop's own batch has ``whole`` rows; ``sources`` tells what of it a tensor is made
+    of."""
+    product = frozenset({rows, whole or rows})
     found: dict[Kind, dict[Op, Replacement]] = {}
     makers = {id(t): op for op in ops for t in op.outputs}
     for op in ops:
         kind, change = _of(op, rows, makers)
+        laid_out = of_other_layout(op, rows, product)
+        if laid_out is not None:
+            kind, change = laid_out
         if kind is not None and change is not None:
             found.setdefault(kind, {})[op] = change
     for kind, changes in found.items():
         if kind == "cumulated" and all(op.name == "flip" for op in changes):
             continue  # rows in the other order, as partners of each other
+        if kind in ("strided", "halved") and not all(op.inputs[0].requires_grad for op in changes):
+            continue  # what tells pairs apart is cut in the same way, on purpose
         first = next(op for op in changes if op.name != "flip")
         places = tuple(dict.fromkeys(op.place for op in changes))
-        yield RowFix(kind, first.named, first.place, places, {op.number: change for op, change in changes.items()})
+        fix = RowFix(kind, first.named, first.place, places, {op.number: change for op, change in changes.items()})
+        if fix.of_layout:
+            fix = replace(fix, sources=frozenset(path for op in changes for path in sources(op.inputs[0])))
+        yield fix
 
 
 def _of(op: Op, rows: int, makers: Mapping[int, Op]) -> tuple[Kind | None, Replacement | None]:

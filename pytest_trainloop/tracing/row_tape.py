@@ -122,6 +122,10 @@ class RowTape(ForwardPass):
             self._nodes.append(node)
             self._made_by[id(tensor)] = (weakref.ref(tensor), -1)
 
+    def made_of(self, tensor: torch.Tensor) -> set[Path]:
+        """The tensors of the batch that a tensor was computed from."""
+        return {path for node in ancestors(self.lineage.of(tensor)) if (path := self._given.get(id(node))) is not None}
+
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
         return (*super().contexts(watch), _AtBackward(self))
 

@@ -34,7 +34,9 @@ How it decides
     - the targets of all rows change places and no share changes, each target adds its part to the share of every row,
       and no input does: each output is compared with the targets of all rows;
     - each target changes the share of one row, and that is another, in no fixed order;
-    - with a softmax, a normalisation, a similarity, a running sum or a view along another axis all shares are apart.
+    - with a softmax, a normalisation, a similarity, a running sum or a view along another axis all shares are apart;
+    - with copies of rows in the other layout they are: ``repeat_interleave`` in place of ``repeat``, or halves in place
+      of every second row of what ``cat`` joined. As many copies as rows are all pairs, on purpose.
 
     What else lets shares interact (contrastive losses, statistics, ranks, advantages) is no fault, unless
     rows_interact=False is declared. Where ordered=False is, rows that all change places together must not change the
@@ -140,6 +142,14 @@ CAUSES = {
         explains=EXPLAINS,
         change=("seen",),
     ),
+    "copies_in_two_orders": Cause(
+        proof="with the copies of rows laid out the other way no row's share of the gradient depends on another row",
+        repair="lay out all copies one way: repeat_interleave(n, dim=0) for each tensor, or repeat for each; halves of "
+        "what cat joined are chunk(2)",
+        explains=EXPLAINS,
+        change=("seen",),
+        settle="rows_interact=True says that rows of one tensor are to meet other rows of another",
+    ),
     "order_matters": Cause(
         proof="the loss changes where all rows change places together: a fault where ordered=False is declared",
         repair="sort by what the order is to mean inside the loss, or declare ordered=True",
@@ -180,8 +190,18 @@ def batch_independence(evidence: Evidence) -> Iterator[Finding]:
         yield _shrunk(evidence, met, outside.of_labels(met))
         return
     declared = evidence.declared("rows_interact")
+    if not declared and met is not None and met.fix is not None and met.fix.of_layout:
+        yield _shrunk(evidence, met, outside.of_operation(met))
+        return
     if not declared:
-        inside = list(_inside(evidence, declared, quiet=met is not None and met.why == "operation"))
+        try:
+            inside = list(_inside(evidence, declared, quiet=met is not None and met.why == "operation"))
+        except CannotDecide:
+            found = list(_order(evidence, met)) if evidence.declared("ordered") is False else []
+            if not found:
+                raise
+            yield from found  # seen in the loss, whatever the model returns
+            return
         found = [_in_few_rows(evidence, f) if met is not None else f for f in inside]
         yield from found or _outside(evidence, met, declared)
         if inside or (met is not None and (met.why == "operation" or declared is False)):

@@ -31,6 +31,8 @@ class FewRows:
     axis: int
     rows_known: bool
     """Whether the axis is one of rows for sure, and not of positions."""
+    whole: int = 0
+    """The rows of the batch that these were taken from."""
 
 
 def few_rows(loop: TrainLoop, sizes: Sequence[int], counts: Sequence[int] = COUNTS) -> FewRows:
@@ -48,7 +50,7 @@ def few_rows(loop: TrainLoop, sizes: Sequence[int], counts: Sequence[int] = COUN
         few = nested.copy(batch) if rows == count else nested.take(batch, range(rows), axis)
     except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:
         raise CannotDecide(f"rows cannot be taken from {nested.describe(batch)} ({type(error).__name__})") from error
-    return FewRows(few, rows, axis, known)
+    return FewRows(few, rows, axis, known, count)
 
 
 def few_rows_of_call(

@@ -40,6 +40,26 @@ _OPERATIONS = {
         "{} cuts the batch into rows that are not those it was joined from",
         "with the axes swapped by a transpose",
     ),
+    "repeated": (
+        "copies_in_two_orders",
+        "{} puts copies of the whole batch one after the other, beside what has the copies of each row together",
+        "with repeat_interleave in its place",
+    ),
+    "interleaved": (
+        "copies_in_two_orders",
+        "{} puts the copies of each row together, beside what has copies of the whole batch one after the other",
+        "with repeat in its place",
+    ),
+    "strided": (
+        "copies_in_two_orders",
+        "a slice with a step takes apart what was joined as whole batches one after the other",
+        "with one batch after the other in its place",
+    ),
+    "halved": (
+        "copies_in_two_orders",
+        "one part after the other is cut from what has the copies of each row together",
+        "with a slice with a step in its place",
+    ),
 }
 """Cause, summary, and what keeps rows apart, by the kind of operation."""
 

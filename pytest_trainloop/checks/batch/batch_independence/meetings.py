@@ -12,7 +12,7 @@ from pytest_trainloop.checks.batch.batch_independence.shares import AS_IT_IS, MO
 from pytest_trainloop.tracing.row_tape import changed, changed_rows, leads_to
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from pytest_trainloop.nested import Path
     from pytest_trainloop.runs.evidence import Evidence
@@ -55,11 +55,27 @@ def meeting(evidence: Evidence) -> Meeting | None:
     if shares is not None and shift is not None and shift.apart and evidence.declared("rows_interact") is False:
         shares.all_but_two = True  # an extreme is taken of one row: that of the rows that were not changed
         shift = shares.independence()
-    if shares is None or shift is None or shift.equal or shares.few is None:
+    if shares is not None and shift is not None and shift.equal:
+        return _at_masks(shares)
+    if shares is None or shift is None or shares.few is None:
         return None
     found = Meeting("unknown", shares.rows, shares.few.rows_known, shares.some, next(iter(shift.rows), 0))
     _Judge(shares, found).judge(shift)
     return None if shift.apart and found.why == "unknown" else found
+
+
+def _at_masks(shares: RowShares) -> Meeting | None:
+    """Rows that meet the masks of other rows, by copies in another order."""
+    if shares.few is None or not any(fix.of_layout for fix in shares.fixes) or not shares.has_masks():
+        return None
+    shares.with_masks = True
+    shift = shares.independence()
+    if shift is not None and not shift.apart:
+        found = Meeting("unknown", shares.rows, shares.few.rows_known, shares.some, next(iter(shift.rows), 0))
+        if _Judge(shares, found).by_operation(lambda fix: fix.of_layout):
+            return found
+    shares.with_masks = False
+    return None
 
 
 @dataclass(slots=True)
@@ -73,15 +89,31 @@ class _Judge:
         for path in met:
             if self._meets_every(path):
                 return
-        for fix in [] if shift.apart else self.shares.fixes:
-            without = self.shares.independence(fix.replacements, fix.kind)
-            if without is not None and without.apart:
-                self.found.why, self.found.fix = "operation", fix
-                return
+        if not shift.apart and self.by_operation(lambda fix: not fix.of_layout):
+            return
         for path in [] if shift.apart else met:
             if self._permuted(path):
                 return
+        if not shift.apart and self.by_operation(lambda fix: fix.of_layout):
+            return
         self.found.call = None if shift.apart else self._where_rows_meet()
+
+    def by_operation(self, asked: Callable[[RowFix], bool]) -> bool:
+        """Whether one of the fixes that are asked for keeps all shares apart. Copies must be of two tensors: rows of
+        one may be compared with others of the same on purpose."""
+        for fix in filter(asked, self.shares.fixes):
+            without = self.shares.independence(fix.replacements, fix.kind)
+            if without is None or not without.apart:
+                continue
+            sides = (fix.sources, self._others(fix)) if fix.kind in ("repeated", "interleaved") else ()
+            if not any(self.shares.meet_among_themselves(side) for side in sides):
+                self.found.why, self.found.fix = "operation", fix
+                return True
+        return False
+
+    def _others(self, fix: RowFix) -> frozenset[Path]:
+        few = self.shares.few
+        return frozenset() if few is None else frozenset(p for p, _ in nested.paths(few.batch) if p not in fix.sources)
 
     def _meets(self, path: Path, shift: Shift) -> bool:
         """Whether targets of some rows change the shares of others, if only by a factor where all together do."""

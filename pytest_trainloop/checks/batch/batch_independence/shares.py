@@ -88,6 +88,8 @@ class RowShares:
     floats_only: bool = False
     """Whether whole numbers stay in changed rows, since the step is another one without them."""
     all_but_two: bool = False
+    with_masks: bool = False
+    """Whether masks and lengths change with the other values of a row."""
     chosen: tuple[int, ...] = ()
     """The rows of the few that a step is made over; none for all."""
     fixes: list[RowFix] = field(default_factory=list)
@@ -127,7 +129,13 @@ class RowShares:
 
     def over(self, rows: tuple[int, ...]) -> RowShares:
         """The steps over these rows alone."""
-        return RowShares(self.evidence, _ways=self._ways[:1], floats_only=self.floats_only, chosen=rows)
+        return RowShares(
+            self.evidence,
+            _ways=self._ways[:1],
+            floats_only=self.floats_only,
+            with_masks=self.with_masks,
+            chosen=rows,
+        )
 
     def tape(
         self,
@@ -146,7 +154,7 @@ class RowShares:
 
     def change(self, among: frozenset[Path] | None) -> OtherValues:
         """Other values in some rows of the tensors at these paths, or of all."""
-        return OtherValues(self.some, among, floats_only=self.floats_only, spared=self.some)
+        return OtherValues(self.some, among, floats_only=self.floats_only, spared=self.some, with_masks=self.with_masks)
 
     def independence(
         self,
@@ -181,6 +189,28 @@ class RowShares:
                     return None
                 pairs.append((at, one.gradient[at], two.gradient[at]))
         return _shift(pairs, self.bound(base, other))
+
+    def meet_among_themselves(self, paths: frozenset[Path]) -> bool:
+        """Whether other values in some rows of these tensors change the shares of other rows of the same."""
+        if not paths:
+            return False
+        base, other = self.tape(AS_IT_IS), self.tape(self.change(paths))
+        if base is None or other is None or not base.comparable(other):
+            return True
+        pairs: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        for one, two in zip(base.shares, other.shares, strict=True):
+            moved = [not torch.equal(one.value[at], two.value[at]) for at in range(len(one.value))]
+            if any(moved):
+                pairs += [(at, one.gradient[at], two.gradient[at]) for at, is_moved in enumerate(moved) if not is_moved]
+        shift = _shift(pairs, self.bound(base, other))
+        return shift is not None and not shift.apart
+
+    def has_masks(self) -> bool:
+        """Whether a tensor with rows keeps its values where rows get others."""
+        return self.few is not None and any(
+            has_rows(tensor, self.rows, self.axis) and not changes(path, tensor, self.axis)
+            for path, tensor in nested.paths(self.few.batch)
+        )
 
     def rows_of(
         self, rows: tuple[int, ...], replacements: Mapping[int, Replacement] | None = None, key: str = ""
@@ -325,7 +355,7 @@ class RowShares:
             return itertools.repeat(changed)
 
         if change == AS_IT_IS and not replacements and not shared_draws:
-            mode.at_root = lambda seen: None if self.fixes else self.fixes.extend(row_fixes(seen.ops, seen.rows))
+            mode.at_root = self._note_fixes
         plan = mode.plan(replace(self.evidence.plan(), stream=stream, double=double))
         plan = replace(plan, before_item=lambda _number, item: mode.take(item))
         try:
@@ -336,6 +366,10 @@ class RowShares:
             return None
         mode.tape.double = record.double
         return mode.tape
+
+    def _note_fixes(self, seen: RowTape) -> None:
+        if not self.fixes and self.few is not None:
+            self.fixes.extend(row_fixes(seen.ops, seen.rows, self.few.whole, seen.made_of))
 
 
 def _ways(size: int, rows: int) -> tuple[Callable[[tuple[int, ...]], frozenset[int]], ...]:
