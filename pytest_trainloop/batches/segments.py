@@ -178,10 +178,28 @@ def take(nest: Any, segments: Segments, chosen: Sequence[int]) -> Any | None:
 
 
 def may_hold(nest: Any) -> bool:
-    """Whether what is made of this batch may have segments that it does not tell itself: graphs in a list, or data that
-    are no tensors yet."""
-    given = list(nested.tensors(nest))
-    return not given or any(_whole(t) and t.dim() == 2 and len(t) == 2 for t in given)
+    """Whether what is made of this batch may have segments that it does not tell itself: graphs in a list, adjacencies,
+    a vector that numbers what others hold one entry for, or data that are no tensors yet."""
+    given = [t for t in nested.tensors(nest) if t.layout is torch.strided and not t.is_nested and not t.is_meta]
+    if not given or any(are_pairs(t) or _adjacency(t) for t in given):
+        return True
+    lengths = {len(t) for t in given if t.dim()}
+    return any(
+        _whole(t) and t.dim() == 1 and 1 < int(t.max()) + 1 < len(t) and int(t.max()) + 1 in lengths
+        for t in given
+        if t.numel()
+    )
+
+
+def are_pairs(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may hold edges, (2, edges)."""
+    return _whole(tensor) and tensor.dim() == 2 and len(tensor) == 2
+
+
+def _adjacency(tensor: torch.Tensor) -> bool:
+    if tensor.dim() != 3 or tensor.shape[1] != tensor.shape[2] or not tensor.numel():
+        return False
+    return bool(((tensor == 0) | (tensor == 1)).all())
 
 
 def _one(

@@ -20,7 +20,11 @@ How it decides
     Where they do not, and targets are the next token, the target of a document's last token must not be the first one
     of the next document: no output can tell it.
     Edges are judged by the data: both ends of each must lie in one graph. Where nodes are of several kinds nothing is
-    said.
+    said. Numbers by which the model looks up nodes are judged in the same way: the edges of graphs that come in a list,
+    one node for each graph, places made of an adjacency's indices, the edges of one graph for several, sums by a number
+    of the document that begins again in each row. Graphs and rows whose nodes or documents stand behind each other
+    never share a number.
+    A convolution over the borders of documents is a fault where attention in the same model keeps them apart.
     The weight of a step in the loss must not depend on rewards of a later episode. These are put into another order,
     which leaves every statistic over the rollout as it is, and weights of earlier steps that are all scaled and shifted
     alike are standardised. Flags may mark the last step of an episode or the first of the next: only what is wrong by
@@ -81,6 +85,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.batches.segments import Segments
     from pytest_trainloop.checks.batch.segment_independence.interaction import Interaction
     from pytest_trainloop.checks.batch.segment_independence.labels import BorderLabels
+    from pytest_trainloop.checks.batch.segment_independence.lookups import SharedNumbers
     from pytest_trainloop.checks.batch.segment_independence.returns import Crossing
     from pytest_trainloop.checks.batch.segment_independence.targets import PastTheEnd
     from pytest_trainloop.runs.evidence import Evidence
@@ -104,6 +109,12 @@ CAUSES = {
         repair="add to each graph's edges the number of nodes before it, and sort the nodes by graph",
         explains=EXPLAINS,
     ),
+    "numbers_shared": Cause(
+        proof="one number stands for entries of two graphs or rows, and each has entries of its own",
+        repair="add to the numbers of each graph or row the number of entries before it",
+        explains=EXPLAINS,
+        change=("seen",),
+    ),
     "softmax_over_graphs": Cause(
         proof="with the softmax over the nodes of each graph no output depends on another graph",
         repair="take the softmax within each graph: softmax(scores, batch)",
@@ -122,6 +133,13 @@ CAUSES = {
         repair="split at the borders: nodes.split(sizes), or scatter by the number of the graph of each node",
         explains=EXPLAINS,
         change=("seen",),
+    ),
+    "convolution_across_documents": Cause(
+        proof="with the convolution within each document no output depends on another, and attention keeps them apart",
+        repair="convolve each document by itself: with seq_idx, or with zeros between documents",
+        explains=EXPLAINS,
+        change=("seen",),
+        settle=SETTLE,
     ),
     "segments_interact": Cause(
         proof="the outputs for one segment have a gradient with respect to the data of another: a fault where "
@@ -174,6 +192,9 @@ def segment_independence(evidence: Evidence) -> Iterator[Finding]:
     if passes.disagreement is not None:
         yield _contradicting(*passes.disagreement)
         return
+    if passes.lookups.found is not None:
+        yield _sharing(passes.lookups.found)
+        return
     if passes.segments is None and (episodes or transitions):
         return
     if passes.segments is None:
@@ -197,6 +218,18 @@ def _contradicting(one: Segments, other: Segments, first: int, second: int) -> F
         culprits=(one.teller, other.teller),
         kinds=("input", "input"),
         smallest=f"{one.entry}s 0 to {max(first, second)}",
+    )
+
+
+def _sharing(found: SharedNumbers) -> Finding:
+    return Finding(
+        cause="numbers_shared",
+        summary=found.summary,
+        measured=found.measured,
+        shown_by=found.shown_by,
+        culprits=(found.culprit,),
+        where=found.where,
+        smallest=found.smallest,
     )
 
 
@@ -243,7 +276,7 @@ def _finding(met: Interaction, declared: bool | None) -> Finding:
         met.why, "segments_interact"
     )
     if not a_graph:
-        cause = "segments_interact"
+        cause = "convolution_across_documents" if met.why == "convolution" else "segments_interact"
     named = op.named if op else ""
     through = f", through {named}" if op else ""
     if cause == "segments_interact" and a_graph and declared is None:
@@ -255,7 +288,8 @@ def _finding(met: Interaction, declared: bool | None) -> Finding:
     summary = {
         "softmax_over_graphs": f"a softmax runs over the nodes of all {segments.count} graphs of the batch",
         "pooled_over_graphs": f"{named} is taken over the nodes of all {segments.count} graphs of the batch",
-        "cut_across_graphs": f"{named} cuts the nodes into {segments.count} equal parts, and the graphs are not equal",
+        "cut_across_graphs": f"{named} cuts the nodes into {segments.count} parts, and not at the borders of graphs",
+        "convolution_across_documents": f"{named} runs over the borders of documents that attention keeps apart",
         "segments_interact": f"{segments.kind}s of one batch meet in the model{through}",
     }[cause]
     advised = declared is None and (cause == "segments_interact" or (cause == "pooled_over_graphs" and not met.learned))
@@ -264,6 +298,8 @@ def _finding(met: Interaction, declared: bool | None) -> Finding:
         "statistics": f"with the same taken within each {segments.kind} every such gradient is exactly 0",
         "reshaped": f"{segments.kind}s of {_sizes(segments)} {segments.entry}s; a part holds those of two",
         "attention": f"with the scores between {segments.kind}s masked every such gradient is exactly 0",
+        "convolution": "with the convolution within each document every such gradient is exactly 0, so that attention "
+        "in the same model keeps them apart",
         "unknown": f"the gradient of single {segments.kind}s",
     }[met.why]
     return Finding(

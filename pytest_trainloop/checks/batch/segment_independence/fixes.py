@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from pytest_trainloop.batches.segments import Segments
     from pytest_trainloop.tracing.forward_pass import Op, Replacement
 
-FixKind = Literal["softmax", "statistics", "attention"]
+FixKind = Literal["softmax", "statistics", "attention", "convolution"]
+
+_SPLITS = frozenset("split split_with_sizes tensor_split chunk".split())
 
 _STATISTICS = REDUCTIONS - {"nansum", "nanmean", "median", "std_mean", "var_mean", "logsumexp"}
 
@@ -35,6 +37,46 @@ def fixes(
     pairwise = tuple(op for op in ops if _scores(op, segments) is not None)
     if pairwise and not pooled_only:
         yield "attention", pairwise, lambda op: _masked(op, segments)
+    over = tuple(op for op in ops if _convolved(op, segments) is not None)
+    if over and not pooled_only:
+        yield "convolution", over, lambda op: _convolution_within(op, segments)
+
+
+def keeps_apart(op: Op, segments: Segments) -> bool:
+    """Whether the operation could let segments meet by its shape: an attention over all entries."""
+    return _scores(op, segments) is not None
+
+
+def _convolved(op: Op, segments: Segments) -> tuple[int, int] | None:
+    """Of a convolution along the axis of the entries, the positions that were added at its left, and the results."""
+    if op.name != "conv1d" or not op.inputs or len(op.outputs) != 1 or segments.ids.dim() != 2:
+        return None
+    given, out, (rows, length) = op.inputs[0], op.outputs[0], segments.ids.shape
+    if given.dim() != 3 or len(given) != rows or out.shape[-1] < length or given.shape[-1] < length:
+        return None
+    added = given.shape[-1] - length
+    before = given[..., :added] if added else given[..., :0]
+    if added and not bool((before == 0).all()):
+        return None
+    return added, out.shape[-1]
+
+
+def _convolution_within(op: Op, segments: Segments) -> torch.Tensor:
+    """The convolution of each segment with zeros in place of the others."""
+    found = _convolved(op, segments)
+    if found is None or not op.args:
+        return op.out  # type: ignore[no-any-return]
+    added, length = found
+    given, rest = op.args[0], op.args[1:]
+    out, ids = torch.zeros_like(op.out), segments.ids
+    behind = torch.full((len(ids), length - ids.shape[1]), -1, device=ids.device)
+    of_inputs = torch.cat([ids[:, :1].expand(-1, added), ids], 1)
+    of_results = torch.cat([ids, behind], 1)
+    for segment in [*range(segments.count), -1]:
+        here, there = (of_inputs == segment)[:, None], (of_results == segment)[:, None]
+        if bool(there.any()):
+            out = torch.where(there, op.func(given * here, *rest, **op.kwargs), out)
+    return out
 
 
 def _runs_over_entries(op: Op, segments: Segments) -> bool:
@@ -76,7 +118,13 @@ def mixes(op: Op, segments: Segments) -> bool:
 
 
 def reshaped(op: Op, segments: Segments) -> bool:
-    """Whether the operation cuts the entries into equal parts, one for each segment, and not at the borders."""
+    """Whether the operation cuts the entries into parts, one for each segment, of which one holds entries of two."""
+    if op.name in _SPLITS and len(op.outputs) == segments.count > 1 and op.inputs and segments.ids.dim() == 1:
+        ids = segments.of_entries(op.inputs[0])
+        parts = [len(out) for out in op.outputs]
+        if ids is None or ids.dim() != 1 or sum(parts) != len(ids):
+            return False
+        return any(len(set(part.tolist())) > 1 for part in torch.split(ids, parts))
     if op.name not in RESHAPES or len(op.outputs) != 1 or not op.inputs:
         return False
     given, out = op.inputs[0], op.outputs[0]

@@ -17,12 +17,14 @@ from pytest_trainloop.batches import segments as reading
 from pytest_trainloop.batches.episodes import LEAST, read_episodes, segments_along
 from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.checks.batch.segment_independence.example import example_batch
-from pytest_trainloop.checks.batch.segment_independence.fixes import fixes, mixes, reshaped
+from pytest_trainloop.checks.batch.segment_independence.fixes import fixes, keeps_apart, mixes, reshaped
 from pytest_trainloop.checks.batch.segment_independence.labels import BorderLabels
+from pytest_trainloop.checks.batch.segment_independence.lookups import Lookups
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.torch_names import ATTENTION, CONVOLUTIONS, RECURRENT, SOFTMAXES
 from pytest_trainloop.tracing.arguments import named_arguments
 from pytest_trainloop.tracing.forward_pass import ForwardPass, Op, grads, weighted_sum
+from pytest_trainloop.tracing.provenance import name_of
 from pytest_trainloop.tracing.provenance_queries import ancestors
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.runs.evidence import Evidence
 
-Why = Literal["softmax", "statistics", "reshaped", "attention", "unknown"]
+Why = Literal["softmax", "statistics", "reshaped", "attention", "convolution", "unknown"]
 
 _TELLING = ATTENTION | RECURRENT | CONVOLUTIONS | SOFTMAXES
 """Operations that say more than the products around them."""
@@ -59,15 +61,20 @@ class SegmentPass(ForwardPass):
     """A pass that tells the names of what a model is called with."""
 
     calls: list[dict[str, Any]]
+    lookups: Lookups
+    segments: Callable[[], Segments | None]
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Operations outside of the model are kept as well: a pooling may stand there."""
         outside = int(not self._depth)
         self._depth += outside
         try:
-            return super().call(name, func, args, kwargs)
+            out = super().call(name, func, args, kwargs)
         finally:
             self._depth -= outside
+        with self.watch.suspended():
+            self.lookups.look(self.segments(), name_of(func), args, out)
+        return out
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._depth:
@@ -107,6 +114,9 @@ class SegmentPasses:
         self.disagreement = reading.disagreement(self._batch)
         self._episodes = None if self.segments else read_episodes(self._batch)
         self.labels = BorderLabels()
+        held = (b for m in evidence.fresh_loop().modules.values() for b in m.buffers())
+        self._edges = [buffer.detach().clone() for buffer in held if reading.are_pairs(buffer)]
+        self.lookups = Lookups(self._batch, self._edges)
         self._own_data = self.segments is None and self._episodes is None and evidence.shared(makes_own_data)
 
     def interaction(self) -> Interaction | None:
@@ -137,7 +147,7 @@ class SegmentPasses:
         return first
 
     def _interaction(self) -> Interaction | None:
-        if self.segments is None and not self._own_data and not reading.may_hold(self._batch):
+        if self.segments is None and not self._own_data and not (self._edges or reading.may_hold(self._batch)):
             return None
         judged = self._pass()
         segments = self.segments
@@ -159,7 +169,8 @@ class SegmentPasses:
             without = self._pass(replacements={op.number: replacement for op in ops})
             if without.apart and (without.losses or not judged.in_loss):
                 learned = any(op.number not in judged.raw for op in ops)
-                return Interaction(*judged.interacting, segments, why, ops[0], learned)
+                alone = why == "convolution" and not any(keeps_apart(op, segments) for op in judged.ops)
+                return Interaction(*judged.interacting, segments, "unknown" if alone else why, ops[0], learned)
         if judged.in_loss:
             return None  # losses join the graphs of a batch on purpose
         told = next((op for op in judged.mixing if op.name in _TELLING), None) or next(iter(judged.mixing), None)
@@ -201,7 +212,7 @@ class SegmentPasses:
         seen = SegmentPass(
             at_call=call, at_end=look, at_loss=at_loss, eval_mode=True, open_inputs=open_inputs, **changed
         )
-        seen.calls = []
+        seen.calls, seen.lookups, seen.segments = [], self.lookups, lambda: self.segments
         given = {} if self._own_data else {"stream": stream}
         record = self._evidence.rerun(seen.plan(self._evidence.plan(), **given))
         return judged, returned[0] or record.raised is None

@@ -289,3 +289,66 @@ def node_contrast_over_all_graphs():
         return 0.5 * (forth + F.nll_loss(scores.log_softmax(0).T, own))
 
     return loop(Views(), graphs(), loss_of)
+
+
+@odd(notes="each graph is compared with a node of the next one, by numbers within the batch")
+def nodes_of_other_graphs_as_negatives():
+    class Contrast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(6, 8)
+
+        def forward(self, x, own, other):
+            hidden = self.body(x)
+            return (hidden[own] * hidden[other]).sum(-1)
+
+    def loss_of(model, batch):
+        return F.softplus(model(batch["x"], batch["own"], batch["other"])).mean()
+
+    data = graphs()
+    own = data.ptr[:-1]
+    batch = {"x": data.x, "batch": data.batch, "own": own, "other": own.roll(-1)}
+    return loop(Contrast(), batch, loss_of, rows_interact=True)
+
+
+@odd(notes="listed graphs stand behind each other from the largest to the smallest, and their edges with them")
+def listed_graphs_sorted_by_size():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, items):
+            order = sorted(range(len(items)), key=lambda i: -len(items[i]["x"]))
+            first, x = {}, []
+            for i in order:
+                first[i] = sum(map(len, x))
+                x.append(items[i]["x"])
+            edges = torch.cat([item["edge_index"] + first[i] for i, item in enumerate(items)], 1)
+            hidden = torch.tanh(self.body(torch.cat(x)))
+            hidden = hidden + averaged(hidden[edges[0]], edges[1], len(hidden))
+            graph = torch.tensor([i for i in order for _ in items[i]["x"]])
+            return self.head(averaged(hidden, graph, len(items)))
+
+    def loss_of(model, items):
+        return F.cross_entropy(model(items), torch.stack([item["y"] for item in items]))
+
+    items = [
+        {"x": torch.randn(n, 6, generator=generator(n)), "edge_index": rings((n,)), "y": torch.tensor(i % 3)}
+        for i, n in enumerate(SIZES)
+    ]
+    return loop(Listed(), items, loss_of)
+
+
+@odd(notes="the first time step of each row, picked by its number from the flattened steps of a time-major batch")
+def first_steps_by_number():
+    class Steps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.body(x.flatten(0, 1)[torch.arange(x.shape[1])])
+
+    batch = torch.randn(6, 5, 4, generator=generator(2)), torch.arange(5) % 3
+    return loop(Steps(), batch, lambda m, b: F.cross_entropy(m(b[0]), b[1]), batch_dim=1)
