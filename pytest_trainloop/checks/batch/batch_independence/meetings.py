@@ -166,7 +166,8 @@ class _Judge:
 
     def _permuted(self, path: Path) -> bool:
         """Whether each target changes the share of one row, and that is another, in no fixed order: copies of the batch
-        may each be shifted by a number of rows of their own."""
+        may each be shifted by a number of rows of their own. Nothing is said where all meet their own row in one of the
+        shares: other shares are then other rows on purpose, as negatives are."""
         met = list(self._met(path))
         rows = self.shares.rows
         if any(found is None for _, found in met):
@@ -175,13 +176,15 @@ class _Judge:
         if self._entries(path) == 1 and len({at[:2] for _, at in places}) < len(places):
             return False  # a position that several targets change
         pairs = [(label, row) for label, (_, _, row, _) in places]
-        shifts = {
-            copy: {(label - row) % rows for label, (_, _, row, c) in places if c == copy} for *_, (*_, copy) in places
-        }
+        shifts: dict[tuple[int, int], set[int]] = {}
+        for label, (number, _, row, copy) in places:
+            shifts.setdefault((number, copy), set()).add((label - row) % rows)
+        copies = {copy for _, copy in shifts}
+        own = {number for number, _ in shifts} - {number for (number, _), by in shifts.items() if by != {0}}
         wrong = [(label, row) for label, row in pairs if label != row]
         if not wrong or max(map(len, shifts.values())) < 2 or len({label for label, _ in pairs}) < 2:
             return False
-        if len(shifts) >= rows or not self.shares.places_are_seen([label for label, _ in wrong]):
+        if own or len(copies) >= rows or not self.shares.places_are_seen([label for label, _ in wrong]):
             return False
         self._found("permuted", path, self._first_compared(frozenset({path})))
         self.found.pairs = pairs
@@ -204,7 +207,7 @@ class _Judge:
         for row in chosen if few.rows <= MOST_ROWS else ():
             for position in dict.fromkeys((0, entries // 2)):
                 found = self.shares.touched(OtherValues((row,), frozenset({path}), position))
-                copies = [copy for *_, copy in found or ()]
+                copies = [(number, copy) for number, _, _, copy in found or ()]
                 several = len(set(copies)) < len(copies)
                 yield row, None if several else found
                 if found is None or several:

@@ -291,28 +291,26 @@ class RowShares:
         return found
 
     def _places(self) -> list[dict[int, frozenset[int]]] | None:
-        """The positions of each row in each share; where rows are in an order of their own, shown row by row."""
+        """The positions of each row in each share; where rows are in orders of their own, shown row by row."""
         by_row = [self.rows_of((row,)) for row in range(self.rows)]
         if all(places is not None for places in by_row):
             return [places or {} for places in by_row]
-        shown = [self.place_of(row) for row in range(self.rows)] if self.rows <= MOST_ROWS else []
+        shown = [self.entered_at(row) for row in range(self.rows)] if self.rows <= MOST_ROWS else []
         base = self.tape(AS_IT_IS)
-        if base is None or not shown or None in shown or len(set(shown)) < len(shown):
+        if base is None or not shown:
             return None
-        alike = [n for n, share in enumerate(base.shares) if len(share.gradient) == self.rows]
-        return [{number: frozenset({place or 0}) for number in alike} for place in shown]
+        for number in set().union(*shown):
+            standing = [places.get(number, frozenset()) for places in shown]
+            if any(len(at) != 1 for at in standing) or len(set(standing)) < len(standing):
+                return None
+        return shown
 
     def places_are_seen(self, rows: Iterable[int]) -> bool:
         """Whether what these rows hold enters at their positions in the shares, and nowhere else."""
         places = self._places()
-        return places is not None and all(self._entered_at(row) == places[row] for row in dict.fromkeys(rows))
+        return places is not None and all(self.entered_at(row) == places[row] for row in dict.fromkeys(rows))
 
-    def place_of(self, row: int) -> int | None:
-        """The one position at which this row's inputs enter each share; None for none or several."""
-        found = set[int]().union(*self._entered_at(row).values())
-        return found.pop() if len(found) == 1 else None
-
-    def _entered_at(self, row: int) -> dict[int, frozenset[int]]:
+    def entered_at(self, row: int) -> dict[int, frozenset[int]]:
         """The positions of each share at which another value enters with other inputs of this row."""
         base, other = self.tape(AS_IT_IS), self.tape(OtherValues((row,), self.inputs(), floats_only=self.floats_only))
         if base is None or other is None or not base.comparable(other):

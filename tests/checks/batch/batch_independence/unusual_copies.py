@@ -68,3 +68,21 @@ def copies_batch_by_batch():
         return F.cross_entropy(model(noisy), y.repeat(3))
 
     return loop(mlp(6, 24, 3), data.labelled(), loss_of)
+
+
+@odd(notes="items of other users, in random order, are the negatives of a weighted loss")
+def negatives_by_a_permutation():
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.user, self.item = mlp(6, 16, 4), mlp(5, 16, 4)
+
+    def loss_of(model, batch):
+        users, items, weights = batch
+        told = model.user(users)
+        liked = (told * model.item(items)).sum(-1)
+        other = (told * model.item(items[torch.randperm(len(items))])).sum(-1)
+        return (weights * F.softplus(other - liked)).mean()
+
+    generator = torch.Generator().manual_seed(2)
+    return loop(Towers(), (drawn(7, 6), drawn(7, 5, seed=1), torch.rand(7, generator=generator)), loss_of)
