@@ -31,12 +31,12 @@ def centres(*, offset):
             super().__init__()
             self.convolution, self.head = Convolution(6, 8), nn.Linear(8, 3)
 
-        def forward(self, x, edge_index, batch, centre):
+        def forward(self, x, edge_index, centre):
             return self.head(torch.tanh(self.convolution(x, edge_index))[centre])
 
     def loss_of(model, batch):
         data, centre = batch
-        return F.cross_entropy(model(data.x, data.edge_index, data.batch, centre), data.y)
+        return F.cross_entropy(model(data.x, data.edge_index, centre), data.y)
 
     def make():
         data, centre = graphs(), torch.tensor([2, 1, 3, 0])
