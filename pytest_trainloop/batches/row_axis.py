@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import DataLoader, RandomSampler, default_collate
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches.padding import Proof, read_paddings
@@ -33,6 +34,14 @@ def rows_known(batch: Any, axis: int) -> bool:
         return False
     one_each = [t for t in with_rows if t.dim() == 1 or (t.dim() == 2 and t.shape[1] != length)]
     return any(not _counts_up(t) for t in one_each) or any(map(_padded_at_the_end, deep)) or _shifted(with_rows)
+
+
+def drawn_by_a_loader(batches: Any) -> bool:
+    """Whether these are batches of a ``DataLoader`` that stacks items of a shuffled data set: whatever an item is, the
+    first axis lists items in an order drawn at random, which no axis of positions has."""
+    if not isinstance(batches, DataLoader) or batches.batch_size is None:
+        return False
+    return type(batches.sampler) is RandomSampler and batches.collate_fn is default_collate
 
 
 def _counts_up(tensor: torch.Tensor) -> bool:

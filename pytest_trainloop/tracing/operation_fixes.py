@@ -110,6 +110,16 @@ def in_sequence(mixing: Sequence[Op], rows: int) -> list[Op]:
     return [op for op in mixing if op.name in SEQUENCES and _wide(op, rows) and max(t.dim() for t in op.inputs) > 2]
 
 
+def folded_sequences(ops: Sequence[Op], rows: int) -> list[Op]:
+    """Operations over sequences in which the rows are part of a longer axis, as windows or stripes of each."""
+    return [
+        op
+        for op in ops
+        if op.name in SEQUENCES
+        and any(t.dim() > 2 and any(n % rows == 0 and n > rows for n in t.shape[:2]) for t in op.inputs)
+    ]
+
+
 def _wide(op: Op, rows: int) -> bool:
     """Whether the first input with rows has more than one entry in its first other axis, or in the only one."""
     given = next((t for t in op.inputs if axis_of(t, rows) is not None), None)

@@ -136,13 +136,14 @@ class RowTape(ForwardPass):
                 self._shared_out(args, kwargs)
 
     def _kept(self, watch: Watch, op: Op, out: Any) -> Any:
-        inputs = tuple(dict.fromkeys(at for t in op.inputs if (at := self._maker(t)) is not None))
+        inputs = tuple(dict.fromkeys(at for t in op.inputs if (at := self.made_by(t)) is not None))
         out = super()._kept(watch, op, out)
         with watch.suspended():
             self._write(op, inputs, out)
         return out
 
-    def _maker(self, tensor: torch.Tensor) -> int | None:
+    def made_by(self, tensor: torch.Tensor) -> int | None:
+        """The call that made a tensor, by its place on the tape; -1 for one of the batch, None for any other."""
         known = self._made_by.get(id(tensor))
         return known[1] if known is not None and known[0]() is tensor else None
 
@@ -199,7 +200,7 @@ class RowTape(ForwardPass):
                 value = leaf.detach().movedim(axis, 0).clone()
                 self.tape.shares.append(Share(value, by_rows.reshape(len(by_rows), -1).clone()))
         self.tape.values += [float(root.detach().sum()) for root in roots]
-        self.tape.roots += [at for root in roots if (at := self._maker(root)) is not None and at >= 0]
+        self.tape.roots += [at for root in roots if (at := self.made_by(root)) is not None and at >= 0]
 
 
 class _AtBackward(FunctionMode):

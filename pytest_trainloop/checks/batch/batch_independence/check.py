@@ -21,8 +21,8 @@ How it decides
     axis, a transpose in place of the view, ``batch_first`` flipped, statistics as constants where they scale or shift a
     row on its own way to the outputs (data that is standardised by its batch is advice, and a fault where
     rows_interact=False is declared). The batch must show that its first axis holds rows: something must have one entry
-    for each row and none for each position. All else is advice, or a skip where products of rows interact, that says
-    how to declare it.
+    for each row and none for each position, or a ``DataLoader`` that shuffles stacks its items there. All else is
+    advice, or a skip where products of rows interact, that says how to declare it.
     A target is followed through views, casts and indexing to the row that it was taken from, an output by its gradient.
     Where an output depends on one row only, and that is another, labels and outputs are out of order, unless all are
     shifted by one constant number of rows (the next row as target, another row as negative).
@@ -34,6 +34,8 @@ How it decides
     - the targets of all rows change places and no share changes, each target adds its part to the share of every row,
       and no input does: each output is compared with the targets of all rows;
     - each target changes the share of one row, and that is another, in no fixed order;
+    - (N, 1) beside (N,) makes a table of all pairs that is only summed, and one side's rows may change places;
+    - weights by row may change places, while their sum scales all shares;
     - with a softmax, a normalisation, a similarity, a running sum or a view along another axis all shares are apart;
     - with copies of rows in the other layout they are: ``repeat_interleave`` in place of ``repeat``, or halves in place
       of every second row of what ``cat`` joined. As many copies as rows are all pairs, on purpose.
@@ -130,6 +132,19 @@ CAUSES = {
         explains=EXPLAINS,
         change=("seen",),
     ),
+    "all_pairs_of_rows": Cause(
+        proof="with one side's rows in another order no row's share of the gradient changes, though the table of all "
+        "pairs is in the loss",
+        repair="give both sides one shape: squeeze(-1) what is (N, 1), or keepdim=True in what is (N,)",
+        explains=EXPLAINS,
+        change=("seen",),
+    ),
+    "weights_averaged": Cause(
+        proof="the rows' weights may change places and no gradient changes, while their sum scales all of it",
+        repair='multiply each row\'s own loss: (F.cross_entropy(out, y, reduction="none") * weight).mean()',
+        explains=EXPLAINS,
+        change=("seen",),
+    ),
     "similarity_over_rows": Cause(
         proof="with the similarity along another axis no row's share of the gradient depends on another row",
         repair="compare the vectors of each row: cosine_similarity(a, b, dim=-1)",
@@ -180,6 +195,7 @@ _PROVEN = dict(_CAUSE_OF.values())
 def batch_independence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.batch_independence.label_rows import LabelRows
     from pytest_trainloop.checks.batch.batch_independence.meetings import meeting
+    from pytest_trainloop.checks.batch.batch_independence.unpaired import unpaired
 
     labels = evidence.shared(LabelRows.of)
     if labels.mismatched:
@@ -192,6 +208,10 @@ def batch_independence(evidence: Evidence) -> Iterator[Finding]:
     declared = evidence.declared("rows_interact")
     if not declared and met is not None and met.fix is not None and met.fix.of_layout:
         yield _shrunk(evidence, met, outside.of_operation(met))
+        return
+    lost = evidence.shared(unpaired) if not declared else None
+    if lost is not None:
+        yield _in_few_rows(evidence, outside.of_unpaired(lost)) if lost.kind == "side" else outside.of_unpaired(lost)
         return
     if not declared:
         try:

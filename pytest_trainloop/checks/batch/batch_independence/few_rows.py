@@ -9,7 +9,7 @@ import torch
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches import segments
-from pytest_trainloop.batches.row_axis import rows_known
+from pytest_trainloop.batches.row_axis import drawn_by_a_loader, rows_known
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.runs.batch_stream import first_batches
 
@@ -46,6 +46,7 @@ def few_rows(loop: TrainLoop, sizes: Sequence[int], counts: Sequence[int] = COUN
             f"whether {found.kind}s meet is for segment_independence"
         )
     count, rows, axis, known = _chosen(batch, loop.batch_dim, sizes, counts)
+    known = known or (axis == 0 and loop.batch is None and drawn_by_a_loader(loop.batches))
     try:
         few = nested.copy(batch) if rows == count else nested.take(batch, range(rows), axis)
     except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:

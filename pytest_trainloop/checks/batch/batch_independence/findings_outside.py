@@ -10,6 +10,7 @@ from pytest_trainloop.finding import Finding
 if TYPE_CHECKING:
     from pytest_trainloop.checks.batch.batch_independence.meetings import Meeting
     from pytest_trainloop.checks.batch.batch_independence.order import OrderedRows
+    from pytest_trainloop.checks.batch.batch_independence.unpaired import Unpaired
     from pytest_trainloop.compositions.composition import Composition
     from pytest_trainloop.finding import Level
     from pytest_trainloop.tracing.row_tape import TapedCall
@@ -94,6 +95,30 @@ def of_labels(met: Meeting) -> Finding:
         measured=f"{wrong} of {len(met.pairs)} targets that were followed; that of row {label} changes the gradient of "
         f"row {row} alone",
         shown_by="one target at a time with another value, and the gradient of each row",
+        culprits=(named,),
+        where=place,
+    )
+
+
+def of_unpaired(lost: Unpaired) -> Finding:
+    """Entries of rows that meet all rows alike."""
+    call = lost.call
+    named, place = (call.named, str(call.place)) if call is not None else ("the loss", "")
+    if lost.kind == "weights":
+        return Finding(
+            cause="weights_averaged",
+            summary=f"{lost.named} holds one weight for each row, and every row is weighted by their mean",
+            measured=f"{lost.rows} rows with weights of their own; the gradient of each is scaled by the sum of all",
+            shown_by=f"with the rows of {lost.named} in another order the gradient is the same",
+            culprits=(named,),
+            where=place,
+            smallest=f"{lost.rows} rows",
+        )
+    return Finding(
+        cause="all_pairs_of_rows",
+        summary=f"{_words(call)} of (N, 1) and (N,) joins each row with all rows, and the loss sums up all pairs",
+        measured=f"of {lost.rows} rows it makes ({lost.rows}, {lost.rows}), one entry for each pair of rows",
+        shown_by="with the rows of one side in another order the gradient is the same",
         culprits=(named,),
         where=place,
     )

@@ -18,7 +18,7 @@ from pytest_trainloop.checks.batch.batch_independence.row_gradients import RowGr
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.tracing.forward_pass import ForwardPass, Op
-from pytest_trainloop.tracing.operation_fixes import in_sequence, operation_fixes
+from pytest_trainloop.tracing.operation_fixes import folded_sequences, in_sequence, operation_fixes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -81,7 +81,7 @@ class RowPasses:
             if scaled is None:
                 return "unknown", fix.ops
             return "normalised" if without.behind_weights else "data_normalised", (scaled,)
-        sequences = in_sequence(judged.mixing, judged.rows)
+        sequences = in_sequence(judged.mixing, judged.rows) or folded_sequences(ops, judged.rows)
         layers = frozenset(op.module for op in sequences)
         if sequences and self._judged(flipped=layers)[0].apart:
             return "batch_first", tuple(sequences)

@@ -22,6 +22,7 @@ from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.checks.batch.batch_independence.few_rows import COUNTS, few_rows
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.tolerances import ROUNDING
+from pytest_trainloop.tracing.crossed_rows import Crossing, crossings
 from pytest_trainloop.tracing.row_fixes import RowFix, row_fixes
 from pytest_trainloop.tracing.row_tape import RowTape, Tape
 
@@ -94,6 +95,8 @@ class RowShares:
     """The rows of the few that a step is made over; none for all."""
     fixes: list[RowFix] = field(default_factory=list)
     """What runs over rows in the step as it is."""
+    crossings: dict[int, Crossing] = field(default_factory=dict)
+    """Tables of all pairs of rows in the step as it is, by their place on the tape."""
 
     @classmethod
     def of(cls, evidence: Evidence) -> RowShares | None:
@@ -108,6 +111,7 @@ class RowShares:
             made._ways.pop(0)
             made._tapes.clear()
             made.fixes.clear()
+            made.crossings.clear()
         return None
 
     @property
@@ -272,6 +276,10 @@ class RowShares:
         base, other = self.tape(AS_IT_IS), self.tape(OtherOrder(order, paths))
         if base is None or other is None or not base.comparable(other):
             return None
+        return self.of_all(base, other)
+
+    def of_all(self, base: Tape, other: Tape) -> Shift | None:
+        """The difference of all shares, those of the changed rows too."""
         aligned = self.rows_of(self.some)
         return None if aligned is None else self.shift(base, other, dict.fromkeys(aligned, frozenset()))
 
@@ -366,6 +374,7 @@ class RowShares:
         return mode.tape
 
     def _note_fixes(self, seen: RowTape) -> None:
+        self.crossings.update((found.at, found) for found in crossings(seen))
         if not self.fixes and self.few is not None:
             self.fixes.extend(row_fixes(seen.ops, seen.rows, self.few.whole, seen.made_of))
 

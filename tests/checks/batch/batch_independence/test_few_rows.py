@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from pytest_trainloop.checks.batch.batch_independence.few_rows import few_rows
 from pytest_trainloop.errors import CannotDecide
@@ -40,6 +41,14 @@ LATER = ids(6, 10)
 )
 def test_rows_are_told_from_positions(batch, rows_known):
     assert rows_of(batch).rows_known is rows_known
+
+
+@pytest.mark.parametrize(("shuffle", "known"), [(True, True), (False, False)])
+def test_items_in_an_order_drawn_at_random_are_rows(shuffle, known):
+    loader = DataLoader(TensorDataset(torch.randn(24, 5, 3), torch.randn(24, 5)), batch_size=8, shuffle=shuffle)
+    model = torch.nn.Linear(3, 1)
+    found = few_rows(TrainLoop(model=model, batches=loader, fit=lambda batches: None), ())
+    assert found.rows_known is known
 
 
 def test_a_declared_axis_is_believed():
