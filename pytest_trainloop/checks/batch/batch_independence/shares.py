@@ -95,8 +95,7 @@ class RowShares:
     """The rows of the few that a step is made over; none for all."""
     fixes: list[RowFix] = field(default_factory=list)
     """What runs over rows in the step as it is."""
-    crossings: dict[int, Crossing] = field(default_factory=dict)
-    """Tables of all pairs of rows in the step as it is, by their place on the tape."""
+    crossings: dict[int, Crossing] = field(default_factory=dict)  # in the step as it is, by their place on the tape
 
     @classmethod
     def of(cls, evidence: Evidence) -> RowShares | None:
@@ -368,10 +367,8 @@ class RowShares:
             record = self.evidence.rerun(plan)
         except CannotDecide:
             return None
-        if not record.backwards() and not mode.tape.shares:
-            return None
         mode.tape.double = record.double
-        return mode.tape
+        return mode.tape if record.backwards() or mode.tape.shares else None
 
     def _note_fixes(self, seen: RowTape) -> None:
         self.crossings.update((found.at, found) for found in crossings(seen))
