@@ -35,7 +35,9 @@ def count(number: int, thing: str) -> str:
 def share(part: float) -> str:
     """A relative difference: 0.59 is "59 %"."""
     percent = 100 * part
-    return f"{percent:.3g} %" if percent >= 0.1 else f"{percent:.1e} %"
+    if percent >= 0.1 or percent == 0:
+        return f"{percent:.3g} %"
+    return f"{float(f'{percent:.2g}'):f}".rstrip("0") + " %" if percent >= 1e-4 else f"{percent:.1e} %"
 
 
 def direction(cosine: float) -> str:

@@ -129,6 +129,16 @@ def _wide(op: Op, rows: int) -> bool:
     return math.prod(rest[:1] if given.dim() > 2 else rest) > 1
 
 
+def axes_of_fix(op: Op, rows: int) -> tuple[int, int] | None:
+    """The axis of rows that a softmax or a norm of vectors runs along, and the one that its fix takes in its place;
+    None for other operations."""
+    if op.name not in {"normalize", *_SOFTMAX} or not op.inputs:
+        return None
+    given = op.inputs[0]
+    axis = axis_of(given, rows)
+    return None if axis is None else (axis, given.dim() - 1 if axis != given.dim() - 1 else 0)
+
+
 def _along_another_axis(rows: int) -> Replacement:
     def change(op: Op) -> Any:
         given = op.inputs[0]

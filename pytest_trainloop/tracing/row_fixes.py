@@ -50,6 +50,8 @@ class RowFix:
     places: tuple[Place, ...]
     replacements: Mapping[int, Replacement]
     """Along another axis, by the operations' numbers."""
+    dims: tuple[int, int] | None = None
+    """The axis that the first one runs along, and the other; None where it lays rows out."""
     sources: frozenset[Path] = frozenset()
     """The tensors of the batch that what is laid out was made of; of layouts only."""
 
@@ -85,7 +87,11 @@ def row_fixes(
             continue  # what tells pairs apart is cut in the same way, on purpose
         first = next(op for op in changes if op.name != "flip")
         places = tuple(dict.fromkeys(op.place for op in changes))
-        fix = RowFix(kind, first.named, first.place, places, {op.number: change for op, change in changes.items()})
+        along = kind in ("softmax", "normalised", "similarity", "cumulated")
+        axis = axis_of(first.inputs[0], rows) if along else None
+        dims = (axis, _other_axis(first.inputs[0], axis)) if axis is not None else None
+        replacements = {op.number: change for op, change in changes.items()}
+        fix = RowFix(kind, first.named, first.place, places, replacements, dims=dims)
         if fix.of_layout:
             fix = replace(fix, sources=frozenset(path for op in changes for path in sources(op.inputs[0])))
         yield fix

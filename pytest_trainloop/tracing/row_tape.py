@@ -53,6 +53,8 @@ class TapedCall:
     shapes: tuple[tuple[int, ...], ...]
     sums: tuple[dict[int, torch.Tensor], ...]
     """Of each result, for each axis that may hold rows, a checksum for each index; of axis -1 one of all entries."""
+    given: tuple[tuple[int, ...], ...] = ()
+    """The shapes of the tensors that it is given."""
 
     @property
     def named(self) -> str:
@@ -151,6 +153,7 @@ class RowTape(ForwardPass):
         name = op.name
         written = name in IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
         results = [t for t in tensors_in(op.args[:1] if written else out) if _readable(t)]
+        given = tuple(tuple(t.shape) for t in op.inputs)
         at = len(self.tape.calls)
         self.tape.calls.append(
             TapedCall(
@@ -162,6 +165,7 @@ class RowTape(ForwardPass):
                 inputs,
                 tuple(tuple(t.shape) for t in results),
                 tuple(_checksums(t, self.rows) for t in results),
+                given,
             )
         )
         for t in results:

@@ -366,7 +366,7 @@ def _terms_apart(evidence: Evidence) -> Finding | None:
     if found is None:
         return None
     values = [
-        f"{a.op}() gives {a.value:.4g} and {b.value:.4g}" for a, b in filter(None, (found.summed, found.averaged))
+        f"{a.op}() returns {a.value:.4g} and {b.value:.4g}" for a, b in filter(None, (found.summed, found.averaged))
     ]
     accumulates = "accumulate" in evidence.knobs
     return Finding(
@@ -374,10 +374,9 @@ def _terms_apart(evidence: Evidence) -> Finding | None:
         level="fault" if accumulates else "advice",
         summary="one term of the loss is a sum over rows and another a mean: how much each counts changes with the "
         f"number of rows{', and so with the number of micro-batches' if accumulates else ''}",
-        measured=f"for {found.once} once and twice "
+        measured=f"for {found.once} alone and for {found.twice} "
         f"{'; '.join([*values, f'the gradients differ by {share(found.change)}'])}, float64",
-        shown_by="of two rows one part of the gradient is the sum of theirs and the other the mean, exactly; with both "
-        "rows twice the former doubles and the latter stays",
+        shown_by="checked exactly on the gradients of two rows: each alone, both together, both twice",
         culprits=tuple(a.op for a, _ in filter(None, (found.summed,))) or ("loss.backward()",),
         where=found.summed[0].place if found.summed else "",
         smallest=str(found.twice),

@@ -121,8 +121,8 @@ def mean_of_means(weighing: Weighing) -> Diagnosis:
     full, got = weighing.one_batch.weights, weighing.accumulated.weights
     return Diagnosis(
         "mean_of_means",
-        f"micro-batches {what} weigh {listed(got)}, and in one batch {listed(full)}",
-        "in one batch they weigh as their numbers of valid targets do" if by_counts else "",
+        f"the losses of micro-batches {what} get weights {listed(got)}, and in one batch {listed(full)}",
+        "in one batch each weighs in proportion to its number of valid targets" if by_counts else "",
         level="fault" if by_counts else "advice",
     )
 

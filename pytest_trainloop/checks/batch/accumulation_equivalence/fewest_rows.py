@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 def fewest_rows(
     evidence: Evidence, made: Accumulation, split: Split, *, by_counts: bool = False, without: Kind | None = None
 ) -> tuple[Split, str]:
-    """The smallest split that shows what this one does, and its micro-batches in words: ``rows [3] | [1]; 7 against 2
-    valid targets``. ``by_counts``: what is wrong is how micro-batches with unequal counts weigh. ``without``: windows
-    and one batch agree once this is left out."""
+    """The smallest split that shows what this one does, and its micro-batches in words: ``rows [3] | [1], a smaller
+    example with 7 and 2 valid targets``. ``by_counts``: what is wrong is how micro-batches with unequal counts weigh.
+    ``without``: windows and one batch agree once this is left out."""
     first = made.of_one_window() if _in_first_window(split) else made
     k, size = split.accumulate, len(split.composition.rows) // split.accumulate
     rows = _far_apart(split.composition.rows) if by_counts else _equal_counts(made.cut.valid, split.composition.rows)
@@ -82,7 +82,8 @@ def _described(made: Accumulation, split: Split) -> str:
     counts = _counts(made, split)
     if len(set(counts)) < 2:
         return str(composition)
-    return f"{composition}; {(' against ' if k == 2 else ', ').join(map(str, counts))} valid targets"
+    told = (" and " if k == 2 else ", ").join(map(str, counts))
+    return f"{composition}, a smaller example with {told} valid targets"
 
 
 def _counts(made: Accumulation, split: Split) -> Sequence[int]:

@@ -72,7 +72,7 @@ from pytest_trainloop.checks.batch.batch_independence import findings_outside as
 from pytest_trainloop.checks.batch.explained import LEARNING
 from pytest_trainloop.errors import CannotDecide, DoesNotApply, Unreliable
 from pytest_trainloop.finding import Finding
-from pytest_trainloop.recording.torch_names import ATTENTION, EXTREMES, PRODUCTS, SCATTERS
+from pytest_trainloop.recording.torch_names import ATTENTION, EXTREMES, PRODUCTS, RECURRENT, SCATTERS
 from pytest_trainloop.registry import Cause, check
 
 if TYPE_CHECKING:
@@ -94,23 +94,23 @@ CAUSES = {
         change=("seen",),
     ),
     "normalised_over_rows": Cause(
-        proof="with the norm of each row alone, or its statistics as constants, none does",
+        proof="with each row normalised alone, or its statistics as constants, no output depends on another row",
         repair="normalise each row alone (dim=-1), or use a norm that keeps running statistics for evaluation",
         explains=EXPLAINS,
         change=("seen",),
         settle="rows_interact=True says that it is meant, rows_interact=False makes it a fault",
     ),
     "view_mixes_rows": Cause(
-        proof="with a transpose in place of the view none does",
+        proof="with a transpose in place of the view no output depends on another row",
         repair="use transpose or permute to swap axes: view and reshape only split the same numbers otherwise",
         explains=EXPLAINS,
         change=("seen",),
     ),
     "rows_as_positions": Cause(
-        proof="with batch_first flipped none does",
+        proof="with the other value of batch_first no output depends on another row",
         repair="batch_first=True, or give the layer (positions, rows, features)",
         explains=EXPLAINS,
-        change=("seen",),
+        change=("layer", "seen"),
     ),
     "rows_interact": Cause(
         proof="one row's output has a gradient with respect to another row: a fault where rows_interact=False is "
@@ -127,8 +127,8 @@ CAUSES = {
     ),
     "labels_of_all_rows": Cause(
         proof="the loss is the same whichever row has which target, and each target adds to the gradient of every row",
-        repair="give both sides one shape: pred.squeeze(1) beside (N,), or target[:, None] beside (N, 1); take the own "
-        "entry of each row: logp[torch.arange(len(y)), y]",
+        repair="compare each row with its own target: both sides of one shape, logp[torch.arange(len(y)), y] in "
+        "place of logp[:, y]",
         explains=EXPLAINS,
         change=("seen",),
     ),
@@ -181,14 +181,14 @@ _CAUSE_OF = {
     "softmax": ("softmax_over_rows", "with the softmax along another axis"),
     "normalised": ("normalised_over_rows", "with each row normalised alone, or by constants,"),
     "views": ("view_mixes_rows", "with the axes swapped by a transpose"),
-    "batch_first": ("rows_as_positions", "with batch_first flipped"),
+    "batch_first": ("rows_as_positions", "with the other value of batch_first"),
 }
 """What keeps rows apart: the cause that this proves, and in words."""
 
 _RUNNING = frozenset({"cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"})
 """Over what was told of the rows, these need them sorted, as risk sets do."""
 
-_PROVEN = dict(_CAUSE_OF.values())
+_PROVEN = frozenset(cause for cause, _ in _CAUSE_OF.values())
 
 
 @check(needs={"run"}, causes=CAUSES, rank=30)
@@ -249,14 +249,14 @@ def _judged(found: RowInteraction | None, declared: bool | None) -> Iterator[Fin
         return
     through = f", through {found.ops[0].named} ({found.ops[0].place})" if found.ops else ""
     if found.why in _CAUSE_OF and found.rows_known:
-        cause, fix = _CAUSE_OF[found.why]
+        cause, fix = _CAUSE_OF[found.why][0], _fix_in_words(found)
         yield _finding(found, cause, f"{fix} every such gradient is exactly 0")
     elif found.why == "data_normalised" and found.rows_known:
         cause, fix = _CAUSE_OF["normalised"]
         level: Level = "advice" if declared is None else "fault"
         yield _finding(found, cause, f"{fix} every such gradient is exactly 0", level=level)
     elif declared is False:
-        yield _finding(found, "rows_interact", "rows_interact=False")
+        yield _finding(found, "rows_interact", "rows_interact=False is declared")
     elif not found.rows_known:
         raise CannotDecide(
             f"entries of the batch's first axis interact in the model{through}, and whether these are rows or "
@@ -271,6 +271,20 @@ def _judged(found: RowInteraction | None, declared: bool | None) -> Iterator[Fin
             "rows_interact=False if not",
             needs="rows_interact=",
         )
+
+
+def _fix_in_words(found: RowInteraction) -> str:
+    """What keeps rows apart, with the arguments that were changed where these are known."""
+    from pytest_trainloop.tracing.operation_fixes import axes_of_fix
+
+    op = found.ops[0]
+    axes = axes_of_fix(op, found.rows)
+    if axes is not None:
+        return f"with dim={axes[1]} in place of dim={axes[0]}"
+    unpacked = bool(op.inputs) and op.inputs[0].dim() == 3
+    if op.name in RECURRENT and unpacked and op.args and isinstance(op.args[-1], bool):
+        return f"{op.module or 'the layer'} has batch_first={op.args[-1]}; with batch_first={not op.args[-1]}"
+    return _CAUSE_OF[found.why][1]
 
 
 def _outside(evidence: Evidence, met: Meeting | None, declared: bool | None) -> Iterator[Finding]:
@@ -327,10 +341,10 @@ def _shrunk(evidence: Evidence, met: Meeting, finding: Finding) -> Finding:
 
 def _mismatched(labels: LabelRows) -> Finding:
     label, row = labels.mismatched[0]
-    shown = "the gradient of each output, and the rows of the batch that targets were taken from"
+    shown = "outputs were followed by their gradients, and labels through the operations on them"
     repair = change = ""
     if labels.order == "permuted":
-        shown += ": the outputs are those of all rows, in another order"
+        shown += ": the outputs checked are those of different rows, in another order than the labels"
         repair = "put sorted rows back before they are returned: out = out[order.argsort()]; or sort the targets too"
         change = labels.reordered[0] if len(labels.reordered) == 1 else ""
     elif labels.order == "swapped":
@@ -341,8 +355,8 @@ def _mismatched(labels: LabelRows) -> Finding:
         cause="labels_of_other_rows",
         summary=f"{labels.loss} compares outputs with the labels of other rows",
         measured=(
-            f"{len(labels.mismatched)} of {len(labels.pairs)} outputs that were followed; the label of row {label} is "
-            f"compared with an output that depends on row {row} alone"
+            f"the label of row {label} is compared with an output that depends on input row {row} alone; "
+            f"{len(labels.mismatched)} of the {len(labels.pairs)} outputs checked stand at another row's label"
         ),
         shown_by=shown,
         culprits=(labels.loss,),
@@ -355,6 +369,7 @@ def _mismatched(labels: LabelRows) -> Finding:
 
 def _finding(found: RowInteraction, cause: str, shown: str, *, level: Level = "fault") -> Finding:
     op = found.ops[0] if found.ops else None
+    one_layer = cause == "rows_as_positions" and len({o.module for o in found.ops}) == 1
     summary = {
         "softmax_over_rows": "a softmax runs over the rows of the batch, not over one row's classes or keys",
         "normalised_over_rows": "rows are normalised by each other, not each alone",
@@ -370,7 +385,6 @@ def _finding(found: RowInteraction, cause: str, shown: str, *, level: Level = "f
         shown_by=shown,
         culprits=tuple(dict.fromkeys(o.named for o in found.ops)),
         where=str(op.place) if op else "",
-        change="\n".join(dict.fromkeys(str(o.place) for o in found.ops)) if cause in _PROVEN else "",
-        tried=f"{_PROVEN[cause]} no output depends on another row" if cause in _PROVEN else "",
+        change="\n".join(dict.fromkeys(str(o.place) for o in found.ops)) if cause in _PROVEN and not one_layer else "",
         smallest=f"{found.rows} rows",
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.finding import Finding
+from pytest_trainloop.finding import Finding, code_of
 
 if TYPE_CHECKING:
     from pytest_trainloop.checks.batch.batch_independence.meetings import Meeting
@@ -19,7 +20,7 @@ _OPERATIONS = {
     "softmax": (
         "softmax_over_rows",
         "{} runs over the rows of the batch, not over one row's classes or keys",
-        "with the softmax along another axis",
+        "with it along another axis",
     ),
     "normalised": (
         "normalised_over_rows",
@@ -29,12 +30,12 @@ _OPERATIONS = {
     "similarity": (
         "similarity_over_rows",
         "{} compares columns of the batch, not the vectors of each row",
-        "with the similarity along another axis",
+        "with it along another axis",
     ),
     "cumulated": (
         "cumulated_over_rows",
         "{} adds up over the rows of the batch, not over the steps of each row",
-        "with the running sum along another axis",
+        "with it along another axis",
     ),
     "views": (
         "view_mixes_rows",
@@ -69,7 +70,7 @@ def shrunk(finding: Finding, rows: int, least: Composition | None) -> Finding:
     """The finding with the fewest rows that show it, of the ``rows`` that were looked at."""
     if least is None:
         return replace(finding, smallest=f"{rows} rows")
-    return replace(finding, smallest=str(least), composition=least.told())
+    return replace(finding, smallest=f"{least}, as a batch of their own", composition=least.told())
 
 
 def of_labels(met: Meeting) -> Finding:
@@ -79,22 +80,26 @@ def of_labels(met: Meeting) -> Finding:
     place = str(call.place) if call is not None else ""
     if met.why == "every":
         shapes = " and ".join(str(shape) for shape in (call.shapes if call is not None else ()))
+        broadcast, repair = _broadcast(call)
         return Finding(
             cause="labels_of_all_rows",
             summary=f"each row is compared with {met.target} of all rows, by {_words(call)}",
-            measured=f"of {met.rows} rows it makes {shapes}, one entry for each pair of rows",
+            measured=f"{broadcast}: one entry for each pair of the {met.rows} rows"
+            if broadcast
+            else f"of {met.rows} rows it makes {shapes}, one entry for each pair of rows",
             shown_by=f"with the rows of {met.target} in another order the gradient is the same",
             culprits=(named,),
             where=place,
+            repair=repair,
         )
     label, row = next(pair for pair in met.pairs if pair[0] != pair[1])
     wrong = sum(a != b for a, b in met.pairs)
     return Finding(
         cause="labels_of_other_rows",
         summary=f"outputs are compared with {met.target} of other rows, by {_words(call)}",
-        measured=f"{wrong} of {len(met.pairs)} targets that were followed; that of row {label} changes the gradient of "
-        f"row {row} alone",
-        shown_by="one target at a time with another value, and the gradient of each row",
+        measured=f"{met.target} of row {label} changes the gradient of row {row}, and that of no other row; {wrong} of "
+        f"the {len(met.pairs)} targets checked change that of another row than their own",
+        shown_by="one target at a time was given another value, and the gradient of each row compared",
         culprits=(named,),
         where=place,
     )
@@ -124,6 +129,22 @@ def of_unpaired(lost: Unpaired) -> Finding:
     )
 
 
+def _broadcast(call: TapedCall | None) -> tuple[str, str]:
+    """What a row of numbers and a column make of each other, and the repair; empty for other shapes."""
+    if call is None or len(call.given) != 2 or sorted(map(len, call.given)) != [1, 2] or len(call.shapes) == 0:
+        return "", ""
+    column = next(at for at, shape in enumerate(call.given) if len(shape) == 2)
+    if call.given[column][1] != 1:
+        return "", ""
+    written = re.findall(r"(?<![\w.)\]])([A-Za-z_]\w*) - ([A-Za-z_]\w*)(?![\w.(\[])", code_of(str(call.place)))
+    subtracts = call.name in ("sub", "__sub__") and len(written) == 1
+    left, right = written[0] if subtracts else ("the first side", "the second side")
+    what = f"{left} - {right} broadcasts" if subtracts else "they broadcast"
+    told = f"{left} has shape {call.given[0]} and {right} {call.given[1]}, so that {what} to {call.shapes[0]}"
+    side = (left, right)[column]
+    return told, f"give {side} the shape {call.given[1 - column]}: {side if subtracts else 'it'}.squeeze(1)"
+
+
 _NAMES = {"__getitem__": "an index", "sub": "a difference", "mul": "a product", "add": "a sum", "div": "a quotient"}
 
 
@@ -137,15 +158,16 @@ def of_operation(met: Meeting) -> Finding:
     if met.fix is None:
         raise ValueError("no operation keeps these rows apart")
     cause, summary, fix = _OPERATIONS[met.fix.kind]
+    if met.fix.dims is not None:
+        fix = "with dim={1} in place of dim={0}".format(*met.fix.dims)
     return Finding(
         cause=cause,
         summary=summary.format(met.fix.named),
         measured=_measured(met),
-        shown_by=f"{fix} it stays the same",
+        shown_by=f"{fix} that gradient stays the same",
         culprits=(met.fix.named,),
         where=str(met.fix.place),
         change="\n".join(map(str, met.fix.places)),
-        tried=f"{fix} no row's share of the gradient depends on another row",
     )
 
 
@@ -156,7 +178,7 @@ def of_declared(met: Meeting) -> Finding:
         cause="rows_interact",
         summary=f"rows interact in the loss, through {named}",
         measured=_measured(met),
-        shown_by="rows_interact=False",
+        shown_by="rows_interact=False is declared",
         culprits=(named,) if met.call is not None else (),
         where=str(met.call.place) if met.call is not None else "",
     )
@@ -170,7 +192,9 @@ def of_order(found: OrderedRows, level: Level) -> Finding:
         level=level,
         summary=f"the loss changes by {found.change:.2g} of itself when the rows of the batch change places together",
         measured=f"{found.before:.6g} as they are, {found.after:.6g} in the order {list(found.order)}",
-        shown_by="ordered=False" if level == "fault" else "two steps from the same weights over the same rows",
+        shown_by="ordered=False is declared"
+        if level == "fault"
+        else "two steps from the same weights over the same rows",
         culprits=(named,) if named else (),
         where=str(found.call.place) if found.call is not None else "",
     )

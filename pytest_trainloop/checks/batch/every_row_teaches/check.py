@@ -78,7 +78,8 @@ _NO_GRADIENT = (*LEARNING, "every_param_moves", "gradient_reaches_every_param", 
 CAUSES = {
     "hinge_never_active": Cause(
         proof="the loss is exactly 0 under every seed, and without its clamp gradients arrive",
-        repair="add the margin where the difference is to grow: relu(margin + d_positive - d_negative)",
+        repair="add the margin to what is clamped, so that equal sides cost it: relu(rejected - chosen + margin), or "
+        "relu(margin + d_positive - d_negative)",
         explains=_NO_GRADIENT,
         change=("seen",),
     ),
@@ -114,7 +115,7 @@ CAUSES = {
     ),
     "rows_left_out": Cause(
         proof="with any other rows in their place losses, gradients and weights are the same, bit for bit",
-        repair="take all rows: range(len(x)), without the slice",
+        repair="take all rows: leave out the slice ([:-1], [:n]), or let the loop over rows end at len(x)",
         explains=(*LEARNING, "accumulation_equivalence", "batch_independence", "edge_batches"),
         change=("seen",),
         settle="hand over a batch whose rows are all meant to be used",
@@ -162,8 +163,8 @@ def _zero(found: ZeroLoss) -> Finding:
             cause="hinge_never_active",
             summary=f"the loss is always exactly 0: {found.op} {how}",
             measured=measured,
-            shown_by="gradients arrive without the clamp; and it cuts all entries as well where all inputs are equal, "
-            "which no model can tell apart",
+            shown_by=f"without {found.op} gradients arrive; where both sides of a comparison are equal a hinge loss is "
+            f"its margin, and with all inputs equal this {found.op} returns 0",
             culprits=(found.op,),
             where=str(found.place),
         )
@@ -205,9 +206,9 @@ def _one_target(found: OneTarget) -> Finding:
     return Finding(
         cause="one_target_for_all_rows",
         summary=f"the outputs of all {found.rows} rows are compared with row {found.row} of {found.name}",
-        measured=f"no other row of {found.name} is read; the loss is {found.before:.4g}, with all of them "
-        f"{found.after:.4g}",
-        shown_by=f"the rows differ, and one of them is broadcast against {found.rows} outputs in {found.op}",
+        measured=f"only {found.name}[{found.row}] is read; the loss is {found.before:.4g}, and {found.after:.4g} with "
+        f"the whole of {found.name}",
+        shown_by=f"{found.op} broadcasts it against all {found.rows} outputs; the rows of {found.name} differ",
         culprits=(found.name,),
         where=str(found.place),
         repair=f"take the whole of {found.name}, without the index",
@@ -219,7 +220,7 @@ def _cut(found: CutWeights) -> Finding:
         cause="weights_cut_to_zero",
         summary=f"{found.rows} of {found.count} weights in the loss are 0, since {found.op} takes their fractions away",
         measured="rows with these weights cost nothing and have no gradient",
-        shown_by="with the fractions kept the loss is another one",
+        shown_by="with the fractions kept the loss has another value",
         culprits=(found.op,),
         where=str(found.place),
         change=str(found.source),

@@ -113,15 +113,15 @@ def _ignored(evidence: Evidence, found: UnusedInputs, tensor: BatchTensor, uses:
     from pytest_trainloop.checks.batch.input_dependence.idle_layers import idle_layer
 
     name = tensor.name
-    summary, shown = f"the model is called with {name}, and nothing depends on it", ""
+    summary, shown = f"the model receives {name}, and nothing depends on it", ""
     culprits: tuple[str, ...] = (name,)
     repair = f"use {name}; or leave it out of the call"
     layer = idle_layer(evidence.run(), tensor)
     if layer:
-        shown = f"{layer}, which trains and takes such inputs, never runs"
+        shown = f"its submodule {layer}, which is trainable and takes such inputs, is never called"
         culprits, repair = (name, layer), f"call {layer} with {name} and use the result; or name it in frozen="
     elif found.hidden is not None and tensor == found.mask:
-        shown = f"with other values where it is 0 in {found.hidden.name}, the loss is another one"
+        shown = f"with other values in {found.hidden.name} where it is 0, the loss changes"
         repair = f"leave out of attention, sums and means what {name} masks; or leave it out of the call"
     elif name in uses:
         shown = "uses= declares that the model needs it"
@@ -132,7 +132,7 @@ def _ignored(evidence: Evidence, found: UnusedInputs, tensor: BatchTensor, uses:
         level="fault" if shown else "advice",
         summary=f"{summary}: {shown}" if shown else summary,
         measured="with the first or the last row in place of all others outputs and losses are the same, bit for bit",
-        shown_by="; ".join(filter(None, (shown, "the same weights, seeds and other tensors"))),
+        shown_by="weights, seeds and all other tensors were the same",
         culprits=culprits,
         where=found.place,
         repair=repair,

@@ -80,7 +80,7 @@ from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, check
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.batches.segments import Segments
     from pytest_trainloop.checks.batch.segment_independence.interaction import Interaction
@@ -95,18 +95,19 @@ SETTLE = "rows_interact=True says that it is meant, rows_interact=False makes it
 
 CAUSES = {
     "borders_disagree": Cause(
-        proof="each of two tensors of the batch has a border that the other has not",
+        proof="each of two tensors of the batch has a border that the other does not have",
         repair="make both from the same lengths: borders = torch.tensor([0, *lengths]).cumsum(0)",
         explains=EXPLAINS,
     ),
     "edges_not_offset": Cause(
-        proof="all edges lie among as many nodes as the largest graph has, and other graphs have none",
+        proof="no edge has a node number beyond the size of the largest graph, and some graphs have no edges",
         repair="add the number of nodes before it to each graph's edges: edge_index + ptr[i]",
         explains=EXPLAINS,
     ),
     "edges_across_graphs": Cause(
         proof="an edge joins nodes of which the batch says that they are of different graphs",
-        repair="add to each graph's edges the number of nodes before it, and sort the nodes by graph",
+        repair="offset graph i's edges by the sum of the node counts before it (edge_index + ptr[i]), or build batch "
+        "with repeat_interleave(torch.arange(len(sizes)), sizes)",
         explains=EXPLAINS,
     ),
     "numbers_shared": Cause(
@@ -117,12 +118,13 @@ CAUSES = {
     ),
     "softmax_over_graphs": Cause(
         proof="with the softmax over the nodes of each graph no output depends on another graph",
-        repair="take the softmax within each graph: softmax(scores, batch)",
+        repair="take the softmax within each graph: torch_geometric.utils.softmax(scores, batch); without it, "
+        "w = (scores - scores.max()).exp(); w / w.new_zeros(count, *w.shape[1:]).index_add(0, batch, w)[batch]",
         explains=EXPLAINS,
         change=("seen",),
     ),
     "pooled_over_graphs": Cause(
-        proof="with the same taken over the nodes of each graph no output depends on another graph",
+        proof="with the operation over the nodes of each graph alone no output depends on another graph",
         repair="take it within each graph: by index_add or scatter with the number of the graph of each node",
         explains=EXPLAINS,
         change=("seen",),
@@ -157,14 +159,14 @@ CAUSES = {
         settle=SETTLE,
     ),
     "target_past_the_end": Cause(
-        proof="with another observation after it, the target of an episode's last step is another",
+        proof="the target of an episode's last step changes with the observation after it",
         repair="target = reward + gamma * (1 - done) * value(next_obs)",
         explains=EXPLAINS,
         change=("seen",),
         settle="give flags of time limits a name of their own (truncated), or leave flags out that are not used",
     ),
     "returns_across_episodes": Cause(
-        proof="with rewards of later episodes in another order, earlier steps are weighed otherwise",
+        proof="with the rewards of later episodes in another order, the loss weighs earlier steps differently",
         repair="cut the sum at the end of each episode: running = reward + gamma * running * (1 - done)",
         explains=EXPLAINS,
         settle=SETTLE,
@@ -211,10 +213,10 @@ def segment_independence(evidence: Evidence) -> Iterator[Finding]:
 def _contradicting(one: Segments, other: Segments, first: int, second: int) -> Finding:
     return Finding(
         cause="borders_disagree",
-        summary=f"{one.teller} and {other.teller} contradict each other about where a {one.kind} begins",
-        measured=f"by {one.teller} one begins at {one.entry} {first}, by {other.teller} none; by {other.teller} one "
-        f"begins at {one.entry} {second}, by {one.teller} none",
-        shown_by="neither has all borders of the other, as a finer division would",
+        summary=f"{one.teller} and {other.teller} disagree about where {one.kind}s begin",
+        measured=f"by {one.teller} a {one.kind} begins at {one.entry} {first}, and {other.teller} has no border there; "
+        f"by {other.teller} one begins at {one.entry} {second}, and {one.teller} has no border there",
+        shown_by="one of the two was built from other lengths: neither is a finer division of the other",
         culprits=(one.teller, other.teller),
         kinds=("input", "input"),
         smallest=f"{one.entry}s 0 to {max(first, second)}",
@@ -242,11 +244,11 @@ def _edges(segments: Segments) -> Iterator[Finding]:
     if edges.restarts:
         yield Finding(
             cause="edges_not_offset",
-            summary=f"all {edges.count} edges lie in the first graph: {len(edges.without)} of {segments.count} graphs "
-            "have none",
-            measured=f"graphs of {_sizes(segments)} nodes by {segments.teller}; no edge touches graph "
-            f"{edges.without[0]}",
-            shown_by="some edges come twice or join two graphs, as where each graph's nodes are counted from 0",
+            summary=f"{edges.name} only holds node numbers below {max(segments.sizes)}, the size of the largest graph: "
+            f"{_graphs(edges.without)} no edges",
+            measured=f"{segments.teller} gives graphs of {_sizes(segments)} nodes, {sum(segments.sizes)} in all, and "
+            f"{edges.name} has {edges.count} edges",
+            shown_by="each graph's node numbers start at 0 again: some edges stand in it twice or join two graphs",
             culprits=(edges.name,),
             kinds=("input",),
             smallest=f"graphs {min(edges.without[0], 1)} and {max(edges.without[0], 1)}",
@@ -256,12 +258,20 @@ def _edges(segments: Segments) -> Iterator[Finding]:
         yield Finding(
             cause="edges_across_graphs",
             summary=f"{edges.across} of {edges.count} edges join nodes of different graphs",
-            measured=f"an edge goes from node {source} of graph {one} to node {target} of graph {other}",
-            shown_by=f"{segments.teller} says which graph each node belongs to: {_sizes(segments)} nodes",
+            measured=f"an edge joins nodes {source} and {target}: counted through the whole batch, node {source} is in "
+            f"graph {one} and node {target} in graph {other}",
+            shown_by=f"{edges.name} and {segments.teller} disagree; by {segments.teller} graphs have "
+            f"{_sizes(segments)} nodes",
             culprits=(edges.name,),
             kinds=("input",),
             smallest=f"graphs {min(one, other)} and {max(one, other)}",
         )
+
+
+def _graphs(numbers: Sequence[int]) -> str:
+    """The numbers of graphs, and the verb: "graphs 2 and 3 have"."""
+    *others, last = map(str, numbers)
+    return f"graphs {', '.join(others)} and {last} have" if others else f"graph {last} has"
 
 
 def _sizes(segments: Segments) -> str:
@@ -295,7 +305,7 @@ def _finding(met: Interaction, declared: bool | None) -> Finding:
     advised = declared is None and (cause == "segments_interact" or (cause == "pooled_over_graphs" and not met.learned))
     shown = {
         "softmax": f"with the softmax within each {segments.kind} every such gradient is exactly 0",
-        "statistics": f"with the same taken within each {segments.kind} every such gradient is exactly 0",
+        "statistics": f"with {named} within each {segments.kind} every such gradient is exactly 0",
         "reshaped": f"{segments.kind}s of {_sizes(segments)} {segments.entry}s; a part holds those of two",
         "attention": f"with the scores between {segments.kind}s masked every such gradient is exactly 0",
         "convolution": "with the convolution within each document every such gradient is exactly 0, so that attention "
@@ -366,15 +376,15 @@ def _past_the_end(found: PastTheEnd) -> Finding:
 
     given = found.transitions
     flags, after = (nested.shown(path) for path in (given.flags[0], given.after))
-    how = "only where the episode ends" if found.inverted else "also where the episode ends"
     return Finding(
         cause="target_past_the_end",
         level="fault" if found.inverted or given.certain else "advice",
-        summary=f"the target of a step depends on {after} {how}",
+        summary=f"the target of a terminal step depends on {after}"
+        + (", and that of no other step does" if found.inverted else ""),
         measured=f"row {found.row} has {flags} set, and its target changes with {after}",
         shown_by=f"targets of rows without {flags} do not change with {after}: the flag is inverted"
         if found.inverted
-        else f"with {flags} inverted no target changes: nothing reads it",
+        else f"inverting {flags} changes no row of this target: it is computed without the flag",
         culprits=(flags,),
         kinds=("input",),
         where=found.place,

@@ -54,7 +54,10 @@ def test_a_sum_is_shown_by_one_row_in_each_micro_batch(k):
 
 
 def test_a_mean_of_means_is_shown_by_rows_with_unequal_counts():
-    assert smallest(evidence(counts=COUNTS), 2, by_counts=True) == "rows [3] | [7]; 2 against 7 valid targets"
+    assert (
+        smallest(evidence(counts=COUNTS), 2, by_counts=True)
+        == "rows [3] | [7], a smaller example with 2 and 7 valid targets"
+    )
     four = "rows [3] | [7] | [6] | [5]; 2, 7, 3, 7 valid targets"
     assert smallest(evidence(counts=COUNTS), 4, by_counts=True) == four
 

@@ -31,7 +31,7 @@ def test_three_rows_show_it(pair):
     (finding,) = [f for result in report.results for f in result.findings]
     assert finding.composition is not None
     assert len(finding.composition.rows) <= 3
-    assert finding.smallest == f"rows {list(finding.composition.rows)}"
+    assert finding.smallest == f"rows {list(finding.composition.rows)}, as a batch of their own"
 
 
 def test_two_steps_are_made_of_a_loop_whose_rows_are_apart():

@@ -138,7 +138,7 @@ pair(
     "input_dependence",
     "input_ignored",
     culprits=("batch['kind']", "kind"),
-    mentions=("kind, which trains and takes such inputs, never runs",),
+    mentions=("its submodule kind, which is trainable and takes such inputs, is never called",),
     faulty=conditioned(uses=False),
     fixed=conditioned(uses=True),
 )
@@ -155,7 +155,7 @@ pair(
     "input_dependence",
     "input_ignored",
     culprits=("batch['attention_mask']",),
-    mentions=("where it is 0 in batch['input_ids']",),
+    mentions=("with other values in batch['input_ids'] where it is 0",),
     faulty=masked(uses=False),
     fixed=masked(uses=True),
 )

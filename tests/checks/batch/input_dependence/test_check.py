@@ -71,7 +71,7 @@ def test_a_declared_use_of_nothing_that_is_there_is_refused(uses):
 def test_a_mask_behind_which_the_loss_is_read_is_a_fault():
     (found,) = findings(unused(MASK, mask=MASK, hidden=X))
     assert found.level == "fault"
-    assert "where it is 0 in batch['x'], the loss is another one" in found.summary
+    assert "with other values in batch['x'] where it is 0, the loss changes" in found.summary
     (found,) = findings(unused(replace(MASK, masks=0), mask=MASK, hidden=X))
     assert found.level == "advice"
 
