@@ -54,6 +54,9 @@ _SINGLE = (_ATTENTION, _POOLING, _POSITIONS)
 _PAIRS = ((_ATTENTION, _POSITIONS), (_ATTENTION, _POOLING), (_POOLING, _POSITIONS))
 
 _PACK = "pack the sequences: pack_padded_sequence(x, lengths, enforce_sorted=False)"
+_POOL_MAXIMUM = (
+    "leave padded positions out of the maximum: x.masked_fill(mask == 0, -torch.inf), the mask in the shape of x"
+)
 _FIRST_TOKEN = "give the first real token the ignored label too: a padded position predicts it"
 
 _MAXIMA = EXTREMES | MAX_POOLS_1D
@@ -100,7 +103,9 @@ def _of_path(made: PaddingRuns, found: Comparison, path: _Path, second: _Path | 
         culprit=calls[0].op,
         where=str(calls[0].place),
         level="advice" if fixed or (reason and not made.declared) else "fault",
-        repair=_unless_meant(made, path.cause, reason),
+        repair=_unless_meant(
+            made, path.cause, reason, _POOL_MAXIMUM if path is _POOLING and {c.op for c in calls} <= _MAXIMA else ""
+        ),
         holds=lambda smaller: made.explained_by(smaller, blocked),
     )
 
@@ -161,7 +166,8 @@ def _mean_over_padding(made: PaddingRuns, found: Comparison) -> Finding:
         found,
         "mean_over_padding",
         f"the loss of {found.trimmed.span.total} real positions is divided by all {found.full.span.total}",
-        shown="both gradients are parallel, and the factor is exactly the share of real positions"
+        shown="both gradients are parallel: that with padding is exactly "
+        f"{found.factor:.4g} times the one without, the share of real positions"
         + (f" ({constant})" if constant else ""),
         level="fault" if made.varying or made.declared else "advice",
         repair=_unless_meant(made, "mean_over_padding", constant),
@@ -183,8 +189,9 @@ def _targets_met(evidence: Evidence, made: PaddingRuns, found: Comparison) -> Fi
         "padded_targets",
         "ctc_loss aligns padded positions too: it is told their number as the length"
         if aligned
-        else f"outputs at padded positions are trained towards what stands there in the targets, by {met[-1].op}",
-        shown="the gradient of these outputs is not zero there, beyond the first padded position",
+        else f"the loss includes padded positions: {met[-1].op} reads a target there"
+        + (f", and {term.op}() counts it" if term else ""),
+        shown="outputs at padded positions beyond the first have non-zero gradients",
         culprit=met[-1].op,
         where=str(met[-1].place),
         change=str(term.place) if term else "",
@@ -274,7 +281,7 @@ def under_another_mask(made: PaddingRuns, other: Crossed) -> Finding:
         culprits=(other.op or "loss.backward()",),
         where=str(other.place or ""),
         smallest="",
-        repair=f"give {made.name} its own mask",
+        repair=f"give {made.name} its own mask: pass it at the call that handles {made.name}",
     )
 
 

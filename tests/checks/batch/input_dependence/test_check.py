@@ -54,7 +54,7 @@ def test_no_input_used_is_a_fault():
 def test_one_unused_input_is_advice_that_says_what_to_declare():
     (found,) = findings(unused(MASK))
     assert (found.cause, found.level) == ("input_ignored", "advice")
-    assert found.summary == "the model is called with batch['mask'], and nothing depends on it"
+    assert found.summary == "the model receives batch['mask'], and nothing depends on it"
     assert """input_dependence={'uses': ["batch['mask']"]}""" in found.repair
 
 
