@@ -58,7 +58,7 @@ def test_a_mean_of_means_is_shown_by_rows_with_unequal_counts():
         smallest(evidence(counts=COUNTS), 2, by_counts=True)
         == "rows [3] | [7], a smaller example with 2 and 7 valid targets"
     )
-    four = "rows [3] | [7] | [6] | [5]; 2, 7, 3, 7 valid targets"
+    four = "rows [3] | [7] | [6] | [5], a smaller example with 2, 7, 3, 7 valid targets"
     assert smallest(evidence(counts=COUNTS), 4, by_counts=True) == four
 
 
