@@ -188,7 +188,7 @@ pair(
     "input_dependence",
     "input_ignored",
     culprits=("batch['future_observed']",),
-    mentions=("where it is 0 in batch['future_target']",),
+    mentions=("with other values in batch['future_target'] where it is 0",),
     faulty=forecast(uses=False),
     fixed=forecast(uses=True),
 )
@@ -228,7 +228,7 @@ pair(
     "input_dependence",
     "input_ignored",
     culprits=("batch[2]",),
-    mentions=("where it is 0 in batch[0]",),
+    mentions=("with other values in batch[0] where it is 0",),
     faulty=chain(uses=False),
     fixed=chain(uses=True),
 )
