@@ -45,6 +45,14 @@ CAUSES = {
         change=("seen",),
         settle=_SETTLE,
     ),
+    "other_pad_id": Cause(
+        proof="with the id that the model takes for padding in place of the one that fills the rows both gradients are "
+        "equal",
+        repair="fill rows with the id that the model takes for padding: pad_sequence(..., padding_value=pad_id)",
+        explains=LEARNING,
+        change=("seen",),
+        settle=_SETTLE,
+    ),
     "mask_of_another": Cause(
         proof="padded positions count exactly where the mask of another sequence says that they are real",
         repair="read each sequence under its own mask",

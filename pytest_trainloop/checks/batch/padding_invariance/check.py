@@ -28,17 +28,18 @@ How it decides
     positions only, positions counted from the first real one; or where the gradient is exactly the share of real
     positions times the other. So it is where outputs beyond the first padded position have a gradient, which is
     exactly zero in right losses, from a call that takes them beside values of the batch (a loss, a difference, an
-    index): there they are trained towards padding, in whichever term. Where sequences can be cut together only,
-    other values of the same row are put into padding: if they change the gradient exactly where the mask of the
-    other sequence is real, that mask is the one that is read.  It is advice where the project may want it so: with
-    batches of one fixed length, positions from the left edge, a constant divisor and zeros in a mean; with padding
-    that only an embedding's padding_idx shows (and no ``config.pad_token_id`` of the model, as in transformers), or
-    a mask next to features (it may be of observations); behind convolutions and for maxima, where pooling over
-    padding is common; for statistics that go back to every position, as in a norm or a gate; for sums of losses,
-    where a penalty on outputs may be meant; and for a recurrent net that is not packed and of which no state in or
-    behind the padding is used: its backward direction, or the whole net where padding comes first, only begins in
-    another state. A declared ``pad_id`` speaks for the tensors whose ids it pads, and not for others that are
-    padded beside them.
+    index): there they are trained towards padding, in whichever term. So it is where another id fills the rows than
+    the one that the model takes for padding (``padding_idx``, ``config.pad_token_id``): with that one there both
+    gradients are equal. Where sequences can be cut together only, other values of the same row are put into padding:
+    if they change the gradient exactly where the mask of the other sequence is real, that mask is the one that is
+    read. It is advice where the project may want it so: with batches of one fixed length, positions from the left
+    edge, a constant divisor and zeros in a mean; with padding that only an embedding's padding_idx shows (and no
+    ``config.pad_token_id`` of the model, as in transformers), or a mask next to features (it may be of observations);
+    behind convolutions and for maxima, where pooling over padding is common; for statistics that go back to every
+    position, as in a norm or a gate; for sums of losses, where a penalty on outputs may be meant; and for a recurrent
+    net that is not packed and of which no state in or behind the padding is used: its backward direction, or the whole
+    net where padding comes first, only begins in another state. A declared ``pad_id`` speaks for the tensors whose ids
+    it pads, and not for others that are padded beside them.
 
 Faulty
     >>> class Reader(nn.Module):
@@ -101,9 +102,9 @@ if TYPE_CHECKING:
 def padding_invariance(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.padding_invariance.crossed import mask_of_another
     from pytest_trainloop.checks.batch.padding_invariance.findings import explained, under_another_mask
-    from pytest_trainloop.checks.batch.padding_invariance.runs import PaddingRuns
+    from pytest_trainloop.checks.batch.padding_invariance.grouped import padding_runs
 
-    todo = list(evidence.shared(PaddingRuns.of))
+    todo = list(evidence.shared(padding_runs))
     refused: list[CannotDecide] = []
     decided = False
     for made in todo:

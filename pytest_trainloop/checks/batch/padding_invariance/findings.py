@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.batch.padding_invariance.causes import CAUSES
+from pytest_trainloop.checks.batch.padding_invariance.other_id import other_id, with_id
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.recording.torch_names import EXTREMES, MAX_POOLS_1D, MEAN_POOLS_1D, RECURRENT
@@ -74,6 +76,8 @@ def explained(evidence: Evidence, made: PaddingRuns, found: Comparison) -> Findi
         raise CannotDecide("the gradient is not finite, with the padding or without (see finite)")
     if found.factor:
         return _mean_over_padding(made, found)
+    if (another := other_id(made, found)) is not None:
+        return _other_pad_id(made, found, *another)
     for path in _SINGLE:
         if made.explained_by(found, path.blocked):
             return _of_path(made, found, path)
@@ -221,6 +225,23 @@ def _padded_targets(evidence: Evidence, made: PaddingRuns, found: Comparison) ->
         repair="" if without.factor else _unless_meant(made, "padded_targets", other, _FIRST_TOKEN if token else ""),
         change=str(reduced.place) if reduced else "",
         holds=lambda smaller: made.without_outputs(smaller) is not None,
+    )
+
+
+def _other_pad_id(made: PaddingRuns, found: Comparison, taken: int, filled: float) -> Finding:
+    """Rows that are filled with another id than the one that the model takes for padding."""
+    first = next(iter((*made.path_calls(found), *made.flow(found).mixing)), None)
+    return _finding(
+        made,
+        found,
+        "other_pad_id",
+        f"the model takes the id {taken} for padding, and rows are filled with {filled:g}",
+        shown=f"with {taken} in the padding both gradients are equal",
+        culprit=first.op if first else "loss.backward()",
+        where=str(first.place) if first else "",
+        level="fault" if made.sure else "advice",
+        repair=f"fill rows with {taken}: pad_sequence(..., padding_value={taken}); or give the model pad id {filled:g}",
+        holds=lambda smaller: made.agrees_with(smaller, functools.partial(with_id, pad_id=taken)),
     )
 
 

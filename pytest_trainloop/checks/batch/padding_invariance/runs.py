@@ -12,8 +12,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop import nested
-from pytest_trainloop.batches.groups import together
-from pytest_trainloop.batches.own_data import require_given_data
 from pytest_trainloop.checks.batch.padding_invariance.comparison import BOUNDS, Comparison
 from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import (
     BATCH_STATISTICS,
@@ -22,26 +20,16 @@ from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import (
     PaddingFlow,
     PathCall,
 )
-from pytest_trainloop.checks.batch.padding_invariance.known import (
-    is_configured,
-    is_declared,
-    lengths,
-    looks_up,
-    nothing_padded,
-    read,
-)
 from pytest_trainloop.checks.batch.padding_invariance.meetings import Meeting, TargetMeetings
 from pytest_trainloop.checks.batch.padding_invariance.slices import BatchSlice, cut, shorter_rows, slices
 from pytest_trainloop.checks.batch.padding_invariance.smaller import composed, slice_of, stretches
 from pytest_trainloop.compositions.search import smallest
-from pytest_trainloop.errors import CannotDecide, DoesNotApply, Unreliable, UsageError
+from pytest_trainloop.errors import CannotDecide, Unreliable
 from pytest_trainloop.gradients.compare import agreement, first_step_difference, optimizers
 from pytest_trainloop.gradients.tolerances import RESEEDED
 from pytest_trainloop.gradients.vectors import Gradient, consumed, vectors
-from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.no_randomness import NoRandomness
 from pytest_trainloop.runs.outside_draws import told
-from pytest_trainloop.runs.process_state import preserved
 from pytest_trainloop.runs.same_start import SameStart, from_same_start
 from pytest_trainloop.runs.shared_draws import first_unlike
 
@@ -50,14 +38,10 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.batches.padding import PaddingMask
     from pytest_trainloop.compositions.composition import Composition
-    from pytest_trainloop.loop import TrainLoop
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.runs.run import RunPlan
     from pytest_trainloop.tracing.mode import WatchingMode
-
-LOOKED_AT = 4
-"""Batches of the loop that are looked at for their lengths."""
 
 NONE: frozenset[str] = frozenset()
 """No path is blocked."""
@@ -71,7 +55,7 @@ class PaddingRuns:
 
     ``declared``: the project's ``padding=`` is about this padding. ``configured``: the model's configuration is.
     ``lengths``: those of the batches that were looked
-    at, or none where the project gives a single one.
+    at, or none where the project gives a single one. ``pad_ids``: those that models take for padding.
     """
 
     def __init__(
@@ -85,7 +69,9 @@ class PaddingRuns:
         configured: bool,
         lengths: frozenset[int],
         others: Sequence[PaddingMask] = (),
+        pad_ids: tuple[int, ...] = (),
     ) -> None:
+        self.pad_ids = pad_ids
         self._batch = batch
         self._padded = padded
         self._evidence = evidence
@@ -104,57 +90,6 @@ class PaddingRuns:
         self.declared, self._configured = declared, configured
         self.varying = len(lengths) > 1
         self._several = bool(lengths)
-
-    @classmethod
-    def of(cls, evidence: Evidence) -> list[PaddingRuns]:
-        """One for each length to which something in the first padded batch is padded. Raises ``CannotDecide`` where no
-        padding is known, before the loop is run."""
-        loop = evidence.fresh_loop()
-        with preserved():
-            try:
-                return cls._of(evidence, loop)
-            except UsageError:
-                evidence.run()  # which is refused in the same words for every check
-                raise
-
-    @classmethod
-    def _of(cls, evidence: Evidence, loop: TrainLoop) -> list[PaddingRuns]:
-        given = first_batches(loop, LOOKED_AT)
-        known = [(batch, [p for p in read(loop, batch) if slices(p)]) for batch in given]
-        found = [(batch, padded) for batch, padded in known if padded]
-        nothing = None if found else nothing_padded(loop, given)
-        if nothing is None or loop.padding is not None or (isinstance(nothing, DoesNotApply) and looks_up(loop)):
-            require_given_data(evidence, "none with more or less padding can be composed")
-        if nothing is not None:
-            raise nothing
-        record = evidence.run()
-        if not record.rounds:
-            raise CannotDecide("the loop makes no optimizer step, so that no gradient is used")
-        window = max(1, round(record.items / record.rounds))
-        batch = nested.copy(found[0][0])
-        others = [] if loop.batches is None else given
-        groups = found[0][1]
-
-        def made(padded: PaddingMask, beside: Sequence[PaddingMask]) -> PaddingRuns:
-            return cls(
-                batch,
-                padded,
-                window,
-                evidence,
-                declared=is_declared(loop, batch, padded),
-                configured=is_configured(loop, batch, padded),
-                lengths=lengths(others, batch, padded),
-                others=beside,
-            )
-
-        runs = [made(p, [g for g in groups if g is not p and g.grid == p.grid]) for p in groups]
-        for grid in dict.fromkeys(p.grid for p in groups if not p.alone):
-            joint = together([p for p in groups if p.grid == grid])
-            if joint is not None and slices(joint):
-                instead = made(joint, ())
-                for single in (r for r in runs if r._padded.grid == grid):
-                    single.instead = instead
-        return runs
 
     @property
     def name(self) -> str:
@@ -205,6 +140,11 @@ class PaddingRuns:
     def of_ids(self) -> bool:
         """Whether what is padded are ids."""
         return self._padded.of_ids
+
+    @property
+    def batch(self) -> Any:
+        """The batch that is sliced."""
+        return self._batch
 
     def of_one_length(self, calls: list[PathCall]) -> bool:
         """Whether no batch can be of another length: several are given, all of one, and a table of positions has as
@@ -363,6 +303,16 @@ class PaddingRuns:
         plan = replace(self._plan_for(found.full), contexts=mode.contexts, before_item=mode.before_item)
         self._meetings[found.full] = [] if self._run_plan(plan).raised else mode.found
         return self._meetings[found.full]
+
+    def agrees_with(self, found: Comparison, change: Callable[[Any, PaddingMask, BatchSlice], Any]) -> bool:
+        """Whether the gradient with padding, changed without its shape, is that without padding."""
+        given = cut(self._batch, self._padded, found.full, count=self._count, others=self._others)
+        mode = NoRandomness()
+        plan = replace(self._plan_over(change(given, self._padded, found.full)), contexts=lambda _watch: (mode,))
+        more, fewer = self._consumed(self._run_plan(plan)), self._gradients(found.trimmed, NONE)
+        if isinstance(more, str) or isinstance(fewer, str) or not more.keys() & fewer.keys():
+            return False
+        return all(agreement(*vectors([fewer[o], more[o]])).difference <= self.bound for o in fewer if o in more)
 
     def path_calls(self, found: Comparison) -> list[PathCall]:
         """Calls of any path that padding takes part in."""

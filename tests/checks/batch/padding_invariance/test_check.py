@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from pytest_trainloop.checks.batch.padding_invariance.check import CAUSES, padding_invariance
+from pytest_trainloop.checks.batch.padding_invariance.comparison import Comparison
 from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import PaddingFlow, PathCall
+from pytest_trainloop.checks.batch.padding_invariance.grouped import padding_runs
 from pytest_trainloop.checks.batch.padding_invariance.meetings import Meeting
-from pytest_trainloop.checks.batch.padding_invariance.runs import Comparison, PaddingRuns
 from pytest_trainloop.checks.batch.padding_invariance.slices import BatchSlice
 from pytest_trainloop.checks.batch.padding_invariance.smaller import composed
 from pytest_trainloop.errors import CannotDecide
@@ -30,6 +31,8 @@ def call(op, path="pooling", *, zeros=False):
 
 class Runs:
     """Comparisons made beforehand: with the ``paths`` blocked both gradients agree."""
+
+    pad_ids = ()
 
     def __init__(self, found, paths=(), calls=(), *, cut=None, **more):
         self._found, self._paths, self._cut = found, frozenset(paths), cut
@@ -78,7 +81,7 @@ class Runs:
 
 
 def finding(runs, behind=()):
-    evidence = FakeEvidence(None, shared={PaddingRuns.of: [runs]})
+    evidence = FakeEvidence(None, shared={padding_runs: [runs]})
     evidence.root_causes = lambda _check: behind
     return list(padding_invariance(evidence))
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.batches.own_data import makes_own_data
-from pytest_trainloop.checks.batch.padding_invariance.runs import PaddingRuns
+from pytest_trainloop.checks.batch.padding_invariance.grouped import padding_runs
 from pytest_trainloop.errors import CannotDecide, Unreliable
 from pytest_trainloop.loop import Padding
 from pytest_trainloop.runs.evidence import Evidence
@@ -59,7 +59,7 @@ def evidence(loss=right, given=batch, *, window=1, batches=None, **fields):
 
 
 def padding(made):
-    (runs,) = PaddingRuns.of(made)
+    (runs,) = padding_runs(made)
     return runs
 
 
