@@ -68,6 +68,11 @@ class Padding:
         """This one, and those declared beside it."""
         return (self, *self._more)
 
+    @property
+    def names(self) -> list[tuple[str, ...]]:
+        """The names of tensors in ``of``, of each declaration."""
+        return [tuple(one.of) for one in self.all if one.of]
+
     @classmethod
     def first_of(cls, several: Sequence[Padding]) -> Padding:
         """The first, which knows the others."""
@@ -196,7 +201,7 @@ class TrainLoop:
             if isinstance(self.renews, Iterator):
                 self.renews = tuple(self.renews)
             require_fields(self)
-            self.padding = _one_padding(self.padding)
+            self.padding = one_padding(self.padding, "TrainLoop.padding")
         except UsageError as error:
             raise self.located(error) from None
 
@@ -244,12 +249,22 @@ class TrainLoop:
         return tuple(f.name for f in fields(TrainLoop) if f.init)
 
 
-def _one_padding(given: Any) -> Padding | None:
-    """A declared padding, or the first of several."""
+def one_padding(given: Any, field: str) -> Padding | None:
+    """A declared padding, or the first of several. Raises ``UsageError``, which names the field, for anything else."""
     if given is None or isinstance(given, Padding):
         return given
-    if isinstance(given, (list, tuple)) and given and all(isinstance(one, Padding) for one in given):
+    if isinstance(given, (list, tuple)):
+        if not given:
+            raise UsageError(
+                f"{field} is an empty {type(given).__name__}; at least one Padding is needed, or leave it out"
+            )
+        for number, one in enumerate(given):
+            if not isinstance(one, Padding):
+                raise UsageError(f"{field}[{number}] is {_plain_or_type(one)}; a Padding is needed")
         return Padding.first_of(given)
-    plain = isinstance(given, (str, int, float))
     pad_id = given if is_whole(given) else 0
-    raise UsageError(f"TrainLoop.padding is {repr(given) if plain else a(given)}; Padding(pad_id={pad_id}) is needed")
+    raise UsageError(f"{field} is {_plain_or_type(given)}; Padding(pad_id={pad_id}) is needed")
+
+
+def _plain_or_type(given: Any) -> str:
+    return repr(given) if isinstance(given, (str, int, float)) else a(given)

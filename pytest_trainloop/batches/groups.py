@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from pytest_trainloop.batches.grids import Grid
     from pytest_trainloop.batches.padding_hints import Hint
     from pytest_trainloop.loop import Padding
-    from pytest_trainloop.nested import Path
 
 
 def padded_groups(
@@ -149,8 +148,8 @@ def _group(tellers: list[Hint], own: list[Leaf], grid: Grid, *, alone: bool) -> 
 
 def _declared(under: list[Leaf], grid: Grid, padding: Padding, pad_ids: Sequence[int]) -> list[PaddingMask]:
     """The group that ``Padding(of=)`` names, by what says in it where padding stands."""
-    own = [leaf for leaf in under if leaf.time is not None and _named(leaf.path, padding.of)]
-    beside = [leaf for leaf in under if leaf.time is None and _named(leaf.path, padding.of)]
+    own = [leaf for leaf in under if leaf.time is not None and nested.is_named(leaf.path, padding.of or ())]
+    beside = [leaf for leaf in under if leaf.time is None and nested.is_named(leaf.path, padding.of or ())]
     if not own:
         return []
     said = [h for h in hints(View(grid, [*own, *beside], padding, pad_ids, labels=True)) if in_part(h.mask)]
@@ -166,11 +165,6 @@ def _lengths_beside(under: list[Leaf], own: list[Leaf], grid: Grid, padding: Pad
     for hint in hints(View(grid, under, padding, labels=True)):
         if hint.source in ("mask", "lengths") and hint.leaf not in own and _tells(hint):
             yield hint
-
-
-def _named(path: Path, of: Sequence[str] | None) -> bool:
-    """Whether a declared name is that of a tensor: its key, or its path as findings show it."""
-    return any(name in (nested.shown(path), *(str(key) for key in path[-1:])) for name in of or ())
 
 
 def _each_once(groups: list[PaddingMask]) -> list[PaddingMask]:

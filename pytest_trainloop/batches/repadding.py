@@ -76,8 +76,7 @@ def group(batch: Any, padding: Padding | None, of: tuple[str, ...]) -> Roles:
     Raises ``UsageError`` where padding cannot be read from them.
     """
     named = {nested.shown(path): tensor for path, tensor in nested.paths(batch)}
-    if missing := [name for name in of if name not in named]:
-        raise UsageError(f"the batch has no tensor {missing[0]}: there are {', '.join(named)}")
+    nested.require_names([batch], of)
     declared = None if padding is None else replace(padding, of=None)
     roles = read({name: named[name] for name in of} if of else batch, declared)
     if roles.undecided or roles.padded is None:
@@ -89,7 +88,7 @@ def groups(batch: Any, padding: Padding | None) -> list[tuple[Padding | None, tu
     """What is padded together, by name, each with its declaration: one group without names where all tensors are."""
     declared = [p for p in (() if padding is None else padding.all) if p.of]
     if declared:
-        return [(p, tuple(_resolved(batch, p))) for p in declared]
+        return [(one, tuple(_resolved(batch, one))) for one in declared]
     try:
         found = padded_groups(batch, declared=padding)
     except CannotDecide as undecided:
@@ -103,6 +102,5 @@ def groups(batch: Any, padding: Padding | None) -> list[tuple[Padding | None, tu
 def _resolved(batch: Any, padding: Padding) -> Iterator[str]:
     """Names as they are declared, as paths: a key may name all tensors below it."""
     for path, _ in nested.paths(batch):
-        shown = nested.shown(path)
-        if any(name in (shown, path[-1], path[0]) for name in padding.of or ()):
-            yield shown
+        if nested.is_named(path, padding.of or ()):
+            yield nested.shown(path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_trainloop.nested.given import copy, describe, require_batch, without_tensors
+from pytest_trainloop.nested.given import copy, describe, is_named, require_batch, require_names, without_tensors
 from pytest_trainloop.nested.rows import is_of_rows, knows_its_rows, lists_of_rows, rows, take
 from pytest_trainloop.nested.walk import (
     Path,
@@ -20,6 +20,7 @@ __all__ = [
     "children",
     "copy",
     "describe",
+    "is_named",
     "is_of_rows",
     "knows_its_rows",
     "lists_of_rows",
@@ -28,6 +29,7 @@ __all__ = [
     "paths",
     "replaced",
     "require_batch",
+    "require_names",
     "rows",
     "shown",
     "take",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy as _copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
 import torch
 
 from pytest_trainloop.errors import UsageError
-from pytest_trainloop.nested.walk import NO_NEST, children, tensors
+from pytest_trainloop.nested.walk import NO_NEST, Path, children, named_children, paths, shown, tensors
 from pytest_trainloop.wording import some
 
 
@@ -44,6 +44,23 @@ def require_batch(batch: Any, field: str) -> None:
             )
     if found and all(t.numel() == 0 for t in found):
         raise UsageError(f"TrainLoop.{field} is empty: {describe(batch)}; at least one row is needed")
+
+
+def is_named(path: Path, names: Collection[str]) -> bool:
+    """Whether one of these names is that of a tensor: its key, its path as findings show it, or a key above it."""
+    return any(name in (shown(path), *(str(key) for key in (*path[:1], *path[-1:]))) for name in names)
+
+
+def require_names(batches: Sequence[Any], names: Iterable[str], field: str = "") -> None:
+    """Raise ``UsageError`` for the first name that no tensor of these batches has; a list beside tensors counts as
+    one."""
+    there = dict.fromkeys(path for batch in batches for path, _ in paths(batch))
+    held = (named_children(batch) for batch in batches if not isinstance(batch, torch.Tensor))
+    lists = {str(key) for children in held for key, value in children if isinstance(value, (list, tuple))}
+    missing = [name for name in names if name not in lists and not any(is_named(path, [name]) for path in there)]
+    if there and missing:
+        listed = some([shown(path) for path in there], most=12)
+        raise UsageError(f"{field}{': ' if field else ''}the batch has no tensor {missing[0]}: there are {listed}")
 
 
 def without_tensors(batch: Any) -> str:

@@ -236,6 +236,9 @@ class Batches(Sequence[Any]):
                 if self._loop.batches is not None:
                     nested.require_batch(item, f"batches[{len(self._cache)}]")
                     require_dimensions(self._loop, item)
+                    for names in [] if self._loop.padding is None or self._cache else self._loop.padding.names:
+                        if any(nested.is_named(path, names) for path, _ in nested.paths(item)):
+                            nested.require_names([item], names, "TrainLoop.padding")  # others may stand in later ones
                 self._cache.append(item)
             except StopIteration:
                 if not self._cache:

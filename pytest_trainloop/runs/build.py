@@ -100,6 +100,8 @@ def _require_loop(loop: TrainLoop) -> None:
     if loop.batch is not None:
         nested.require_batch(loop.batch, "batch")
         require_dimensions(loop, loop.batch)
+        for declared in [] if loop.padding is None else loop.padding.names:
+            nested.require_names([loop.batch], declared, "TrainLoop.padding")
     for prefix in loop.frozen or ():
         names = [n for n, t in _parts(loop) if n.startswith("the parameter ")]
         if not any(within(n.removeprefix("the parameter "), [prefix]) for n in names):

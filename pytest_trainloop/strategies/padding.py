@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hypothesis import strategies as st
 
+from pytest_trainloop import nested
 from pytest_trainloop.batches.repadding import PaddingChange, Repadding, group, groups
 from pytest_trainloop.errors import UsageError
+from pytest_trainloop.loop import one_padding
 from pytest_trainloop.strategies.seeds import seeds
 
 if TYPE_CHECKING:
@@ -85,7 +87,7 @@ class Padded:
 
 def paddings(
     batch: Any,
-    padding: Padding | None = None,
+    padding: Padding | Sequence[Padding] | None = None,
     *,
     only: Sequence[PaddingChange] | None = None,
     sides: Sequence[Side] | None = None,
@@ -107,7 +109,7 @@ def paddings(
         a batch with rows of different lengths
     padding
         how the batch is padded, where neither a mask nor lengths in the batch say so. Of several groups of padded
-        tensors (source and target) one is changed at a time; ``of`` names one
+        tensors (source and target) one is changed at a time; ``of`` names one, a list of paddings all of them
     only
         the changes that may be drawn. "as_is"; "more": 1 to ``most`` positions added; "other_values": other ids or
         numbers at padded positions, where a mask or lengths mark them; "one_left": one real token left in a row;
@@ -126,7 +128,10 @@ def paddings(
     UsageError
         padding cannot be read from this batch, or no such change is possible; the message says what to pass
     """
-    return _paddings(batch, padding, only, sides, masks, most)
+    declared = one_padding(padding, "paddings: padding")
+    for names in [] if declared is None else declared.names:
+        nested.require_names([batch], names)
+    return _paddings(batch, declared, only, sides, masks, most)
 
 
 @st.composite

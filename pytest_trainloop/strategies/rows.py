@@ -70,6 +70,10 @@ def row_selections(batch: Any, batch_dim: int = 0, *, least: int = 1, most: int 
     """
     count = nested.rows(batch, batch_dim)
     if count < 1:
+        empty = isinstance(batch, (list, tuple, dict)) and not batch
+        if empty or any(tensor.dim() and not len(tensor) for tensor in nested.tensors(batch)):
+            what = f"an empty {type(batch).__name__}" if empty else f"{nested.describe(batch)}: it has none"
+            raise UsageError(f"rows cannot be chosen from {what}; at least one row is needed")
         raise UsageError(
             f"rows cannot be chosen from {nested.describe(batch)}: no tensor of it has an axis {batch_dim}; "
             "pass batch_dim="

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
+from pytest_trainloop import nested
 from pytest_trainloop.errors import UsageError
+from pytest_trainloop.fields import is_whole
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -29,6 +31,9 @@ def splits(n: int, parts: int | None = None) -> SearchStrategy[tuple[int, ...]]:
     parts
         micro-batches; default: 1 to ``n``
     """
+    if not is_whole(n):
+        given = nested.describe(n)
+        raise UsageError(f"splits got {given}; the number of rows is needed, as in splits({max(1, nested.rows(n))})")
     if n < 1:
         raise UsageError(f"splits of {n} rows: at least 1 is needed")
     if parts is not None and not 1 <= parts <= n:

@@ -103,6 +103,21 @@ BATCH = {
         "TrainLoop.padding: dim is 2, and no tensor of the batch has such a dimension (a tuple with tensors of shapes "
         "(8, 4), (8, 1)); the one that is padded is needed",
     ),
+    "padded-tensor-that-is-not-there": (
+        "from pytest_trainloop import Padding\n"
+        "x, y = rows()\n"
+        "fit = lambda m, o, b: train(m, o, [tuple(one.values()) for one in b])\n"
+        "return loop(fit, batch={'x': x, 'y': y}, padding=Padding(of=('x', 'mask')))",
+        "TrainLoop.padding: the batch has no tensor mask: there are x, y",
+    ),
+    "padded-tensor-that-is-not-in-batches": (
+        "from pytest_trainloop import Padding\n"
+        "x, y = rows()\n"
+        "fit = lambda m, o, b: train(m, o, [tuple(one.values()) for one in b])\n"
+        "return loop(fit, batch=None, batches=[{'x': x, 'y': y}] * 4, "
+        "padding=[Padding(of='y'), Padding(of=('x', 'z'))])",
+        "TrainLoop.padding: the batch has no tensor z: there are x, y",
+    ),
     "dimension-string": (
         "loop(batch_dim='1')",
         "TrainLoop.batch_dim is '1'; the number of a dimension is needed, as in batch_dim=1",

@@ -173,6 +173,14 @@ OTHERS = {
     "padding-number": ("loop(padding=0)", "TrainLoop.padding is 0; Padding(pad_id=0) is needed"),
     "padding-name": ("loop(padding='right')", "TrainLoop.padding is 'right'; Padding(pad_id=0) is needed"),
     "padding-dict": ("loop(padding={'pad_id': 3})", "TrainLoop.padding is a dict; Padding(pad_id=0) is needed"),
+    "padding-empty-list": (
+        "loop(padding=[])",
+        "TrainLoop.padding is an empty list; at least one Padding is needed, or leave it out",
+    ),
+    "padding-list-with-a-name": (
+        "from pytest_trainloop import Padding\nreturn loop(padding=[Padding(pad_id=0), 'rejected'])",
+        "TrainLoop.padding[1] is 'rejected'; a Padding is needed",
+    ),
     "padding-id-string": (
         "from pytest_trainloop import Padding\nreturn loop(padding=Padding(pad_id='<pad>'))  # here",
         "Padding.pad_id is '<pad>'; the token id at padded positions, a whole number, is needed",

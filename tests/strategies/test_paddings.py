@@ -152,6 +152,13 @@ def test_the_same_paddings_each_time():
         (text(), {"masks": ["byte"]}, "a mask has no kind 'byte'"),
         (additive(), {"masks": ["bool"]}, "mask is added to scores"),
         ((FEATURES, LENGTHS), {"only": ["more"], "sides": ["left"]}, "are counted from the left"),
+        ((IDS, LABELS), {"padding": 0}, r"^paddings: padding is 0; Padding\(pad_id=0\) is needed$"),
+        ((IDS, LABELS), {"padding": []}, "^paddings: padding is an empty list; at least one Padding is needed"),
+        (
+            {"ids": IDS, "labels": LABELS},
+            {"padding": Padding(of=("ids", "lables"))},
+            "^the batch has no tensor lables: there are ids, labels$",
+        ),
         ((IDS, LABELS), {"padding": Padding(pad_id=0), "only": ["other_values"]}, "none of other_values can be made"),
     ],
 )

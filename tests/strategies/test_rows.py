@@ -47,6 +47,22 @@ def test_splits_that_are_none(n, parts, reason):
 
 
 @pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            {"x": torch.ones(3, 2)},
+            "splits got a dict with tensors of shapes (3, 2); the number of rows is needed, as in splits(3)",
+        ),
+        (2.0, "splits got 2.0; the number of rows is needed, as in splits(1)"),
+    ],
+)
+def test_splits_of_what_is_no_number(given, sentence):
+    with pytest.raises(UsageError) as refused:
+        splits(given)
+    assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize(
     ("condition", "expected"),
     [
         (lambda r: True, (0,)),
@@ -166,6 +182,8 @@ def test_the_same_rows_each_time():
         (BATCH, {"least": 0}, "least= from 1"),
         (BATCH, {"least": 3, "most": 2}, "no selection has 3 to 2 rows"),
         ({"n": 7, "scale": torch.tensor(1.0)}, {}, "no tensor of it"),
+        ([], {}, "^rows cannot be chosen from an empty list; at least one row is needed$"),
+        (torch.ones(0, 4), {}, r"^rows cannot be .* shape \(0, 4\): it has none; at least one row is needed$"),
     ],
 )
 def test_what_has_no_rows_to_choose(batch, options, reason):

@@ -47,6 +47,8 @@ def padding_runs(evidence: Evidence) -> list[PaddingRuns]:
 
 def _padding_runs(evidence: Evidence, loop: TrainLoop) -> list[PaddingRuns]:
     given = first_batches(loop, LOOKED_AT)
+    for names in [] if loop.padding is None else loop.padding.names:
+        nested.require_names(given, names, "TrainLoop.padding")
     known = [(batch, [p for p in read(loop, batch) if slices(p)]) for batch in given]
     found = [(batch, padded) for batch, padded in known if padded]
     nothing = None if found else nothing_padded(loop, given)
