@@ -19,7 +19,8 @@ How it decides
     One tensor that a model is called with and nothing depends on is a fault where a second observation says that it was
     to be used: a layer that trains and never runs takes just such inputs; it is a mask (by its name, with two values,
     one of them zero) and other values behind it change the loss; or the project declares it, as in
-    ``@pytest.mark.trainloop(input_dependence={"uses": ["batch['mask']"]})``. Else it is advice: models are called with
+    ``@pytest.mark.trainloop(input_dependence={"uses": ["batch['mask']"]})``; a declared one also where no model is
+    called with it. Else it is advice: models are called with
     whole batches that hold ids of rows, edges' features or times of day, and share signatures of which they need a
     part.
     A loop that makes its own data (an environment, a ``get_batch()`` inside ``fit``) is judged by what its models are
@@ -76,7 +77,7 @@ def input_dependence(evidence: Evidence, *, uses: Sequence[str] = ()) -> Iterato
     from pytest_trainloop.checks.batch.input_dependence.passes import InputRuns
 
     runs = evidence.shared(InputRuns)
-    found = runs.unused()
+    found = runs.unused(uses)
     _require_known(uses, runs.names)
     if found is None:
         return
@@ -116,6 +117,9 @@ def _ignored(evidence: Evidence, found: UnusedInputs, tensor: BatchTensor, uses:
     summary, shown = f"the model receives {name}, and nothing depends on it", ""
     culprits: tuple[str, ...] = (name,)
     repair = f"use {name}; or leave it out of the call"
+    if not tensor.passed:
+        summary = f"nothing depends on {name}, and no model is called with it"
+        repair = f"hand {name} over, and not another tensor in its place; or leave it out of uses="
     layer = idle_layer(evidence.run(), tensor)
     if layer:
         shown = f"its submodule {layer}, which is trainable and takes such inputs, is never called"
@@ -124,7 +128,7 @@ def _ignored(evidence: Evidence, found: UnusedInputs, tensor: BatchTensor, uses:
         shown = f"with other values in {found.hidden.name} where it is 0, the loss changes"
         repair = f"leave out of attention, sums and means what {name} masks; or leave it out of the call"
     elif name in uses:
-        shown = "uses= declares that the model needs it"
+        shown = "uses= declares that it is needed"
     else:
         repair += f"; if it must be used, declare that: input_dependence={{'uses': [{name!r}]}} in the marker"
     return Finding(

@@ -66,7 +66,7 @@ class BatchTensor:
 
 @dataclass(frozen=True, slots=True)
 class UnusedInputs:
-    """Tensors that a model is called with and nothing depends on."""
+    """Tensors that a model is called with, or is declared to use, and nothing depends on."""
 
     tensors: tuple[BatchTensor, ...]
     no_input_used: bool
@@ -134,9 +134,9 @@ class InputRuns:
         self._named: dict[int, str] = {}
         """Where each input stands, by its number."""
 
-    def unused(self) -> UnusedInputs | None:
-        """What a model is called with and does not use, if there is any. Raises ``CannotDecide`` where this cannot be
-        seen."""
+    def unused(self, uses: Sequence[str] = ()) -> UnusedInputs | None:
+        """What a model is called with, or is declared to use, and does not, if there is any. Raises ``CannotDecide``
+        where this cannot be seen."""
         unchanged, tensors = self._unchanged()
         self.names = tuple(t.name for t in tensors)
         if not unchanged.outputs:
@@ -144,16 +144,17 @@ class InputRuns:
         if not all(bool(t.isfinite().all()) for t in unchanged.outputs):
             raise CannotDecide("outputs of the model are not finite (see finite)")
         if not tensors:
-            return self._unused_of_own_data("all rows of the batch are equal")
+            return self._unused_of_own_data("all rows of the batch are equal", uses)
         has_matrix = any(len(self._seen.parameters[i].shape) > 1 for i in self._seen.held)
         blank = list(self._with_equal_rows(*tensors)) if has_matrix else []
         blind = has_matrix and all(unchanged.same_outputs(run) and unchanged.same_later(run) for run in blank)
         if blind and all(unchanged.roots == run.roots for run in blank) and not any(t.passed for t in tensors):
-            return self._unused_of_own_data("nothing in the batch makes a difference")
+            return self._unused_of_own_data("nothing in the batch makes a difference", uses)
         unused = tuple(
             tensor
-            for tensor in tensors[:MOST]
-            if (tensor.passed or blind) and all(unchanged.equals(run) for run in self._with_equal_rows(tensor))
+            for number, tensor in enumerate(tensors)
+            if (tensor.name in uses or (number < MOST and (tensor.passed or blind)))
+            and all(unchanged.equals(run) for run in self._with_equal_rows(tensor))
         )
         if not unused:
             return None
@@ -161,11 +162,11 @@ class InputRuns:
         mask, hidden = read or (None, None)
         return UnusedInputs(unused, blind, unchanged.place, mask, hidden)
 
-    def _unused_of_own_data(self, given: str) -> UnusedInputs | None:
+    def _unused_of_own_data(self, given: str, uses: Sequence[str]) -> UnusedInputs | None:
         """The same of what the models are called with, where the loop makes its own data."""
         if not self.own_data and self._evidence.shared(makes_own_data):
             self.own_data = True
-            return self.unused()
+            return self.unused(uses)
         if why := self._no_tensors():
             raise CannotDecide(why, needs="a batch of tensors")
         if self.own_data:

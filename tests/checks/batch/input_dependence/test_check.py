@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
+from pytest_trainloop import TrainLoop, check_loop
 from pytest_trainloop.checks.batch.input_dependence.check import input_dependence
 from pytest_trainloop.checks.batch.input_dependence.passes import BatchTensor, InputRuns, UnusedInputs
 from pytest_trainloop.errors import UsageError
@@ -23,7 +25,7 @@ class Runs:
     def __init__(self, found):
         self.found = found
 
-    def unused(self):
+    def unused(self, uses=()):
         return self.found
 
 
@@ -100,3 +102,31 @@ def test_of_two_layers_that_would_take_it_neither_is_named():
 def test_ids_are_not_for_a_layer_with_a_bias():
     (found,) = findings(unused(KIND), layer(1, "one.weight", (8, 6)), layer(2, "one.bias", (8,)))
     assert found.level == "advice"
+
+
+@pytest.mark.parametrize(("uses", "levels"), [(["batch['kind']"], ["fault"]), (["batch['y']"], []), ([], [])])
+def test_a_declared_input_that_no_model_is_called_with(uses, levels):
+    """The targets are read by the loss alone, and the kind by nothing."""
+
+    def make():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batch = {"x": torch.randn(8, 6), "kind": torch.arange(8) % 5, "y": torch.arange(8) % 3}
+
+        def fit(batches):
+            for b in batches:
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(b["x"]), b["y"]).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=fit)
+
+    given = {"input_dependence": {"uses": uses}}
+    findings = check_loop(make, only=["input_dependence"], options=given, raises=False).results[0].findings
+    assert [f.level for f in findings] == levels
+    assert all(
+        f.summary
+        == "nothing depends on batch['kind'], and no model is called with it: uses= declares that it is needed"
+        for f in findings
+    )
