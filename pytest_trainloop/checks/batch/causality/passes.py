@@ -119,4 +119,4 @@ class CausalPasses:
 def _refuse(found: OutputsAhead) -> None:
     if found.refused:
         raise CannotDecide(f"no gradient can be taken of the model's outputs alone: {found.refused}")
-    raise DoesNotApply("no loss of this loop compares outputs with inputs at later positions")
+    raise DoesNotApply("no loss function of torch is called with the next tokens as targets")
