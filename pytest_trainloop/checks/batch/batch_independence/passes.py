@@ -56,12 +56,19 @@ class RowPasses:
         self._own_data = evidence.shared(makes_own_data)
         self._batch_dim = evidence.fresh_loop().batch_dim if self._own_data else None
         self._few: FewRows | None = None
+        self._has_rows = False
+        """Whether some output of a model has an axis of as many entries as the batch has rows."""
         self._ways = list(_WAYS)
 
     def interaction(self) -> RowInteraction | None:
         """Two rows that interact, and why; None where none do. Raises ``CannotDecide`` where it cannot be seen."""
         judged, ops = self._judged(look_closer=False)
         if judged.interacting is None:
+            if not (judged.refused or judged.has_nan or judged.outputs or judged.pairwise or self._has_rows):
+                raise CannotDecide(
+                    f"no output of the model has an axis of {judged.rows} rows, as where fit draws minibatches of its "
+                    "own: rows of their outputs cannot be told apart"
+                )
             _require_seen(judged)
             return None
         judged, ops = self._judged(look_closer=True)
@@ -104,6 +111,7 @@ class RowPasses:
 
         def look(seen: ForwardPass, output: Any) -> None:
             judged.look(seen, output)
+            self._has_rows = self._has_rows or any(judged.rows in t.shape for t in tensors_in(output))
             if judged.interacting is not None and not ops:
                 ops.extend(seen.ops)
 

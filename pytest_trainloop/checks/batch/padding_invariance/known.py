@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from pytest_trainloop import nested
+from pytest_trainloop.batches.episodes import read_episodes
 from pytest_trainloop.batches.grids import leaves, time_axes
 from pytest_trainloop.batches.groups import padded_groups
 from pytest_trainloop.batches.padding import PaddingMask, padding_ids
+from pytest_trainloop.batches.segments import read as read_segments
 from pytest_trainloop.batches.values import plain
 from pytest_trainloop.errors import CannotDecide, DoesNotApply
 
@@ -91,6 +93,10 @@ def nothing_padded(loop: TrainLoop, batches: Sequence[Any]) -> CannotDecide:
             f"no row of the batch ends or begins with the declared pad_id {loop.padding.pad_id} where nothing else "
             "stands: give a batch with rows of unequal lengths",
             needs="a batch with rows of unequal lengths",
+        )
+    if loop.padding is None and not looks_up(loop) and any(read_segments(b) or read_episodes(b) for b in batches):
+        return DoesNotApply(
+            "no padding is known in the batch, whose segments lie behind each other, and no ids are read"
         )
     if loop.padding is None and not any(
         t.dim() > 1 and not t.is_floating_point() for batch in batches for t in nested.tensors(batch)
