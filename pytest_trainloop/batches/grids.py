@@ -31,6 +31,12 @@ class Grid:
     time_dim: int = 1
     fixed: bool = False
 
+    def is_near(self, other: Grid) -> bool:
+        """Whether outputs by position of one can be as wide as those of the other, where the loop drops a position or
+        adds one."""
+        same = (self.rows, self.batch_dim, self.time_dim) == (other.rows, other.batch_dim, other.time_dim)
+        return same and abs(self.length - other.length) <= 2
+
     def axes(self, tensor: torch.Tensor) -> tuple[int | None, int | None]:
         """The axes of rows and of positions of one tensor; None for what it has not. A tensor with a value for each
         pair of positions has no axis of positions."""

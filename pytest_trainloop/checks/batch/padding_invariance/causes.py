@@ -32,7 +32,8 @@ CAUSES = {
         settle=_SETTLE,
     ),
     "mean_over_padding": Cause(
-        proof="the gradient is exactly the share of real positions times that without padding",
+        proof="the gradient is exactly the share of real positions times that without padding, or with a mean of the "
+        "loss over real positions only both gradients are equal",
         repair="divide by the number of real positions: (loss * mask).sum() / mask.sum()",
         explains=LEARNING,
         change=("seen",),

@@ -26,7 +26,8 @@ How it decides
     length.  Undeclared, a difference alone is no fault: many models mix neighbours or scale by length. It is one
     where blocking a single path makes both gradients equal: padded keys left out of attention, pooling over real
     positions only, positions counted from the first real one; or where the gradient is exactly the share of real
-    positions times the other. So it is where outputs beyond the first padded position have a gradient, which is
+    positions times the other, or a mean of losses by position, zero at padded ones, makes both equal once it is taken
+    over real ones. So it is where outputs beyond the first padded position have a gradient, which is
     exactly zero in right losses, from a call that takes them beside values of the batch (a loss, a difference, an
     index): there they are trained towards padding, in whichever term. So it is where another id fills the rows than
     the one that the model takes for padding (``padding_idx``, ``config.pad_token_id``): with that one there both

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 PATHS = ("attention", "pooling", "positions")
 """Paths that can be blocked; "outputs" besides, by which padded positions get no gradient from the loss."""
 
+DIVISORS = "divisors"
+"""Means of losses by position that are zero at padded ones, divided by the number of real positions instead."""
+
 BATCH_STATISTICS = "batch statistics"
 """Not a path: batch norms take the statistics of the batch, as in training, and not their running ones."""
 
@@ -46,6 +49,8 @@ class PathCall:
     """Whether the padded positions of its input are all zero."""
     entries: int = 0
     """The number of entries of the table of positions that it reads."""
+    trained: bool = False
+    """Whether its input has a gradient."""
 
 
 @dataclass(slots=True)
@@ -119,7 +124,8 @@ class BlockedPaths(WatchingMode, NoRandomness):
             other = attention.masked(name, args, kwargs, self._span)
         if other is not None:
             return self._attended(watch, name, call, (args, kwargs), other)
-        for path, block in (("pooling", pooling.pooled), ("positions", positions.counted_from_first)):
+        blocks = {"pooling": pooling.pooled, "positions": positions.counted_from_first, DIVISORS: pooling.averaged}
+        for path, block in blocks.items():
             if path in self._paths:
                 with watch.suspended():
                     out = block(name, call, args, kwargs, self._span)
@@ -148,7 +154,8 @@ class BlockedPaths(WatchingMode, NoRandomness):
             same = all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(before, after, strict=True))
             if not same:
                 entries = positions.entries(name, *given) if path == "positions" else 0
-                self.flow.blocked.append(PathCall(path, name, here()[0], self._is_zero(given), entries))
+                trained = any(t.requires_grad for t in tensors_in(*given))
+                self.flow.blocked.append(PathCall(path, name, here()[0], self._is_zero(given), entries, trained))
             if path == "pooling" and name not in RECURRENT and name not in pooling.READS:
                 self._pooled |= {id(t): t for t in tensors_in(out)}
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.batch.padding_invariance.causes import CAUSES
+from pytest_trainloop.checks.batch.padding_invariance.counterfactuals import DIVISORS
 from pytest_trainloop.checks.batch.padding_invariance.other_id import other_id, with_id
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
@@ -55,6 +56,8 @@ _POSITIONS = _Path(
 _SINGLE = (_ATTENTION, _POOLING, _POSITIONS)
 _PAIRS = ((_ATTENTION, _POSITIONS), (_ATTENTION, _POOLING), (_POOLING, _POSITIONS))
 
+_DIVISORS = frozenset({DIVISORS})
+
 _PACK = "pack the sequences: pack_padded_sequence(x, lengths, enforce_sorted=False)"
 _POOL_MAXIMUM = (
     "leave padded positions out of the maximum: x.masked_fill(mask == 0, -torch.inf), the mask in the shape of x"
@@ -83,6 +86,9 @@ def explained(evidence: Evidence, made: PaddingRuns, found: Comparison) -> Findi
             return _of_path(made, found, path)
     if (targets := _targets_met(evidence, made, found)) is not None:
         return targets
+    means = [c for c in made.flow(found, _DIVISORS).blocked if c.trained and made.explained_by(found, _DIVISORS)]
+    if means:
+        return _mean_over_padding(made, found, means[0])
     for first, second in _PAIRS:
         if made.explained_by(found, first.blocked | second.blocked):
             return _of_path(made, found, first, second)
@@ -163,19 +169,27 @@ def _mask_inverted(made: PaddingRuns, found: Comparison, call: PathCall) -> Find
     )
 
 
-def _mean_over_padding(made: PaddingRuns, found: Comparison) -> Finding:
+def _mean_over_padding(made: PaddingRuns, found: Comparison, mean: PathCall | None = None) -> Finding:
+    """The loss as a whole, or by the call ``mean`` one part of it, divided by the number of all positions."""
     constant = "" if made.varying else "where all batches are of one length, it is a constant factor"
+    if mean is None:
+        summary = f"the loss of {found.trimmed.span.total} real positions is divided by all {found.full.span.total}"
+        shown = f"both gradients are parallel: that with padding is exactly {found.factor:.4g} times the one without"
+        shown += ", the share of real positions"
+    else:
+        summary = f"{mean.op}() divides by the number of all positions, and padded ones are zero in it"
+        shown = "with the mean over real positions only both gradients are equal"
     return _finding(
         made,
         found,
         "mean_over_padding",
-        f"the loss of {found.trimmed.span.total} real positions is divided by all {found.full.span.total}",
-        shown="both gradients are parallel: that with padding is exactly "
-        f"{found.factor:.4g} times the one without, the share of real positions"
-        + (f" ({constant})" if constant else ""),
+        summary,
+        shown=f"{shown}{f' ({constant})' if constant else ''}",
+        culprit="loss.backward()" if mean is None else mean.op,
+        where="" if mean is None else str(mean.place),
         level="fault" if made.varying or made.declared else "advice",
         repair=_unless_meant(made, "mean_over_padding", constant),
-        holds=lambda smaller: bool(smaller.factor),
+        holds=lambda smaller: bool(smaller.factor) if mean is None else made.explained_by(smaller, _DIVISORS),
     )
 
 

@@ -77,7 +77,7 @@ def _padding_runs(evidence: Evidence, loop: TrainLoop) -> list[PaddingRuns]:
             pad_ids=taken_for_padding(loop),
         )
 
-    runs = [made(p, [g for g in groups if g is not p and g.grid == p.grid]) for p in groups]
+    runs = [made(p, [g for g in groups if g is not p and p.grid.is_near(g.grid)]) for p in groups]
     for grid in dict.fromkeys(p.grid for p in groups if not p.alone):
         joint = together([p for p in groups if p.grid == grid])
         if joint is not None and slices(joint):

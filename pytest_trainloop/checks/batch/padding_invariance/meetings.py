@@ -5,6 +5,9 @@ something made of the batch's values alone. The meeting is in the loss if no wei
 padded positions out before they are reduced, so that the gradient of their outputs is exactly zero there. The padded
 position next to the real ones is not looked at: it may end a text, and be asked for. Where padded positions are not
 zero when they are reduced with the real ones, the term of the loss is named that they are in.
+
+Of several padded sequences, one position more or less may give outputs of one the width of another: an output made of
+another group alone, or of both where its axes do not say whose positions they are, is not judged under this mask.
 """
 
 from __future__ import annotations
@@ -29,9 +32,11 @@ from pytest_trainloop.tracing.provenance import name_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pytest_trainloop.batches.padding import PaddingMask
     from pytest_trainloop.checks.batch.padding_invariance.slices import Span
     from pytest_trainloop.recording.events import Place
 
+OWN, OTHER = "own", "other"
 _DIFFERENCES = frozenset({"sub", "subtract", "rsub", "__sub__", "__rsub__"})
 SUBTRACTION = "subtraction"
 _INDEXED = frozenset({"gather", "take_along_dim", "__getitem__", "index_select"})
@@ -53,20 +58,24 @@ class Meeting:
 @dataclass(slots=True)
 class _Known:
     """What is known of a tensor: it is made of the batch's values alone, or behind these meetings. ``binary``: of
-    zeros and ones, which may be a mask: a target only where a loss takes them as one."""
+    zeros and ones, which may be a mask: a target only where a loss takes them as one. ``groups``: made of the sequence
+    that is looked at, of others, or of both.
+    """
 
     tensor: weakref.ref[torch.Tensor]
     of_batch: bool = False
     binary: bool = False
     behind: frozenset[Meeting] = field(default_factory=frozenset)
+    groups: frozenset[str] = frozenset()
 
 
 class TargetMeetings(WatchingMode, NoRandomness):
     """Finds the meetings of one run; ``before_item`` is for the run's plan."""
 
-    def __init__(self, span: Span, rows: int, *, time_first: bool = False) -> None:
+    def __init__(self, span: Span, rows: int, padded: PaddingMask) -> None:
         super().__init__()
-        self._span, self._rows, self._time_first = span, rows, time_first
+        self._span, self._rows, self._time_first = span, rows, padded.grid.batch_dim == 1
+        self._group, self._alike = padded, False
         self._known: dict[int, _Known] = {}
         self._met: list[Meeting] = []
 
@@ -76,9 +85,13 @@ class TargetMeetings(WatchingMode, NoRandomness):
         return [m for m in self._met if m.padded and not m.in_the_model]
 
     def before_item(self, _number: int, item: Any) -> None:
-        for tensor in nested.tensors(item):
-            if plain(tensor):
-                self._known[id(tensor)] = _Known(weakref.ref(tensor), of_batch=True, binary=two_valued(tensor))
+        for path, tensor in nested.paths(item):
+            if not plain(tensor):
+                continue
+            groups = frozenset({OWN} if path in self._group.of else {OTHER} if path in self._group.others else ())
+            self._known[id(tensor)] = _Known(weakref.ref(tensor), True, two_valued(tensor), groups=groups)
+            sizes = tensor.shape[:1] if self._time_first else tensor.shape[1:]
+            self._alike |= OTHER in groups and any(self._span.of(size) for size in sizes)
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name == "backward":
@@ -100,10 +113,11 @@ class TargetMeetings(WatchingMode, NoRandomness):
                 one.in_the_model = True  # along another axis
         data = [k for k in known if k is not None and k.of_batch]
         of_batch, binary = bool(data), all(k.binary for k in data)
-        if met or of_batch:
+        groups = frozenset[str]().union(*(k.groups for k in known if k is not None))
+        if met or of_batch or groups:
             for made in tensors_in(out):
-                if made.requires_grad or of_batch:
-                    self._known[id(made)] = _Known(weakref.ref(made), of_batch and not made.requires_grad, binary, met)
+                from_batch = of_batch and not made.requires_grad
+                self._known[id(made)] = _Known(weakref.ref(made), from_batch, binary, met, groups)
         return out
 
     def _of(self, tensor: torch.Tensor) -> _Known | None:
@@ -153,7 +167,9 @@ class TargetMeetings(WatchingMode, NoRandomness):
 
     def _padded(self, tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Reads the padded positions of a tensor by position, but for the one next to the real ones; None for a tensor
-        without positions. Rows and positions may lie on one axis."""
+        without positions, or with those of another group. Rows and positions may lie on one axis."""
+        if not self._is_own(tensor):
+            return None
         for axis in (a for a in range(min(2, tensor.dim())) if self._span.of(tensor.shape[a])):
             return lambda values: self._beyond(values.movedim(axis, 0))
         size = tensor.shape[0] if tensor.dim() else 0
@@ -164,6 +180,14 @@ class TargetMeetings(WatchingMode, NoRandomness):
         if self._time_first:
             return lambda values: self._beyond(values.reshape(length, self._rows, *rest))
         return lambda values: self._beyond(values.reshape(self._rows, length, *rest).movedim(1, 0))
+
+    def _is_own(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor by position is one of this group's positions, as far as its axes tell."""
+        known = self._of(tensor)
+        if known is None or OTHER not in known.groups:
+            return True
+        rows = tensor.shape[1 if self._time_first and tensor.dim() > 1 else 0] if tensor.dim() else 0
+        return OWN in known.groups and not self._alike and rows in (self._rows, self._rows * self._span.total)
 
     def _beyond(self, values: torch.Tensor) -> torch.Tensor:
         first, last = self._span.of(len(values)) or (0, len(values))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from pytest_trainloop.batches.values import two_valued
 from pytest_trainloop.recording.torch_names import POOLS_1D, RECURRENT, REDUCTIONS
 
 if TYPE_CHECKING:
@@ -44,6 +45,20 @@ def pooled(name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any],
     if name in READS:
         return _read(name, given, args, span)
     return None
+
+
+def averaged(name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], span: Span) -> Any:
+    """What a mean of losses by position gives over real positions only, where padded ones are exactly zero already: the
+    same sum with another divisor; also without a gradient, as of a reference model. None for any other call."""
+    given = args[0] if args else kwargs.get("input")
+    if name != "mean" or not isinstance(given, torch.Tensor) or given.dim() >= SEVERAL:
+        return None
+    if not given.is_floating_point() or (not given.requires_grad and two_valued(given)):
+        return None  # a mask
+    real = next((r for size in given.shape[1:] if (r := span.of(size)) is not None), None)
+    if real is None or bool(given.detach()[:, : real[0]].any() or given.detach()[:, real[1] :].any()):
+        return None
+    return _reduced(call, given, args, kwargs, span)
 
 
 def _narrowed(tensor: torch.Tensor, axis: int, real: tuple[int, int]) -> torch.Tensor:

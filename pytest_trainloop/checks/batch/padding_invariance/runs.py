@@ -75,7 +75,8 @@ class PaddingRuns:
         self._batch = batch
         self._padded = padded
         self._evidence = evidence
-        self._others = self._beside = tuple(others)
+        self._others = tuple(others)
+        self._beside = tuple(g for g in others if g.grid == padded.grid)
         self.instead: PaddingRuns | None = None
         """All groups of this width as one, for a loop that takes them only so."""
         self._window = window
@@ -298,8 +299,7 @@ class PaddingRuns:
         """Where outputs at padded positions meet targets in the loss and get a gradient from them, or are reduced."""
         if found.full in self._meetings:
             return self._meetings[found.full]
-        time_first = self._padded.grid.batch_dim == 1
-        mode = TargetMeetings(found.full.span, self._count or len(found.full.rows), time_first=time_first)
+        mode = TargetMeetings(found.full.span, self._count or len(found.full.rows), self._padded)
         plan = replace(self._plan_for(found.full), contexts=mode.contexts, before_item=mode.before_item)
         self._meetings[found.full] = [] if self._run_plan(plan).raised else mode.found
         return self._meetings[found.full]

@@ -69,6 +69,68 @@ pair(
 )
 
 
+def answers_of_two_widths(seed):
+    """Rejected answers are one position wider, as collators leave them that pad each side to its own longest."""
+    batch = {}
+    for number, (side, lengths) in enumerate((("chosen", (9, 6, 9, 4)), ("rejected", (6, 10, 9, 7)))):
+        ids, mask = padded_text(lengths, seed=seed + number)
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[:, :2] = -100
+        batch |= {f"{side}_input_ids": ids, f"{side}_attention_mask": mask, f"{side}_labels": labels}
+    return batch
+
+
+def averaged_preference(average, batches):
+    def log_likelihood_of(model, batch, side):
+        ids, attended, labels = (batch[f"{side}_{key}"] for key in ("input_ids", "attention_mask", "labels"))
+        kept = labels[:, 1:] != -100
+        logps = model(ids, attended)[:, :-1].log_softmax(-1)
+        each = logps.gather(2, labels[:, 1:].clamp(min=0).unsqueeze(2)).squeeze(2)
+        return average(each * kept, kept)
+
+    def loss_of(model, batch):
+        chosen, rejected = (log_likelihood_of(model, batch, side) for side in ("chosen", "rejected"))
+        return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+    def make():
+        model = CausalModel()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def fit(batches):
+            for batch in batches:
+                optimizer.zero_grad()
+                loss_of(model, batch).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batches=batches(), fit=fit)
+
+    return make
+
+
+def two_batches():
+    narrow = {key: value[1:2, :6] for key, value in answers_of_two_widths(3).items()}
+    return [answers_of_two_widths(1), {key: value.repeat(4, 1) for key, value in narrow.items()}]
+
+
+def over_the_width(values, _kept):
+    return values.mean(-1)
+
+
+def over_real_tokens(values, kept):
+    return values.sum(-1) / kept.sum(-1)
+
+
+pair(
+    "log_probabilities_are_averaged_over_the_width",
+    "padding_invariance",
+    "mean_over_padding",
+    where="return values.mean(-1)",
+    culprits=("mean",),
+    faulty=averaged_preference(over_the_width, two_batches),
+    fixed=averaged_preference(over_real_tokens, two_batches),
+)
+
+
 class RewardModel(nn.Module):
     """Scores an answer by its last token."""
 
