@@ -24,13 +24,13 @@ def parametrized(pairs: Mapping[str, Any]) -> Any:
     return _parametrized(pairs, lambda name: [pytest.mark.quick] if name in chosen else [])
 
 
-def parametrized_half(pairs: Mapping[str, Any]) -> Any:
-    """The same for one cheap pair a cause and every second of the others; the rest has the marker ``corpus``."""
+def parametrized_quarter(pairs: Mapping[str, Any]) -> Any:
+    """The same for one cheap pair a cause and every fourth of the others; the rest has the marker ``corpus``."""
     chosen = quick(pairs)
-    half = set(sorted(set(pairs) - chosen)[::2])
+    quarter = set(sorted(set(pairs) - chosen)[::4])
     return _parametrized(
         pairs,
-        lambda name: [pytest.mark.quick] if name in chosen else [] if name in half else [pytest.mark.corpus],
+        lambda name: [pytest.mark.quick] if name in chosen else [] if name in quarter else [pytest.mark.corpus],
     )
 
 
