@@ -54,7 +54,8 @@ def assert_complete(findings: Sequence[Finding]) -> None:
         assert "\n" not in finding.summary
         if finding.composition is not None:
             assert finding.smallest
-            assert len(set(finding.composition.rows)) <= MOST_ROWS
+            if finding.cause != "rows_left_out":  # a loop that takes the first eight shows it with nine
+                assert len(set(finding.composition.rows)) <= MOST_ROWS
         assert_readable(finding)
         assert_headline_is_measured(finding)
         assert Finding.from_json(json.loads(json.dumps(finding.to_json()))) == finding

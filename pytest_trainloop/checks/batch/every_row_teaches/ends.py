@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.recording.torch_names import CASTS, EQUALITIES, EXTREME_PLACES, INDEXING, JOINS, TO_PYTHON, VIEWS
+from pytest_trainloop.recording.torch_names import (
+    ATEN_COMPARISONS,
+    CASTS,
+    EQUALITIES,
+    EXTREME_PLACES,
+    INDEXING,
+    JOINS,
+    TO_PYTHON,
+    VIEWS,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +34,7 @@ _TAKES_PARTS = {
     "__iter__",
     "index_select",
 }
-_ASKS = EQUALITIES | EXTREME_PLACES | {"gt", "lt", "ge", "le", "__gt__", "__lt__", "__ge__", "__le__"}
+_ASKS = EQUALITIES | EXTREME_PLACES | ATEN_COMPARISONS | {"__gt__", "__lt__", "__ge__", "__le__"}
 
 
 @dataclass(frozen=True, slots=True)

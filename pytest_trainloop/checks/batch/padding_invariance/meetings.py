@@ -24,7 +24,7 @@ from pytest_trainloop.batches.values import plain, two_valued
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import on_gradient
 from pytest_trainloop.recording.source import here
-from pytest_trainloop.recording.torch_names import LOSSES
+from pytest_trainloop.recording.torch_names import LOSSES, SUBTRACTIONS
 from pytest_trainloop.runs.no_randomness import NoRandomness
 from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import name_of
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.events import Place
 
 OWN, OTHER = "own", "other"
-_DIFFERENCES = frozenset({"sub", "subtract", "rsub", "__sub__", "__rsub__"})
 SUBTRACTION = "subtraction"
 _INDEXED = frozenset({"gather", "take_along_dim", "__getitem__", "index_select"})
 _REDUCTIONS = frozenset({"mean", "sum", "nanmean", "nansum", "logsumexp", "norm", "std", "var"})
@@ -129,14 +128,14 @@ class TargetMeetings(WatchingMode, NoRandomness):
     ) -> Meeting | None:
         reduces = name in _REDUCTIONS
         of_batch = [k for k in known if k is not None and k.of_batch]
-        meets = (name in _DIFFERENCES | _INDEXED and not all(k.binary for k in of_batch)) or (
+        meets = (name in SUBTRACTIONS | _INDEXED and not all(k.binary for k in of_batch)) or (
             name in LOSSES and bool(of_batch)
         )
         if not (reduces or meets) or not any(t.requires_grad and self._padded(t) is not None for t in given):
             return None
         if name in _INDEXED and args and isinstance(args[0], torch.Tensor) and not args[0].requires_grad:
             return None  # the batch's values looked up, not the outputs
-        meeting = Meeting(SUBTRACTION if name in _DIFFERENCES else name, here()[0], reduces)
+        meeting = Meeting(SUBTRACTION if name in SUBTRACTIONS else name, here()[0], reduces)
         self._met.append(meeting)
         return meeting
 

@@ -9,6 +9,7 @@ from pytest_trainloop.checks.batch.batch_independence.label_rows import LabelRow
 from pytest_trainloop.checks.batch.batch_independence.meetings import meeting
 from pytest_trainloop.checks.batch.batch_independence.passes import RowInteraction, RowPasses
 from pytest_trainloop.checks.batch.batch_independence.shares import RowShares
+from pytest_trainloop.checks.batch.batch_independence.unpaired import unpaired
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.events import Place
 from pytest_trainloop.tracing.forward_pass import Op
@@ -32,7 +33,7 @@ def interaction(why, *names, rows_known=True):
 def named(found, *, declared=None, pairs=(), met=None):
     labels = LabelRows(pairs=list(pairs), loss="cross_entropy", rows=5)
     evidence = FakeEvidence(
-        None, shared={RowPasses: Passes(found), LabelRows.of: labels, meeting: met, RowShares.of: None}
+        None, shared={RowPasses: Passes(found), LabelRows.of: labels, meeting: met, RowShares.of: None, unpaired: None}
     )
     evidence.declared = lambda name: declared if name == "rows_interact" else None
     return [(f.cause, f.level) for f in batch_independence(evidence)]

@@ -168,7 +168,7 @@ def collated(*, offset, sizes=(3, 5, 4, 2)):
 pair(
     "list_of_graphs_put_together_without_offsets",
     "segment_independence",
-    "edges_not_offset",
+    "numbers_shared",
     faulty=collated(offset=False),
     fixed=collated(offset=True),
 )
