@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from pytest_trainloop import nested
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
+from pytest_trainloop.recording.torch_internals import has_values
 from pytest_trainloop.recording.torch_names import IN_PLACE_OPERATORS
 from pytest_trainloop.tracing.forward_pass import ForwardPass, Op, axis_of
 from pytest_trainloop.tracing.provenance_queries import ancestors
@@ -191,6 +192,8 @@ class RowTape(ForwardPass):
                 if (path := self._given.get(id(node))) is not None:
                     self.tape.entered.add(path)
         if not roots or not entered:
+            return
+        if not all(map(has_values, roots)):  # the project traces or exports its model
             return
         leaves = [leaf for leaf, _ in entered]
         try:
