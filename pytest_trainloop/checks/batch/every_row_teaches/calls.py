@@ -22,7 +22,7 @@ from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import name_of, watched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Set
 
     from pytest_trainloop.recording.events import Place, Site
     from pytest_trainloop.recording.watch import Watch
@@ -63,6 +63,13 @@ class Value:
     @property
     def empty(self) -> bool:
         return 0 in self.shape
+
+    def source(self, through: Set[str]) -> Value:
+        """What it was taken from by calls of these functions alone, each by its first input."""
+        value = self
+        while value.made_by is not None and value.made_by.name in through and value.made_by.inputs:
+            value = value.made_by.inputs[0]
+        return value
 
     def origins(self, most: int = 2_000) -> Iterator[Value]:
         """It, and all values that it was made of, each once, the nearest first."""

@@ -139,7 +139,7 @@ def _twice(seen: Calls) -> Iterator[tuple[Value, Value, list[Call]]]:
     reads: dict[int, list[Call]] = {id(v): [] for v in first}
     for call in seen.calls:
         for value in call.inputs if read_by(call) else ():
-            source = _source(value)
+            source = value.source(_MOVES)
             if id(source) in reads and call.name not in _MOVES:
                 reads[id(source)].append(call)
     for read, unread in itertools.permutations(first, 2):
@@ -161,13 +161,6 @@ def _line(one: Call, other: Call) -> Place:
     """The line of the second call, nearest to it, at which the first was not made."""
     pairs = zip(one.site, other.site, strict=False)
     return next((place_of(*frame) for before, frame in pairs if before != frame), other.place)
-
-
-def _source(value: Value) -> Value:
-    """What a value was taken from."""
-    while value.made_by is not None and value.made_by.name in _MOVES and value.made_by.inputs:
-        value = value.made_by.inputs[0]
-    return value
 
 
 def _cut(seen: Calls) -> Iterator[tuple[Call, Value, Call]]:

@@ -64,7 +64,7 @@ def _picks(seen: Calls, rows: int) -> Iterator[tuple[Value, int, Call, Call]]:
     reads: dict[int, list[tuple[Value, Call]]] = defaultdict(list)
     for call in seen.calls:
         for value in call.inputs if read_by(call) and call.name not in _WHOLE else ():
-            source = _source(value)
+            source = value.source(_WHOLE)
             if source.made_by is None and not source.history and source.shape[:1] == (rows,):
                 reads[id(source)].append((source, call))
     for taken in reads.values():
@@ -75,12 +75,6 @@ def _picks(seen: Calls, rows: int) -> Iterator[tuple[Value, int, Call, Call]]:
         )
         if row is not None and meeting is not None:
             yield taken[0][0], row, taken[0][1], meeting
-
-
-def _source(value: Value) -> Value:
-    while value.made_by is not None and value.made_by.name in _WHOLE and value.made_by.inputs:
-        value = value.made_by.inputs[0]
-    return value
 
 
 def _one_row(call: Call, rows: int) -> int | None:

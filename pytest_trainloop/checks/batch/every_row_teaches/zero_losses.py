@@ -193,7 +193,7 @@ def _why(call: Call) -> tuple[Why, Call] | None:
             if cutting is not None:
                 return "weights", cutting
     if call.name in _COMPARED and len(call.inputs) > 1 and len({v.digest for v in call.inputs[:2]}) == 1:
-        one, other = (_source(v) for v in call.inputs[:2])
+        one, other = (v.source(_SAME) for v in call.inputs[:2])
         if one is other and one.history:
             return "itself", next((v.made_by for v in call.inputs[:2] if v.made_by and not v.history), call)
     return None
@@ -208,13 +208,6 @@ def _cuts(call: Call) -> bool:
 def _cut_to_zero(value: Value) -> Call | None:
     """The call that made zeros of fractions, on the way to this value."""
     return next((at.made_by for at in value.origins() if at.zero and at.made_by and cuts(at.made_by)), None)
-
-
-def _source(value: Value) -> Value:
-    """What a value is a view, a cast or a copy of."""
-    while value.made_by is not None and value.made_by.name in _SAME and value.made_by.inputs:
-        value = value.made_by.inputs[0]
-    return value
 
 
 def _otherwise(why: Why, call: Call) -> Callable[..., Any]:
