@@ -22,7 +22,6 @@ from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.checks.batch.batch_independence.few_rows import COUNTS, few_rows
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.tolerances import ROUNDING
-from pytest_trainloop.recording.torch_internals import has_values
 from pytest_trainloop.tracing.crossed_rows import Crossing, crossings
 from pytest_trainloop.tracing.row_fixes import RowFix, row_fixes
 from pytest_trainloop.tracing.row_tape import RowTape, Tape
@@ -244,8 +243,6 @@ class RowShares:
             return {}
         found: dict[int, tuple[int, frozenset[int]]] = {}
         for number, (one, two) in enumerate(zip(base.shares, other.shares, strict=True)):
-            if not (has_values(one.value) and has_values(two.value)):  # a loop that exports or traces its model
-                continue
             moved = frozenset(at for at in range(len(one.value)) if not torch.equal(one.value[at], two.value[at]))
             if moved:
                 found[number] = len(one.value), moved
