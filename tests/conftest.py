@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Iterator
 
 import hypothesis  # noqa: F401  kept out of the in-process runs, whose summary imports it
 import pytest
@@ -21,6 +22,15 @@ for _module in pkgutil.walk_packages(pytest_trainloop.__path__, "pytest_trainloo
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def torch_function_stays_enabled() -> Iterator[None]:
+    """A test that leaves torch's dispatch to Python disabled is named, and not the later test that needs it."""
+    yield
+    state = torch._C._get_torch_function_state()
+    torch._C._set_torch_function_state(torch._C._TorchFunctionState.ENABLED)
+    assert state == torch._C._TorchFunctionState.ENABLED, state
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

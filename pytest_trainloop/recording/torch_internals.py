@@ -154,14 +154,16 @@ def take_off(mode: TorchFunctionMode) -> bool:
 
 @contextlib.contextmanager
 def modes_kept() -> Iterator[None]:
-    """Take off the function modes of this package that are left on at the end: a stop that the loop swallows may have
-    interrupted the exit of one."""
-    before = _modes()
+    """Take off the function modes of this package that are left on at the end, and let torch dispatch to Python as
+    before: a stop that the loop swallows may have interrupted the exit of either."""
+    before, dispatch = _modes(), _dispatch_to_python()
     engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     try:
         yield
     finally:
         torch.autograd._engine_run_backward = engine  # type: ignore[attr-defined]
+        if _dispatch_to_python() != dispatch:
+            torch._C._set_torch_function_state(dispatch)  # type: ignore[attr-defined]
         after = _modes()
         if len(after) > len(before) and any(map(_is_ours, after)):
             for _ in after:
@@ -179,6 +181,11 @@ def _modes() -> list[TorchFunctionMode]:
     for mode in reversed(found):
         _push_mode(mode)  # type: ignore[no-untyped-call]
     return found[::-1]
+
+
+def _dispatch_to_python() -> Any:
+    """What torch dispatches to Python in this thread: to function modes and subclasses, to modes alone, or nothing."""
+    return torch._C._get_torch_function_state()  # type: ignore[attr-defined]
 
 
 def _is_ours(mode: TorchFunctionMode) -> bool:

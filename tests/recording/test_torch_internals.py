@@ -134,6 +134,12 @@ def test_modes_of_ours_that_are_left_on_are_taken_off():
     assert _get_current_function_mode_stack() == []
 
 
+def test_an_exit_that_was_interrupted_leaves_subclasses_seen():
+    with modes_kept():
+        torch._C.DisableTorchFunctionSubclass().__enter__()
+    assert torch._C._get_torch_function_state() == torch._C._TorchFunctionState.ENABLED
+
+
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(_context, x):
