@@ -125,7 +125,7 @@ CAUSES = {
 
 @check(needs={"run"}, causes=CAUSES, rank=5)
 def every_row_teaches(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.batch.every_row_teaches.calls import Calls
+    from pytest_trainloop.tracing.call_log import Calls
     from pytest_trainloop.checks.batch.every_row_teaches.constant_class import constant_class
     from pytest_trainloop.checks.batch.every_row_teaches.left_out import left_out
     from pytest_trainloop.checks.batch.every_row_teaches.one_pass import cut_weights, read_twice

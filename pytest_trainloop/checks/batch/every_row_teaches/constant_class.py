@@ -13,7 +13,7 @@ import torch
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches.values import binary, plain
-from pytest_trainloop.checks.batch.every_row_teaches.calls import Calls, Value
+from pytest_trainloop.tracing.call_log import Calls, Value
 from pytest_trainloop.checks.batch.every_row_teaches.one_pass import example
 from pytest_trainloop.compositions.composition import Composition
 from pytest_trainloop.compositions.search import of_rows, smallest

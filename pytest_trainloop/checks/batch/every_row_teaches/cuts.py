@@ -9,7 +9,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_trainloop.checks.batch.every_row_teaches.calls import Call
+    from pytest_trainloop.tracing.call_log import Call
 
 _CUTTING = {
     "floor_divide",

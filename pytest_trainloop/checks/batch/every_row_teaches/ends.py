@@ -19,7 +19,7 @@ from pytest_trainloop.recording.torch_names import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.checks.batch.every_row_teaches.calls import Call, Calls, Value
+    from pytest_trainloop.tracing.call_log import Call, Calls, Value
     from pytest_trainloop.recording.events import Place
 
 _MOVES = VIEWS | CASTS | JOINS | INDEXING | {"__iter__"}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches.row_axis import rows_known
-from pytest_trainloop.checks.batch.every_row_teaches.calls import Calls
+from pytest_trainloop.tracing.call_log import Calls
 from pytest_trainloop.checks.batch.every_row_teaches.ends import Ends, ends_of
 from pytest_trainloop.compositions.composition import Composition
 from pytest_trainloop.compositions.search import smallest

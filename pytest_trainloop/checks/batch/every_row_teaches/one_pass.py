@@ -12,7 +12,7 @@ import torch
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches.values import alike, count_up, plain, two_valued
-from pytest_trainloop.checks.batch.every_row_teaches.calls import Call, Calls, Value
+from pytest_trainloop.tracing.call_log import Call, Calls, Value
 from pytest_trainloop.checks.batch.every_row_teaches.cuts import cuts, with_fractions
 from pytest_trainloop.recording.events import Backward
 from pytest_trainloop.recording.source import place_of

@@ -16,7 +16,7 @@ from pytest_trainloop.recording.torch_names import CASTS, INDEXING, RESHAPES, VI
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.checks.batch.every_row_teaches.calls import Call, Calls, Value
+    from pytest_trainloop.tracing.call_log import Call, Calls, Value
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.runs.evidence import Evidence
 

@@ -15,7 +15,7 @@ import torch
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches.values import plain
-from pytest_trainloop.checks.batch.every_row_teaches.calls import Call, Calls, Value
+from pytest_trainloop.tracing.call_log import Call, Calls, Value
 from pytest_trainloop.checks.batch.every_row_teaches.cuts import as_given, cuts, with_fractions
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.events import Backward

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_trainloop.checks.batch.every_row_teaches.calls import Call, Calls, Value
+from pytest_trainloop.tracing.call_log import Call, Calls, Value
 from pytest_trainloop.checks.batch.every_row_teaches.cuts import cuts, with_fractions
 from pytest_trainloop.checks.batch.every_row_teaches.ends import ends_of
 from pytest_trainloop.checks.batch.every_row_teaches.zero_losses import equal_inputs

@@ -1,4 +1,4 @@
-"""The torch calls of the loop until its first step, each with what it was given and what it gave.
+"""The torch calls of the loop in its first steps, each with what it was given and what it gave.
 
 Values are kept as marks (a digest, whether all entries are zero) that are taken before and after the call: it may write
 in place.
@@ -55,6 +55,10 @@ class Value:
     largest: float = float("nan")
     digest: int = 0
     """Equal for equal entries."""
+    parameter: bool = False
+    """Whether it is a parameter, of whatever module."""
+    storage: int = 0
+    """Where its entries lie in memory: equal for views of one tensor, while that lives."""
 
     @property
     def floating(self) -> bool:
@@ -96,6 +100,10 @@ class Call:
     outputs: tuple[Value, ...] = ()
     grad: bool = True
     """Whether gradients were on."""
+    step: int = 0
+    """Optimizer steps that were made before it."""
+    writes: bool = False
+    """Whether it wrote into its first argument."""
 
 
 @dataclass(eq=False)
@@ -104,6 +112,8 @@ class Calls(WatchingMode):
 
     others: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
     """By the number of the call: given its function, arguments and keywords."""
+    steps: int = 1
+    """Optimizer steps up to which calls are kept."""
     calls: list[Call] = field(default_factory=list)
     roots: list[Value] = field(default_factory=list)
     """What was backpropagated."""
@@ -123,7 +133,10 @@ class Calls(WatchingMode):
         self._known.clear()
 
     def active(self) -> bool:
-        return super().active() and not self.watch.record.begun
+        if not super().active():
+            return False
+        record = self.watch.record
+        return not record.begun if self.steps == 1 else record.rounds < self.steps
 
     def take(self, number: int, item: Any) -> None:
         """Note the tensors of a batch: for ``RunPlan.before_item``."""
@@ -149,7 +162,10 @@ class Calls(WatchingMode):
                 tuple(a if isinstance(a, _PLAIN) else None for a in args),
                 tuple(self.of(t) for t in tensors_in(args, kwargs)),
                 grad=torch.is_grad_enabled(),
+                step=self.watch.record.rounds if self.steps > 1 else 0,
+                writes=_writes(name),
             )
+            self.looked_at(made, args, kwargs)
             self.calls.append(made)
         other = self.others.get(made.number)
         out = func(*args, **kwargs) if other is None else other(func, args, kwargs)
@@ -157,10 +173,12 @@ class Calls(WatchingMode):
             rows = list(out)
             out = iter(rows)
         with watch.suspended():
-            written = name in IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
-            results = tensors_in(args[:1] if written else rows if name == "__iter__" else out)
+            results = tensors_in(args[:1] if made.writes else rows if name == "__iter__" else out)
             made.outputs = tuple(self._noted(t, made) for t in results)
         return out
+
+    def looked_at(self, made: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """For what derives from this class: a call that is about to be made."""
 
     def of(self, tensor: torch.Tensor) -> Value:
         """The mark of a tensor, taken now where it is not known."""
@@ -174,11 +192,17 @@ class Calls(WatchingMode):
         return value
 
 
+def _writes(name: str) -> bool:
+    return name in IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+
+
 def _marked(tensor: torch.Tensor) -> Value:
-    value = Value(shape=tuple(tensor.shape), dtype=tensor.dtype, history=tensor.requires_grad)
+    parameter = isinstance(tensor, torch.nn.Parameter)
+    value = Value(shape=tuple(tensor.shape), dtype=tensor.dtype, history=tensor.requires_grad, parameter=parameter)
     plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized and readable(tensor)
     if not plain or tensor.numel() == 0:
         return value
+    value.storage = tensor.untyped_storage().data_ptr()
     entries = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
     value.zeros = entries.numel() - int(entries.count_nonzero())
     value.zero = value.zeros == entries.numel()
