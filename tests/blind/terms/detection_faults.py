@@ -489,7 +489,7 @@ def weighted_criterion():
 @fault(
     "detection",
     "boxes in pixels are divided by (h, w, h, w): cx and w of the wide images exceed 1, which a sigmoid cannot reach",
-    thread="facebookresearch/detr#619",
+    thread="joheras/CLoDSA#3",
     check="learnable_targets",
 )
 def normalised_boxes():

@@ -88,7 +88,7 @@ def object_pairs(n=24, seed=0):
 
 @right(
     "detection",
-    "L1 is taken of centres and sizes, GIoU of corners, and the targets are reordered by an assignment found without grad",
+    "L1 is taken of centres and sizes, GIoU of corners, and targets are reordered by a matcher without grad",
     thread="facebookresearch/detr#75",
 )
 def set_criterion():
@@ -223,7 +223,7 @@ def ciou_loss():
 
 @right(
     "detection",
-    "the heat map is a weight map: negatives near a centre count (1 - gt)^4, so the loss is not least at the target itself",
+    "the heat map is a weight map: negatives near a centre count (1 - gt)^4, so the least loss is not at the target",
     thread="xingyizhou/CenterNet#728",
 )
 def centernet_heatmap():
