@@ -256,6 +256,8 @@ class Step(Event):
     nested: bool = False
     """Whether it contains another step, which is the one that reads the gradients."""
     in_backward: bool = False
+    blocks: int = 0
+    """The autocast blocks that it was called in, those that are not enabled as well."""
     full: bool = True
     """Whether it was watched in full."""
     asked: bool = False

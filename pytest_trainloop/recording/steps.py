@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from pytest_trainloop.recording.autocast import open_blocks
 from pytest_trainloop.recording.events import Read, Step, TensorSample
 from pytest_trainloop.recording.hooks import after_steps, before_steps
 from pytest_trainloop.recording.record import Optimizer as Held
@@ -104,6 +105,7 @@ class Optimizers:
                 watch.thread.open[-1].nested = True
             place, site = here()
             step = Step(at=watch.tick(), place=place, site=site, optimizer=self.index(optimizer), full=watch.full)
+            step.blocks = open_blocks()
             # inside backward the function mode sees nothing
             step.in_backward = step.asked = step.computed = watch.backward is not None
             rates_of(optimizer.param_groups, watch.reader, step, "lrs")

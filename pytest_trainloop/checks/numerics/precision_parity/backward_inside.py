@@ -15,11 +15,11 @@ from pytest_trainloop.checks.numerics.precision_parity.first_gradient import dis
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_trainloop.checks.numerics.precision_parity.runs import Contexts
     from pytest_trainloop.gradients.vectors import Gradient
     from pytest_trainloop.recording.record import Record
 
-    Again = Callable[[Contexts], Record]
+    Again = Callable[..., Record]
+    """The run made once more inside given contexts, to a number of steps: one."""
 
 
 def change_of_gradient(again: Again, block: str) -> float:

@@ -52,6 +52,9 @@ How it decides
     A backward pass called inside the autocast block is a fault where, with the block ended before it, the first
     gradient is another one: products that forward made in float32 are made in low precision in backward. Where it is
     the same, bit for bit, it is advice.
+    Autocast casts a weight once and keeps the cast until its outermost block is left. Where weights are updated inside
+    a block, the run is repeated with these casts dropped whenever the weights have changed: equal, bit for bit, unless
+    a cast from before an update was read, which is a fault.
 
 Faulty
     >>> def forward(self, x):
@@ -137,6 +140,13 @@ CAUSES = {
         explains=_EXPLAINS,
         change=("seen",),
     ),
+    "weights_cast_once": Cause(
+        proof="with the casts that autocast keeps dropped after each update of the weights, the losses are others",
+        repair="enter torch.autocast(...) anew for each forward pass, around model and loss, and leave it before "
+        "backward() and step(); cache_enabled=False where one block must span several steps",
+        explains=(*_EXPLAINS, "every_param_moves", "precision_parity:backward_under_autocast"),
+        change=("seen",),
+    ),
     "backward_under_autocast": Cause(
         proof="backward is called inside the autocast block",
         repair="end the autocast block after the loss: backward runs in the dtypes that forward chose",
@@ -152,12 +162,15 @@ def precision_parity(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.numerics.precision_parity.runs import FAILS, PASSES, low_precision_runs
 
     judged, undecided, absent = 0, list[CannotDecide](), list[CannotDecide]()
-    made: list[tuple[Record, Again]] = [(evidence.run(), lambda contexts: _first_step(evidence, contexts))]
+    made: list[tuple[Record, Again]] = [
+        (evidence.run(), lambda contexts, rounds=1: _to_step(evidence, contexts, rounds))
+    ]
     for runs in low_precision_runs(evidence):
         if isinstance(runs, CannotDecide):
             absent.append(runs)
             continue
-        made.append((runs.record, runs.again))
+        if not runs.imposed:
+            made.append((runs.record, runs.again))
         try:
             parity = runs.parity()
         except CannotDecide as reason:
@@ -169,7 +182,7 @@ def precision_parity(evidence: Evidence) -> Iterator[Finding]:
             sure = parity.ratio >= FAILS or found.left <= parity.measured / 2
             yield _finding(evidence, runs, parity, found, fault=sure and not runs.imposed)
             break
-    inside = list(_backward_under_autocast(made))
+    inside = list(_weights_cast_once(made)) or list(_backward_under_autocast(made))
     yield from inside
     if not judged and not inside and (undecided or absent):
         raise (undecided or absent)[0]
@@ -269,9 +282,33 @@ def _measured(parity: Parity, found: Located, name: str, record: Record) -> str:
     return "; ".join(texts)
 
 
-def _first_step(evidence: Evidence, contexts: Contexts) -> Record:
+def _to_step(evidence: Evidence, contexts: Contexts, rounds: int) -> Record:
     outer = evidence.plan().contexts
-    return evidence.rerun(enough=lambda r: r.rounds >= 1, contexts=lambda watch: (*outer(watch), *contexts(watch)))
+    return evidence.rerun(enough=lambda r: r.rounds >= rounds, contexts=lambda watch: (*outer(watch), *contexts(watch)))
+
+
+def _weights_cast_once(made: Sequence[tuple[Record, Again]]) -> Iterator[Finding]:
+    """Of the first run whose weights are updated inside an autocast block that goes on."""
+    from pytest_trainloop.checks.numerics.precision_parity.stale_casts import may_be_stale, stale_casts
+
+    for record, again in made:
+        found = stale_casts(again) if may_be_stale(record) else None
+        if found is None:
+            continue
+        inside = [step for step in record.innermost_steps() if step.blocks]
+        yield Finding(
+            cause="weights_cast_once",
+            summary=f"backward pass {found.number} computes with weights from before an update: autocast casts each "
+            "weight once, and keeps the cast until its outermost block is left",
+            measured=f"loss {found.stale:.6g}, and {found.fresh:.6g} with the weights as they are by then"
+            + (f"; the block is entered at {found.entered}" if found.entered else "")
+            + (f"; {len(inside)} steps are made inside of a block" if inside else ""),
+            shown_by="with the casts dropped whenever the weights have changed, and nothing else, the loss differs",
+            culprits=("autocast",),
+            where=str(inside[0].place) if inside else record.step_line(),
+            change=found.entered,
+        )
+        return
 
 
 def _backward_under_autocast(made: Sequence[tuple[Record, Again]]) -> Iterator[Finding]:

@@ -131,11 +131,11 @@ class LowPrecisionRuns:
         """The least precise dtype of what was computed; None where nothing was in low precision."""
         return next((dtype for dtype in LOW if dtype in self._choices.low), None)
 
-    def again(self, contexts: Contexts = lambda watch: ()) -> Record:
-        """The run in low precision once more, from the same start, inside these contexts."""
+    def again(self, contexts: Contexts = lambda watch: (), rounds: int = 1) -> Record:
+        """The run in low precision once more, from the same start, to so many steps, inside these contexts."""
         outer = self._plan.contexts
         plan = replace(self._plan, prepare=self._start, contexts=lambda w: (*outer(w), *contexts(w)))
-        enough = lambda record: record.rounds >= 1 or record.skipped >= 1  # noqa: E731
+        enough = lambda record: record.rounds >= rounds or record.skipped >= rounds  # noqa: E731
         return self._rerun(replace(plan, enough=enough, around=self._inside, may_raise=True))
 
     @functools.cached_property
