@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from tests.blind.cases import fault
 
 def mlp(*sizes, act=nn.Tanh):
     layers = []
-    for a, b in zip(sizes[:-1], sizes[1:], strict=True):
+    for a, b in itertools.pairwise(sizes):
         layers += [nn.Linear(a, b), act()]
     return nn.Sequential(*layers[:-1])
 

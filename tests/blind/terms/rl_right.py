@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from types import SimpleNamespace
 
 import torch
@@ -16,7 +17,7 @@ from tests.blind.cases import right
 
 def mlp(*sizes, act=nn.ReLU):
     layers = []
-    for a, b in zip(sizes[:-1], sizes[1:], strict=True):
+    for a, b in itertools.pairwise(sizes):
         layers += [nn.Linear(a, b), act()]
     return nn.Sequential(*layers[:-1])
 

@@ -110,7 +110,7 @@ def neg_partial_log_likelihood():
         return (log_hz_sorted - log_denominator)[event_sorted]
 
     def criterion(log_hz, event, time):
-        time_sorted, idx = torch.sort(time)
+        idx = torch.argsort(time)
         pll = partial_likelihood_cox(log_hz[idx].squeeze(-1), event[idx])
         return -pll.mean()
 
