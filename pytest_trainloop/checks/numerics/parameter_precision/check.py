@@ -28,6 +28,8 @@ How it decides
     An average is at fault where most of its entries keep their bits, float64 moves it by a <- a + w (p - a) with some
     trained weight p, exactly, and w is so small that they rest until p is as far away as a is large. Displaced by an
     eighth of that distance, it has to stay there for 60 steps: one that is copied from a better average comes back.
+    A running value that is held elsewhere (a dict of shadow weights, a buffer of statistics) is at fault where it keeps
+    its bits, float64 moves it at every step, and begun an eighth of its size away it is still there 60 steps later.
 
 Faulty
     >>> model = Classifier()
@@ -43,7 +45,8 @@ Fixed
 Known limits
     Optimizers with step hooks of their own, LBFGS and others that need a closure, and tensors that need more than 256
     steps to go four ULPs are not judged. Of large tensors up to 128 entries are read. An average is seen where its
-    module is given as a model of the loop or called, and where it is kept in parameters.
+    module is given as a model of the loop or called, and where the loop's functions hold it between steps; not where it
+    is a local variable of fit.
 
 References
     https://arxiv.org/abs/1710.03740 (Micikevicius et al., Mixed Precision Training, section 3.1: master weights)
@@ -56,7 +59,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, check
-from pytest_trainloop.wording import some, verb
+from pytest_trainloop.wording import be, some, verb
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -123,7 +126,8 @@ def parameter_precision(evidence: Evidence) -> Iterator[Finding]:
         from pytest_trainloop.checks.numerics.parameter_precision.master_weights import OverwrittenMasters
 
         yield from _updates(evidence, record, evidence.shared(OverwrittenMasters).lost_updates(copies, LOW))
-    yield from _averages(evidence, record)
+    averages = list(_averages(evidence, record))
+    yield from averages or _running_values(evidence)
 
 
 def _copies_of_masters(record: Record) -> list[str]:
@@ -254,4 +258,25 @@ def _averages(evidence: Evidence, record: Record) -> Iterator[Finding]:
             shown_by="the same run in float64 moves it by this share of the distance, which this dtype cannot hold",
             culprits=found.names,
             where=found.place,
+        )
+
+
+def _running_values(evidence: Evidence) -> Iterator[Finding]:
+    """Averages that are held outside of modules' parameters."""
+    from pytest_trainloop.checks.numerics.parameter_precision.running_values import RunningValues
+
+    for found in evidence.shared(RunningValues).lost() if evidence.repeatable else ():
+        yield Finding(
+            cause="average_lost",
+            summary=f"{some(found.names)} {be(found.names)} kept in {found.dtype} and never {verb(found.names, 'move')}: "
+            "each update is below its rounding",
+            measured=(
+                f"bit-equal after {found.steps - 1} steps; {found.names[0]}: an update moves it by at most "
+                f"{found.largest:.1e}, its ULP is {found.ulp:.1e}"
+            ),
+            shown_by=f"the same run in float64 moves it at every step; begun an eighth of its size away, it has the "
+            f"same bits {found.displaced} steps later",
+            culprits=found.names,
+            where=found.place,
+            repair="keep the running value in float32: .float() where it is made, and no .to(dtype) after it",
         )

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop.loop import TrainLoop
+from tests.loops import data
 from tests.loops.low_precision import BF16, classifier
 from tests.loops.nets import relu_mlp
 from tests.loops.odd import odd
@@ -268,3 +269,39 @@ def masters_behind_step_hooks() -> TrainLoop:
             optimizer.step()
 
     return TrainLoop(model=model, optimizer=optimizer, batch=points(), batches=fresh(points), fit=fit)
+
+
+@odd(notes="a bfloat16 copy of the weights, for a sampler, is written from a float32 average after each step")
+def published_copy_of_an_average() -> TrainLoop:
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    slow = [p.detach().clone() for p in model.parameters()]
+    published = [p.detach().bfloat16() for p in model.parameters()]
+
+    def fit(batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for s, out, p in zip(slow, published, model.parameters(), strict=True):
+                    s.lerp_(p, 1e-3)
+                    out.copy_(s)
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+
+@odd(notes="tables of positions and class centres stay as they are, in bfloat16")
+def fixed_tables_in_bfloat16() -> TrainLoop:
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tables = {"shift": torch.linspace(-1.0, 1.0, 6).bfloat16(), "seen": torch.zeros(3, dtype=torch.bfloat16)}
+
+    def fit(batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x + tables["shift"].float()), y).backward()
+            optimizer.step()
+            tables["seen"] = y.bincount(minlength=3).bfloat16()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
