@@ -268,8 +268,8 @@ def _running_values(evidence: Evidence) -> Iterator[Finding]:
     for found in evidence.shared(RunningValues).lost() if evidence.repeatable else ():
         yield Finding(
             cause="average_lost",
-            summary=f"{some(found.names)} {be(found.names)} kept in {found.dtype} and never {verb(found.names, 'move')}: "
-            "each update is below its rounding",
+            summary=f"{some(found.names)} {be(found.names)} kept in {found.dtype} and never "
+            f"{verb(found.names, 'move')}: each update is below its rounding",
             measured=(
                 f"bit-equal after {found.steps - 1} steps; {found.names[0]}: an update moves it by at most "
                 f"{found.largest:.1e}, its ULP is {found.ulp:.1e}"

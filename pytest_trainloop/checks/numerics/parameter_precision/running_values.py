@@ -8,6 +8,7 @@ update is below half a ULP however far it is from what it averages.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -204,9 +205,9 @@ def _moves(steps: list[torch.Tensor | None]) -> bool:
     known = [s for s in steps if s is not None and s.dtype is torch.float64]
     if len(known) < max(LEAST_STEPS, len(steps)):
         return False
-    changes = [float((b != a).double().mean()) for a, b in zip(known[1:], known[2:], strict=False)]
+    changes = [float((b != a).double().mean()) for a, b in itertools.pairwise(known[1:])]
     return all(share > HALF for share in changes)
 
 
 def _largest(steps: list[torch.Tensor]) -> float:
-    return max(float((b - a).abs().max()) for a, b in zip(steps, steps[1:], strict=False))
+    return max(float((b - a).abs().max()) for a, b in itertools.pairwise(steps))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pytest_trainloop.checks.numerics.parameter_precision.check import parameter_precision
+from pytest_trainloop.checks.numerics.parameter_precision.running_values import RunningValues
 from pytest_trainloop.checks.numerics.parameter_precision.weight_averages import LostAverage, WeightAverages
 from pytest_trainloop.gradients.dependence import Dependence, Dependences
 from pytest_trainloop.optimizers.float32_twin import Float32Twins
@@ -49,7 +50,7 @@ class Counted:
         for step in self.record.innermost_steps():
             step.lrs = (1e-3,)
         self._found, self._averages, self._idle = found, averages, set(idle)
-        self.experiments = dict.fromkeys((RepeatedSteps, WeightAverages, Dependences), self)
+        self.experiments = dict.fromkeys((RepeatedSteps, WeightAverages, Dependences, RunningValues), self)
         self.experiments[Float32Twins] = Counted(*twin) if twin else None
 
     @property
@@ -59,8 +60,8 @@ class Counted:
     def lost_updates(self, names, dtypes):
         return [f for f in self._found if f.name in names]
 
-    def lost(self, dtypes):
-        return self._averages
+    def lost(self, dtypes=None):
+        return () if dtypes is None else self._averages
 
     def influence(self, names):
         return {n: Dependence(0.0 if n in self._idle else 1e-2, 1e-12) for n in names}
