@@ -169,14 +169,14 @@ class VAE(nn.Module):
     check="loss_formula",
 )
 def vae_elbo():
-    class VAE_ELBO:
+    class VAEElbo:
         def __call__(self, recon, x, mu, logvar, kl_scale=0.5):
             reconstruction = ((recon - x) ** 2).sum(-1)
             logvar_square = logvar.square()
             kl = 0.5 * (mu.square() + logvar_square - torch.log(1e-20 + logvar_square) - 1).mean(-1)
             return (reconstruction + kl_scale * kl).mean()
 
-    model, criterion = VAE(), VAE_ELBO()
+    model, criterion = VAE(), VAEElbo()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
     def train(batches):

@@ -252,7 +252,7 @@ def gan_pair(dim=6, latent=4):
 @right(
     "diffusion",
     "a Wasserstein critic without penalty: its weights are clamped, its loss is a difference of means that falls below 0",
-    thread="martinarjovsky/WassersteinGAN: main.py",
+    thread="torchgan/torchgan#42",
 )
 def wgan_clip():
     net_g, net_d = gan_pair()
