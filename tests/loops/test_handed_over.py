@@ -35,6 +35,7 @@ NAMES = (
     "bfloat16_gains_by_closures",
     "gradient_left_when_freezing",
     "column_of_scores_against_a_row_of_labels",
+    "generator_aims_at_the_label_of_made_pictures",
     "both_sides_over_the_rows",
     "first_loss_is_not_the_declared_one",
     "log_of_a_probability_of_zero",
