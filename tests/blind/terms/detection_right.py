@@ -223,7 +223,7 @@ def ciou_loss():
 
 @right(
     "detection",
-    "the heat map is a weight map: negatives near a centre count (1 - gt)^4, so the least loss is not at the target",
+    "the heat map weights: negatives near a centre count (1 - gt)^4, so the least loss is not at the target",
     thread="xingyizhou/CenterNet#728",
 )
 def centernet_heatmap():

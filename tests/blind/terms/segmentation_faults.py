@@ -67,14 +67,9 @@ def soft_dice_and_ce():
 
     def soft_dice(net_output, gt, smooth=1.0, smooth_in_nom=1.0, square_nominator=False, square_denom=False):
         axes = tuple(range(2, net_output.dim()))
-        if square_nominator:
-            intersect = (net_output * gt).sum(axes)
-        else:
-            intersect = ((net_output * gt) ** 2).sum(axes)
-        if square_denom:
-            denom = (net_output**2 + gt**2).sum(axes)
-        else:
-            denom = (net_output + gt).sum(axes)
+        product = net_output * gt
+        intersect = product.sum(axes) if square_nominator else (product**2).sum(axes)
+        denom = (net_output**2 + gt**2).sum(axes) if square_denom else (net_output + gt).sum(axes)
         return (-((2 * intersect + smooth_in_nom) / (denom + smooth))).mean()
 
     class SoftDiceCE(nn.Module):

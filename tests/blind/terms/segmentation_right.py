@@ -409,7 +409,7 @@ def nested_regions():
 
 @right(
     "segmentation",
-    "pixel-wise distillation: softmax over dim 1 after the classes were moved there by permute and view; frozen teacher",
+    "pixel-wise distillation: softmax over dim 1 after permute and view brought the classes there; frozen teacher",
     thread="irfanICMLL/structure_knowledge_distillation#60",
 )
 def pixelwise_kd():
