@@ -162,7 +162,7 @@ def yolo_terms(p, boxes, size=6, gr=1.0):
 
 @right(
     "detection",
-    "the objectness target is the detached, clamped IoU of the prediction; boxes are compared as offsets from their cell",
+    "the objectness target is the detached, clamped IoU; boxes are compared as offsets from their cell",
     thread="ultralytics/yolov3#1788",
 )
 def yolo_loss():

@@ -312,12 +312,12 @@ def tfgan():
         for controls, audio in batches:
             fake_audio = generator(controls)
             with torch.no_grad():
-                disc_real, real_feats = discriminator(audio)
-                disc_fake, fake_feats = discriminator(fake_audio.detach())
-            disc_fake_g, fake_feats_g = discriminator(fake_audio)
+                _, real_feats = discriminator(audio)
+                _, disc_fake = discriminator(fake_audio.detach())
+            disc_fake_g, _ = discriminator(fake_audio)
             adv_loss = sum(((score - 1) ** 2).mean() for score in disc_fake_g)
             feat_loss = 0.0
-            for ff, rf in zip(fake_feats, real_feats, strict=True):
+            for ff, rf in zip(disc_fake, real_feats, strict=True):
                 for f, r in zip(ff, rf, strict=True):
                     feat_loss = feat_loss + F.l1_loss(f, r.detach())
             optim_g.zero_grad()
@@ -505,10 +505,8 @@ def separation():
     loader = DataLoader(TensorDataset(*mixtures(seed=8)), batch_size=6, shuffle=True)
 
     def pit_loss(est, ref):
-        losses = []
-        for perm in itertools.permutations(range(ref.shape[1])):
-            losses.append(F.mse_loss(est[:, list(perm)], ref))
-        return torch.stack(losses).min()
+        perms = itertools.permutations(range(ref.shape[1]))
+        return torch.stack([F.mse_loss(est[:, list(perm)], ref) for perm in perms]).min()
 
     def train(batches):
         for mix, sources in batches:

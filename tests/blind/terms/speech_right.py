@@ -362,7 +362,7 @@ def stft_loss():
 
 @right(
     "speech",
-    "the codebook is a buffer that a running average moves; only the commitment loss is trained, and codes get no gradient",
+    "the codebook is a buffer that a running average moves; codes get no gradient, only the commitment loss trains",
     thread="openai/jukebox#129",
 )
 def ema_codebook():
@@ -416,7 +416,7 @@ def ema_codebook():
 
 @right(
     "speech",
-    "residual quantisation: each stage has a codebook and a commitment term with its own detach, and passes gradients on",
+    "residual quantisation: each stage has a codebook and a commitment term with its own detach",
     thread="lucidrains/vector-quantize-pytorch, residual_vq.py",
 )
 def residual_vq():
