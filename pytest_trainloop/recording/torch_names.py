@@ -137,6 +137,15 @@ UNBOUNDED_SLOPES = _names(
 SAMPLES = _names("multinomial bernoulli normal poisson binomial")
 """Draws from a distribution that is given."""
 
+DRAWS = _names(
+    """rand randn rand_like randn_like randint randint_like normal normal_ uniform_ random_ exponential_ log_normal_
+    cauchy_ geometric_ bernoulli_"""
+)
+"""Fresh random numbers, whatever the values of what they are given."""
+
+ORDERINGS = _names("sort argsort topk msort cdist pdist argmax argmin linear_sum_assignment")
+"""Entries get another partner by their values, or every other one as a partner."""
+
 # No computation
 
 ATTRIBUTES = _names("__get__ __set__")

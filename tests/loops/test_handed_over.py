@@ -65,6 +65,7 @@ NAMES = (
     "moments_not_saved",
     "total_loss_with_graph",
     "objectness_logged_and_not_added",
+    "argmax_over_a_column_of_labels",
 )
 
 COMPOSED = (

@@ -125,12 +125,12 @@ CAUSES = {
 
 @check(needs={"run"}, causes=CAUSES, rank=5)
 def every_row_teaches(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.tracing.call_log import Calls
     from pytest_trainloop.checks.batch.every_row_teaches.constant_class import constant_class
     from pytest_trainloop.checks.batch.every_row_teaches.left_out import left_out
     from pytest_trainloop.checks.batch.every_row_teaches.one_pass import cut_weights, read_twice
     from pytest_trainloop.checks.batch.every_row_teaches.one_target import one_target
     from pytest_trainloop.checks.batch.every_row_teaches.zero_losses import zero_loss
+    from pytest_trainloop.tracing.call_log import Calls
 
     zero = zero_loss(evidence)
     if zero is not None:

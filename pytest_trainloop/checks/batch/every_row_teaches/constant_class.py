@@ -13,7 +13,6 @@ import torch
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches.values import binary, plain
-from pytest_trainloop.tracing.call_log import Calls, Value
 from pytest_trainloop.checks.batch.every_row_teaches.one_pass import example
 from pytest_trainloop.compositions.composition import Composition
 from pytest_trainloop.compositions.search import of_rows, smallest
@@ -22,6 +21,7 @@ from pytest_trainloop.gradients.dependence import stirred
 from pytest_trainloop.recording.events import Backward
 from pytest_trainloop.recording.torch_names import MULTIPLICATIONS, REDUCTIONS
 from pytest_trainloop.runs.batch_stream import first_batches
+from pytest_trainloop.tracing.call_log import Calls, Value
 
 if TYPE_CHECKING:
     from pytest_trainloop.loop import TrainLoop

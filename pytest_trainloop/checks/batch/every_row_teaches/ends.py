@@ -19,8 +19,8 @@ from pytest_trainloop.recording.torch_names import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.tracing.call_log import Call, Calls, Value
     from pytest_trainloop.recording.events import Place
+    from pytest_trainloop.tracing.call_log import Call, Calls, Value
 
 _MOVES = VIEWS | CASTS | JOINS | INDEXING | {"__iter__"}
 _TAKES_PARTS = {

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches.row_axis import rows_known
-from pytest_trainloop.tracing.call_log import Calls
 from pytest_trainloop.checks.batch.every_row_teaches.ends import Ends, ends_of
 from pytest_trainloop.compositions.composition import Composition
 from pytest_trainloop.compositions.search import smallest
@@ -25,6 +24,7 @@ from pytest_trainloop.gradients.dependence import stirred
 from pytest_trainloop.recording.events import Backward, Step
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.no_randomness import NoRandomness
+from pytest_trainloop.tracing.call_log import Calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

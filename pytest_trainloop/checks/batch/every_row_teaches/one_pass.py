@@ -12,7 +12,6 @@ import torch
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches.values import alike, count_up, plain, two_valued
-from pytest_trainloop.tracing.call_log import Call, Calls, Value
 from pytest_trainloop.checks.batch.every_row_teaches.cuts import cuts, with_fractions
 from pytest_trainloop.recording.events import Backward
 from pytest_trainloop.recording.source import place_of
@@ -29,6 +28,7 @@ from pytest_trainloop.recording.torch_names import (
 )
 from pytest_trainloop.runs.batch_stream import first_batches
 from pytest_trainloop.runs.no_randomness import NoRandomness
+from pytest_trainloop.tracing.call_log import Call, Calls, Value
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

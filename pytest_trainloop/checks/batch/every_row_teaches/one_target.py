@@ -16,9 +16,9 @@ from pytest_trainloop.recording.torch_names import CASTS, INDEXING, RESHAPES, VI
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.tracing.call_log import Call, Calls, Value
     from pytest_trainloop.recording.events import Place
     from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.tracing.call_log import Call, Calls, Value
 
 _WHOLE = CASTS | RESHAPES | {"squeeze", "unsqueeze", "deepcopy"}
 """They keep all entries in their order."""

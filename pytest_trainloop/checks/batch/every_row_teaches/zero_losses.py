@@ -15,7 +15,6 @@ import torch
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches.values import plain
-from pytest_trainloop.tracing.call_log import Call, Calls, Value
 from pytest_trainloop.checks.batch.every_row_teaches.cuts import as_given, cuts, with_fractions
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.events import Backward
@@ -30,6 +29,7 @@ from pytest_trainloop.recording.torch_names import (
     VIEWS,
 )
 from pytest_trainloop.runs.batch_stream import first_batches
+from pytest_trainloop.tracing.call_log import Call, Calls, Value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pytest_trainloop.tracing.call_log import Call, Calls, Value
 from pytest_trainloop.checks.batch.every_row_teaches.cuts import cuts, with_fractions
 from pytest_trainloop.checks.batch.every_row_teaches.ends import ends_of
 from pytest_trainloop.checks.batch.every_row_teaches.zero_losses import equal_inputs
 from pytest_trainloop.recording.events import Place
+from pytest_trainloop.tracing.call_log import Call, Calls, Value
 
 WEIGHT = torch.arange(3.0, requires_grad=True)
 

@@ -1,0 +1,207 @@
+"""Targets that nothing can learn: noise drawn twice, classes cut to one, values out of range, labels written over."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.loops import data
+from tests.loops.nets import mlp
+from tests.loops.pairs import pair
+from tests.loops.plain import loop
+
+
+class Diffusion:
+    """DDPM with the noise of a step made in ``q_sample``, as many public repositories have it."""
+
+    def __init__(self, steps=20):
+        self.steps = steps
+        self.alphas = torch.linspace(0.999, 0.1, steps)
+
+    def q_sample(self, x, t, noise=None):
+        noise = torch.randn_like(x) if noise is None else noise
+        a = self.alphas[t].unsqueeze(1)
+        return a.sqrt() * x + (1 - a).sqrt() * noise
+
+    def given(self, x, t, noise):
+        time = t.unsqueeze(1) / self.steps
+        return torch.cat([self.q_sample(x, t, noise), time], 1)
+
+
+def denoising(passes_noise):
+    diffusion = Diffusion()
+
+    def loss(model, batch):
+        x, _ = batch
+        t = torch.randint(0, diffusion.steps, (len(x),))
+        noise = torch.randn_like(x)
+        predicted = model(diffusion.given(x, t, noise if passes_noise else None))
+        return F.mse_loss(predicted, noise)
+
+    return lambda: loop(mlp(7, 32, 6), data.labelled(), loss)
+
+
+pair(
+    "q_sample_draws_its_own_noise",
+    "learnable_targets",
+    "target_is_other_draw",
+    where="F.mse_loss(predicted, noise)",
+    change="noise = torch.randn_like(x)",
+    mentions=("prediction was given another one",),
+    faulty=denoising(passes_noise=False),
+    fixed=denoising(passes_noise=True),
+    quick=True,
+)
+
+
+def flow_matching(again):
+    def loss(model, batch):
+        x1, _ = batch
+        x0, t = torch.randn_like(x1), torch.rand(len(x1), 1)
+        xt = (1 - t) * x0 + t * x1
+        velocity = x1 - (torch.randn_like(x1) if again else x0)
+        return (model(torch.cat([xt, t], 1)) - velocity).pow(2).mean()
+
+    return lambda: loop(mlp(7, 32, 6), data.labelled(), loss)
+
+
+pair(
+    "velocity_to_another_start",
+    "learnable_targets",
+    "target_is_other_draw",
+    where=".pow(2).mean()",
+    change="torch.randn_like(x1) if again",
+    faulty=flow_matching(again=True),
+    fixed=flow_matching(again=False),
+)
+
+
+def score_matching(gives_noisy):
+    def loss(model, batch):
+        x, _ = batch
+        noise = torch.randn_like(x)
+        score = model(x + 0.5 * noise if gives_noisy else x)
+        return ((0.5 * score + noise) ** 2).sum(1).mean() if gives_noisy else F.mse_loss(score, noise)
+
+    return lambda: loop(mlp(6, 32, 6), data.labelled(), loss)
+
+
+pair(
+    "clean_rows_for_the_denoiser",
+    "learnable_targets",
+    "noise_not_given",
+    level="advice",
+    where="F.mse_loss(score, noise)",
+    faulty=score_matching(gives_noisy=False),
+    fixed=score_matching(gives_noisy=True),
+    quick=True,
+)
+
+
+def classes(target):
+    def loss(model, batch):
+        x, y = batch
+        return F.cross_entropy(model(x), target(y))
+
+    return lambda: loop(mlp(6, 16, 3), data.labelled(), loss)
+
+
+pair(
+    "argmax_over_a_column_of_labels",
+    "learnable_targets",
+    "target_cut_to_one_value",
+    culprits=("batch[1]",),
+    where="F.cross_entropy(model(x), target(y))",
+    change="y.unsqueeze(1).argmax(1)",
+    faulty=classes(lambda y: y.unsqueeze(1).argmax(1)),
+    fixed=classes(lambda y: F.one_hot(y).argmax(1)),
+    quick=True,
+)
+
+pair(
+    "shares_cast_to_classes",
+    "learnable_targets",
+    "target_cut_to_one_value",
+    culprits=("batch[1]",),
+    change="(y / 4).long()",
+    faulty=classes(lambda y: (y / 4).long()),
+    fixed=classes(lambda y: (y / 4 * 4).long()),
+)
+
+
+class Classified(nn.Module):
+    def __init__(self, activation):
+        super().__init__()
+        self.body = mlp(6, 16, 1)
+        self.activation = activation
+
+    def forward(self, x):
+        return self.activation(self.body(x))
+
+
+def regression(activation, target=lambda y: y):
+    def loss(model, batch):
+        x, y = batch
+        return F.mse_loss(model(x), target(y))
+
+    return lambda: loop(Classified(activation), data.table(), loss)
+
+
+pair(
+    "sigmoid_against_grey_levels",
+    "learnable_targets",
+    "target_out_of_reach",
+    where="F.mse_loss(model(x), target(y))",
+    mentions=("sigmoid",),
+    faulty=regression(torch.sigmoid, lambda y: 100 + 50 * y),
+    fixed=regression(torch.sigmoid, lambda y: (y + 2) / 4),
+    quick=True,
+)
+
+pair(
+    "relu_against_standardised_targets",
+    "learnable_targets",
+    "target_out_of_reach",
+    level="advice",
+    where="F.mse_loss(model(x), target(y))",
+    faulty=regression(F.relu),
+    fixed=regression(lambda x: x),
+)
+
+
+def dice(scores, target, *, copies):
+    """Of positions that are not void: those are background for this loss."""
+    if copies:
+        target = target.clone()
+    target[target == 255] = 0
+    p = scores.softmax(1)
+    wanted = F.one_hot(target, 3).movedim(-1, 1)
+    return 1 - (2 * (p * wanted).sum() + 1) / (p.sum() + wanted.sum() + 1)
+
+
+def segmentation(copies):
+    images, _ = data.images(rows=4, size=4)
+    masks = torch.arange(64).reshape(4, 4, 4) % 3
+    masks[:, 0] = 255
+
+    def loss(model, batch):
+        x, y = batch
+        scores = model(x)
+        overlap = dice(scores, y, copies=copies)
+        return overlap + F.cross_entropy(scores, y, ignore_index=255)
+
+    return lambda: loop(nn.Conv2d(1, 3, 3, padding=1), (images, masks), loss)
+
+
+pair(
+    "dice_makes_void_background",
+    "learnable_targets",
+    "target_written_by_loss",
+    culprits=("batch[1]",),
+    where="target[target == 255] = 0",
+    mentions=("dice()", "target = target.clone()"),
+    faulty=segmentation(copies=False),
+    fixed=segmentation(copies=True),
+    quick=True,
+)
