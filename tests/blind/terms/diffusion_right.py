@@ -65,7 +65,8 @@ def v_prediction():
             timesteps = torch.randint(0, scheduler.steps, (len(latents),))
             noisy = scheduler.add_noise(latents, noise, timesteps)
             target = scheduler.get_velocity(latents, noise, timesteps)
-            pred = unet(noisy, timesteps.float() / scheduler.steps)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                pred = unet(noisy, timesteps.float() / scheduler.steps)
             snr = scheduler.snr(timesteps)
             weights = torch.stack([snr, snr_gamma * torch.ones_like(snr)], dim=1).min(dim=1)[0] / (snr + 1)
             loss = F.mse_loss(pred.float(), target.float(), reduction="none")
@@ -142,21 +143,22 @@ def edm():
 
 @right(
     "diffusion",
-    "the variance's variational term sees the mean detached, so that it trains the variance alone; it is scaled by a thousandth",
+    "the variance's variational term sees the mean detached, so that it trains the variance alone; it is "
+    "scaled by a thousandth",
     thread="Tencent-Hunyuan/HunyuanDiT#112",
 )
 def learned_variance():
     model, schedule = Net(out=12), Schedule()
     betas = torch.linspace(1e-4, 0.06, 100)
     prev = F.pad(schedule.alphas_cumprod[:-1], (1, 0), value=1.0)
-    posterior = (betas * (1 - prev) / (1 - schedule.alphas_cumprod)).clamp(min=1e-6)
+    posterior = betas * (1 - prev) / (1 - schedule.alphas_cumprod)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def normal_kl(mean1, logvar1, mean2, logvar2):
         return 0.5 * (logvar2 - logvar1 - 1 + (logvar1 - logvar2).exp() + (mean1 - mean2) ** 2 * (-logvar2).exp())
 
     def training_losses(x):
-        t = torch.randint(0, 100, (len(x),))
+        t = torch.randint(1, 100, (len(x),))
         noise = torch.randn_like(x)
         x_t = schedule.add_noise(x, noise, t)
         eps, var_values = model(x_t, t.float() / 100).split(6, dim=1)
@@ -251,7 +253,8 @@ def gan_pair(dim=6, latent=4):
 
 @right(
     "diffusion",
-    "a Wasserstein critic without penalty: its weights are clamped, its loss is a difference of means that falls below 0",
+    "a Wasserstein critic without penalty: its weights are clamped, its loss is a difference of means "
+    "that falls below 0",
     thread="torchgan/torchgan#42",
 )
 def wgan_clip():
@@ -355,8 +358,9 @@ def stylegan_r1():
 
 @right(
     "diffusion",
-    "the smaller weight stands on the codebook's term, as the repository kept it; the codebook is read before the straight-through line",
-    thread="CompVis/taming-transformers#57",
+    "two squared differences of the same tensors, each with the other side detached: one trains the "
+    "encoder, one the codebook",
+    thread="karpathy/deep-vector-quantization#2",
 )
 def vq_vae():
     class VQVAE(nn.Module):
@@ -371,7 +375,7 @@ def vq_vae():
             z = self.encoder(x)
             d = z.pow(2).sum(1, keepdim=True) + self.embedding.weight.pow(2).sum(1) - 2 * z @ self.embedding.weight.T
             z_q = self.embedding(d.argmin(1))
-            loss = torch.mean((z_q.detach() - z) ** 2) + self.beta * torch.mean((z_q - z.detach()) ** 2)
+            loss = self.beta * torch.mean((z_q.detach() - z) ** 2) + torch.mean((z_q - z.detach()) ** 2)
             z_q = z + (z_q - z).detach()
             return self.decoder(z_q), loss
 
@@ -391,10 +395,11 @@ def vq_vae():
 
 @right(
     "diffusion",
-    "soft targets: log_softmax against softmax, times the squared temperature, beside a cross-entropy on the plain scores",
+    "soft targets: log_softmax against softmax, times the squared temperature, beside a cross-entropy on "
+    "the plain scores",
     thread="philschmid/knowledge-distillation-transformers-pytorch-sagemaker#1",
 )
-def distillation():
+def distillation(accumulate=1):
     teacher = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 5)).eval().requires_grad_(False)
     student = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 5))
     optimizer = torch.optim.AdamW(student.parameters(), lr=2e-3)
@@ -404,15 +409,17 @@ def distillation():
 
     def train(batches, temperature=3.0, alpha=0.5):
         kd = nn.KLDivLoss(reduction="batchmean")
-        for xb, yb in batches:
+        optimizer.zero_grad()
+        for i, (xb, yb) in enumerate(batches):
             logits = student(xb)
             with torch.no_grad():
                 teacher_logits = teacher(xb)
             soft = kd(F.log_softmax(logits / temperature, -1), F.softmax(teacher_logits / temperature, -1))
             loss = alpha * F.cross_entropy(logits, yb) + (1.0 - alpha) * soft * temperature**2
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            (loss / accumulate).backward()
+            if (i + 1) % accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
 
     return TrainLoop(
         model={"student": student, "teacher": teacher},

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from pytest_trainloop import Padding, TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.blind.cases import fault
 
 
@@ -111,7 +111,6 @@ def retrieval():
         optimizer=optimizer,
         batches=DataLoader(data, batch_size=8, shuffle=True),
         fit=lambda batches: [train_step(b) for b in batches],
-        rows_interact=True,
     )
 
 
@@ -206,7 +205,8 @@ def face_head():
 
 @fault(
     "recommenders",
-    "linear.weight is replaced by a new Parameter in every forward pass, and the optimizer steps the one of the beginning",
+    "linear.weight is replaced by a new Parameter in every forward pass, and the optimizer steps the one "
+    "of the beginning",
     thread="jonasgrebe/pt-femb-face-embeddings#3",
     check="optimizer_holds_every_param",
 )
@@ -253,7 +253,8 @@ def paired(n=48, seed=5):
 
 @fault(
     "recommenders",
-    "targets are a softmax of the model's own similarities, with their graph and nothing else: they can be met by collapse",
+    "targets are a softmax of the model's own similarities, with their graph and nothing else: they can "
+    "be met by collapse",
     thread="moein-shariatnia/OpenAI-CLIP#28",
     check="learnable_targets",
 )
@@ -298,7 +299,7 @@ def clip_model():
             optimizer.step()
 
     loader = DataLoader(paired(), batch_size=8, shuffle=True)
-    return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=train_epoch, rows_interact=True)
+    return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=train_epoch)
 
 
 @fault(
@@ -442,5 +443,4 @@ def interest_evolution():
         optimizer=optimizer,
         batches=sequences,
         fit=train,
-        padding=Padding(pad_id=0, dim=1, of=("item_seq", "neg_seq")),
     )

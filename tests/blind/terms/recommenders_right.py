@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pytest_trainloop import Padding, TrainLoop
+from pytest_trainloop import TrainLoop
 from tests.blind.cases import right
 
 
@@ -137,9 +137,7 @@ def gru4rec():
             loss.backward()
             optimizer.step()
 
-    return TrainLoop(
-        model=model, optimizer=optimizer, batches=sessions, fit=fit, padding=Padding(pad_id=0, dim=1, of=("x", "y"))
-    )
+    return TrainLoop(model=model, optimizer=optimizer, batches=sessions, fit=fit)
 
 
 @right(
@@ -271,7 +269,6 @@ def supcon():
         optimizer=optimizer,
         batches=DataLoader(classes(), batch_size=12, shuffle=True),
         fit=fit,
-        rows_interact=True,
     )
 
 
@@ -321,7 +318,8 @@ def arcface():
 
 @right(
     "recommenders",
-    "batch-hard triplets with a soft margin: softplus of distances to the farthest positive and the nearest negative, itself among the positives",
+    "batch-hard triplets with a soft margin: softplus of distances to the farthest positive and the "
+    "nearest negative, itself among the positives",
     thread="omoindrot/tensorflow-triplet-loss#51",
 )
 def batch_hard():
@@ -349,7 +347,6 @@ def batch_hard():
         optimizer=optimizer,
         batches=DataLoader(classes(seed=47), batch_size=16, shuffle=True),
         fit=fit,
-        rows_interact=True,
     )
 
 
@@ -386,7 +383,8 @@ def simsiam():
 
 @right(
     "recommenders",
-    "the log of an item's probability of being sampled is subtracted from its column, duplicates of the positive are masked",
+    "the log of an item's probability of being sampled is subtracted from its column, duplicates of the "
+    "positive are masked",
     thread="tensorflow/recommenders#219",
 )
 def in_batch_softmax():

@@ -191,7 +191,8 @@ class PPOConfig:
 
 @fault(
     "rl",
-    "the minimum is taken of the ratios before they meet the advantages, so negative advantages are clipped on the wrong side",
+    "the minimum is taken of the ratios before they meet the advantages, so negative advantages are "
+    "clipped on the wrong side",
     thread="takuseno/ppo#3",
     check="loss_formula",
 )
@@ -308,7 +309,7 @@ def finish_episode():
     "rl",
     "values are collected with .item(), so v_loss has no graph and the value head is never trained",
     thread="jsboige/CoursIA#15256",
-    check="every_term_trains",
+    check="gradient_reaches_every_param",
 )
 def train_gae():
     net = ActorCritic(dim=4, actions=2, width=24)

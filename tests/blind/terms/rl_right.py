@@ -95,7 +95,8 @@ def double_dqn():
 
 @right(
     "rl",
-    "alpha's loss multiplies log_alpha and not alpha, and the actor's gradient that reaches the critics is cleared before their step",
+    "alpha's loss multiplies log_alpha and not alpha, and the actor's gradient that reaches the critics "
+    "is cleared before their step",
     thread="DLR-RM/stable-baselines3#36",
 )
 def sac():
@@ -279,8 +280,6 @@ def reinforce_to_go():
         optimizer=optimizer,
         batches=padded_episodes,
         fit=train,
-        padding=Padding(pad_id=0, dim=1, of=("obs", "act", "rew", "mask")),
-        rows_interact=True,
     )
 
 
@@ -442,7 +441,8 @@ def preferences(n, rows=6, length=10, seed=14):
 
 @right(
     "rl",
-    "only the margin between chosen and rejected is trained, so the chosen likelihood may fall; the first loss is log 2 whatever the model",
+    "only the margin between chosen and rejected is trained, so the chosen likelihood may fall; the "
+    "first loss is log 2 whatever the model",
     thread="huggingface/trl#800",
 )
 def dpo():

@@ -42,7 +42,8 @@ def risk_net(dim=8, out=1):
 
 @fault(
     "survival",
-    "rows are sorted by ascending time before the cumulative log-sum-exp, so each risk set holds those who left earlier",
+    "rows are sorted by ascending time before the cumulative log-sum-exp, so each risk set holds those "
+    "who left earlier",
     thread="UK-Digital-Heart-Project/4Dsurvival#2",
     check="loss_formula",
 )
@@ -64,7 +65,7 @@ def deepsurv():
             optimizer.step()
 
     loader = DataLoader(CohortDataset(), batch_size=12, shuffle=True)
-    return TrainLoop(model=net, optimizer=optimizer, batches=loader, fit=train, rows_interact=True)
+    return TrainLoop(model=net, optimizer=optimizer, batches=loader, fit=train)
 
 
 @fault(
@@ -176,7 +177,8 @@ class GaussianParams:
 
 @fault(
     "survival",
-    "sigma, a standard deviation, is given to gaussian_nll_loss where it takes the variance; sampling uses it as a standard deviation",
+    "sigma, a standard deviation, is given to gaussian_nll_loss where it takes the variance; sampling "
+    "uses it as a standard deviation",
     thread="unit8co/darts#1162",
     check="loss_contract",
 )

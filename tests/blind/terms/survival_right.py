@@ -44,7 +44,8 @@ def plain(model, loss_fn, loader, lr=1e-3, **fields):
 
 @right(
     "survival",
-    "Cox by a cumulative sum over rows sorted by descending time; ties are treated in the order of the sort, censored rows only count in risk sets",
+    "Cox by a cumulative sum over rows sorted by descending time; ties are treated in the order of the "
+    "sort, censored rows only count in risk sets",
     thread="havakv/pycox#27",
 )
 def cox_ph_loss():
@@ -91,7 +92,8 @@ def binned(bins=6, seed=22):
 
 @right(
     "survival",
-    "binary cross-entropy of hazards against rows that are all zero for the censored, masked behind the last interval by a cumulative sum",
+    "binary cross-entropy of hazards against rows that are all zero for the censored, masked behind the "
+    "last interval by a cumulative sum",
     thread="havakv/pycox#129",
 )
 def logistic_hazard():
@@ -111,7 +113,8 @@ def logistic_hazard():
 
 @right(
     "survival",
-    "an extra logit of zero stands for surviving all bins; the censored have the log of a sum behind their bin, and a rank loss compares pairs",
+    "an extra logit of zero stands for surviving all bins; the censored have the log of a sum behind "
+    "their bin, and a rank loss compares pairs",
     thread="havakv/pycox#143",
 )
 def deephit_single():
@@ -136,7 +139,7 @@ def deephit_single():
         phi = net(x)
         return alpha * nll_pmf(phi, idx, events) + (1 - alpha) * rank_loss(phi, idx, events)
 
-    return plain(net, loss_fn, DataLoader(binned(seed=23), batch_size=12, shuffle=True), rows_interact=True)
+    return plain(net, loss_fn, DataLoader(binned(seed=23), batch_size=12, shuffle=True))
 
 
 @right(
@@ -243,7 +246,8 @@ def quantiles():
 
 @right(
     "survival",
-    "a zero-inflated negative binomial in mean and inverse dispersion; the dispersion is one free vector per gene and constants of the data stay in",
+    "a zero-inflated negative binomial in mean and inverse dispersion; the dispersion is one free vector "
+    "per gene and constants of the data stay in",
     thread="scverse/scvi-tools#2965",
 )
 def zinb():

@@ -303,7 +303,8 @@ class AuxLossAutoScaler(torch.autograd.Function):
 
 @fault(
     "terms",
-    "AuxLossAutoScaler.apply(weights, aux_loss) is called and its result dropped, so the balancing loss never gets a gradient",
+    "AuxLossAutoScaler.apply(weights, aux_loss) is called and its result dropped, so the balancing loss "
+    "never gets a gradient",
     thread="NVIDIA-NeMo/Automodel#1408",
     check="every_term_trains",
 )
@@ -444,7 +445,8 @@ def price_model():
 
 @fault(
     "terms",
-    "the text encoder's outputs are computed once under no_grad and read from the cache, while its weights are in the optimizer",
+    "the text encoder's outputs are computed once under no_grad and read from the cache, while its "
+    "weights are in the optimizer",
     thread="kohya-ss/sd-scripts#890",
     check="weights_are_read",
 )
@@ -531,7 +533,8 @@ def mean_teacher():
 
 @fault(
     "terms",
-    "the student's jump is finished by the frozen copy under no_grad, and so is its target: the consistency term has no graph",
+    "the student's jump is finished by the frozen copy under no_grad, and so is its target: the "
+    "consistency term has no graph",
     thread="Aaditya-Prasad/consistency-policy#4",
     check="every_term_trains",
 )
@@ -662,7 +665,8 @@ def tied_language_model():
 
 @fault(
     "terms",
-    "the data set has standardised the labels already, and training_step standardises them once more with the raw statistics",
+    "the data set has standardised the labels already, and training_step standardises them once more "
+    "with the raw statistics",
     thread="deepset-ai/FARM#456",
     check="learnable_targets",
 )

@@ -8,9 +8,9 @@ import tempfile
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from transformers import Trainer, TrainingArguments
 
 from pytest_trainloop import TrainLoop
 from pytest_trainloop.adapters import fresh_accelerator, from_trainer
@@ -115,7 +115,8 @@ def first_order_maml():
 
 @right(
     "terms",
-    "a consistency term to an averaged teacher whose weight rises from nearly 0; the teacher has no gradient and no optimizer",
+    "a consistency term to an averaged teacher whose weight rises from nearly 0; the teacher has no "
+    "gradient and no optimizer",
     thread="CuriousAI/mean-teacher#26",
 )
 def mean_teacher_rampup():
@@ -123,6 +124,8 @@ def mean_teacher_rampup():
     teacher = copy.deepcopy(student).requires_grad_(False)
     optimizer = torch.optim.SGD(student.parameters(), lr=0.05, momentum=0.9, nesterov=True)
     clock = {"step": 0}
+    x_all, y_all = labelled(seed=122).tensors
+    data = TensorDataset(x_all, y_all.masked_fill(torch.arange(len(y_all)) % 3 == 1, -1))
 
     def sigmoid_rampup(current, length=30):
         phase = 1.0 - min(max(current, 0.0), length) / length
@@ -133,9 +136,7 @@ def mean_teacher_rampup():
             logits = student(x + 0.1 * torch.randn_like(x))
             with torch.no_grad():
                 ema_logit = teacher(x + 0.1 * torch.randn_like(x))
-            unlabelled = torch.arange(len(y)) % 2 == 1
-            y = y.masked_fill(unlabelled, -1)
-            minibatch = max(int((~unlabelled).sum()), 1)
+            minibatch = max(int((y != -1).sum()), 1)
             class_loss = F.cross_entropy(logits, y, reduction="sum", ignore_index=-1) / minibatch
             distance = F.mse_loss(logits.softmax(1), ema_logit.softmax(1), reduction="sum") / 4 / len(x)
             loss = class_loss + consistency * sigmoid_rampup(clock["step"]) * distance
@@ -147,14 +148,13 @@ def mean_teacher_rampup():
             for ema, p in zip(teacher.parameters(), student.parameters(), strict=True):
                 ema.data.mul_(alpha).add_(p.data, alpha=1 - alpha)
 
-    return TrainLoop(
-        model={"student": student, "teacher": teacher}, optimizer=optimizer, batches=loader(labelled(seed=122)), fit=fit
-    )
+    return TrainLoop(model={"student": student, "teacher": teacher}, optimizer=optimizer, batches=loader(data), fit=fit)
 
 
 @right(
     "terms",
-    "the frozen feature net is called with a graph for the output and under no_grad for the original: the gradient runs through it",
+    "the frozen feature net is called with a graph for the output and under no_grad for the original: "
+    "the gradient runs through it",
     thread="KupynOrest/DeblurGAN#77",
 )
 def perceptual():
@@ -264,7 +264,8 @@ def elastic_weights():
 
 @right(
     "terms",
-    "learned log-variances weigh the tasks, a regression with one half and a classification without; the total falls below 0",
+    "learned log-variances weigh the tasks, a regression with one half and a classification without; the "
+    "total falls below 0",
     thread="lukasliebel/MultiDepth#2",
 )
 def multi_task():
@@ -348,7 +349,8 @@ class AddAuxiliaryLoss(torch.autograd.Function):
 
 @right(
     "terms",
-    "the balancing loss is in no sum: a function that passes x on gives it the gradient 1; the loads in it are counts without a graph",
+    "the balancing loss is in no sum: a function that passes x on gives it the gradient 1; the loads in "
+    "it are counts without a graph",
     thread="deepseek-ai/DeepSeek-MoE#17",
 )
 def deepseek_moe():
@@ -463,7 +465,8 @@ def batch_topk():
 
 @right(
     "terms",
-    "GradNorm: the task weights learn from a difference of gradient norms, and are scaled back to their sum after the step",
+    "GradNorm: the task weights learn from a difference of gradient norms, and are scaled back to their "
+    "sum after the step",
     thread="AvivNavon/nash-mtl#4",
 )
 def grad_norm():
@@ -509,10 +512,11 @@ def grad_norm():
 
 @right(
     "terms",
-    "Trainer with its own compute_loss: labels are standardised once by the data set, and soft codes by a straight-through estimate",
+    "Trainer with its own compute_loss: labels are standardised once by the data set, and soft codes by "
+    "a straight-through estimate",
     thread="pytorch/pytorch#48574",
 )
-def gumbel_regression():
+def code_regression():
     class CodeModel(nn.Module):
         def __init__(self):
             super().__init__()
@@ -538,13 +542,13 @@ def gumbel_regression():
         def __getitem__(self, i):
             return {"features": self.x[i], "labels": self.y[i]}
 
-    class RegressionTrainer(transformers.Trainer):
+    class RegressionTrainer(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             outputs = model(**inputs)
             loss = F.mse_loss(outputs["logits"], inputs["labels"])
             return (loss, outputs) if return_outputs else loss
 
-    args = transformers.TrainingArguments(
+    args = TrainingArguments(
         output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=8,
         learning_rate=1e-3,
