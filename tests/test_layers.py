@@ -25,7 +25,7 @@ FLOORS = (
     ("battery",),
     ("checks",),
     ("compositions",),
-    ("losses",),
+    ("losses", "formulas"),
     ("strategies", "optimizers", "records"),
     ("gradients", "tracing", "batches", "adapters"),
     ("runs",),

@@ -2,6 +2,8 @@
 
 See docs/how-it-decides.md#losses-written-by-hand.
 
+See docs/how-it-decides.md#losses-written-by-hand.
+
 One run in float64. A call is a *layer* where weights of more than one entry meet something else; the slice of a value
 reaches back to the results of the last layers, to the tensors of the batch and to constants. It can be made again with
 other values (``Slice.replay``).
@@ -22,7 +24,17 @@ from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import has_values, tree_map, writes_in_place
-from pytest_trainloop.recording.torch_names import IN_PLACE_OPERATORS, SAMPLES, SHAPE_ONLY, TO_PYTHON
+from pytest_trainloop.recording.torch_names import (
+    ACTIVATIONS,
+    CASTS,
+    EQUALITIES,
+    IN_PLACE_OPERATORS,
+    INDEXING,
+    SAMPLES,
+    SHAPE_ONLY,
+    TO_PYTHON,
+    VIEWS,
+)
 from pytest_trainloop.tracing.loss_slice import Call, Kind, Ref, Slice, Value
 from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import name_of, watched
@@ -264,10 +276,12 @@ class LossTape(WatchingMode):
         self._signatures[signature] += 1
         if self._signatures[signature] > STEPS or len(self.slices) >= MOST_SLICES:
             return None
+        lives, seen, stands_for = _once(lives, seen)
         numbers = {id(live): number for number, live in enumerate(lives)}
+        numbers |= {twin: numbers[id(live)] for twin, live in stands_for.items()}
         made_by = {id(s): number for number, s in enumerate(seen)}
         calls = tuple(_call(s, number, numbers) for number, s in enumerate(seen))
-        values = tuple(_value(v, numbers[id(v)], made_by) for v in lives)
+        values = tuple(_value(v, number, made_by) for number, v in enumerate(lives))
         return Slice(values, calls, numbers[id(root)], self._steps, place)
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
@@ -313,6 +327,33 @@ def _behind(root: _Live) -> tuple[list[_Live], list[_Seen]]:
         todo.extend(seen.outputs)
     ordered = sorted(calls.values(), key=lambda s: s.number)
     return list(lives.values()), ordered
+
+
+_PURE = VIEWS | CASTS | INDEXING | ACTIVATIONS | EQUALITIES | frozenset({"one_hot", "normalize"})
+
+
+def _once(lives: list[_Live], calls: list[_Seen]) -> tuple[list[_Live], list[_Seen], dict[int, _Live]]:
+    """Values and calls without those that repeat an earlier call with the same arguments, and what stands for the
+    results of these: ``p[:, 0]`` that is written twice is one value."""
+    stands_for: dict[int, _Live] = {}
+    first: dict[str, _Seen] = {}
+    kept = []
+
+    def named(value: Any) -> Any:
+        return f"value {id(stands_for.get(id(value), value))}" if isinstance(value, _Live) else value
+
+    for seen in calls:
+        if seen.name in _PURE and not seen.writes:
+            key = f"{seen.name} {tree_map(named, (seen.args, seen.kwargs))!r}"
+            twin = first.setdefault(key, seen)
+            same = len(twin.outputs) == len(seen.outputs) and all(
+                a.kept is None and b.kept is None for a, b in zip(twin.outputs, seen.outputs, strict=True)
+            )
+            if twin is not seen and same:
+                stands_for.update((id(b), a) for a, b in zip(twin.outputs, seen.outputs, strict=True))
+                continue
+        kept.append(seen)
+    return [v for v in lives if id(v) not in stands_for], kept, stands_for
 
 
 def _call(seen: _Seen, number: int, numbers: dict[int, int]) -> Call:

@@ -66,6 +66,7 @@ NAMES = (
     "total_loss_with_graph",
     "objectness_logged_and_not_added",
     "argmax_over_a_column_of_labels",
+    "dice_of_raw_scores",
 )
 
 COMPOSED = (

@@ -1,0 +1,95 @@
+"""The causes of ``loss_formula``: one for each kind of wrong ingredient, whatever the form."""
+
+from __future__ import annotations
+
+from pytest_trainloop.registry import Cause
+
+LEARNING = ("loss_at_init", "overfit_one_batch", "update_ratio")
+
+
+def _cause(proof: str, repair: str) -> Cause:
+    return Cause(proof=proof, repair=repair, explains=LEARNING, change=("seen",))
+
+
+CAUSES = {
+    "scores_as_probabilities": _cause(
+        "the form agrees, and its probabilities are the output of a layer, below 0 or above 1",
+        "take sigmoid (one class) or softmax along the class axis first",
+    ),
+    "probabilities_as_scores": _cause(
+        "the form agrees, and its scores come from a sigmoid or a softmax",
+        "give the scores as they are: the form takes the sigmoid or softmax itself",
+    ),
+    "labels_as_signs": _cause(
+        "the form agrees, and where it takes -1 and 1 it is given 0 and 1",
+        "sign = 2 * y - 1",
+    ),
+    "box_format": _cause(
+        "the form agrees with boxes read by their corners, and what the batch holds is no such box",
+        "convert boxes from (centre, width, height) to corners first",
+    ),
+    "sign_flipped": _cause(
+        "a textbook form agrees, and the gradient of what is backpropagated makes it worse",
+        "turn the sign: minimise a cost (1 - dice, -log p), not a score",
+    ),
+    "factor_missing": _cause(
+        "the form agrees without one constant factor, and not with it",
+        "put the factor in",
+    ),
+    "term_missing": _cause(
+        "the form agrees without one of its terms, and not with it; nothing else that is backpropagated gives it",
+        "add the term",
+    ),
+    "term_sign": _cause(
+        "the form agrees with the sign of one of its terms turned, and not as it is",
+        "turn the sign of that term",
+    ),
+    "clamp_missing": _cause(
+        "the form agrees without a clamp, and with it the loss is another",
+        "clamp(min=0)",
+    ),
+    "wrong_axes": _cause(
+        "the form agrees with sums, means or a softmax over other axes than its own",
+        "reduce over the axes of the form",
+    ),
+    "power_differs": _cause(
+        "the form agrees with another power of one of its parts: squared for plain, or plain for squared",
+        "take the power that the form has",
+    ),
+    "mean_taken_early": _cause(
+        "the form agrees when applied to a mean over the batch, and not row by row",
+        "apply the form to each entry, and take the mean last",
+    ),
+    "turned_round": _cause(
+        "the form agrees with two of its arguments, labels or directions changed round, and not as it is",
+        "change them back",
+    ),
+    "parameter_confused": _cause(
+        "the form agrees when one parameter is read as a function of itself: a logarithm, a variance, a deviation",
+        "convert it first: exp(log_variance), std ** 2",
+    ),
+    "temperature_inverted": _cause(
+        "the form agrees with similarities multiplied by the temperature, which is below 1",
+        "divide by the temperature",
+    ),
+    "pairs_with_itself": _cause(
+        "the form agrees with the similarity of each row with itself among what it is compared with",
+        "mask the diagonal out before the softmax",
+    ),
+    "not_normalised": _cause(
+        "the form agrees with vectors that are not of length 1",
+        "normalize(z, dim=-1) before similarities are taken",
+    ),
+    "extreme_turned": _cause(
+        "the form agrees with a minimum in place of a maximum, or the reverse, and not as it is",
+        "take the other extreme",
+    ),
+    "target_with_gradient": _cause(
+        "the form agrees, and a gradient flows through the side that is its target",
+        "compute the target under no_grad(), or detach() it",
+    ),
+    "ingredient_differs": _cause(
+        "the form agrees with one ingredient other than its own, and not as it is",
+        "put the ingredient right",
+    ),
+}

@@ -1,0 +1,70 @@
+"""Losses written by hand compute the form that they are meant to.
+
+What it does
+    It notes every call of torch between the outputs of the last layers, the batch and what is backpropagated, in the
+    first two steps in float64, and seeks textbook forms among the values: Dice, Jaccard, Tversky, focal, cross
+    entropies, hinge, IoU of boxes, likelihoods, divergences, contrastive, ranking, survival and policy losses.
+
+Why is this bad?
+    A Dice loss of raw scores, a hinge on labels of 0 and 1, an overlap that is minimised: each runs, and most fall. No
+    shape or type is wrong; only the formula is.
+
+How it decides
+    By what is computed, never by names. A form agrees with a value where both are the same function: values at 14
+    settings of the arguments (those of the run and others drawn in the same range, through the loop's own calls made
+    again) and gradients, to half of the digits of float64. Nothing else that is learned or data may reach the value.
+    Constants (smoothing, weights, a margin) are found by least squares, with more equations than constants.
+    A right form that agrees is silent, unless what it is given is not what it takes: the output of a layer, below 0
+    or above 1, for probabilities; 0 and 1 for -1 and 1; boxes that are none when read by their corners. A form with
+    one wrong ingredient counts only where no right form agrees with the same value. A sign is judged by the gradient of
+    what is backpropagated with respect to the value, where nothing else trains these outputs, the target varies and
+    comes from the batch, an optimizer holds the layer and none maximises: games and attacks make a loss worse on
+    purpose.
+    No agreement: nothing is said.
+
+Faulty
+    >>> head = nn.Linear(16, 1)
+    >>> optimizer = torch.optim.Adam(head.parameters())
+    >>> for x, y in batches:
+    ...     p, t = head(x).flatten(), (y > 0).double()
+    ...     optimizer.zero_grad()
+    ...     (1 - (2 * (p * t).sum() + 1) / (p.sum() + t.sum() + 1)).backward()
+    ...     optimizer.step()
+
+Fixed
+    >>> head = nn.Linear(16, 1)
+    >>> optimizer = torch.optim.Adam(head.parameters())
+    >>> for x, y in batches:
+    ...     p, t = head(x).sigmoid().flatten(), (y > 0).double()
+    ...     optimizer.zero_grad()
+    ...     (1 - (2 * (p * t).sum() + 1) / (p.sum() + t.sum() + 1)).backward()
+    ...     optimizer.step()
+
+Known limits
+    What passes numpy, custom autograd functions or compiled kernels is not followed. A loss of very many entries is
+    not looked at: a smaller batch shows the same. Forms with two mistakes agree with none.
+
+References
+    https://arxiv.org/abs/1606.04797
+    https://arxiv.org/abs/1708.02002
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.checks.loss.loss_formula.causes import CAUSES
+from pytest_trainloop.registry import check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.runs.evidence import Evidence
+
+
+@check(needs={"run"}, causes=CAUSES, rank=12)
+def loss_formula(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.checks.loss.loss_formula.judged import Judged
+
+    yield from evidence.shared(Judged.of).findings

@@ -1,0 +1,203 @@
+"""What is wrong with the textbook forms that the first steps of a loop compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pytest_trainloop import nested
+from pytest_trainloop.finding import Finding
+from pytest_trainloop.formulas.catalogue import FORMS
+from pytest_trainloop.formulas.cut import slope
+from pytest_trainloop.formulas.roles import violates
+from pytest_trainloop.formulas.search import Match, matches
+from pytest_trainloop.runs.weight_origins import pretrained
+from pytest_trainloop.tracing.loss_slice import CannotReplay
+from pytest_trainloop.tracing.loss_tape import Tapes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.finding import Level
+    from pytest_trainloop.formulas.form import Mistake
+    from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.tracing.loss_slice import Slice
+
+_ROLES = {
+    ("probabilities", "scores"): (
+        "scores_as_probabilities",
+        "takes probabilities and is given the scores of {layer}, from {low:.3g} to {high:.3g}",
+    ),
+    ("log_probabilities", "scores"): (
+        "scores_as_probabilities",
+        "takes log-probabilities and is given the scores of {layer}, up to {high:.3g}",
+    ),
+    ("scores", "probabilities"): (
+        "probabilities_as_scores",
+        "takes scores and is given probabilities, from {low:.3g} to {high:.3g}",
+    ),
+    ("signs", "labels"): ("labels_as_signs", "takes -1 and 1 and is given 0 and 1"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What was found, and how many forms agreed with something."""
+
+    findings: tuple[Finding, ...]
+    agreed: int
+    too_large: bool
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> Judged:
+        tapes = evidence.shared(Tapes.of)
+        found: dict[tuple[str, str], Finding] = {}
+        agreed = 0
+        for part in tapes.slices:
+            for match in matches(part, FORMS):
+                agreed += 1
+                for finding in _judge(match, evidence):
+                    found.setdefault((finding.cause, finding.where), finding)
+        return cls(tuple(found.values()), agreed, tapes.too_large)
+
+
+def _judge(match: Match, evidence: Evidence) -> Iterator[Finding]:
+    mistake = match.reading.mistake or match.variant.mistake
+    if mistake is not None:
+        if not mistake.alone or not _others_train(match):
+            yield _mistaken(match, mistake)
+        return
+    wrong_role = list(_wrong_roles(match))
+    yield from wrong_role
+    if wrong_role or not match.form.judges_direction:
+        return
+    if _rises(match) and not _others_train(match) and not _is_meant(match, evidence):
+        yield _flipped(match, "advice" if evidence.shared(pretrained) else "fault")
+
+
+def _mistaken(match: Match, mistake: Mistake) -> Finding:
+    numbers = match.reading.numbers
+    return Finding(
+        cause=mistake.cause,
+        level=mistake.level,
+        summary=f"{match.form.name}: {mistake.summary.format(**numbers)}",
+        measured=_measured(match),
+        shown_by=mistake.shown_by.format(**numbers)
+        or "the form as it is in the textbook does not agree; with this one difference it does",
+        culprits=_culprits(match),
+        where=_where(match),
+        repair=mistake.repair,
+    )
+
+
+def _wrong_roles(match: Match) -> Iterator[Finding]:
+    found = match.cut.slice
+    for argument, number in zip(match.form.arguments, match.cut.arguments, strict=True):
+        instead = violates(found, number, argument.role)
+        if not instead:
+            continue
+        cause, words = _ROLES[argument.role, instead]
+        entries = found.values[number].tensor
+        layer = _layer(found, number) or "the model"
+        text = words.format(low=float(entries.min()), high=float(entries.max()), layer=layer)
+        yield Finding(
+            cause=cause,
+            summary=f"{match.form.name} {text}",
+            measured=_measured(match),
+            shown_by=f"the form agrees with these {instead} in the place of its {argument.role.replace('_', '-')}",
+            culprits=_culprits(match),
+            where=_where(match),
+        )
+
+
+def _flipped(match: Match, level: Level) -> Finding:
+    kind = "a cost, and is maximised" if match.reading.direction > 0 else "a score, and is minimised"
+    return Finding(
+        cause="sign_flipped",
+        level=level,
+        summary=f"{match.form.name} is {kind}: training makes it worse",
+        measured=_measured(match),
+        shown_by="the gradient of what is backpropagated with respect to it; nothing else trains these outputs",
+        culprits=_culprits(match),
+        where=_where(match),
+        repair="1 - score, or -score, for a score; the cost without its minus for a cost",
+    )
+
+
+def _measured(match: Match) -> str:
+    count = match.cut.count
+    return f"values and gradients agree to rounding at {count} settings of its arguments, in float64"
+
+
+def _where(match: Match) -> str:
+    call = match.cut.slice.call_of(match.cut.number)
+    return str(call.place) if call is not None else ""
+
+
+def _culprits(match: Match) -> tuple[str, ...]:
+    """The layer that gave the prediction, and the tensors of the batch."""
+    found = match.cut.slice
+    names = [name for n in match.cut.arguments if (name := _layer(found, n))]
+    leaves = [nested.shown(v.path) for n in match.cut.arguments for v in found.from_batch(n) if v.path is not None]
+    return tuple(dict.fromkeys((*names, *leaves))) or (match.form.name,)
+
+
+def _layer(found: Slice, number: int) -> str:
+    """The module whose weights gave a value."""
+    layers = [v for v in found.trained(number) if v.parameters]
+    names = [name for v in layers[:1] for name in v.parameters]
+    return names[0].rpartition(".")[0] if names else ""
+
+
+def _rises(match: Match) -> bool:
+    """Whether what is backpropagated falls as the form gets worse, in all entries that have a gradient."""
+    found = match.cut.slice
+    value = match.cut.value.clone().requires_grad_()
+    try:
+        (root,) = found.replay({match.cut.number: value}, [found.root])
+    except CannotReplay:
+        return False
+    if match.cut.number == found.root:
+        return match.reading.direction < 0
+    gradient = slope(root, (value,))
+    if gradient is None or not bool((gradient != 0).any()):
+        return False
+    return bool((gradient * match.reading.direction <= 0).all())
+
+
+def _others_train(match: Match) -> bool:
+    """Whether anything else of what is backpropagated trains a layer."""
+    found = match.cut.slice
+    if match.cut.number == found.root:
+        return False
+    layers = {v.number: v.tensor.clone().requires_grad_() for v in found.trained(found.root)}
+    given = {**layers, match.cut.number: match.cut.value}
+    try:
+        (root,) = found.replay(given, [found.root])
+    except CannotReplay:
+        return True
+    if not root.requires_grad:
+        return False
+    gradients = torch.autograd.grad(root.sum(), list(layers.values()), allow_unused=True)
+    return any(g is not None and bool((g != 0).any()) for g in gradients)
+
+
+def _is_meant(match: Match, evidence: Evidence) -> bool:
+    """Whether it may be made worse on purpose: an optimizer maximises, none holds the layer that gave the prediction,
+    or the target says nothing (all equal, or none of the batch), as in adversarial games."""
+    found = match.cut.slice
+    record = evidence.run()
+    if any(o.maximizes for o in record.optimizers):
+        return True
+    held = {record.parameters[i].name for i in record.held}
+    layers = found.trained(match.cut.number)
+    if not any(name in held for v in layers for name in v.parameters):
+        return True
+    targets = [n for n in match.cut.arguments if not found.values[n].requires_grad]
+    return not any(found.from_batch(n) and _varies(found.values[n].tensor) for n in targets)
+
+
+def _varies(tensor: torch.Tensor) -> bool:
+    return bool(tensor.numel()) and bool((tensor != tensor.flatten()[0]).any())

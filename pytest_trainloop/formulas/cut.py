@@ -1,0 +1,148 @@
+"""A value of a slice as a function of some of the values that it was computed from."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from pytest_trainloop.losses.calls import HALF_THE_DIGITS
+from pytest_trainloop.tracing.loss_slice import CannotReplay
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.tracing.loss_slice import Slice
+
+POINTS = 14
+"""Settings of the arguments at which a small value is computed: more than any form has coefficients. The first is that
+of the run."""
+
+FEW_POINTS = 3
+"""The same for a value of ``MANY`` entries and more, each of which is an equation."""
+
+MANY = 64
+
+
+@dataclass(eq=False)
+class Cut:
+    """The value ``number`` of a slice as a function of its values ``arguments``: nothing else that is learned or data
+    reaches it."""
+
+    slice: Slice
+    number: int
+    arguments: tuple[int, ...]
+    _points: dict[int, tuple[tuple[torch.Tensor, ...], torch.Tensor | None]] = field(default_factory=dict)
+
+    @property
+    def recorded(self) -> tuple[torch.Tensor, ...]:
+        """The arguments as they were in the run."""
+        return tuple(self.slice.values[n].tensor for n in self.arguments)
+
+    @property
+    def value(self) -> torch.Tensor:
+        return self.slice.values[self.number].tensor
+
+    @functools.cached_property
+    def between(self) -> list[int]:
+        """The calls from the arguments to the value."""
+        found: set[int] = set()
+        todo = [self.number]
+        while todo:
+            at = todo.pop()
+            made = self.slice.values[at].made_by
+            if at not in self.arguments and made is not None and made not in found:
+                found.add(made)
+                todo.extend(self.slice.calls[made].inputs)
+        return sorted(found)
+
+    @functools.cached_property
+    def ops(self) -> frozenset[str]:
+        return frozenset(self.slice.calls[c].name for c in self.between)
+
+    @functools.cached_property
+    def numbers(self) -> tuple[float, ...]:
+        """The plain numbers in the calls between, and constants of one entry."""
+        found: dict[float, None] = {}
+        for number in self.between:
+            call = self.slice.calls[number]
+            found |= dict.fromkeys(call.numbers)
+            for value in (self.slice.values[n] for n in call.inputs):
+                if value.kind == "constant" and value.tensor.numel() == 1:
+                    found[float(value.tensor)] = None
+        return tuple(found)[:8]
+
+    @property
+    def count(self) -> int:
+        """The number of settings that are computed."""
+        return FEW_POINTS if self.value.numel() >= MANY else POINTS
+
+    def points(self) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
+        """Arguments and the value of them; settings that the calls refuse are left out."""
+        for index in range(self.count):
+            arguments, value = self.at(index)
+            if value is not None:
+                yield arguments, value
+
+    def at(self, index: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """The arguments of a setting, with gradients, and the value; None where the calls refuse them."""
+        if index not in self._points:
+            made = tuple(
+                _leaf(t if index == 0 else other(t, 1000 * index + place)) for place, t in enumerate(self.recorded)
+            )
+            try:
+                (value,) = self.slice.replay(dict(zip(self.arguments, made, strict=True)), [self.number])
+            except CannotReplay:
+                value = None
+            self._points[index] = made, value
+        return self._points[index]
+
+    def slope(self, index: int = 0) -> torch.Tensor | None:
+        """The gradient of a weighted sum of the value with respect to all arguments, one after the other."""
+        arguments, value = self.at(index)
+        return None if value is None else slope(value, arguments)
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
+
+
+def other(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """Other values of the same kind: 0 and 1 stay 0 and 1, whole numbers whole, others in the same range."""
+    generator = torch.Generator().manual_seed(seed)
+    if not tensor.numel() or tensor.is_complex():
+        return tensor
+    if tensor.dtype is torch.bool:
+        share = float(torch.rand((), generator=generator, dtype=torch.float64)) * 0.6 + 0.2
+        return torch.rand(tensor.shape, generator=generator, dtype=torch.float64) < share
+    low, high = tensor.min(), tensor.max()
+    if low == high:
+        return tensor
+    if not tensor.is_floating_point():
+        return torch.randint(int(low), int(high) + 1, tensor.shape, generator=generator, dtype=tensor.dtype)
+    draw = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
+    if bool(((tensor == low) | (tensor == high)).all()) and tensor.numel() > 2:
+        share = float(torch.rand((), generator=generator, dtype=torch.float64)) * 0.6 + 0.2
+        return torch.where(draw < share, high, low).to(tensor.dtype)
+    return (low + (high - low) * draw).to(tensor.dtype)
+
+
+def slope(value: torch.Tensor, arguments: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+    """The gradient of a sum of the entries with different weights; None where there is none."""
+    leaves = [a for a in arguments if a.requires_grad]
+    if not value.requires_grad or not leaves:
+        return None
+    weights = 1.0 + 0.5 * torch.cos(torch.arange(value.numel(), dtype=torch.float64) * 2.3).reshape(value.shape)
+    found = torch.autograd.grad((value * weights).sum(), leaves, retain_graph=True, allow_unused=True)
+    flat = [(torch.zeros_like(a) if g is None else g).flatten() for a, g in zip(leaves, found, strict=True)]
+    return torch.cat(flat).double()
+
+
+def close(a: torch.Tensor, b: torch.Tensor, size: float) -> bool:
+    """Whether two float64 results of numbers of this size are equal up to rounding."""
+    finite = a.isfinite() & b.isfinite()
+    if not bool((a.isfinite() == b.isfinite()).all()) or not bool(finite.any()):
+        return False
+    return float((a - b)[finite].abs().max()) <= HALF_THE_DIGITS * size

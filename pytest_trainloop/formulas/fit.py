@@ -1,0 +1,163 @@
+"""A value written as a sum of a form's parts, or as a fraction of two such sums: coefficients by least squares.
+
+A fit counts where it holds to half of the digits of float64 at all settings of the arguments, with more equations than
+coefficients, where the coefficients are determined, and where the gradients agree as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import torch
+
+from pytest_trainloop.formulas.cut import close, slope
+from pytest_trainloop.losses.calls import HALF_THE_DIGITS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from pytest_trainloop.formulas.cut import Cut
+    from pytest_trainloop.formulas.form import Form, Variant
+
+MOST_NUMBERS = 36
+"""Settings of a form's free numbers that are tried."""
+
+
+def fits(form: Form, variant: Variant, cut: Cut) -> Iterator[tuple[dict[str, float], dict[str, float]]]:
+    """The coefficients of a variant that agree with the value, each with the free numbers they belong to."""
+    for numbers in _settings(form, cut):
+        found = _fraction(variant, cut, numbers) if variant.fraction else _sum(variant, cut, numbers)
+        if found is not None:
+            yield found, numbers
+
+
+def _settings(form: Form, cut: Cut) -> Iterator[dict[str, float]]:
+    choices = [
+        tuple(dict.fromkeys((*first, *(n for n in cut.numbers if form.among(name, n)))))
+        for name, first in form.numbers.items()
+    ]
+    for chosen in itertools.islice(itertools.product(*choices), MOST_NUMBERS):
+        yield dict(zip(form.numbers, chosen, strict=True))
+
+
+def _parts(
+    variant: Variant, arguments: Sequence[torch.Tensor], value: torch.Tensor, numbers: Mapping[str, float]
+) -> dict[str, torch.Tensor] | None:
+    """The parts of a form at one setting, in the shape of the value."""
+    try:
+        parts = variant.basis(*arguments, **numbers)
+    except (RuntimeError, IndexError, ValueError, TypeError):  # arguments of other shapes than the form's
+        return None
+    if parts is None:
+        return None
+    shaped = {name: _reduced(part, value) for name, part in parts.items()}
+    return None if any(p is None for p in shaped.values()) else {n: p for n, p in shaped.items() if p is not None}
+
+
+def _reduced(part: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
+    """A part in the shape of the value: as it is, or its mean over all entries, or over trailing or leading axes."""
+    part = part.to(torch.float64) if part.dtype is not torch.float64 else part
+    if part.shape == value.shape:
+        return part
+    if part.numel() == value.numel():
+        return part.reshape(value.shape)
+    if value.numel() == 1:
+        return part.mean().reshape(value.shape)
+    kept = value.squeeze()
+    if kept.dim() < part.dim() and part.shape[: kept.dim()] == kept.shape:
+        return part.flatten(kept.dim()).mean(-1).reshape(value.shape)
+    if kept.dim() < part.dim() and part.shape[-kept.dim() :] == kept.shape:
+        return part.flatten(0, -1 - kept.dim()).mean(0).reshape(value.shape)
+    return None
+
+
+def _sum(variant: Variant, cut: Cut, numbers: Mapping[str, float]) -> dict[str, float] | None:
+    columns: dict[str, list[torch.Tensor]] = {}
+    values = []
+    for arguments, value in cut.points():
+        parts = _parts(variant, arguments, value, numbers)
+        if parts is None:
+            return None
+        for name, part in parts.items():
+            columns.setdefault(name, []).append(part.detach().flatten())
+        values.append(value.detach().double().flatten())
+    if len(values) < 2:
+        return None
+    right = torch.cat(values)
+    matrix = torch.stack([*(torch.cat(c) for c in columns.values()), torch.ones_like(right)], 1)
+    names = [*columns, "1"]
+    solved = _solved(matrix, right)
+    if solved is None:
+        return None
+    found = dict(zip(names, solved.tolist(), strict=True))
+    return found if _same_slope(variant, cut, numbers, found) else None
+
+
+def _solved(matrix: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+    """The coefficients with which the columns give the right side to rounding; small ones are 0."""
+    finite = matrix.isfinite().all(1) & right.isfinite()
+    matrix, right = matrix[finite], right[finite]
+    if len(right) < matrix.shape[1] + 2 or float(right.max() - right.min()) == 0:
+        return None
+    sizes = matrix.abs().amax(0)
+    used = sizes > 0
+    scaled = matrix[:, used] / sizes[used]
+    u, s, vh = torch.linalg.svd(scaled, full_matrices=False)
+    if float(s[-1]) <= 1e-7 * float(s[0]):
+        return None  # two parts are one at these settings
+    solved = vh.T @ ((u.T @ right) / s)
+    if not close(scaled @ solved, right, float((scaled.abs() @ solved.abs()).max())):
+        return None
+    solved = torch.where(solved.abs() <= 1e-7 * solved.abs().max(), 0.0, solved)
+    out = torch.zeros(matrix.shape[1], dtype=torch.float64)
+    out[used] = solved / sizes[used]
+    return out
+
+
+def _same_slope(variant: Variant, cut: Cut, numbers: Mapping[str, float], found: Mapping[str, float]) -> bool:
+    """Whether gradients agree too, at the setting of the run and at another one."""
+    for index in (0, 1):
+        arguments, value = cut.at(index)
+        mine = cut.slope(index)
+        if value is None or mine is None:
+            continue
+        parts = _parts(variant, arguments, value, numbers)
+        if parts is None:
+            return False
+        made = torch.stack([found[name] * part for name, part in parts.items()]).sum(0)
+        theirs = slope(made, arguments)
+        if theirs is None or not close(mine, theirs, float(mine.abs().nan_to_num(0, 0, 0).max())):
+            return False
+    return True
+
+
+def _fraction(variant: Variant, cut: Cut, numbers: Mapping[str, float]) -> dict[str, float] | None:
+    """Coefficients above and below the bar: value x (sum below) = (sum above), determined up to a common factor."""
+    columns: dict[str, list[torch.Tensor]] = {}
+    for arguments, value in cut.points():
+        parts = _parts(variant, arguments, value, numbers)
+        if parts is None:
+            return None
+        flat = value.detach().double().flatten()
+        ones = torch.ones_like(flat)
+        for name, part in (*parts.items(), ("1", ones)):
+            entries = part.detach().flatten()
+            columns.setdefault(name, []).append(entries)
+            columns.setdefault(f"/{name}", []).append(-flat * entries)
+    matrix = torch.stack([torch.cat(c) for c in columns.values()], 1) if columns else torch.zeros(0, 1)
+    matrix = matrix[matrix.isfinite().all(1)]
+    if len(matrix) < matrix.shape[1] + 2:
+        return None
+    sizes = matrix.abs().amax(0)
+    used = sizes > 0
+    if int(used.sum()) < 3:
+        return None
+    scaled = matrix[:, used] / sizes[used]
+    _, s, vh = torch.linalg.svd(scaled, full_matrices=False)
+    if float(s[-1]) > HALF_THE_DIGITS * float(s[0]) or float(s[-2]) <= 1e-7 * float(s[0]):
+        return None
+    solved = torch.zeros(matrix.shape[1], dtype=torch.float64)
+    direction = torch.where(vh[-1].abs() <= 1e-7 * vh[-1].abs().max(), 0.0, vh[-1])
+    solved[used] = direction / sizes[used]
+    return dict(zip(columns, solved.tolist(), strict=True))

@@ -1,0 +1,87 @@
+"""Overlap of two masks: Dice, Jaccard, Tversky. Each is a fraction of sums over products, predictions and targets."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.formulas.form import Argument, Coefficients, Form, Mistake, Reading, Variant, same
+from pytest_trainloop.recording.torch_names import DIVISIONS, MULTIPLICATIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+_PRODUCTS = MULTIPLICATIONS | {"matmul", "einsum", "dot", "bmm", "mm", "logical_and", "__and__", "minimum", "tensordot"}
+
+FACTOR_MISSING = Mistake(
+    "factor_missing",
+    "the overlap of a perfect prediction with its target is {perfect:.3g}, not 1",
+    "dice = 2 * (p * t).sum() / (p.sum() + t.sum()); or jaccard = i / (p.sum() + t.sum() - i) with i = (p * t).sum()",
+    shown_by="in the limit without smoothing the fraction is {perfect:.3g} where prediction and target are equal masks",
+)
+
+
+def _overlap(p: torch.Tensor, t: torch.Tensor, *, power: int, kept: int) -> Mapping[str, torch.Tensor] | None:
+    """Sums of products, predictions and targets over all axes but the first ``kept`` ones."""
+    t = t.to(p.dtype)
+    if p.shape != t.shape:
+        if p.numel() != t.numel():
+            return None
+        t = t.reshape(p.shape)
+    if kept >= p.dim():
+        return None
+    axes = tuple(range(kept, p.dim()))
+    return {"both": (p * t).sum(axes), "prediction": (p**power).sum(axes), "target": (t**power).sum(axes)}
+
+
+def _by_class(p: torch.Tensor, t: torch.Tensor, *, power: int) -> Mapping[str, torch.Tensor] | None:
+    """The same with one entry for each class, on axis 1, over the whole batch."""
+    t = t.to(p.dtype)
+    if p.shape != t.shape or p.dim() < 2:
+        return None
+    axes = (0, *range(2, p.dim()))
+    return {"both": (p * t).sum(axes), "prediction": (p**power).sum(axes), "target": (t**power).sum(axes)}
+
+
+def _read(found: Coefficients) -> Reading | None:
+    """What the fraction is for equal masks, and for masks that share nothing."""
+
+    def limit(both: float, alone: float) -> float:
+        above = found["both"] * both + found["prediction"] * alone + found["target"] * alone
+        below = found["/both"] * both + found["/prediction"] * alone + found["/target"] * alone
+        return above / below if below else float("nan")
+
+    perfect, disjoint = limit(1, 1), limit(0, 1)
+    if not (found["/prediction"] and found["/target"] and (found["both"] or found["/both"])):
+        return None
+    best, worst = (perfect, disjoint) if perfect > disjoint else (disjoint, perfect)
+    direction = -1 if perfect > disjoint else 1
+    numbers = {"perfect": perfect if direction < 0 else 1 - perfect}
+    if perfect == disjoint:
+        return None
+    if _near(best - worst, 1.0):
+        return Reading(direction)
+    if _near(best - worst, 0.5) and same(found["/prediction"], found["/target"]):
+        return Reading(direction, FACTOR_MISSING, numbers)
+    return Reading(direction)
+
+
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-6
+
+
+_WAYS = tuple(functools.partial(_overlap, power=power, kept=kept) for power in (1, 2) for kept in (0, 1, 2)) + tuple(
+    functools.partial(_by_class, power=power) for power in (1, 2)
+)
+
+OVERLAP = Form(
+    "the overlap of two masks (Dice, Jaccard, Tversky)",
+    "https://arxiv.org/abs/1606.04797",
+    (Argument("prediction", "probabilities", learned=True), Argument("target", "labels", learned=False)),
+    tuple(Variant(way, _read, fraction=True) for way in _WAYS),
+    needs=(DIVISIONS, _PRODUCTS, frozenset({"sum", "mean", "einsum", "dot", "matmul", "tensordot"})),
+)
+
+FORMS = (OVERLAP,)
