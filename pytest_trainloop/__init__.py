@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from pytest_trainloop.errors import CheckFailed, TrainLoopError, UsageError
     from pytest_trainloop.finding import Finding, Result
     from pytest_trainloop.loop import Padding, TrainLoop
-    from pytest_trainloop.losscontract import LossContract
+    from pytest_trainloop.losscontract import CallContract, LossContract
+    from pytest_trainloop.losses.table import register_contract
     from pytest_trainloop.registry import Cause, check
     from pytest_trainloop.report import Report
 
     __version__: str
 
 __all__ = [
+    "CallContract",
     "Card",
     "Cause",
     "CheckFailed",
@@ -38,9 +40,11 @@ __all__ = [
     "check_loop",
     "check_loss",
     "observe",
+    "register_contract",
 ]
 
 _HOMES = {
+    "CallContract": "losscontract",
     "Card": "cards.page",
     "Cause": "registry",
     "CheckFailed": "errors",
@@ -58,6 +62,7 @@ _HOMES = {
     "check_loop": "api",
     "check_loss": "api",
     "observe": "api",
+    "register_contract": "losses.table",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_trainloop import places
@@ -183,3 +183,102 @@ def _an(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__qualname__}"
     return "None" if value is None else f"of type {type(value).__name__}"
+
+
+HOLDS: Mapping[str, str] = {
+    "logits": "raw scores",
+    "class_logits": "raw scores of classes",
+    "log_probabilities": "log-probabilities",
+    "probabilities": "probabilities",
+    "values": "plain numbers",
+    "variance": "variances",
+    "embeddings": "embeddings",
+    "boxes": "boxes as (x1, y1, x2, y2)",
+    "images": "images in a range",
+    "distribution_value": "what a distribution is asked of",
+    "index": "class indices",
+    "one_hot": "zeros and ones, one 1 along the class axis",
+    "distribution": "probabilities over the classes",
+    "binary": "one of two labels",
+    "value": "plain numbers",
+    "labels": "a label for each embedding",
+}
+"""What an argument of a loss function can hold, in words."""
+
+OF_TARGETS = ("index", "one_hot", "distribution", "binary", "value", "labels")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallContract:
+    """What a function takes, argument by argument, for ``register_contract``.
+
+    >>> CallContract(arguments={"scores": "logits", "mask": "binary"})
+
+    Parameters
+    ----------
+    arguments
+        by the name of a parameter of the function (of ``forward`` for a module) what it holds: ``"logits"``,
+        ``"class_logits"``, ``"probabilities"``, ``"log_probabilities"``, ``"values"``, ``"variance"``,
+        ``"embeddings"``, ``"boxes"`` (x1, y1, x2, y2), ``"images"``; of targets ``"index"``, ``"one_hot"``,
+        ``"distribution"``, ``"binary"``, ``"value"``, ``"labels"`` (one for each embedding). Scores are over classes
+        beside an index, a one-hot or a distribution, else each is a yes or no
+    when
+        flags, by the name of another parameter or of an attribute of the module, and the values with which this
+        contract holds; several contracts may be registered for one function, and the first that fits counts
+    class_dim
+        the class axis of scores and probabilities
+    ignore_index
+        the target that does not count, or the name of the parameter or attribute that holds it
+    labels
+        the two values of a binary target
+    value_range
+        bounds of images, or the name of the parameter or attribute that holds the upper one
+    gives
+        ``"loss"``, or ``"similarity"``: larger is better, and its negative, or 1 minus it, is the loss
+    pairwise
+        whether each row of one argument is compared with each row of the other: the result is a table (N, M)
+    page
+        the page that says so, for the failure text
+
+    Raises
+    ------
+    UsageError
+        a word that is not known
+    """
+
+    arguments: Mapping[str, str]
+    when: Mapping[str, object] = field(default_factory=dict)
+    class_dim: int = 1
+    ignore_index: int | str | None = None
+    labels: tuple[float, float] = (0.0, 1.0)
+    value_range: tuple[float, float] | str | None = None
+    gives: Literal["loss", "similarity"] = "loss"
+    pairwise: bool = False
+    page: str = ""
+
+    def __post_init__(self) -> None:
+        for word in self.arguments.values():
+            if word not in HOLDS:
+                hint = nearest(str(word), HOLDS)
+                raise UsageError(
+                    f"CallContract.arguments holds {word!r}; one of {', '.join(HOLDS)} is needed; {hint}",
+                    place=places.of_keyword(*places.caller(), "CallContract", "arguments"),
+                )
+        if self.gives not in ("loss", "similarity"):
+            raise UsageError(f"CallContract.gives is {self.gives!r}; 'loss' or 'similarity' is needed")
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The arguments that a model gives, in order."""
+        return tuple(name for name, word in self.arguments.items() if word not in OF_TARGETS)
+
+    @property
+    def target(self) -> str | None:
+        """The argument that holds the target."""
+        return next((name for name, word in self.arguments.items() if word in OF_TARGETS), None)
+
+    @property
+    def over_classes(self) -> bool:
+        """Whether scores are over classes: one of several is right."""
+        words = set(self.arguments.values())
+        return bool(words & {"index", "one_hot", "distribution", "class_logits"})

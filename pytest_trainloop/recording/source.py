@@ -37,12 +37,12 @@ def layer(filename: str) -> int:
     return 2
 
 
-def here() -> tuple[Place, Site]:
-    """The user's nearest line and the call site.
+def here(start: FrameType | None = None) -> tuple[Place, Site]:
+    """The user's nearest line and the call site, from the caller on or from another frame.
 
     The place is the nearest line of the user's own; where there is none, the nearest of any library but torch.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = start or sys._getframe(1)
     site: list[tuple[str, int]] = []
     place: tuple[str, int] | None = None
     while frame is not None and (place is None or len(site) < _SITE_DEPTH):

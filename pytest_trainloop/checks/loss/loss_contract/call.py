@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pytest_trainloop.checks.loss.loss_contract.tokens import Embedded, Tokens
+    from pytest_trainloop.losses.table.lookup import Known
     from pytest_trainloop.recording.events import Place, Site
     from pytest_trainloop.tracing.provenance import Node
 
@@ -25,6 +26,14 @@ class Judgement:
     finding: Finding
     in_every_call: bool = False
     """Whether it counts only where it is found in every call from the same line."""
+
+
+class Compared(NamedTuple):
+    """The two sides of a distance; the model's is held by its identity alone."""
+
+    output: int
+    target: torch.Tensor
+    place: Place
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,6 +66,12 @@ class Call:
     """The gradient of the loop's loss with respect to the input, from all uses of it."""
     root: float | None = None
     """The value of the loop's loss, which is backpropagated."""
+    known: Known | None = None
+    """What the table of losses knows of the function, where it is no function of torch."""
+    compared: list[Compared] = field(default_factory=list)
+    """What a distance compares in this step, where both sides may be boxes."""
+    beside: list[Call] = field(default_factory=list)
+    """The calls of the same distribution in this step, this one included."""
 
     def tensor(self, name: str) -> torch.Tensor | None:
         value = self.given.get(name)
@@ -117,7 +132,7 @@ def judges(*names: str) -> Callable[[Judge], Judge]:
     """Let a function judge every call of the functions with these names.
 
     They are loss functions of ``torch.nn.functional``, or operations that losses are written with, named as in
-    ``recorder.operation``.
+    ``operations.operation``.
     """
 
     def register(judge: Judge) -> Judge:

@@ -320,6 +320,24 @@ CAUSES = {
         explains=LEARNING,
         change=("seen",),
     ),
+    "box_format": Cause(
+        proof="boxes that are read as corners have x2 < x1, or are compared elsewhere with centres and sizes",
+        repair="box_convert(boxes, in_fmt='cxcywh', out_fmt='xyxy') on predictions and targets alike",
+        explains=LEARNING,
+        change=("seen",),
+    ),
+    "no_pairs": Cause(
+        proof="the labels of every call are all different, or all the same, and the loss is exactly 0",
+        repair="sample several rows of each class, or give both views of a row one label",
+        explains=(*LEARNING, *_NO_SLOPE),
+        change=("seen",),
+    ),
+    "value_range": Cause(
+        proof="the images span less than a hundredth, or more than a hundred times, of the range that the call is told",
+        repair="pass the range that the images have: 1 for [0, 1], 255 for bytes",
+        explains=LEARNING,
+        change=("seen",),
+    ),
     "head_too_wide": Cause(
         proof="no label of the run lies in the lower eighth of the head",
         repair="size the head by the labels, or look at the mapping from names to labels",

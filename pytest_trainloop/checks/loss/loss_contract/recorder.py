@@ -18,17 +18,20 @@ import torch.nn.functional as F
 from pytest_trainloop import nested
 from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.batches.padding import Ids
-from pytest_trainloop.checks.loss.loss_contract import broadcasting, loss_terms, refused_calls
-from pytest_trainloop.checks.loss.loss_contract.call import Call
+from pytest_trainloop.checks.loss.loss_contract import loss_terms, refused_calls
+from pytest_trainloop.checks.loss.loss_contract.by_contract import by_contract
+from pytest_trainloop.checks.loss.loss_contract.call import Call, Compared
 from pytest_trainloop.checks.loss.loss_contract.contracts import JUDGES
 from pytest_trainloop.checks.loss.loss_contract.dead_values import never_read
 from pytest_trainloop.checks.loss.loss_contract.label_shifts import LabelShifts
+from pytest_trainloop.checks.loss.loss_contract.operations import OPERATIONS, operation
+from pytest_trainloop.checks.loss.loss_contract.running_calls import RunningCalls
 from pytest_trainloop.checks.loss.loss_contract.tokens import Embedded, Tokens
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import on_gradient
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import has_values
-from pytest_trainloop.recording.torch_names import LOSSES
+from pytest_trainloop.recording.torch_names import DISTANCE_LOSSES, LOSSES
 from pytest_trainloop.runs.checkpoint_bypass import switched, without
 from pytest_trainloop.runs.hooks import before_calls
 from pytest_trainloop.tracing.arguments import bound_arguments, named_arguments
@@ -37,12 +40,14 @@ from pytest_trainloop.tracing.provenance import Lineage, name_of, watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import FrameType
 
     from torch import nn
 
     from pytest_trainloop.checks.loss.loss_contract.call import Judge, Judgement
     from pytest_trainloop.finding import Finding
     from pytest_trainloop.loop import Padding
+    from pytest_trainloop.losses.table.lookup import Known
     from pytest_trainloop.recording.events import Site
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
@@ -54,9 +59,6 @@ MOST = 256
 WAITING_STEPS = 3
 """Optimizer steps for which a call waits for its backward pass."""
 
-OPERATIONS = frozenset("log_softmax logsumexp log_sigmoid log log1p softplus gather sub rsub __sub__ mul".split())
-"""Operations that losses are written with."""
-
 
 @dataclass(slots=True)
 class CallSite:
@@ -64,6 +66,8 @@ class CallSite:
 
     name: str
     layer: str | None = None
+    of_table: bool = False
+    """Whether the table of losses has the function: it says more than the functions of torch that it calls."""
     where: str = ""
     with_history: int = 0
     """Calls whose result has a history."""
@@ -96,6 +100,9 @@ class LossCallRecorder(WatchingMode):
         self.unread: list[str] = []
         self.called: dict[str, None] = {}
         self._waiting: deque[tuple[int, list[Call]]] = deque()
+        self._running = RunningCalls(self._began, self._ended)
+        self._compared: list[Compared] = []
+        self._of_owner: dict[int, list[Call]] = {}
 
     @classmethod
     def of(cls, evidence: Evidence) -> LossCallRecorder:
@@ -139,7 +146,7 @@ class LossCallRecorder(WatchingMode):
 
     def findings(self) -> Iterator[Finding]:
         """What is wrong with the calls, with the number of calls that show it."""
-        for site in self.sites.values():
+        for site in sorted(self.sites.values(), key=lambda site: not site.of_table):
             for judgements in site.judgements.values():
                 first = judgements[0]
                 if first.in_every_call and len(judgements) < site.judged:
@@ -153,7 +160,11 @@ class LossCallRecorder(WatchingMode):
         are trained. Advice needs no such proof."""
         if finding.level == "advice":
             return True
-        others = [s for s in self.sites.values() if s is not site and s.name in LOSSES and s.judged]
+        if site.of_table and site.layer is None:
+            return self._record is None or not any(o.maximizes for o in self._record.optimizers)
+        others = [
+            s for s in self.sites.values() if s is not site and s.name in LOSSES and s.judged and not site.of_table
+        ]
         return self._record is not None and not others and not loss_terms.is_meant(self._record, site.layer)
 
     def _without_gradient(self) -> Iterator[Finding]:
@@ -175,11 +186,13 @@ class LossCallRecorder(WatchingMode):
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watch, name = self.watch, name_of(func)
-        if not watched(name):
-            return func(*args, **kwargs)
         if watch.record.steps != self._steps:
             self._steps = watch.record.steps
             self._forget()
+        with watch.suspended():
+            self._running.before()
+        if not watched(name):
+            return func(*args, **kwargs)
         with watch.suspended():
             if name == "backward":
                 self._backpropagated(args, kwargs)
@@ -194,6 +207,7 @@ class LossCallRecorder(WatchingMode):
             raise
         with watch.suspended():
             self._lineage.note(watch, func, name, args, kwargs, parents, out)
+            self._running.after(out)
             if name == "embedding" and isinstance(out, torch.Tensor):
                 if self._open_embeddings and torch.is_grad_enabled() and not out.requires_grad:
                     out = out.detach().requires_grad_().clone()  # no leaf: the loop may write to it in place
@@ -206,6 +220,8 @@ class LossCallRecorder(WatchingMode):
     def _forget(self) -> None:
         self._lineage.forget()
         self._tokens.embedded.clear()
+        self._running.forget()
+        self._compared, self._of_owner = [], {}
 
     def _backpropagated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         roots = list(tensors_in(args[:1], kwargs.get("tensors", ())))
@@ -237,6 +253,8 @@ class LossCallRecorder(WatchingMode):
             given = bound_arguments(func, args, kwargs)
         elif name in OPERATIONS:
             name, given = operation(name, args, kwargs)
+            if name == "difference" and self._running.current is not None:
+                return None  # of what the table has a contract for
         else:
             return None
         if not given:
@@ -253,8 +271,10 @@ class LossCallRecorder(WatchingMode):
         """Judge the call once the gradients at its result and at its input are known."""
         if call.name in LOSSES:
             self.called[call.name] = None
-        if not call.out.requires_grad or call.name not in JUDGES:
+        if not call.out.requires_grad or not _judges_of(call):
             return
+        if call.name in DISTANCE_LOSSES:
+            self._remember(call)
         call.layer = loss_terms.layer_of(call)
         site = self._site_of(call)
         site.with_history, site.where = site.with_history + 1, str(call.place)
@@ -285,8 +305,39 @@ class LossCallRecorder(WatchingMode):
         if given is not None:
             on_gradient(given, at_input)
 
+    def _began(self, known: Known, frame: FrameType) -> Call:
+        """A call of a function in the table that begins, with its arguments as they are given."""
+        place, site = here(frame.f_back)
+        given = dict(known.given)
+        if known.contract.outputs:
+            given["input"] = given.get(known.contract.outputs[0])
+        if known.contract.target is not None:
+            given["target"] = given.get(known.contract.target)
+        own = vars(known.owner) if isinstance(known.owner, torch.distributions.Distribution) else {}
+        given |= {f"parameter {name}": value for name, value in own.items() if isinstance(value, torch.Tensor)}
+        made = Call(
+            name=known.name, given=given, place=place, site=site, out=torch.empty(0), module=self.watch.module_path(),
+            tokens=self._tokens, embedded=tuple(self._tokens.embedded), rows=self._rows, known=known,
+            compared=self._compared, beside=self._of_owner.setdefault(id(known.owner), []) if own else [],
+        )  # fmt: skip
+        made.beside.append(made)
+        made.nodes = {key: self._lineage.of(value) for key, value in given.items() if isinstance(value, torch.Tensor)}
+        return made
+
+    def _ended(self, call: Call) -> None:
+        self._judge_after_backward(self.watch, call)
+
+    def _remember(self, call: Call) -> None:
+        """What a distance compares that may be boxes, for calls that take boxes."""
+        given, target = call.tensor("input"), call.tensor("target")
+        if given is None or target is None or given.shape != target.shape or len(self._compared) >= MOST:
+            return
+        if given.shape[-1:] == (4,):
+            self._compared.append(Compared(id(call.given["input"]), target, call.place))
+
     def _site_of(self, call: Call) -> CallSite:
-        return self.sites.setdefault((call.name, call.site, call.layer), CallSite(call.name, layer=call.layer))
+        made = CallSite(call.name, layer=call.layer, of_table=call.known is not None)
+        return self.sites.setdefault((call.name, call.site, call.layer), made)
 
     def _judge(self, call: Call, only: Judge | None = None) -> None:
         site = self._site_of(call)
@@ -294,7 +345,7 @@ class LossCallRecorder(WatchingMode):
             return
         call.number = site.judged
         site.judged += 1
-        for judge in (self._compare_labels, *JUDGES[call.name]) if only is None else (only,):
+        for judge in (self._compare_labels, *_judges_of(call)) if only is None else (only,):
             try:
                 for judgement in judge(call):
                     site.judgements[judgement.finding.cause, judgement.finding.culprits[0]].append(judgement)
@@ -308,6 +359,10 @@ class LossCallRecorder(WatchingMode):
         yield from ()
 
 
+def _judges_of(call: Call) -> list[Judge]:
+    return [by_contract] if call.known is not None else JUDGES.get(call.name, [])
+
+
 def _counted(finding: Finding, times: int, calls: int) -> Finding:
     often = f"; in {times} of {calls} calls" if calls > 1 else ""
     return replace(finding, measured=f"{finding.measured}{often}".removeprefix("; "))
@@ -317,30 +372,3 @@ def _has_nan(call: Call) -> bool:
     """Whether an output of the model is NaN: such values cannot be judged."""
     tensors = (v for v in call.given.values() if isinstance(v, torch.Tensor) and v.requires_grad)
     return any(v.is_floating_point() and bool(v.isnan().any()) for v in tensors)
-
-
-def operation(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """An operation that losses are written with, under the name by which it is judged, and its arguments.
-
-    "product" is a product of two tensors of one shape, "difference" one in which both sides are broadcast. Other sums
-    and products are not judged, and have no arguments.
-    """
-    given = args[0] if args else kwargs.get("input")
-    if not isinstance(given, torch.Tensor):
-        return name, {}
-    if name in ("sub", "rsub", "mul", "__sub__"):
-        other = args[1] if len(args) > 1 else kwargs.get("other")
-        if not isinstance(other, torch.Tensor):
-            return name, {}
-        sides = {"input": given, "target": other}
-        if name == "mul" and given.shape == other.shape and given.dim() > 1:
-            return "product", sides
-        return ("difference", sides) if broadcasting.both_grow((tuple(given.shape), tuple(other.shape))) else (name, {})
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    if isinstance(dim, int):
-        dim = dim % max(given.dim(), 1)
-    if name == "gather":
-        return name, {"input": given, "dim": dim, "index": args[2] if len(args) > 2 else kwargs.get("index")}
-    if name in ("log_softmax", "logsumexp"):
-        dim = given.dim() - 1
-    return name, {"input": given, "dim": dim}

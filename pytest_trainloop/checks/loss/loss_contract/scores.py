@@ -37,7 +37,6 @@ _REPAIR = {
     "log_softmax": "take log_softmax of the scores, once",
     "logsumexp": "take logsumexp of the scores as they are",
 }
-_REPAIR_OF_CROSS_ENTROPY = "give cross_entropy the scores as they are: it takes the log-softmax itself"
 
 
 @judges("cross_entropy", "log_softmax")
@@ -55,7 +54,7 @@ def classes(call: Call) -> Iterator[Judgement]:
     if found.learned:
         yield from _temperature(call, found)
         return
-    repair = _REPAIR.get(call.name, _REPAIR_OF_CROSS_ENTROPY)
+    repair = _REPAIR.get(call.name, f"give {call.name} the scores as they are: it takes the softmax itself")
     if (source.op == "softmax" or is_sigmoid(source)) and abs(found.scale) <= WIDEST:
         yield _probabilities(call, source, count, repair)
     elif source.op == "tanh" and 2 * abs(found.scale) <= WIDEST:
@@ -168,9 +167,12 @@ def twice(call: Call) -> Iterator[Judgement]:
 
 
 def class_axis(call: Call) -> int:
+    """The axis of the classes in the input of a call."""
     given = call.given.get("dim")
     if call.name in ("log_softmax", "logsumexp"):
         return given if isinstance(given, int) else -1
+    if call.known is not None:
+        return call.known.contract.class_dim
     tensor = call.tensor("input")
     return 1 if tensor is not None and tensor.dim() > 1 else 0
 
@@ -239,12 +241,20 @@ def _clamped(call: Call, repair: str) -> Judgement:
 def _single_class(call: Call) -> Iterator[Judgement]:
     """A head with one output under a softmax, which is always 1."""
     found = layout(call.node("input"))
-    if call.name != "cross_entropy" or found is None or found.features != 1 or found.moved or call.rows < 2:
+    if (
+        call.name in ("log_softmax", "logsumexp")
+        or found is None
+        or found.features != 1
+        or found.moved
+        or call.rows < 2
+    ):
         return
     given = call.tensor("input")
     yield call.judged(
         "single_class",
-        "cross_entropy over one class: its softmax is 1 and its loss 0, whatever the model returns",
+        f"{call.name} over one class: its softmax is 1"
+        + (" and its loss 0" if call.known is None else "")
+        + ", whatever the model returns",
         measured=f"input of shape {tuple(given.shape)}" if given is not None else "",
         shown_by="the last layer has one output, and the class axis has size 1",
     )

@@ -1,0 +1,26 @@
+"""Losses of embeddings: pytorch_metric_learning's and monai's."""
+
+from __future__ import annotations
+
+from pytest_trainloop.losscontract import CallContract
+from pytest_trainloop.losses.table.entry import Entry
+
+_PAGE = "https://kevinmusgrave.github.io/pytorch-metric-learning/losses/"
+
+_OF_PAIRS = """ContrastiveLoss TripletMarginLoss NTXentLoss SupConLoss MultiSimilarityLoss CircleLoss FastAPLoss
+NPairsLoss LiftedStructureLoss GeneralizedLiftedStructureLoss MarginLoss TupletMarginLoss AngularLoss NCALoss
+IntraPairVarianceLoss SignalToNoiseRatioContrastiveLoss SmoothAPLoss RankedListLoss PNPLoss"""
+
+ENTRIES = (
+    Entry(
+        names=tuple(f"pytorch_metric_learning.losses.{name}" for name in _OF_PAIRS.split()),
+        contracts=(
+            CallContract(
+                arguments={"embeddings": "embeddings", "labels": "labels"},
+                when={"indices_tuple": None, "ref_emb": None, "ref_labels": None},
+            ),
+        ),
+        page=_PAGE,
+    ),
+)
+"""Losses with weights for each class (ArcFace, proxies) need no pair of rows, and are not among them."""

@@ -1,0 +1,137 @@
+"""Contracts that a project, or a library, adds to the table."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pytest_trainloop import places
+from pytest_trainloop.errors import UsageError
+from pytest_trainloop.losscontract import CallContract, LossContract
+from pytest_trainloop.losses.table.entry import Entry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import CodeType
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """What was registered for the code of one function."""
+
+    entries: tuple[Entry, ...]
+    like: tuple[Mapping[str, object], ...]
+    """For each the flags that a call must share: those with which its contract was tested."""
+
+
+_REGISTERED: dict[CodeType, Registered] = {}
+
+
+def register_contract(function: Any, contract: LossContract | CallContract) -> None:
+    """Let a loss function be judged in loops by what it takes.
+
+    >>> register_contract(dice_loss, CallContract(arguments={"probs": "probabilities", "mask": "binary"}))
+    >>> register_contract(FocalLoss, LossContract(criterion=FocalLoss(), expects="logits", num_classes=10))
+
+    Parameters
+    ----------
+    function
+        a function, or a class of modules, whose ``forward`` is meant; functions in C and compiled ones cannot be seen
+    contract
+        what it takes: a ``CallContract``, argument by argument; or the ``LossContract`` with which it is tested, which
+        holds for calls with the same flags as its criterion's
+
+    Raises
+    ------
+    UsageError
+        the function has no code of Python's, or the contract names a parameter that it has not
+    """
+    code = code_of(function)
+    if code is None:
+        raise UsageError(f"register_contract got {function!r}; a function or a class of modules is needed")
+    flags: Mapping[str, object] = {}
+    if isinstance(contract, LossContract):
+        flags = flags_of(contract.criterion)
+        made = call_contract(contract, code)
+        if made is None:
+            raise UsageError(
+                "register_contract got a LossContract whose criterion does not take its outputs and its target by "
+                "position; give a CallContract, argument by argument"
+            )
+        contract = made
+    elif not isinstance(contract, CallContract):
+        raise UsageError(f"register_contract got {type(contract).__name__}; a LossContract or CallContract is needed")
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    for name in contract.arguments:
+        if name not in names:
+            raise UsageError(f"CallContract.arguments names {name!r}; {code.co_name} has {', '.join(names)}")
+    name = getattr(function, "__qualname__", code.co_name)
+    entry = Entry(names=(name,), contracts=(contract,), page=contract.page)
+    known = _REGISTERED.get(code, Registered((), ()))
+    if entry not in known.entries:
+        _REGISTERED[code] = Registered((*known.entries, entry), (*known.like, flags))
+
+
+def registered(code: CodeType) -> Registered | None:
+    """What was registered for this code."""
+    return _REGISTERED.get(code)
+
+
+def forget(function: Any) -> None:
+    """Take what was registered for a function out again."""
+    code = code_of(function)
+    if code is not None:
+        _REGISTERED.pop(code, None)
+
+
+def code_of(function: Any) -> CodeType | None:
+    """The code of a function, or of a module's or a class's ``forward``."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    forward = getattr(function, "forward", None)
+    if forward is not None:
+        function = forward
+    return places.code_of(function)
+
+
+def flags_of(criterion: Callable[..., Any]) -> dict[str, object]:
+    """The plain settings of a criterion: of a module its attributes, of a function the defaults of its parameters, and
+    what a partial gives."""
+    given: dict[str, object] = {}
+    while isinstance(criterion, functools.partial):
+        given = dict(criterion.keywords) | given
+        criterion = criterion.func
+    if hasattr(criterion, "forward"):
+        return {name: value for name, value in vars(criterion).items() if plain(value) and name != "training"}
+    try:
+        parameters = inspect.signature(criterion).parameters.values()
+    except (TypeError, ValueError):
+        return given
+    return {p.name: p.default for p in parameters if p.default is not p.empty and plain(p.default)} | given
+
+
+def plain(value: object) -> bool:
+    """Whether it is a setting that can be compared."""
+    return isinstance(value, (bool, int, float, str, type(None)))
+
+
+def call_contract(contract: LossContract, code: CodeType) -> CallContract | None:
+    """The same promise by the names of the parameters; None where they are not given by position."""
+    names = [n for n in code.co_varnames[: code.co_argcount] if n != "self"]
+    views = contract.views or (2 if contract.expects == "embeddings" and contract.target != "index" else 1)
+    of_pair = contract.target == "pair"
+    if of_pair:
+        words: list[str] = [contract.expects] * max(2, views)
+    else:
+        target = "labels" if contract.expects == "embeddings" and contract.target == "index" else contract.target
+        words = [*[contract.expects] * views, target]
+    if len(names) < len(words):
+        return None
+    return CallContract(
+        arguments=dict(zip(names, words, strict=False)),
+        class_dim=contract.class_dim,
+        ignore_index=contract.ignore_index,
+        labels=contract.labels,
+    )
