@@ -57,7 +57,7 @@ class Schedule:
 )
 def v_prediction():
     unet, scheduler = Net(), Schedule()
-    optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(unet.parameters(), lr=3e-3)
 
     def train(batches, snr_gamma=5.0):
         for (latents,) in batches:
@@ -369,7 +369,7 @@ def vq_vae():
             self.encoder = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, dim))
             self.decoder = nn.Sequential(nn.Linear(dim, 24), nn.ReLU(), nn.Linear(24, 6))
             self.embedding, self.beta = nn.Embedding(k, dim), beta
-            nn.init.uniform_(self.embedding.weight, -1.0 / k, 1.0 / k)
+            nn.init.uniform_(self.embedding.weight, -0.5, 0.5)
 
         def forward(self, x):
             z = self.encoder(x)
@@ -417,7 +417,7 @@ def distillation(accumulate=1):
             soft = kd(F.log_softmax(logits / temperature, -1), F.softmax(teacher_logits / temperature, -1))
             loss = alpha * F.cross_entropy(logits, yb) + (1.0 - alpha) * soft * temperature**2
             (loss / accumulate).backward()
-            if (i + 1) % accumulate == 0:
+            if (i + 1) % accumulate == 0 or i + 1 == len(batches):
                 optimizer.step()
                 optimizer.zero_grad()
 

@@ -68,8 +68,17 @@ def spotlight_bpr():
             loss.backward()
             optimizer.step()
 
+    def load(state):
+        net.load_state_dict(state["net"])
+        optimizer.load_state_dict(state["optimizer"])
+
     return TrainLoop(
-        model=net, optimizer=optimizer, batches=DataLoader(interactions(), batch_size=16, shuffle=True), fit=fit
+        model=net,
+        optimizer=optimizer,
+        batches=DataLoader(interactions(), batch_size=16, shuffle=True),
+        fit=fit,
+        save=lambda: copy.deepcopy({"net": net.state_dict(), "optimizer": optimizer.state_dict()}),
+        load=load,
     )
 
 
@@ -352,7 +361,7 @@ def batch_hard():
 
 @right(
     "recommenders",
-    "a negative cosine whose target branch is detached; the first loss is near 0 and it falls to -1",
+    "a negative cosine whose target branch is detached; the loss falls below 0, to -1",
     thread="PatrickHua/SimSiam#22",
 )
 def simsiam():

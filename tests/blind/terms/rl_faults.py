@@ -417,7 +417,7 @@ def quantile_dqn():
     optimizer = torch.optim.Adam(online.parameters(), lr=5e-4)
 
     def train(batches):
-        for b in batches:
+        for i, b in enumerate(batches):
             with torch.no_grad():
                 nxt = target_net(b.next_state)
                 best = nxt.mean(2).argmax(1)
@@ -428,5 +428,7 @@ def quantile_dqn():
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            if i % 10 == 9:
+                target_net.load_state_dict(online.state_dict())
 
     return TrainLoop(model={"online": online, "target": target_net}, optimizer=optimizer, batches=replay, fit=train)

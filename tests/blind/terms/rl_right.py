@@ -398,7 +398,7 @@ def categorical_dqn():
         return out
 
     def train(batches):
-        for b in batches:
+        for i, b in enumerate(batches):
             with torch.no_grad():
                 proj = project(b)
             logp = net(b["obs"]).view(-1, 3, atoms).log_softmax(-1)
@@ -407,6 +407,8 @@ def categorical_dqn():
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            if i % 10 == 9:
+                target.load_state_dict(net.state_dict())
 
     return TrainLoop(model={"net": net, "target": target}, optimizer=optimizer, batches=transitions, fit=train)
 
