@@ -17,6 +17,10 @@ How it decides
     gradient is the same bit for bit in both runs. Where it is not, three scales s, s/2 and s/4 separate a part that
     grows with the scale (never unscaled: its differences halve) from one that falls with it (never scaled: they
     double). Nothing else has these proportions, and scales that user code divides out leave no part of either kind.
+    A gradient that changes otherwise may have underflowed: it is asked again with every autocast block switched off,
+    where halving the scale changes no bit. What is left by then (2^-7 of the gradient or more) is a scaled gradient
+    that was used as if it were not: in a penalty on its norm, or in a step along it.
+    Of several scalers one alone is halved: a gradient that follows it is scaled by one and unscaled by another.
     An update between a backward pass and its step is tested: with a scale that grows at this update, the gradient that
     the step reads is half of what it is with a constant scale.
     A scale that falls by 2^10 after the first step, or 24 skips in a row with no step at all, are only a suspicion:
@@ -142,6 +146,19 @@ CAUSES = {
         explains=_AND_PARITY,
         change=("seen",),
     ),
+    "scale_in_loss": Cause(
+        proof="with every autocast block off, in float32, the gradient that the step reads changes as the scale is "
+        "halved: something computed of a scaled gradient enters the loss or the weights",
+        repair="divide a gradient by scaler.get_scale() before it is used, or call scaler.unscale_(optimizer) before",
+        explains=(*_AND_PARITY, "loss_at_init"),
+        change=("seen",),
+    ),
+    "another_scaler": Cause(
+        proof="with the scale of one scaler alone halved, the gradient that the step reads is half, or twice, as large",
+        repair="scale a loss and step its optimizer with the same scaler; one scaler for all optimizers does",
+        explains=_AND_PARITY,
+        change=("seen",),
+    ),
     "scaler_recreated": Cause(
         proof="every step has its own scaler, so no scale ever adapts",
         repair="build one GradScaler before the loop, and keep it (its state too) for the whole training",
@@ -204,7 +221,7 @@ def _scale_dependences(evidence: Evidence | EnabledScaler, record: Record) -> It
         unscaled_early,
         updates_between,
     )
-    from pytest_trainloop.checks.numerics.grad_scaler.rescaled_runs import RescaledRuns
+    from pytest_trainloop.checks.numerics.grad_scaler.rescaled_runs import ROUNDING, RescaledRuns
 
     if not record.steps:
         return
@@ -214,13 +231,22 @@ def _scale_dependences(evidence: Evidence | EnabledScaler, record: Record) -> It
         if factor is not None and round(factor, 2) == 0.5:
             yield findings.update_between(record, between, factor)
             return
-    for found in evidence.shared(RescaledRuns).dependences():
+    dependences = list(evidence.shared(RescaledRuns).dependences())
+    for found in dependences:
         if early := unscaled_early(record, found.optimizer):
             yield findings.unscaled_inside_window(found, *early)
         elif found.kind == "falls":
             yield findings.not_scaled(record, found)
         elif found.kind == "grows" and through_scaler(record, found.optimizer) is None:
             yield findings.not_unscaled(record, found)  # through a scaler, a fused optimizer unscales inside its step
+        else:
+            change = evidence.shared(RescaledRuns).in_float32(found.optimizer) if not found.whole else None
+            if change is not None and change > ROUNDING:
+                yield findings.scale_in_loss(record, found, change)
+    if not dependences and len({call.scaler for call in record.scaler_calls() if call.enabled}) > 1:
+        crossed = evidence.shared(RescaledRuns).crossed()
+        if crossed is not None:
+            yield findings.another_scaler(record, *crossed)
 
 
 def _recreated(record: Record) -> list[Finding]:

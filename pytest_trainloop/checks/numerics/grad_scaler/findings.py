@@ -13,6 +13,7 @@ from pytest_trainloop.checks.numerics.grad_scaler.call_windows import (
     unscaled_at,
 )
 from pytest_trainloop.finding import Finding
+from pytest_trainloop.recording.events import Backward
 from pytest_trainloop.wording import some
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.numerics.grad_scaler.call_windows import UpdateBetween
     from pytest_trainloop.checks.numerics.grad_scaler.rescaled_runs import AtLowest, ScaleDependence
     from pytest_trainloop.checks.numerics.grad_scaler.scale_trace import ScaleTrace
-    from pytest_trainloop.recording.events import Backward, Place, ScalerCall
+    from pytest_trainloop.recording.events import Place, ScalerCall
     from pytest_trainloop.recording.record import Record
 
 _THREE_RUNS = "three runs at three scales, all else equal: the gradient that the step reads"
@@ -190,6 +191,42 @@ def not_scaled(record: Record, found: ScaleDependence) -> Finding:
         shown_by=f"{_THREE_RUNS} falls as the scale grows",
         culprits=("scaler.scale(loss)", *found.names),
         where=str(at.place) if at is not None else record.step_line(),
+    )
+
+
+def scale_in_loss(record: Record, found: ScaleDependence, change: float) -> Finding:
+    """A gradient that depends on the scale in no way that a missing scale or unscale explains."""
+    step = first_step(record, found.optimizer)
+    before = [b for b in record.of(Backward) if step is None or b.at < step.at]
+    used = next((b for b in before if b.kind == "grad"), None)
+    moved = [m.at for m in record.moves if m.by is None and set(m.parameters) & set(record.held)]
+    use = (
+        "a scaled gradient enters the loss" if used is not None else "it, or the weights, were changed by a scaled one"
+    )
+    place = used.place if used is not None else before[-1].place if before else None
+    return Finding(
+        cause="scale_in_loss",
+        summary=f"the gradient that {record.optimizers[found.optimizer].kind} reads depends on the loss scale: {use}",
+        measured=f"with the scale halved from 1024 it changes by {change:.2g} of its length, in float32"
+        + (", and weights are moved by hand before the step" if moved and used is None else ""),
+        shown_by="two runs without autocast at two scales, all else equal: halving the scale is exact there",
+        culprits=("scaler.scale(loss)",),
+        where=record.step_line() if place is None else str(place),
+    )
+
+
+def another_scaler(record: Record, optimizer: int, nth: int, factor: float) -> Finding:
+    kind, step = record.optimizers[optimizer].kind, first_step(record, optimizer)
+    scaled = [c for c in record.scaler_calls() if c.what == "scale" and c.enabled and step and c.at < step.at]
+    return Finding(
+        cause="another_scaler",
+        summary=f"the gradients that {kind} {optimizer} reads are scaled by one GradScaler and unscaled by "
+        "another: they are right only while both have the same scale",
+        measured=f"with the scale of scaler {nth} alone halved, the step reads {factor:.3g} times the gradient",
+        shown_by="two runs that differ in the scale of one scaler",
+        culprits=(f"scaler.step({kind})",),
+        where=record.step_line() if step is None else str(step.place),
+        change=str(scaled[-1].place) if scaled else "",
     )
 
 

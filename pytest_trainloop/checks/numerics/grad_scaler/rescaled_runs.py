@@ -8,6 +8,8 @@ the part that falls with it (never scaled): of the differences between neighbour
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,11 +19,12 @@ import torch
 from pytest_trainloop.checks.numerics.grad_scaler.scale_trace import traces
 from pytest_trainloop.gradients.vectors import consumed, steps_of, values, vectors
 from pytest_trainloop.recording.events import GradWrite
+from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.runs.scalers import scalers_built_with
 from pytest_trainloop.tracing.nonfinite import NonFiniteOrigin, NonFiniteOrigins
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pytest_trainloop.checks.numerics.grad_scaler.enabled_scaler import EnabledScaler
     from pytest_trainloop.gradients.vectors import Gradient
@@ -104,6 +107,43 @@ class RescaledRuns:
                     yield ScaleDependence(optimizer, "otherwise", False, math.nan, scale, ())
                 return
 
+    def in_float32(self, optimizer: int) -> float | None:
+        """By how much, relative to its length, the gradient of an optimizer's first step changes as the scale is
+        halved, with every autocast block switched off: halving is exact there, and nothing under- or overflows. None
+        where it cannot be said."""
+        wanted, records = {optimizer: 1}, []
+        with patched(torch.autocast, "__init__", _switched_off):
+            for scale in (HIGHEST, HIGHEST / 2):
+                records.append(self._at(scale, wanted))
+                if not self._begun_at(records[-1], scale):
+                    return None
+        gradients = [_read(r, optimizer, 0) for r in records]
+        known = [g for g in gradients if g]
+        if len(known) < 2 or not _same_items(records, optimizer, 0) or not _as_read(records, optimizer):
+            return None
+        one, half = vectors(known)
+        size = float(torch.linalg.vector_norm(one))
+        return float(torch.linalg.vector_norm(one - half)) / size if 0.0 < size < math.inf else None
+
+    def crossed(self) -> tuple[int, int, float] | None:
+        """An optimizer whose gradients one scaler scales and another unscales: with the scale of one scaler alone
+        halved, its first step reads half or twice the gradient. With it the scaler, as the nth that was built."""
+        wanted = {o.index: 1 for o in self._seen.optimizers if steps_of(self._seen, o.index)}
+        same = self._at(HIGHEST, wanted)
+        for nth in range(len({c.scaler for c in self._seen.scaler_calls() if c.enabled})):
+            with scalers_built_with(nth=nth, init_scale=HIGHEST / 2):
+                other = self._at(HIGHEST, wanted)
+            for optimizer in sorted(wanted, key=lambda o: steps_of(self._seen, o)[0].at):
+                first, second = _read(same, optimizer, 0), _read(other, optimizer, 0)
+                if first and second and _same_items([same, other], optimizer, 0):
+                    one, half = vectors([first, second])
+                    factor = _factor(one, half)
+                    if factor is not None and any(factor == f and _near(half, f * one) for f in (0.5, 2.0)):
+                        return optimizer, nth, factor
+                if not _bit_equal([same, other], [optimizer]):
+                    break  # what comes after such a step has other weights
+        return None
+
     def grows_between(self, optimizer: int, nth: int) -> float | None:
         """The gradient that this step reads where the scale doubles at every update, over the one at a constant scale;
         None where the two are not proportional."""
@@ -171,6 +211,20 @@ class RescaledRuns:
             return None
         changed = [n for n, g in named[0].items() if n in named[1] and not torch.equal(g, named[1][n])]
         return ScaleDependence(optimizer, kind, whole, factor, scale, tuple(changed))
+
+
+def _switched_off(original: Callable[..., None]) -> Callable[..., None]:
+    """``torch.autocast.__init__`` for blocks that are never enabled."""
+
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(block: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(block, *args, **kwargs)
+        bound.arguments["enabled"] = False
+        original(*bound.args, **bound.kwargs)
+
+    return init
 
 
 def _read(record: Record, optimizer: int, nth: int) -> Gradient | None:

@@ -273,3 +273,31 @@ def windows_with_a_growing_scale(accumulate=1) -> TrainLoop:
         init_scale=2.0**4,
         growth_interval=1,
     )
+
+
+@odd(notes="a gradient's norm, divided by the scale, weighs a second loss; a scaler each for two nets of one loss")
+def balance_by_unscaled_norms() -> TrainLoop:
+    body, head = nn.Linear(6, 24), nn.Linear(24, 3)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=5e-3) for m in (body, head)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=512.0) for _ in optimizers]
+
+    def fit(batches):
+        for x, y in batches:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                hidden = torch.tanh(body(x))
+                loss = F.cross_entropy(head(hidden), y)
+                smooth = hidden.float().square().mean()
+            (slope,) = torch.autograd.grad(scalers[0].scale(loss), hidden, retain_graph=True)
+            weight = 0.1 * (slope / scalers[0].get_scale()).float().norm()
+            for number, optimizer in enumerate(optimizers):
+                optimizer.zero_grad()
+                scalers[number].scale(loss + weight * smooth).backward(retain_graph=number == 0, inputs=_of(optimizer))
+            for scaler, optimizer in zip(scalers, optimizers, strict=True):
+                scaler.step(optimizer)
+                scaler.update()
+
+    return TrainLoop(model={"body": body, "head": head}, optimizer=optimizers, batch=data.labelled(), fit=fit)
+
+
+def _of(optimizer):
+    return optimizer.param_groups[0]["params"]

@@ -109,7 +109,7 @@ def test_too_few_steps_prove_nothing():
 
 def test_float32_weights_are_not_looked_at():
     counted = Counted(losses("a", 1.0), dtype="float32")
-    assert list(parameter_precision(FakeEvidence(counted.record))) == []
+    assert list(parameter_precision(FakeEvidence(counted.record, shared={RunningValues: counted}))) == []
 
 
 def test_a_twin_counts_like_repeated_steps():
