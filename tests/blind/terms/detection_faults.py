@@ -630,3 +630,46 @@ def rotated_boxes():
             optimizer.step()
 
     return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=fit)
+
+
+@fault(
+    "detection",
+    "the quadratic part of smooth L1 is not divided by l1_cutoff, and 0.5 is taken off the rest in place of half of it",
+    thread="keras-team/keras-cv#920",
+    check="loss_formula",
+)
+def box_deltas():
+    class SmoothL1Loss(nn.Module):
+        def __init__(self, l1_cutoff=0.1):
+            super().__init__()
+            self.l1_cutoff = l1_cutoff
+
+        def forward(self, y_pred, y_true):
+            difference = y_true - y_pred
+            absolute_difference = difference.abs()
+            squared_difference = difference**2
+            loss = torch.where(
+                absolute_difference < self.l1_cutoff, 0.5 * squared_difference, absolute_difference - 0.5
+            )
+            return loss.mean(-1)
+
+    model = nn.ModuleDict({"backbone": Backbone(), "box": nn.Linear(24, 4), "cls": nn.Linear(24, 2)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    images, boxes, labels = single_objects(seed=13)
+    deltas = torch.cat([(boxes[:, :2] - 0.5) / 0.2, torch.log(boxes[:, 2:] / 0.35) / 0.4], -1)
+    loader = DataLoader(TensorDataset(images, deltas, labels), batch_size=8, shuffle=True)
+    box_loss = SmoothL1Loss()
+
+    def train_step(x, boxes, classes):
+        features = model["backbone"](x)
+        total = box_loss(model["box"](features), boxes).mean()
+        total = total + F.cross_entropy(model["cls"](features), classes)
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+
+    def fit(batches):
+        for batch in batches:
+            train_step(*batch)
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=fit)

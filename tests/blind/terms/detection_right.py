@@ -532,7 +532,7 @@ def fcos():
 @right(
     "detection",
     "each class has its own box: only the deltas of the labelled class are trained, sums are divided by all proposals",
-    thread="pytorch/vision, models/detection/roi_heads.py fastrcnn_loss",
+    thread="facebookresearch/maskrcnn-benchmark#486",
 )
 def fastrcnn():
     class Predictor(nn.Module):

@@ -298,7 +298,7 @@ def dice_of_maps():
 @fault(
     "segmentation",
     "one_hot gives (N, H, W, C), and view(N, C, H, W) renames the axes without moving them",
-    thread="kevinzakka/pytorch-goodies#6",
+    thread="yihong-97/Source-free-IAPC#5",
     check="loss_contract",
 )
 def jaccard_loss_views():
@@ -477,3 +477,45 @@ def jaccard_distance_head():
             optimizer.step()
 
     return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=fit)
+
+
+@fault(
+    "segmentation",
+    "the Dice term is of argmax labels, through which no gradient passes, and adds a constant to the cross-entropy",
+    thread="tensorlayer/TensorLayer#891",
+    check="every_term_trains",
+)
+def lit_segmentation():
+    import lightning
+
+    from pytest_trainloop.adapters import from_lightning
+
+    class SegmentationModel(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = MiniUNet()
+
+        def dice(self, pred, y):
+            pred, y = one_hot(pred, 3), one_hot(y, 3)
+            inter = (pred * y).sum((2, 3))
+            return (2 * inter + 1) / (pred.sum((2, 3)) + y.sum((2, 3)) + 1)
+
+        def training_step(self, batch, batch_idx):
+            logits = self.model(batch["image"])
+            pred = logits.argmax(1)
+            return F.cross_entropy(logits, batch["mask"]) + (1 - self.dice(pred, batch["mask"]).mean())
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+        def train_dataloader(self):
+            return DataLoader(Scans(seed=11), batch_size=6)
+
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    return from_lightning(SegmentationModel(), trainer)

@@ -443,3 +443,46 @@ def pixelwise_kd():
         fit=fit,
         frozen=("teacher.",),
     )
+
+
+@right(
+    "segmentation",
+    "a Lightning module: cross-entropy with weights beside a Dice of foreground classes that leaves absent ones out",
+    thread="Lightning-AI/pytorch-lightning#2791",
+)
+def lit_dice_ce():
+    import lightning
+
+    from pytest_trainloop.adapters import from_lightning
+
+    class LitUNet(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = MiniUNet()
+            self.register_buffer("class_weights", torch.tensor([0.3, 1.0, 1.0]))
+
+        def dice_loss(self, logits, y):
+            probs, target = logits.softmax(1)[:, 1:], one_hot(y, logits.shape[1])[:, 1:]
+            present = (target.sum((2, 3)) > 0).float()
+            dice = (2 * (probs * target).sum((2, 3)) + 1) / (probs.sum((2, 3)) + target.sum((2, 3)) + 1)
+            return ((1 - dice) * present).sum() / present.sum().clamp(min=1)
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            logits = self.model(x)
+            return F.cross_entropy(logits, y, self.class_weights) + self.dice_loss(logits, y)
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=2e-3)
+
+        def train_dataloader(self):
+            return DataLoader(TensorDataset(*scans(seed=14)), batch_size=6)
+
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    return from_lightning(LitUNet(), trainer)

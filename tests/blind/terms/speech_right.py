@@ -343,7 +343,7 @@ def stft_loss():
 
     model = Synth()
     losses = nn.ModuleList([STFTLoss(64, 16, 64), STFTLoss(32, 8, 24)])
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
     loader = DataLoader(TensorDataset(*tones(seed=5)), batch_size=6)
 
     def fit(batches):
@@ -612,6 +612,157 @@ def phase_loss():
             gd_loss = anti_wrapping(p.diff(dim=-1) - p_hat.diff(dim=-1)).mean()
             optimizer.zero_grad()
             (ip_loss + gd_loss).backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=fit)
+
+
+@right(
+    "speech",
+    "durations are compared as log(d + 1), and the sum of squares is divided by the characters of the batch",
+    thread="janvainer/speedyspeech#19",
+)
+def duration_predictor():
+    class DurationPredictor(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(VOCAB, 16, padding_idx=0)
+            self.conv = nn.Conv1d(16, 16, 3, padding=1)
+            self.out = nn.Linear(16, 1)
+
+        def forward(self, text):
+            h = F.relu(self.conv(self.embed(text).transpose(1, 2))).transpose(1, 2)
+            return self.out(h).squeeze(-1)
+
+    model = DurationPredictor()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    g = torch.Generator().manual_seed(12)
+    table = torch.randint(1, 20, (VOCAB,), generator=g)
+    texts = [torch.randint(1, VOCAB, (int(k),), generator=g) for k in torch.randint(3, 9, (24,), generator=g)]
+
+    def collate(items):
+        return pad(items), pad([table[t] for t in items]), torch.tensor([len(t) for t in items])
+
+    def duration_loss(log_pred, durations, lengths):
+        mask = torch.arange(log_pred.shape[1])[None] < lengths[:, None]
+        error = (log_pred - torch.log(durations.float() + 1)).square()
+        return error.masked_fill(~mask, 0).sum() / lengths.sum()
+
+    def fit(batches):
+        for text, durations, lengths in batches:
+            loss = duration_loss(model(text), durations, lengths)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return TrainLoop(
+        model=model, optimizer=optimizer, batches=DataLoader(texts, batch_size=6, collate_fn=collate), fit=fit
+    )
+
+
+@right(
+    "speech",
+    "labels of -100 are masked out by hand before ctc_loss, and padding and blank are one id, 0",
+    thread="huggingface/transformers#10145",
+)
+def wav2vec2_ctc():
+
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    config = Wav2Vec2Config(
+        vocab_size=6,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        conv_dim=(8, 8),
+        conv_stride=(4, 2),
+        conv_kernel=(8, 3),
+        num_conv_pos_embeddings=8,
+        num_conv_pos_embedding_groups=2,
+        feat_extract_norm="layer",
+        do_stable_layer_norm=True,
+        mask_time_prob=0.0,
+        layerdrop=0.0,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        activation_dropout=0.0,
+        feat_proj_dropout=0.0,
+        final_dropout=0.0,
+        ctc_loss_reduction="mean",
+        ctc_zero_infinity=True,
+    )
+    model = Wav2Vec2ForCTC(config)
+    g = torch.Generator().manual_seed(13)
+    pitch = 0.05 * torch.arange(1, 7)
+    items = []
+    for _ in range(16):
+        chars = torch.randint(1, 6, (int(torch.randint(2, 4, (1,), generator=g)),), generator=g)
+        wave = torch.cat([torch.sin(2 * math.pi * pitch[c] * torch.arange(48)) for c in chars])
+        items.append({"input_values": wave, "labels": chars})
+
+    def collate(features):
+        waves = [f["input_values"] for f in features]
+        return {
+            "input_values": pad(waves),
+            "attention_mask": pad([torch.ones(len(w), dtype=torch.long) for w in waves]),
+            "labels": pad([f["labels"] for f in features], -100),
+        }
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+
+    def fit(batches):
+        model.train()
+        for batch in batches:
+            outputs = model(**batch)
+            optimizer.zero_grad()
+            outputs.loss.backward()
+            optimizer.step()
+
+    loader = DataLoader(items, batch_size=4, collate_fn=collate)
+    return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=fit)
+
+
+@right(
+    "speech",
+    "guided attention: weights far from the diagonal cost, those on it do not, so that the least is where they are 0",
+    thread="espnet/espnet#816",
+)
+def guided_attention():
+    class Seq2Mel(nn.Module):
+        def __init__(self, mels=8, dim=16):
+            super().__init__()
+            self.embed = nn.Embedding(VOCAB, dim)
+            self.pos = nn.Embedding(32, dim)
+            self.query = nn.Linear(mels, dim)
+            self.out = nn.Linear(dim, mels)
+
+        def forward(self, text, mel):
+            t = torch.arange(mel.shape[1])
+            keys = self.embed(text) + self.pos(4 * torch.arange(text.shape[1]))
+            shifted = F.pad(mel, (0, 0, 1, 0))[:, :-1]
+            att = ((self.query(shifted) + self.pos(t)) @ keys.transpose(1, 2)).softmax(-1)
+            return self.out(att @ self.embed(text)), att
+
+    model = Seq2Mel()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    g = torch.Generator().manual_seed(14)
+    text = torch.randint(1, VOCAB, (24, 5), generator=g)
+    mel = torch.randn(VOCAB, 8, generator=g)[text].repeat_interleave(4, 1)
+    loader = DataLoader(TensorDataset(text, mel), batch_size=6)
+
+    def guided(att, sigma=0.4):
+        t = torch.arange(att.shape[1]) / att.shape[1]
+        n = torch.arange(att.shape[2]) / att.shape[2]
+        weights = 1.0 - torch.exp(-((n[None] - t[:, None]) ** 2) / (2 * sigma**2))
+        return (weights * att).mean()
+
+    def fit(batches):
+        for text, mel in batches:
+            pred, att = model(text, mel)
+            loss = F.l1_loss(pred, mel) + 1.0 * guided(att)
+            optimizer.zero_grad()
+            loss.backward()
             optimizer.step()
 
     return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=fit)
