@@ -528,3 +528,39 @@ def ppo_gae():
                 optimizer.step()
 
     return TrainLoop(model=agent, optimizer=optimizer, batches=lambda n: list(make(n)), fit=fit)
+
+
+@right(
+    "rl",
+    "returns are divided by a running deviation and their mean stays in; the statistics move with the rollouts",
+    thread="vwxyzjn/cleanrl#23",
+)
+def normalised_returns():
+    class RunningMeanStd:
+        def __init__(self):
+            self.mean, self.var, self.count = 0.0, 1.0, 1e-4
+
+        def update(self, x):
+            n, mean, var = x.numel(), x.mean().item(), x.var(unbiased=False).item()
+            delta, total = mean - self.mean, self.count + n
+            m2 = self.var * self.count + var * n + delta**2 * self.count * n / total
+            self.mean, self.var, self.count = self.mean + delta * n / total, m2 / total, total
+
+    agent, ret_rms = ActorCritic(), RunningMeanStd()
+    optimizer = torch.optim.Adam(agent.parameters(), lr=3e-4, eps=1e-5)
+
+    def learn(batches):
+        for b in batches:
+            ret_rms.update(b["ret"])
+            scale = (ret_rms.var + 1e-8) ** 0.5
+            ret = (b["ret"] / scale).clamp(-10, 10)
+            logp, entropy, value = agent.evaluate(b["obs"], b["act"])
+            value = value.squeeze(-1)
+            pg_loss = -(logp * (ret - value).detach()).mean()
+            loss = pg_loss + 0.5 * F.mse_loss(value, ret) - 0.01 * entropy.mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
+            optimizer.step()
+
+    return TrainLoop(model=agent, optimizer=optimizer, batches=rollouts, fit=learn)

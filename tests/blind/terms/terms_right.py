@@ -558,3 +558,179 @@ def code_regression():
         disable_tqdm=True,
     )
     return from_trainer(RegressionTrainer(model=CodeModel(), args=args, train_dataset=ScoreDataset()))
+
+
+@right(
+    "terms",
+    "the layer's weights are made anew in every forward pass, by a net that is held and trained; they "
+    "are functions of its output",
+    thread="shyamsn97/hyper-nn#6",
+)
+def hyper_network():
+    class HyperRegressor(nn.Module):
+        def __init__(self, context=4, dim=8, hidden=6):
+            super().__init__()
+            self.dim, self.hidden = dim, hidden
+            self.hyper = mlp(context, dim * hidden + hidden, 16)
+            self.head = nn.Linear(hidden, 1)
+
+        def forward(self, context, x):
+            params = self.hyper(context)
+            w, b = params.split([self.dim * self.hidden, self.hidden], dim=-1)
+            w = w.view(-1, self.hidden, self.dim) / self.dim**0.5
+            return self.head(torch.tanh(torch.einsum("nhd,nd->nh", w, x) + b)).squeeze(-1)
+
+    g = torch.Generator().manual_seed(134)
+    kind = F.one_hot(torch.arange(48) % 4, 4).float()
+    x = torch.randn(48, 8, generator=g)
+    y = (kind @ torch.randn(4, 8, generator=g) * x).sum(-1)
+    model = HyperRegressor()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+
+    def fit(batches):
+        for context, inputs, target in batches:
+            loss = F.mse_loss(model(context, inputs), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=loader(TensorDataset(kind, x, y)), fit=fit)
+
+
+@right(
+    "terms",
+    "cosines and sines of rotary positions are kept from an earlier pass and renewed only for a longer "
+    "sequence: no weight is in them",
+    thread="openai/gpt-oss#43",
+)
+def rotary_cache():
+    class Rotary(nn.Module):
+        def __init__(self, dim=8, base=100.0):
+            super().__init__()
+            self.inv_freq = 1.0 / base ** (torch.arange(0, dim, 2).float() / dim)
+            self._cached_seq_len, self._cached = 0, None
+
+        def get_cos_sin(self, n):
+            if n > self._cached_seq_len:
+                freqs = torch.outer(torch.arange(n).float(), self.inv_freq)
+                self._cached, self._cached_seq_len = (freqs.cos(), freqs.sin()), n
+            cos, sin = self._cached
+            return cos[:n], sin[:n]
+
+        def forward(self, x):
+            cos, sin = self.get_cos_sin(x.shape[-2])
+            a, b = x.chunk(2, -1)
+            return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    class TinyGPT(nn.Module):
+        def __init__(self, vocab=16, dim=16, heads=2):
+            super().__init__()
+            self.emb, self.qkv, self.proj = nn.Embedding(vocab, dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+            self.norm, self.heads, self.rotary = nn.LayerNorm(dim), heads, Rotary(dim // heads)
+
+        def forward(self, ids):
+            x = self.emb(ids)
+            q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+            h = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
+            return F.linear(x + self.proj(h.transpose(1, 2).flatten(2)), self.emb.weight)
+
+    g = torch.Generator().manual_seed(135)
+    ids = (torch.randint(16, (40, 1), generator=g) + 5 * torch.arange(11)[None]) % 16
+    model = TinyGPT()
+    nn.init.normal_(model.emb.weight, std=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+
+    def fit(batches):
+        for (seq,) in batches:
+            logits = model(seq[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1), seq[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=loader(TensorDataset(ids), 8), fit=fit)
+
+
+@right(
+    "terms",
+    "latents of a frozen encoder are computed once and looked up by the example's index, whatever the "
+    "order of the batches",
+    thread="huggingface/diffusers#14431",
+)
+def cached_latents():
+    class DreamBoothDataset(Dataset):
+        def __init__(self, n=48):
+            g = torch.Generator().manual_seed(136)
+            self.captions = torch.arange(n) % 6
+            self.pixels = torch.randn(6, 12, generator=g)[self.captions] + 0.2 * torch.randn(n, 12, generator=g)
+
+        def __len__(self):
+            return len(self.captions)
+
+        def __getitem__(self, index):
+            return {"index": index, "pixel_values": self.pixels[index], "caption": self.captions[index]}
+
+    dataset = DreamBoothDataset()
+    vae = mlp(12, 6).eval().requires_grad_(False)
+    transformer, prompts = mlp(6 + 8 + 1, 6, 32), nn.Embedding(6, 8)
+    optimizer = torch.optim.AdamW([*transformer.parameters(), *prompts.parameters()], lr=1e-3)
+    with torch.no_grad():
+        latents_cache = vae(dataset.pixels) * 2.0
+
+    def fit(batches):
+        for batch in batches:
+            model_input = latents_cache[batch["index"]]
+            noise = torch.randn_like(model_input)
+            sigmas = torch.rand(len(noise), 1)
+            noisy = (1.0 - sigmas) * model_input + sigmas * noise
+            pred = transformer(torch.cat([noisy, prompts(batch["caption"]), sigmas], 1))
+            loss = (pred - (noise - model_input)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return TrainLoop(
+        model={"transformer": transformer, "prompts": prompts}, optimizer=optimizer, batches=loader(dataset), fit=fit
+    )
+
+
+@right(
+    "terms",
+    "inputs are standardised and predictions scaled back before a masked loss in the data's own units; "
+    "null readings count for nothing",
+    thread="GestaltCogTeam/BasicTS#213",
+)
+def traffic_runner():
+    class Scaler:
+        def __init__(self, data):
+            self.mean, self.std = data.mean().item(), data.std().item()
+
+        def transform(self, x):
+            return (x - self.mean) / self.std
+
+        def inverse_transform(self, x):
+            return x * self.std + self.mean
+
+    def masked_mae(prediction, target, null_val=0.0):
+        mask = (target != null_val).float()
+        mask = torch.nan_to_num(mask / mask.mean())
+        return torch.nan_to_num((prediction - target).abs() * mask).mean()
+
+    g = torch.Generator().manual_seed(137)
+    phase = torch.rand(48, 1, generator=g) * 6.28
+    series = 55 + 12 * torch.sin(phase + torch.arange(16)[None] * 0.5) + torch.randn(48, 16, generator=g)
+    history, future = series[:, :12], series[:, 12:].clone()
+    future[torch.rand(48, 4, generator=g) < 0.1] = 0.0
+    scaler, model = Scaler(history), mlp(12, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, weight_decay=1e-4)
+
+    def fit(batches):
+        for x, y in batches:
+            prediction = scaler.inverse_transform(model(scaler.transform(x)))
+            loss = masked_mae(prediction, y)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=loader(TensorDataset(history, future)), fit=fit)
