@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from pytest_trainloop.formulas import segmentation
+from pytest_trainloop.formulas import boxes, classification, segmentation
 
-FORMS = (*segmentation.FORMS,)
+FORMS = (*boxes.FORMS, *segmentation.FORMS, *classification.FORMS)

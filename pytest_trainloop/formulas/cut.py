@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,9 +12,9 @@ from pytest_trainloop.losses.calls import HALF_THE_DIGITS
 from pytest_trainloop.tracing.loss_slice import CannotReplay
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Mapping
 
-    from pytest_trainloop.tracing.loss_slice import Slice
+    from pytest_trainloop.tracing.loss_slice import Slice, Value
 
 POINTS = 14
 """Settings of the arguments at which a small value is computed: more than any form has coefficients. The first is that
@@ -27,14 +27,36 @@ MANY = 64
 
 
 @dataclass(eq=False)
+class Arguments:
+    """Values of a slice as the arguments of forms, at several settings. The first setting is that of the run."""
+
+    slice: Slice
+    numbers: tuple[int, ...]
+    parts: dict[tuple[Any, ...], Mapping[str, torch.Tensor] | None] = field(default_factory=dict)
+    """What forms made of them, by variant, free numbers and setting."""
+    _settings: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+
+    def at(self, index: int) -> tuple[torch.Tensor, ...]:
+        if index not in self._settings:
+            self._settings[index] = tuple(
+                _leaf(self.slice.values[n], index and 1000 * index + place) for place, n in enumerate(self.numbers)
+            )
+        return self._settings[index]
+
+
+@dataclass(eq=False)
 class Cut:
     """The value ``number`` of a slice as a function of its values ``arguments``: nothing else that is learned or data
     reaches it."""
 
     slice: Slice
     number: int
-    arguments: tuple[int, ...]
-    _points: dict[int, tuple[tuple[torch.Tensor, ...], torch.Tensor | None]] = field(default_factory=dict)
+    given: Arguments
+    _values: dict[int, torch.Tensor | None] = field(default_factory=dict)
+
+    @property
+    def arguments(self) -> tuple[int, ...]:
+        return self.given.numbers
 
     @property
     def recorded(self) -> tuple[torch.Tensor, ...]:
@@ -79,38 +101,38 @@ class Cut:
         """The number of settings that are computed."""
         return FEW_POINTS if self.value.numel() >= MANY else POINTS
 
-    def points(self) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
-        """Arguments and the value of them; settings that the calls refuse are left out."""
-        for index in range(self.count):
-            arguments, value = self.at(index)
-            if value is not None:
-                yield arguments, value
-
-    def at(self, index: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-        """The arguments of a setting, with gradients, and the value; None where the calls refuse them."""
-        if index not in self._points:
-            made = tuple(
-                _leaf(t if index == 0 else other(t, 1000 * index + place)) for place, t in enumerate(self.recorded)
-            )
+    def at(self, index: int) -> torch.Tensor | None:
+        """The value at a setting of its arguments; None where the calls refuse them."""
+        if index not in self._values:
+            made = dict(zip(self.arguments, self.given.at(index), strict=True))
             try:
-                (value,) = self.slice.replay(dict(zip(self.arguments, made, strict=True)), [self.number])
+                self._values[index] = self.slice.replay(made, [self.number])[0]
             except CannotReplay:
-                value = None
-            self._points[index] = made, value
-        return self._points[index]
+                self._values[index] = None
+        return self._values[index]
 
     def slope(self, index: int = 0) -> torch.Tensor | None:
-        """The gradient of a weighted sum of the value with respect to all arguments, one after the other."""
-        arguments, value = self.at(index)
-        return None if value is None else slope(value, arguments)
+        """The gradient of a weighted sum of the value with respect to all learned arguments, one after the other."""
+        value = self.at(index)
+        return None if value is None else slope(value, self.given.at(index))
 
 
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
+UNBOUNDED = 3.0
+"""The outputs of a layer are drawn from at least -3 to 3: nothing bounds them."""
 
 
-def other(tensor: torch.Tensor, seed: int) -> torch.Tensor:
-    """Other values of the same kind: 0 and 1 stay 0 and 1, whole numbers whole, others in the same range."""
+def _leaf(value: Value, seed: int) -> torch.Tensor:
+    """The value as it was (seed 0), or another of its kind, with a gradient where it has one."""
+    tensor = value.tensor
+    if seed:
+        bound = UNBOUNDED if value.kind == "layer" and tensor.is_floating_point() else 0.0
+        tensor = other(tensor, seed, bound)
+    return tensor.detach().clone().requires_grad_(value.requires_grad and tensor.is_floating_point())
+
+
+def other(tensor: torch.Tensor, seed: int, bound: float = 0.0) -> torch.Tensor:
+    """Other values of the same kind: 0 and 1 stay 0 and 1, whole numbers whole, others in the same range, and at
+    least from ``-bound`` to ``bound``."""
     generator = torch.Generator().manual_seed(seed)
     if not tensor.numel() or tensor.is_complex():
         return tensor
@@ -126,6 +148,7 @@ def other(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     if bool(((tensor == low) | (tensor == high)).all()) and tensor.numel() > 2:
         share = float(torch.rand((), generator=generator, dtype=torch.float64)) * 0.6 + 0.2
         return torch.where(draw < share, high, low).to(tensor.dtype)
+    low, high = low.clamp(max=-bound) if bound else low, high.clamp(min=bound) if bound else high
     return (low + (high - low) * draw).to(tensor.dtype)
 
 

@@ -15,7 +15,7 @@ from pytest_trainloop.formulas.cut import close, slope
 from pytest_trainloop.losses.calls import HALF_THE_DIGITS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from pytest_trainloop.formulas.cut import Cut
     from pytest_trainloop.formulas.form import Form, Variant
@@ -41,18 +41,37 @@ def _settings(form: Form, cut: Cut) -> Iterator[dict[str, float]]:
         yield dict(zip(form.numbers, chosen, strict=True))
 
 
-def _parts(
-    variant: Variant, arguments: Sequence[torch.Tensor], value: torch.Tensor, numbers: Mapping[str, float]
-) -> dict[str, torch.Tensor] | None:
+def _parts(variant: Variant, cut: Cut, index: int, numbers: Mapping[str, float]) -> dict[str, torch.Tensor] | None:
     """The parts of a form at one setting, in the shape of the value."""
-    try:
-        parts = variant.basis(*arguments, **numbers)
-    except (RuntimeError, IndexError, ValueError, TypeError):  # arguments of other shapes than the form's
+    value = cut.at(index)
+    key = id(variant), tuple(numbers.values()), index
+    if value is None:
         return None
+    if key not in cut.given.parts:
+        try:
+            cut.given.parts[key] = variant.basis(*cut.given.at(index), **numbers)
+        except (RuntimeError, IndexError, ValueError, TypeError):  # arguments of other shapes than the form's
+            cut.given.parts[key] = None
+    parts = cut.given.parts[key]
     if parts is None:
         return None
     shaped = {name: _reduced(part, value) for name, part in parts.items()}
     return None if any(p is None for p in shaped.values()) else {n: p for n, p in shaped.items() if p is not None}
+
+
+def _equations(
+    variant: Variant, cut: Cut, numbers: Mapping[str, float]
+) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """The parts and the value at each setting, flat and without gradients; it ends early where shapes do not fit."""
+    for index in range(cut.count):
+        value = cut.at(index)
+        if value is None:
+            continue
+        parts = _parts(variant, cut, index, numbers)
+        if parts is None:
+            return
+        flat = value.detach().double().flatten()
+        yield {n: p.detach().flatten() for n, p in parts.items()} | {"1": torch.ones_like(flat)}, flat
 
 
 def _reduced(part: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
@@ -72,26 +91,43 @@ def _reduced(part: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
+EARLY = 256
+"""Equations of the first look, which rejects most forms."""
+
+
 def _sum(variant: Variant, cut: Cut, numbers: Mapping[str, float]) -> dict[str, float] | None:
-    columns: dict[str, list[torch.Tensor]] = {}
-    values = []
-    for arguments, value in cut.points():
-        parts = _parts(variant, arguments, value, numbers)
-        if parts is None:
-            return None
-        for name, part in parts.items():
-            columns.setdefault(name, []).append(part.detach().flatten())
-        values.append(value.detach().double().flatten())
+    names: list[str] = []
+    rows, values = [], []
+    looked = False
+    for parts, value in _equations(variant, cut, numbers):
+        names = list(parts)
+        rows.append(torch.stack(list(parts.values()), 1))
+        values.append(value)
+        count = sum(map(len, values))
+        if not looked and count >= len(names) + 2:
+            looked = True
+            step = -(-count // EARLY)
+            if not _agrees(torch.cat(rows)[::step], torch.cat(values)[::step]):
+                return None
     if len(values) < 2:
         return None
-    right = torch.cat(values)
-    matrix = torch.stack([*(torch.cat(c) for c in columns.values()), torch.ones_like(right)], 1)
-    names = [*columns, "1"]
-    solved = _solved(matrix, right)
+    solved = _solved(torch.cat(rows), torch.cat(values))
     if solved is None:
         return None
     found = dict(zip(names, solved.tolist(), strict=True))
     return found if _same_slope(variant, cut, numbers, found) else None
+
+
+def _agrees(matrix: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether some coefficients give the right side, determined or not."""
+    finite = matrix.isfinite().all(1) & right.isfinite()
+    matrix, right = matrix[finite], right[finite]
+    if not len(right):
+        return True
+    sizes = matrix.abs().amax(0).clamp(min=1e-300)
+    scaled = matrix / sizes
+    solved = torch.linalg.lstsq(scaled, right.unsqueeze(1), driver="gelsd").solution.squeeze(1)
+    return close(scaled @ solved, right, 10 * float((scaled.abs() @ solved.abs()).max()))
 
 
 def _solved(matrix: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
@@ -118,15 +154,14 @@ def _solved(matrix: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
 def _same_slope(variant: Variant, cut: Cut, numbers: Mapping[str, float], found: Mapping[str, float]) -> bool:
     """Whether gradients agree too, at the setting of the run and at another one."""
     for index in (0, 1):
-        arguments, value = cut.at(index)
-        mine = cut.slope(index)
+        value, mine = cut.at(index), cut.slope(index)
         if value is None or mine is None:
             continue
-        parts = _parts(variant, arguments, value, numbers)
+        parts = _parts(variant, cut, index, numbers)
         if parts is None:
             return False
         made = torch.stack([found[name] * part for name, part in parts.items()]).sum(0)
-        theirs = slope(made, arguments)
+        theirs = slope(made, cut.given.at(index))
         if theirs is None or not close(mine, theirs, float(mine.abs().nan_to_num(0, 0, 0).max())):
             return False
     return True
@@ -135,16 +170,10 @@ def _same_slope(variant: Variant, cut: Cut, numbers: Mapping[str, float], found:
 def _fraction(variant: Variant, cut: Cut, numbers: Mapping[str, float]) -> dict[str, float] | None:
     """Coefficients above and below the bar: value x (sum below) = (sum above), determined up to a common factor."""
     columns: dict[str, list[torch.Tensor]] = {}
-    for arguments, value in cut.points():
-        parts = _parts(variant, arguments, value, numbers)
-        if parts is None:
-            return None
-        flat = value.detach().double().flatten()
-        ones = torch.ones_like(flat)
-        for name, part in (*parts.items(), ("1", ones)):
-            entries = part.detach().flatten()
+    for parts, value in _equations(variant, cut, numbers):
+        for name, entries in parts.items():
             columns.setdefault(name, []).append(entries)
-            columns.setdefault(f"/{name}", []).append(-flat * entries)
+            columns.setdefault(f"/{name}", []).append(-value * entries)
     matrix = torch.stack([torch.cat(c) for c in columns.values()], 1) if columns else torch.zeros(0, 1)
     matrix = matrix[matrix.isfinite().all(1)]
     if len(matrix) < matrix.shape[1] + 2:

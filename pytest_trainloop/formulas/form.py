@@ -24,10 +24,20 @@ if TYPE_CHECKING:
     from pytest_trainloop.formulas.cut import Cut
 
 Role = Literal[
-    "probabilities", "log_probabilities", "scores", "labels", "signs", "classes", "values", "boxes", "positive"
+    "probabilities",
+    "log_probabilities",
+    "scores",
+    "labels",
+    "signs",
+    "classes",
+    "values",
+    "boxes",
+    "corner_boxes",
+    "positive",
 ]
 """What an argument holds. "labels" lie in [0, 1] (0 and 1, or soft); "signs" are -1 and 1; "classes" are whole numbers;
-"boxes" have four numbers on the last axis; "positive" values are above 0."""
+"boxes" have four numbers on the last axis, "corner_boxes" two corners, the smaller first; "positive" values are
+above 0."""
 
 Coefficients = Mapping[str, float]
 Basis = Callable[..., "Mapping[str, torch.Tensor] | None"]
@@ -57,6 +67,8 @@ class Mistake:
     level: Level = "fault"
     alone: bool = False
     """Whether it is one only where nothing else trains the prediction: another term may give what is missing."""
+    linear: bool = False
+    """Whether it is one only where the value is added to what is backpropagated, and nothing is made of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +103,8 @@ class Variant:
     read: Callable[[Coefficients], Reading | None]
     mistake: Mistake | None = None
     fraction: bool = False
+    roles: tuple[Role, ...] | None = None
+    """What the arguments hold, where that is more than the form says."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ def origin(found: Slice, number: int) -> tuple[Value, Call | None]:
 
 def violates(found: Slice, number: int, role: Role) -> str:
     """What a value holds in place of what the role says, "" where nothing is proven: "scores" (what a layer gave, or
-    values outside of [0, 1] by its origin), "probabilities", "labels" of 0 and 1."""
+    values outside of [0, 1] by its origin), "probabilities", "labels" of 0 and 1, "centre" boxes."""
     value, made = origin(found, number)
     entries = found.values[number].tensor
     if not entries.numel():
@@ -60,6 +60,14 @@ def violates(found: Slice, number: int, role: Role) -> str:
         return "scores"
     if role == "scores" and squashed and value.requires_grad:
         return "probabilities"
+    if role == "corner_boxes" and not found.values[number].requires_grad:
+        return "centre" if entries.shape[-1] == 4 and _by_centres(entries.reshape(-1, 4)) else ""
     if role == "signs" and low == 0 and high == 1 and bool(((entries == 0) | (entries == 1)).all()):
         return "labels" if not found.values[number].requires_grad else ""
     return ""
+
+
+def _by_centres(boxes: torch.Tensor) -> bool:
+    """Whether boxes are none when read as two corners, and are some when read as centre, width and height."""
+    inverted = (boxes[:, 2] < boxes[:, 0]) | (boxes[:, 3] < boxes[:, 1])
+    return bool(inverted.any()) and bool((boxes[:, 2:] >= 0).all())

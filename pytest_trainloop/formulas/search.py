@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_trainloop.formulas.cut import Cut
+from pytest_trainloop.formulas.cut import Arguments, Cut
 from pytest_trainloop.formulas.fit import fits
 from pytest_trainloop.formulas.roles import plays
 from pytest_trainloop.recording.torch_names import CASTS, VIEWS
@@ -47,7 +47,7 @@ class Match:
 def matches(found: Slice, forms: Sequence[Form]) -> Iterator[Match]:
     """The forms that agree with values of a slice, from its root down: for each value a right one, else one with a
     mistake. Nothing is sought inside of a right one."""
-    cuts: dict[tuple[int, tuple[int, ...]], Cut] = {}
+    cuts: dict[Any, Any] = {}
     explained: set[int] = set()
     left: list[int] = []
     for number in _values(found):
@@ -74,7 +74,7 @@ def _values(found: Slice) -> list[int]:
     return [n for _, n in sorted(made, reverse=True) if n in needed][:MOST_VALUES]
 
 
-def _first(found: Slice, number: int, forms: Sequence[Form], cuts: dict[Any, Cut], *, wrong: bool) -> Match | None:
+def _first(found: Slice, number: int, forms: Sequence[Form], cuts: dict[Any, Any], *, wrong: bool) -> Match | None:
     call = found.call_of(number)
     for form in forms:
         if call is None or call.name not in form.ops:
@@ -90,7 +90,7 @@ def _first(found: Slice, number: int, forms: Sequence[Form], cuts: dict[Any, Cut
     return None
 
 
-def _cuts(found: Slice, number: int, form: Form, cuts: dict[Any, Cut]) -> Iterator[Cut]:
+def _cuts(found: Slice, number: int, form: Form, cuts: dict[Any, Any]) -> Iterator[Cut]:
     """The ways to take values of the slice as the arguments of a form."""
     names = {c.name for n in found.ancestors(number) if (c := found.call_of(n)) is not None}
     if not all(names & needed for needed in form.needs):
@@ -101,9 +101,15 @@ def _cuts(found: Slice, number: int, form: Form, cuts: dict[Any, Cut]) -> Iterat
         numbers = tuple(v.number for v in chosen)
         if len(set(numbers)) < len(numbers) or not _separates(found, number, numbers):
             continue
-        cut = cuts.setdefault((number, numbers), Cut(found, number, numbers))
+        cut = _cut(found, number, numbers, cuts)
         if all(cut.ops & needed for needed in form.needs) and form.suits(cut):
             yield cut
+
+
+def _cut(found: Slice, number: int, numbers: tuple[int, ...], cuts: dict[Any, Any]) -> Cut:
+    given = cuts.setdefault(numbers, Arguments(found, numbers))
+    cut: Cut = cuts.setdefault((number, numbers), Cut(found, number, given))
+    return cut
 
 
 def _products(choices: Sequence[Sequence[Value]]) -> Iterator[tuple[Value, ...]]:

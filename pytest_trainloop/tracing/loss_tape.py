@@ -2,8 +2,6 @@
 
 See docs/how-it-decides.md#losses-written-by-hand.
 
-See docs/how-it-decides.md#losses-written-by-hand.
-
 One run in float64. A call is a *layer* where weights of more than one entry meet something else; the slice of a value
 reaches back to the results of the last layers, to the tensors of the batch and to constants. It can be made again with
 other values (``Slice.replay``).

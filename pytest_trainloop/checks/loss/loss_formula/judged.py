@@ -10,7 +10,7 @@ import torch
 from pytest_trainloop import nested
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.formulas.catalogue import FORMS
-from pytest_trainloop.formulas.cut import slope
+from pytest_trainloop.formulas.cut import close, slope
 from pytest_trainloop.formulas.roles import violates
 from pytest_trainloop.formulas.search import Match, matches
 from pytest_trainloop.runs.weight_origins import pretrained
@@ -39,6 +39,14 @@ _ROLES = {
         "takes scores and is given probabilities, from {low:.3g} to {high:.3g}",
     ),
     ("signs", "labels"): ("labels_as_signs", "takes -1 and 1 and is given 0 and 1"),
+    ("corner_boxes", "centre"): ("box_format", "takes two corners, and the second is not the larger one in {rows}"),
+}
+
+_INSTEAD = {
+    "scores": "the form agrees with the output of a layer in the place of its probabilities",
+    "probabilities": "the form agrees with what a sigmoid or softmax gave in the place of its scores",
+    "labels": "the form agrees with targets of 0 and 1: rows with 0 cost the margin, whatever the model gives",
+    "centre": "the form agrees with boxes read by their corners; read as centre, width and height all are boxes",
 }
 
 
@@ -66,7 +74,8 @@ class Judged:
 def _judge(match: Match, evidence: Evidence) -> Iterator[Finding]:
     mistake = match.reading.mistake or match.variant.mistake
     if mistake is not None:
-        if not mistake.alone or not _others_train(match):
+        excused = (mistake.alone and _others_train(match)) or (mistake.linear and not _is_added(match))
+        if not excused:
             yield _mistaken(match, mistake)
         return
     wrong_role = list(_wrong_roles(match))
@@ -94,22 +103,31 @@ def _mistaken(match: Match, mistake: Mistake) -> Finding:
 
 def _wrong_roles(match: Match) -> Iterator[Finding]:
     found = match.cut.slice
-    for argument, number in zip(match.form.arguments, match.cut.arguments, strict=True):
-        instead = violates(found, number, argument.role)
+    roles = match.variant.roles or tuple(a.role for a in match.form.arguments)
+    for role, number in zip(roles, match.cut.arguments, strict=True):
+        instead = violates(found, number, role)
         if not instead:
             continue
-        cause, words = _ROLES[argument.role, instead]
+        cause, words = _ROLES[role, instead]
         entries = found.values[number].tensor
         layer = _layer(found, number) or "the model"
-        text = words.format(low=float(entries.min()), high=float(entries.max()), layer=layer)
+        text = words.format(low=float(entries.min()), high=float(entries.max()), layer=layer, rows=_inverted(entries))
         yield Finding(
             cause=cause,
             summary=f"{match.form.name} {text}",
             measured=_measured(match),
-            shown_by=f"the form agrees with these {instead} in the place of its {argument.role.replace('_', '-')}",
+            shown_by=_INSTEAD[instead],
             culprits=_culprits(match),
             where=_where(match),
         )
+
+
+def _inverted(entries: torch.Tensor) -> str:
+    if entries.shape[-1:] != (4,):
+        return ""
+    boxes = entries.reshape(-1, 4)
+    rows = ((boxes[:, 2:] < boxes[:, :2]).any(1)).nonzero().flatten().tolist()
+    return f"{len(rows)} of {len(boxes)} boxes (box {rows[0]} first)" if rows else ""
 
 
 def _flipped(match: Match, level: Level) -> Finding:
@@ -182,6 +200,19 @@ def _others_train(match: Match) -> bool:
         return False
     gradients = torch.autograd.grad(root.sum(), list(layers.values()), allow_unused=True)
     return any(g is not None and bool((g != 0).any()) for g in gradients)
+
+
+def _is_added(match: Match) -> bool:
+    """Whether what is backpropagated is linear in the value."""
+    found, value = match.cut.slice, match.cut.value
+    made = []
+    for factor in (1.0, 1.25, 1.5):
+        try:
+            made.append(found.replay({match.cut.number: value * factor}, [found.root])[0].detach().sum())
+        except CannotReplay:
+            return False
+    size = float(torch.stack(made).abs().max())
+    return close(made[0] + made[2], 2 * made[1], size)
 
 
 def _is_meant(match: Match, evidence: Evidence) -> bool:
