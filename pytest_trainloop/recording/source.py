@@ -60,6 +60,17 @@ def here(start: FrameType | None = None) -> tuple[Place, Site]:
     return (place_of(*at) if at else NOWHERE), tuple(site)
 
 
+def user_frames(most: int) -> list[FrameType]:
+    """The nearest frames of the user's own, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    found: list[FrameType] = []
+    while frame is not None and len(found) < most and frame.f_code.co_filename != FIT_CALLER:
+        if layer(frame.f_code.co_filename) == 2 and not is_stand_in(frame.f_code):
+            found.append(frame)
+        frame = frame.f_back
+    return found
+
+
 @functools.lru_cache(maxsize=4096)
 def place_of(filename: str, line: int) -> Place:
     """The place with its source line, the path shortened against the working directory."""

@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from pytest_trainloop.checks.loss.loss_contract.dead_values import never_read
+from pytest_trainloop.checks.loss.dead_values import never_read
 
 LOST = {
     "thrown_away": "F.l1_loss(a, b)",

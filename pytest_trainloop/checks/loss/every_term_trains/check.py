@@ -1,0 +1,137 @@
+"""Every term that is added to the loss trains something, and every term that is computed is added.
+
+What it does
+    It takes what the loop backpropagates apart into the terms that it is the sum of, whoever computed them, and looks
+    for terms without a gradient. It also follows single numbers that were computed with a gradient and that no backward
+    pass goes through.
+
+Why is this bad?
+    The value of such a term stands in the log and may even fall, because the weights move for other reasons. The
+    penalty, the auxiliary loss or the constraint that it stands for is not there.
+
+How it decides
+    What is added without a history adds a constant: it trains nothing, whatever it is. Such a constant is a fault where
+    it moves with the weights that the loss trains: the first loss is computed again with these weights moved, the batch
+    and the draws the same, and no step taken. Silent are constants of the data or of another net (the real half of a
+    GAN's value), a value that is added in place of another's (x + (y - x).detach()), one that is trained by another
+    backward pass, and one of which a factor of the trained terms is made (responsibilities of a mixture, the choice of
+    examples in self-paced learning): such terms are at their optimum by another rule.
+    A term that compares two results of weights that nothing trains is a constant for ever: a fault where both sides
+    come from the same weights (a teacher with itself), else advice.
+    A number that was computed with a gradient and is in no loss of the run is a fault where a parameter that an
+    optimizer holds gets its gradient from nowhere else, and where the source shows that nothing can read a value of
+    that name. Read elsewhere it may be a measure: advice, for names of a loss or a penalty. Of the values that one name
+    takes in a loop, only the last may be backpropagated: a fault where the earlier ones were computed of other data.
+    A dict of terms and a dict of weights that have keys in common, where a term without a weight and a weight without a
+    term are of one thing, is a spelling.
+
+Faulty
+    >>> for x, y in batches:
+    ...     scores = model(x)
+    ...     penalty = scores.square().mean().item()
+    ...     loss = torch.nn.functional.cross_entropy(scores, y) + 0.1 * penalty
+    ...     optimizer.zero_grad()
+    ...     loss.backward()
+    ...     optimizer.step()
+
+Fixed
+    >>> for x, y in batches:
+    ...     scores = model(x)
+    ...     penalty = scores.square().mean()
+    ...     loss = torch.nn.functional.cross_entropy(scores, y) + 0.1 * penalty
+    ...     optimizer.zero_grad()
+    ...     loss.backward()
+    ...     optimizer.step()
+
+Known limits
+    Terms inside compiled kernels and custom autograd functions are not taken apart, and what is added within a product
+    or a root is no term.
+
+References
+    https://docs.pytorch.org/docs/stable/generated/torch.autograd.grad.html
+    https://docs.pytorch.org/docs/stable/notes/autograd.html#locally-disabling-gradient-computation
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.registry import Cause, check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.runs.evidence import Evidence
+
+_CUT_OFF = (
+    "gradient_reaches_every_param:graph_cut",
+    "gradient_reaches_every_param:no_grad_forward",
+    "loss_components:part_detached",
+)
+"""What other checks see of a term that is added without its gradient."""
+
+_DROPPED = (
+    "gradient_reaches_every_param:parameter_unused",
+    "loss_contract:part_left_out",
+    "loss_components:part_left_out",
+)
+"""What other checks see of a term that is not added: its layer is used by nobody."""
+
+CAUSES = {
+    "penalty_off_graph": Cause(
+        proof="a term holds a derivative that was taken without a graph: its value changes with the weights, and it "
+        "has no gradient",
+        repair="torch.autograd.grad(..., create_graph=True)",
+        explains=_CUT_OFF,
+    ),
+    "derivative_off_graph": Cause(
+        proof="a derivative that was taken without a graph is added to what has a gradient",
+        repair="torch.autograd.grad(..., create_graph=True), where the derivative is to be trained as well",
+        settle="derivative.detach() on it says that it is a target",
+    ),
+    "term_detached": Cause(
+        proof="a term is added without its gradient, and its value changes with the weights that the loss trains",
+        repair="add the tensor itself, without item(), detach() or no_grad()",
+        explains=_CUT_OFF,
+        change=("seen",),
+    ),
+    "term_between_frozen": Cause(
+        proof="a term compares two results of weights that nothing trains: it is a constant",
+        repair="compare the result of the model that is trained with that of the teacher",
+        explains=("loss_contract:part_detached", "loss_components:part_constant"),
+        change=("seen",),
+    ),
+    "term_left_out": Cause(
+        proof="a number was computed with a gradient, and no backward pass of the run went through it",
+        repair="add it to the loss, or delete the line",
+        explains=_DROPPED,
+        change=("seen",),
+        settle="no_grad() around what is only logged; parts= says what the loss is the sum of",
+    ),
+    "term_overwritten": Cause(
+        proof="a loop computes a loss for each of its turns under one name, and only the last is backpropagated",
+        repair="add them up: loss = loss + ... in the loop",
+        explains=_DROPPED,
+        change=("seen",),
+    ),
+    "weight_of_another_name": Cause(
+        proof="the dict of weights has no entry for a term, and one of a like name that no term has: the term is not "
+        "in the loss",
+        repair="call both by one name, and look weights up by weights[name], which raises for a name that is not there",
+        explains=_DROPPED,
+        change=("seen",),
+    ),
+}
+
+
+@check(needs={"fit"}, causes=CAUSES, rank=15, names="part of the loss")
+def every_term_trains(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.checks.loss.every_term_trains.constant_terms import constant_terms, derivatives_beside
+    from pytest_trainloop.checks.loss.every_term_trains.lost_terms import lost_terms
+    from pytest_trainloop.checks.loss.every_term_trains.survey import Survey
+
+    survey = evidence.shared(Survey.of)
+    yield from constant_terms(evidence, survey)
+    yield from derivatives_beside(survey)
+    yield from lost_terms(evidence, survey)

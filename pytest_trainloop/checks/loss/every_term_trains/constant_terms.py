@@ -1,0 +1,134 @@
+"""Terms that are added without a gradient: which of them move with the weights, and which compare frozen results."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.checks.loss.every_term_trains.names import name_at
+from pytest_trainloop.checks.loss.every_term_trains.survey import Moves
+from pytest_trainloop.finding import Finding, code_of
+from pytest_trainloop.recording.torch_names import LOSSES
+from pytest_trainloop.wording import some
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.checks.loss.every_term_trains.survey import Survey
+    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.tracing.root_terms import Term
+
+_HOW = {
+    "number": ("it is a plain number there", "add the tensor itself: leave out item(), float() or numpy()"),
+    "end": ("it is detached as a whole", "add it without detach()"),
+    "before": (
+        "what it is computed of has no gradient",
+        "compute it outside of no_grad(), of the output itself; what counts, rounds or compares has no gradient: use "
+        "probabilities in its place",
+    ),
+}
+
+
+def constant_terms(evidence: Evidence, survey: Survey) -> Iterator[Finding]:
+    """One finding for each line whose term trains nothing."""
+    frozen = _never_trained(survey.record)
+    for root, term in survey.constants():
+        if term.shared or term.twin:
+            continue
+        trained = survey.trained_by(root)
+        moves = 0.0
+        if term.parameters & trained or (not term.parameters and term.cut in ("number", "before")):
+            moves = evidence.shared(Moves).of(root, term, trained)
+        if moves and term.cut == "derivative":
+            yield _off_graph(term, moves)
+        elif moves and term.op not in LOSSES:
+            yield _detached(term, moves)
+        elif not moves and len(term.sides) == 2 and all(side and side <= frozen for side in term.sides):
+            yield _between_frozen(survey.record, term)
+
+
+def derivatives_beside(survey: Survey) -> Iterator[Finding]:
+    """Derivatives without a graph that are added, entry by entry, to what has one."""
+    seen = set()
+    for root in survey.roots:
+        found = root.beside
+        if found is not None and found.taken not in seen and found.parameters & survey.trained_by(root):
+            seen.add(found.taken)
+            yield Finding(
+                cause="derivative_off_graph",
+                level="advice",
+                summary="a derivative is added to what trains, and is itself a constant to the weights: it was taken "
+                "without a graph",
+                measured=f"added at {found.added}",
+                shown_by="it was computed of weights that the loss trains, and has no history where it is added",
+                culprits=("grad",),
+                where=found.taken,
+                change=found.taken,
+            )
+
+
+def _never_trained(record: Record) -> frozenset[int]:
+    """Parameters that no gradient reached and no optimizer holds."""
+    return frozenset(p.index for p in record.parameters if not record.reached(p.index) and not record.held.get(p.index))
+
+
+def _off_graph(term: Term, moves: float) -> Finding:
+    return Finding(
+        cause="penalty_off_graph",
+        summary="a derivative is in the loss by its value alone: it was taken without a graph, so it trains nothing",
+        measured=_moved(moves),
+        shown_by=f"the term changes with the weights and has no gradient; it is added at {term.place}",
+        culprits=("grad",),
+        where=term.derivative or term.place,
+        change=term.derivative or term.place,
+    )
+
+
+def _detached(term: Term, moves: float) -> Finding:
+    why, repair = _HOW[term.cut]
+    name = _called(term)
+    return Finding(
+        cause="term_detached",
+        summary=f"the value of {name} is added to the loss and trains nothing: {why}",
+        measured=_moved(moves),
+        shown_by="its value changes with the weights that this loss trains, and it has no history where it is added",
+        culprits=(name,),
+        where=term.place,
+        repair=repair,
+    )
+
+
+def _between_frozen(record: Record, term: Term) -> Finding:
+    same = term.sides[0] == term.sides[1]
+    owners = [_owner(record, side) for side in term.sides]
+    name = _called(term)
+    both = f"both sides of {name} are computed of {owners[0]}" if same else f"{name} compares {' with '.join(owners)}"
+    return Finding(
+        cause="term_between_frozen",
+        level="fault" if same else "advice",
+        summary=f"{both}, which nothing trains: the term is a constant",
+        measured=f"value {term.value:.4g}, without a history",
+        shown_by="no optimizer holds the weights on either side, and no gradient reaches them",
+        culprits=(name,),
+        where=term.place,
+    )
+
+
+def _owner(record: Record, parameters: frozenset[int]) -> str:
+    """The module that holds all of these parameters, or their names."""
+    names = [record.parameters[i].name for i in sorted(parameters) if i < len(record.parameters)]
+    first = {name.partition(".")[0] for name in names}
+    return next(iter(first)) if len(first) == 1 else some(names)
+
+
+def _moved(moves: float) -> str:
+    return f"its value changes by {moves:.2g} of itself when the weights that the loss trains are moved"
+
+
+def _called(term: Term) -> str:
+    """What the project calls a term, as far as its line shows."""
+    code = code_of(term.place)
+    if term.cut == "number" and (found := re.search(r"([\w.]+)\.(item|tolist|numpy|cpu)\(\)", code)):
+        return found.group(1)
+    return name_at(term.site) or (term.op if term.op not in ("", "number") else "a number")

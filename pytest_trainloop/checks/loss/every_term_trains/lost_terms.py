@@ -1,0 +1,145 @@
+"""Single numbers that were computed with a gradient and that no backward pass goes through."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.checks.loss.dead_values import never_read
+from pytest_trainloop.checks.loss.every_term_trains.names import is_term, loops_over, name_at
+from pytest_trainloop.checks.loss.every_term_trains.survey import Survey
+from pytest_trainloop.finding import Finding
+from pytest_trainloop.wording import some
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pytest_trainloop.checks.loss.every_term_trains.weight_tables import Unweighted
+    from pytest_trainloop.recording.events import Site
+    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.tracing.root_terms import Scalar
+
+
+def lost_terms(evidence: Evidence, survey: Survey) -> Iterator[Finding]:
+    """Terms that the first steps lose are looked for over the whole run before anything is said."""
+    if not any(term.live for root in survey.roots for term in root.terms):
+        return
+    unweighted = [u for u in survey.tables.unweighted.values() if not _counts(u.scalar)]
+    left_out = _left_out(survey)
+    overwritten = _overwritten(survey)
+    if not (unweighted or left_out or overwritten):
+        return
+    full = evidence.shared(Survey.in_full)
+    named = set()
+    for found in full.tables.unweighted.values():
+        if not _counts(found.scalar) and any(found.term == u.term for u in unweighted):
+            named.add(found.scalar.place)
+            yield _of_weight(found)
+    for site, scalars in _overwritten(full).items():
+        if site in overwritten:
+            named.add(scalars[0].place)
+            yield _of_overwritten(full.record, site, scalars)
+    for site, scalars in _left_out(full).items():
+        if site in left_out and scalars[0].place not in named:
+            yield from _of_left_out(full.record, site, scalars)
+
+
+def _counts(scalar: Scalar) -> bool:
+    return any(scalar.weights)
+
+
+def _left_out(survey: Survey) -> dict[Site, list[Scalar]]:
+    """Lines whose numbers go nowhere, and that are a term by their name or alone train something."""
+    by_site: dict[Site, list[Scalar]] = defaultdict(list)
+    for scalar in survey.scalars:
+        by_site[scalar.site].append(scalar)
+    found = {}
+    for site, scalars in by_site.items():
+        last = [s for s in scalars if not s.consumed]
+        lost = bool(site and last) and not any(s.used or s.of_losses for s in scalars)
+        if lost and (is_term(name_at(site)) or _untrained(survey.record, last)):
+            found[site] = last
+    return found
+
+
+def _untrained(record: Record, scalars: Sequence[Scalar]) -> tuple[str, ...]:
+    """Parameters that an optimizer which steps holds, and that no gradient of the run reaches."""
+    below = sorted({i for s in scalars for i in s.parameters if i < len(record.parameters)})
+    return tuple(
+        p.name
+        for p in (record.parameters[i] for i in below)
+        if p.trainable
+        and not record.reached(p.index)
+        and not record.declared_frozen(p.name)
+        and any(record.optimizers[o].steps for o in record.held.get(p.index, ()))
+    )
+
+
+def _overwritten(survey: Survey) -> dict[Site, list[Scalar]]:
+    """Lines in a loop of which only the last value before each backward pass is used, and the others had other data or
+    weights."""
+    by_site: dict[Site, dict[int, list[Scalar]]] = defaultdict(lambda: defaultdict(list))
+    for scalar in survey.scalars:
+        by_site[scalar.site][scalar.window].append(scalar)
+    found = {}
+    for site, windows in by_site.items():
+        several = [w for w in windows.values() if len(w) > 1]
+        if several and all(_only_the_last(w) for w in several) and loops_over(site) is not None:
+            found[site] = several[0]
+    return found
+
+
+def _only_the_last(scalars: Sequence[Scalar]) -> bool:
+    """Whether only the last value is used, and an earlier one was computed of other data or weights."""
+    *earlier, last = scalars
+    if not last.used or any(s.used or s.consumed for s in earlier):
+        return False
+    return any(s.data - last.data or s.parameters - last.parameters for s in earlier)
+
+
+def _of_left_out(record: Record, site: Site, scalars: Sequence[Scalar]) -> Iterator[Finding]:
+    name, untrained = name_at(site), _untrained(record, scalars)
+    lost = never_read(site) if is_term(name) else ""
+    why = f"nothing else trains {some(untrained)}" if untrained else lost
+    called = name or scalars[0].op
+    yield Finding(
+        cause="term_left_out",
+        level="fault" if why else "advice",
+        summary=f"{called} is computed with a gradient and is in no loss that is backpropagated"
+        + (f": {why}" if why else ""),
+        measured=f"{len(scalars)} values in the run, and no backward pass went through any",
+        shown_by="other terms of the same steps were backpropagated"
+        + (f"; {some(untrained)} got no gradient" if untrained else ""),
+        culprits=(called, *untrained),
+        where=scalars[0].place,
+        repair=f"loss = loss + {called}" if why and name else "",
+    )
+
+
+def _of_overwritten(record: Record, site: Site, scalars: Sequence[Scalar]) -> Finding:
+    name, line = loops_over(site) or ("", 0)
+    untrained = _untrained(record, scalars[:-1])
+    return Finding(
+        cause="term_overwritten",
+        summary=f"the loop at line {line} computes {name} {len(scalars)} times, and only the last is backpropagated",
+        measured=f"{len(scalars) - 1} of {len(scalars)} values are replaced before anything reads them, in every step",
+        shown_by="the earlier ones were computed of other data or other weights"
+        + (f"; {some(untrained)} got no gradient" if untrained else ""),
+        culprits=(name, *untrained),
+        where=scalars[0].place,
+        repair=f"{name} = {name} + ... in the loop, from 0 on",
+    )
+
+
+def _of_weight(found: Unweighted) -> Finding:
+    return Finding(
+        cause="weight_of_another_name",
+        summary=f"{found.term!r} is computed and is not in the loss: the weights call it {found.weight!r}",
+        measured=f"weight {found.number:g} is asked for by no term, in every step of the run",
+        shown_by=f"both dicts have {some(found.others)}; no gradient reached {found.term!r}",
+        culprits=(found.term,),
+        where=found.place,
+        repair=f"call both by one name: {found.term!r} in the weights; weights[name] raises where weights.get(name, 0) "
+        "gives 0",
+    )

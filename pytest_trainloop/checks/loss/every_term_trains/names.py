@@ -1,0 +1,128 @@
+"""What a line of the project's calls the value that it computes."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.recording.events import Site
+
+_TERM = frozenset(
+    """loss losses penalty penalties reg regularizer regulariser regularization regularisation kl kld nll bce aux
+    auxiliary commit commitment commitloss elbo cost objective smoothness sparsity tv perceptual distill distillation
+    consistency""".split()
+)
+_MEASURE = frozenset(
+    """metric metrics acc accuracy mae mape psnr ssim log logs logged logging val valid validation eval evaluation test
+    monitor debug info stat stats report running avg average best ema norm total sum history display print raw
+    unscaled detached""".split()
+)
+
+
+def is_term(name: str) -> bool:
+    """Whether a name is one of a part of a loss, and none of a measure that is only looked at."""
+    words = words_of(name)
+    return bool(words & _TERM or any(w.endswith("loss") for w in words)) and not words & _MEASURE
+
+
+def words_of(name: str) -> frozenset[str]:
+    """The words of a name, in lower case, without numbers."""
+    parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
+    return frozenset(part.lower() for part in parts)
+
+
+def name_at(site: Site) -> str:
+    """The name, attribute or key that the value of a call site is assigned to; of one that is returned, that of the
+    caller, else of the function."""
+    for filename, line in site:
+        found = _statement(filename, line)
+        if found is None:
+            return ""
+        statement, function = found
+        if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+            target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
+            return _named(target) or _key_of(statement.value, line)
+        if not isinstance(statement, ast.Return):
+            return ""
+        if words_of(function) & _TERM or "loss" in function:
+            return function
+    return ""
+
+
+def loops_over(site: Site) -> tuple[str, int] | None:
+    """Where the innermost line of a site assigns a plain name in the body of a loop that does not read it afterwards:
+    the name and the line of the loop."""
+    if not site:
+        return None
+    filename, line = site[0]
+    module = _parsed(filename)
+    loops = [n for n in ast.walk(module) if isinstance(n, (ast.For, ast.While)) and _covers(n, line)] if module else []
+    for loop in sorted(loops, key=lambda n: -n.lineno):
+        for number, statement in enumerate(loop.body):
+            if _covers(statement, line):
+                if not (isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)):
+                    return None
+                name = statement.targets[0].id
+                later = any(_reads(after, name) for after in loop.body[number + 1 :])
+                before = any(_reads(earlier, name) for earlier in loop.body[: number + 1])
+                return None if later or before else (name, loop.lineno)
+    return None
+
+
+def _reads(node: ast.AST, name: str) -> bool:
+    return any(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load) for n in ast.walk(node))
+
+
+def _named(target: ast.expr) -> str:
+    if isinstance(target, ast.Name):
+        return target.id
+    if isinstance(target, ast.Attribute):
+        return target.attr
+    if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
+        return str(target.slice.value)
+    return ""
+
+
+def _key_of(value: ast.expr | None, line: int) -> str:
+    """The key of a dict display whose value stands on a line."""
+    if isinstance(value, ast.Dict):
+        for key, entry in zip(value.keys, value.values, strict=True):
+            if isinstance(key, ast.Constant) and _covers(entry, line):
+                return str(key.value)
+    return ""
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(filename: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(filename)))
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _statement(filename: str, line: int) -> tuple[ast.stmt, str] | None:
+    """The simple statement on a line and the name of the function around it."""
+    module = _parsed(filename)
+    found = None
+    for statement, function in _simple(module, "") if module else ():
+        if _covers(statement, line):
+            found = statement, function
+    return found
+
+
+def _simple(node: ast.AST, function: str) -> Iterator[tuple[ast.stmt, str]]:
+    for child in ast.iter_child_nodes(node):
+        inside = child.name if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) else function
+        if isinstance(child, ast.stmt) and not hasattr(child, "body"):
+            yield child, inside
+        yield from _simple(child, inside)
+
+
+def _covers(node: ast.stmt | ast.expr, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)

@@ -1,0 +1,176 @@
+"""What the roots of the first steps are sums of, and whether the constants among it move with the weights."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_trainloop.checks.loss.every_term_trains.weight_tables import WeightTables
+from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.gradients.tolerances import ROUNDING
+from pytest_trainloop.recording.events import Step
+from pytest_trainloop.recording.hooks import after_steps
+from pytest_trainloop.tracing.root_terms import RootTerms
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.tracing.root_terms import Scalar, Term, TermsOfRoot
+
+ROUNDS = 2
+"""Steps of one optimizer that are taken apart: a number that a root holds in both is no constant of the formula."""
+
+STIRS = (0.3, 1.0)
+"""Of the root mean square of each weight, by which the weights that a root trains are moved; the second where a value
+that jumps does not move by the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What was seen in the first steps."""
+
+    record: Record
+    roots: tuple[TermsOfRoot, ...]
+    scalars: tuple[Scalar, ...]
+    tables: WeightTables
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> Survey:
+        """To be asked for by ``evidence.shared(Survey.of)``."""
+        return _made(evidence, lambda record: record.rounds >= ROUNDS)
+
+    @classmethod
+    def in_full(cls, evidence: Evidence) -> Survey:
+        """The same over all steps of the watched run."""
+        return _made(evidence, evidence.plan().enough)
+
+    def constants(self) -> list[tuple[TermsOfRoot, Term]]:
+        """Terms without a history, of roots that have others as well, that are another number in each step: one for
+        each line."""
+        values = {value for root in self.roots for value in root.live_values}
+        seen: dict[tuple[str, str, str], list[tuple[TermsOfRoot, Term]]] = {}
+        for root in self.roots:
+            if any(term.live for term in root.terms):
+                for term in root.terms:
+                    if not term.live:
+                        seen.setdefault((root.place, term.op, term.place), []).append((root, term))
+        found = []
+        for alike in seen.values():
+            numbers = {term.value for _, term in alike}
+            constant = len(alike) > 1 and len(numbers) == 1 and not alike[0][1].parameters
+            elsewhere = all(abs(term.value) in values for _, term in alike)  # the value of what does train
+            if not constant and not elsewhere and not any(math.isnan(number) for number in numbers):
+                found.append(alike[0])
+        return found
+
+    def trained_by(self, root: TermsOfRoot) -> frozenset[int]:
+        """The parameters that the next steps after a root change and no other loss of the same window trains."""
+        passes = self.record.backwards()
+        mine = next((b for b in passes if b.at > root.at), None)
+        if mine is None:
+            return frozenset()
+        steps = [s for s in self.record.of(Step) if not s.nested]
+        before = max((s.at for s in steps if s.at < mine.at), default=-1)
+        first = next((s.at for s in steps if (s.reads[0].at if s.reads else s.at) > mine.at), None)
+        if first is None:
+            return frozenset(mine.arrivals)
+        end = next((b.at for b in passes if b.at > first), math.inf)
+        holders = {s.optimizer for s in steps if mine.at < s.until and s.at < end and s.at >= before}
+        held = {i for o in self.record.optimizers if o.index in holders for i in o.parameters}
+        others = [b for b in passes if before < b.at < end and b.site != mine.site] if len(holders) > 1 else []
+        return frozenset(held - {i for b in others for i in b.arrivals})
+
+
+def _made(evidence: Evidence, enough: Any) -> Survey:
+    if not evidence.repeatable:
+        raise CannotDecide("what a loss is the sum of takes runs of their own: return a TrainLoop from a marked test")
+    tables = WeightTables()
+    seen = RootTerms(tables.look)
+    record = evidence.rerun(contexts=seen.contexts, before_item=seen.take_batch, enough=enough)
+    return Survey(record, tuple(seen.roots), tuple(seen.scalars), tables)
+
+
+class Moves:
+    """Which constants of the first roots move with the weights: each root's own weights are moved, and no step changes
+    any, since one that trains another net would."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence = evidence
+        self._base = self._values(frozenset())
+        again = self._values(frozenset())
+        self._noise = max((_change(a, again.get(key)) for key, a in self._base.items()), default=0.0)
+
+    def of(self, root: TermsOfRoot, term: Term, trained: frozenset[int]) -> float:
+        """The relative change of a constant; 0 where it is within rounding."""
+        if not trained:
+            return 0.0
+        key = root.place, term.op, term.place
+        for stir in STIRS:
+            change = _change(self._base.get(key, ()), self._values(trained, stir).get(key))
+            if change > max(ROUNDING * torch.finfo(torch.float32).eps, 10 * self._noise):
+                return change
+        return 0.0
+
+    def _values(self, moved: frozenset[int], stir: float = 0.0) -> dict[tuple[str, str, str], tuple[float, ...]]:
+        held = _Held(moved, stir)
+        seen = RootTerms()
+        self._evidence.rerun(
+            prepare=held.prepare,
+            contexts=lambda watch: (*seen.contexts(watch), held),
+            before_item=seen.take_batch,
+            enough=lambda record: record.rounds >= 1,
+            own_steps=True,
+        )
+        found: dict[tuple[str, str, str], tuple[float, ...]] = {}
+        for root in seen.roots:
+            for term in root.terms:
+                if not term.live:
+                    key = root.place, term.op, term.place
+                    found[key] = (*found.get(key, ()), term.value)
+        return found
+
+
+class _Held(contextlib.AbstractContextManager[None]):
+    """Weights that stay where they were put, whatever steps are made."""
+
+    def __init__(self, moved: frozenset[int], stir: float) -> None:
+        self._moved, self._stir = moved, stir
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._handle: Any = None
+
+    def prepare(self, watch: Watch) -> None:
+        random = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for number, tensor in enumerate(watch.table.tensors):
+                if torch.nn.parameter.is_lazy(tensor) or not tensor.is_floating_point() or tensor.is_meta:
+                    continue
+                if number in self._moved and tensor.numel():
+                    size = float(tensor.double().square().mean().sqrt()) or 0.1
+                    noise = torch.randn(tensor.shape, generator=random, dtype=torch.float64).to(tensor)
+                    tensor.add_(noise, alpha=self._stir * size)
+                self._kept.append((tensor, tensor.detach().clone()))
+
+    def __enter__(self) -> None:
+        self._handle = after_steps(self._put_back)
+
+    def __exit__(self, *_error: object) -> None:
+        self._handle.remove()
+        self._kept.clear()
+
+    def _put_back(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        with torch.no_grad():
+            for tensor, kept in self._kept:
+                tensor.copy_(kept)
+
+
+def _change(a: Iterable[float], b: Iterable[float] | None) -> float:
+    """The largest relative difference of two series; 0 where one is not there."""
+    pairs = list(zip(a, b or (), strict=False))[:1]
+    return max((abs(x - y) / max(abs(x), abs(y), 1e-12) for x, y in pairs if math.isfinite(x + y)), default=0.0)

@@ -1,0 +1,407 @@
+"""What each tensor that a loop backpropagates (a root) is a sum of, and the single numbers with a history beside it.
+
+A root is taken apart along additions, plain factors, sums and means. What has no history there is an additive constant:
+whatever it is, it trains nothing. Nodes are kept for the whole of a short run, since a root may be made before a step
+and backpropagated after it; what is read after the run is plain data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import math
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from pytest_trainloop.recording.function_mode import is_aside, tensors_in
+from pytest_trainloop.recording.hooks import on_gradient
+from pytest_trainloop.recording.patches import patched
+from pytest_trainloop.recording.samples import readable
+from pytest_trainloop.recording.source import here
+from pytest_trainloop.recording.torch_internals import is_transformed
+from pytest_trainloop.recording.torch_names import ADDITIONS, LOSSES, SUBTRACTIONS
+from pytest_trainloop.tracing.mode import WatchingMode
+from pytest_trainloop.tracing.node_sums import (
+    DERIVATIVE,
+    PARAMETER,
+    below,
+    derivative_below,
+    origin,
+    parameters_below,
+    sides,
+    summands,
+    trains,
+)
+from pytest_trainloop.tracing.provenance import Lineage, Node, name_of, watched
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pytest_trainloop.recording.events import Site
+    from pytest_trainloop.recording.watch import Watch
+
+    Look = Callable[[str, tuple[Any, ...], Callable[[torch.Tensor], "Scalar | None"]], None]
+    """Gets the name of a call, its arguments, and what tells the number that a tensor is."""
+
+Cut = Literal["", "end", "derivative", "number", "before"]
+"""How a term lost its history: "end": it had one until it was detached as a whole; "derivative": it holds a derivative
+that was taken without a graph; "number": it is a plain number; "before": what it is computed of has none."""
+
+_NOWHERE: tuple[str, Site] = ("", ())
+
+MOST_NODES = 60_000
+"""Nodes that are kept of one run."""
+
+MOST_COMPLETE = 500
+"""Single numbers of a run of which is read off what they were computed of; of more, only of those that no other was
+made of."""
+
+_MOST_ENTRIES = 1 << 16
+"""Entries of a tensor of data that are read to tell it from others."""
+
+
+@dataclass(slots=True, eq=False)
+class Scalar:
+    """A single number with a history that the loop computed."""
+
+    op: str
+    place: str
+    site: Site
+    module: str
+    value: float
+    weights: list[float] = field(default_factory=list)
+    """The gradient of each root at it, that is its weight; none where no backward pass went through it."""
+    consumed: bool = False
+    """Whether another single number with a history was made of it."""
+    window: int = 0
+    """The roots that were backpropagated before it was made."""
+    parameters: frozenset[int] = frozenset()
+    """Those that it was computed of, by their number in the record; of a number that no backward pass went through."""
+    data: frozenset[str] = frozenset()
+    """What it was computed of that comes from the batch alone: equal for equal tensors."""
+    of_losses: bool = False
+    """Whether a loss function of torch is among what it was computed of."""
+
+    @property
+    def used(self) -> bool:
+        return bool(self.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A part of a root that is added to the rest."""
+
+    op: str
+    place: str
+    site: Site
+    live: bool
+    value: float
+    """The sum of its entries."""
+    cut: Cut = ""
+    derivative: str = ""
+    """The line that took a derivative that it holds."""
+    parameters: frozenset[int] = frozenset()
+    sides: tuple[frozenset[int], ...] = ()
+    """Of a comparison without a history: the parameters that each side was computed of."""
+    shared: bool = False
+    """Whether a factor of what does train was computed of the same value without a history."""
+    twin: bool = False
+    """Whether the value is added in place of one that trains: x + (y - x).detach()."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A derivative that was taken without a graph and is added, entry by entry, to what has one."""
+
+    taken: str
+    added: str
+    parameters: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class TermsOfRoot:
+    at: int
+    """The position in the run just before the backward pass."""
+    place: str
+    terms: tuple[Term, ...]
+    live_values: frozenset[float] = frozenset()
+    beside: Beside | None = None
+
+
+class _Tagged(Lineage):
+    """Lineage in which a parameter is one node with its number, and a derivative a node of its own."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+        self.places: dict[int, tuple[str, Site]] = {}
+        self.sums: dict[int, float] = {}
+        self.data: dict[int, str] = {}
+        """Of what was computed of the batch alone: equal for equal tensors."""
+        self.kept: list[Node] = []
+        """Every node: its ``id`` stands for it."""
+
+    def of(self, tensor: torch.Tensor) -> Node:
+        node = super().of(tensor)
+        if node.op or node.parents or self._known.get(id(tensor), (None, None))[1] is node:
+            return node
+        index = self._watch.table.index(tensor)
+        if index is not None:
+            node.op, node.numbers = PARAMETER, (float(index),)
+        self.put(tensor, node)
+        return node
+
+    def put(self, tensor: torch.Tensor, node: Node) -> None:
+        with contextlib.suppress(TypeError):
+            self._known[id(tensor)] = (weakref.ref(tensor), node)
+        self.kept.append(node)
+
+    def draw(self, batch: Any) -> None:
+        """Know the tensors of a batch as such."""
+        for tensor in tensors_in(batch):
+            self.adopt(tensor)
+            node = self.of(tensor)
+            self.kept.append(node)
+            self.data[id(node)] = _digest(tensor)
+
+    def derive(self, tensor: torch.Tensor, node: Node, parents: tuple[Node, ...]) -> None:
+        """Note what is computed of the batch alone."""
+        if parents and not node.history and all(id(p) in self.data for p in parents):
+            self.data[id(node)] = _digest(tensor)
+
+
+class RootTerms(WatchingMode):
+    """Takes the roots of a run apart; ``roots`` and ``scalars`` hold what was seen."""
+
+    def __init__(self, look: Look | None = None) -> None:
+        super().__init__()
+        self.roots: list[TermsOfRoot] = []
+        self.scalars: list[Scalar] = []
+        self._look = look
+        self._lineage: _Tagged | None = None
+        self._by_node: dict[int, tuple[Scalar, Node]] = {}
+        self._beside: list[tuple[Node, Beside]] = []
+        self._nodes = 0
+        self._in_backward = False
+
+    def take_batch(self, _number: int, item: Any) -> None:
+        """For ``RunPlan.before_item``."""
+        if self._lineage is not None:
+            self._lineage.draw(item)
+
+    @contextlib.contextmanager
+    def watching(self, watch: Watch) -> Iterator[None]:
+        self._lineage = _Tagged(watch)
+        try:
+            with (
+                super().watching(watch),
+                patched(torch.autograd, "grad", self._around_grad),
+                patched(torch.autograd, "backward", self._around_backward),
+            ):
+                yield
+        finally:
+            every = len(self._by_node) <= MOST_COMPLETE
+            for scalar, node in self._by_node.values():
+                _complete(self._lineage, scalar, node, every=every)
+            self._lineage = None
+            self._by_node.clear()
+            self._beside.clear()
+
+    def _around_grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            if not self._looks():
+                return original(*args, **kwargs)
+            return self._derivative(original, args, kwargs, reads=False)
+
+        return grad
+
+    def _around_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``torch.autograd.backward``, called by itself: ``Tensor.backward`` comes by ``call`` first."""
+
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if self._looks() and not self._in_backward:
+                with self.watch.suspended():
+                    self._root(args[0] if args else kwargs.get("tensors"))
+            return original(*args, **kwargs)
+
+        return backward
+
+    def _looks(self) -> bool:
+        return self._lineage is not None and not is_aside() and not is_transformed() and self.active()
+
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        lineage = self._lineage
+        reads, name = name == "__get__", name_of(func)
+        if lineage is None or self._nodes > MOST_NODES:
+            return func(*args, **kwargs)
+        if name == "grad":
+            return self._derivative(func, args, kwargs, reads=reads)
+        if not watched(name):
+            return func(*args, **kwargs)
+        if name == "backward":
+            return self._backward(func, args, kwargs)
+        with self.watch.suspended():
+            parents = lineage.before(name, args, kwargs)
+            if self._look is not None:
+                self._look(name, args, self._scalar_of)
+        out = func(*args, **kwargs)
+        with self.watch.suspended():
+            lineage.note(self.watch, func, name, args, kwargs, parents, out)
+            for result in tensors_in(args[0] if name.startswith("__i") and args else out):
+                self._note_result(lineage, result, parents, args)
+        return out
+
+    def _backward(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.watch.suspended():
+            self._root(args[0] if args else kwargs.get("tensors"))
+        self._in_backward = True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._in_backward = False
+
+    def _scalar_of(self, tensor: torch.Tensor) -> Scalar | None:
+        known = None if self._lineage is None else self._by_node.get(id(self._lineage.of(tensor)))
+        return known[0] if known is not None else None
+
+    def _note_result(
+        self, lineage: _Tagged, result: torch.Tensor, parents: tuple[Node, ...], given: tuple[Any, ...]
+    ) -> None:
+        node = lineage.of(result)
+        self._nodes += 1
+        lineage.kept.append(node)
+        lineage.derive(result, node, parents)
+        if not node.floating:
+            return
+        if result.numel() == 1:
+            place, site = here()
+            lineage.places[id(node)] = str(place), site
+            if result.requires_grad:
+                self._note_scalar(result, node, parents, str(place), site)
+            return
+        both = [p for p in parents if p.floating]
+        if node.op in ADDITIONS | SUBTRACTIONS and len(both) == 2 and both[0].history != both[1].history:
+            dead, live = sorted(both, key=lambda side: side.history)
+            self._note_sum(lineage, result, dead, live)
+            for tensor in tensors_in(given):
+                if not tensor.requires_grad and tensor.is_floating_point() and readable(tensor):
+                    lineage.sums[id(dead)] = float(tensor.detach().double().sum())
+
+    def _note_scalar(self, result: torch.Tensor, node: Node, parents: tuple[Node, ...], place: str, site: Site) -> None:
+        for parent in parents:
+            if (before := self._by_node.get(id(parent))) is not None:
+                before[0].consumed = True
+        scalar = Scalar(node.op, place, site, self.watch.module_path(), node.value, window=len(self.roots))
+        self._by_node[id(node)] = scalar, node
+        self.scalars.append(scalar)
+        on_gradient(result, lambda gradient: _weigh(scalar, gradient))
+
+    def _note_sum(self, lineage: _Tagged, result: torch.Tensor, dead: Node, live: Node) -> None:
+        """A sum, entry by entry, of what has no history and what has one."""
+        place, site = here()
+        lineage.places.setdefault(id(dead), (str(place), site))
+        taken = derivative_below(dead, detached=False) if dead.shape == live.shape else None
+        if taken is not None and (trained := parameters_below(taken)):
+            node = lineage.of(result)
+            self._beside.append((node, Beside(lineage.places[id(taken)][0], str(place), trained)))
+
+    def _derivative(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, reads: bool
+    ) -> Any:
+        """A call of ``autograd.grad``, or the gradient of a tensor that is no parameter, read."""
+        lineage = self._lineage
+        if lineage is None:
+            return func(*args, **kwargs)
+        with self.watch.suspended():
+            outputs = list(tensors_in(args[:1], kwargs.get("outputs", ())))
+            inputs = [] if reads else list(tensors_in(args[1:2], kwargs.get("inputs", ())))
+            known = [self.watch.table.index(t) is not None for t in (outputs if reads else inputs)]
+            if not reads and all(known) and known and len(outputs) == 1:
+                self._root(outputs[0])
+            parents = tuple(lineage.of(t) for t in (*outputs, *inputs))
+        out = func(*args, **kwargs)
+        with self.watch.suspended():
+            if not any(known) and not any(isinstance(t, nn.Parameter) for t in (*outputs * reads, *inputs)):
+                place, site = here()
+                for result in tensors_in(out):
+                    node = Node(DERIVATIVE, parents, tuple(result.shape), history=result.requires_grad)
+                    lineage.put(result, node)
+                    lineage.places[id(node)] = str(place), site
+        return out
+
+    def _root(self, given: Any) -> None:
+        roots, lineage = list(tensors_in((given,))), self._lineage
+        at = self.watch.tick()
+        if lineage is None or len(roots) != 1 or roots[0].numel() != 1 or roots[0].is_complex():
+            return
+        place, _ = here()
+        node = lineage.of(roots[0])
+        found = list(summands(node))
+        live = [n for n in found if isinstance(n, Node) and trains(n)]
+        behind = {id(n) for term in live for n in below(term)}
+        terms = tuple(
+            self._term(lineage, n, live, behind)
+            if isinstance(n, Node)
+            else Term("number", *lineage.places.get(id(n.added), _NOWHERE), live=False, value=n.value, cut="number")
+            for n in found
+        )
+        values = frozenset(abs(n.value) for n in below(node) if n.history and n.parents and not math.isnan(n.value))
+        beside = next((derivative for n, derivative in self._beside if id(n) in behind), None)
+        self.roots.append(TermsOfRoot(at, str(place), terms, values, beside))
+
+    def _term(self, lineage: _Tagged, node: Node, live: list[Node], behind: set[int]) -> Term:
+        made = origin(node)
+        place, site = next((lineage.places[id(n)] for n in (made, node) if id(n) in lineage.places), _NOWHERE)
+        value = lineage.sums.get(id(node), math.nan) if math.isnan(node.value) else node.value
+        if id(node) in {id(n) for n in live}:
+            return Term(made.op, place, site, live=True, value=value)
+        derivative = derivative_below(node)
+        cut: Cut = "derivative" if derivative is not None else "end" if made.history else "before"
+        if not node.parents and derivative is None:
+            cut = "number"
+        stopped = (n for n in below(node, through=lambda n: not n.history) if not n.history and id(n) in behind)
+        parts = {id(n) for n in summands(made)} if made.history else set()
+        return Term(
+            made.op,
+            place,
+            site,
+            live=False,
+            value=value,
+            cut=cut,
+            derivative=lineage.places.get(id(derivative), _NOWHERE)[0],
+            parameters=parameters_below(node),
+            sides=sides(made),
+            shared=any(parameters_below(n, trained=True) for n in stopped),
+            twin=(made.history and id(made) in behind) or any(id(n) in parts for n in live),
+        )
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """Equal for equal tensors; of large ones for all of one shape."""
+    if tensor.numel() > _MOST_ENTRIES or not readable(tensor) or tensor.layout is not torch.strided:
+        return f"{tuple(tensor.shape)}"
+    entries = tensor.detach().cpu().contiguous().flatten()
+    plain = torch.view_as_real(entries).flatten() if entries.is_complex() else entries
+    return hashlib.sha256(plain.double().numpy().tobytes()).hexdigest()[:16] + str(tuple(tensor.shape))
+
+
+def _weigh(scalar: Scalar, gradient: Any) -> None:
+    if isinstance(gradient, torch.Tensor) and readable(gradient):
+        scalar.weights.append(float(gradient.detach().double().sum()))
+
+
+def _complete(lineage: _Tagged | None, scalar: Scalar, node: Node, *, every: bool) -> None:
+    """Read off what a number was computed of, where that will be asked."""
+    if lineage is None or (scalar.consumed and not every):
+        return
+    behind = list(below(node))
+    scalar.of_losses = any(n.op in LOSSES for n in behind)
+    scalar.parameters = frozenset(int(n.numbers[0]) for n in behind if n.op == PARAMETER and n.history)
+    scalar.data = frozenset(lineage.data[id(n)] for n in behind if id(n) in lineage.data)
