@@ -65,12 +65,9 @@ NAMES = (
     "moments_not_saved",
     "total_loss_with_graph",
     "objectness_logged_and_not_added",
-<<<<<<< HEAD
     "argmax_over_a_column_of_labels",
     "dice_of_raw_scores",
-=======
     "penalty_that_nothing_reads",
->>>>>>> 3f6b527 (Find terms of a loss that train nothing)
 )
 
 COMPOSED = (

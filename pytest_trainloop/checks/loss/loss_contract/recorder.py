@@ -18,15 +18,10 @@ import torch.nn.functional as F
 from pytest_trainloop import nested
 from pytest_trainloop.batches.own_data import makes_own_data
 from pytest_trainloop.batches.padding import Ids
-<<<<<<< HEAD
+from pytest_trainloop.checks.loss.dead_values import never_read
 from pytest_trainloop.checks.loss.loss_contract import loss_terms, refused_calls
 from pytest_trainloop.checks.loss.loss_contract.by_contract import by_contract
 from pytest_trainloop.checks.loss.loss_contract.call import Call, Compared
-=======
-from pytest_trainloop.checks.loss.dead_values import never_read
-from pytest_trainloop.checks.loss.loss_contract import broadcasting, loss_terms, refused_calls
-from pytest_trainloop.checks.loss.loss_contract.call import Call
->>>>>>> 3f6b527 (Find terms of a loss that train nothing)
 from pytest_trainloop.checks.loss.loss_contract.contracts import JUDGES
 from pytest_trainloop.checks.loss.loss_contract.label_shifts import LabelShifts
 from pytest_trainloop.checks.loss.loss_contract.operations import OPERATIONS, operation
