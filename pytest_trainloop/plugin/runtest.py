@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from pytest_trainloop.plugin import cards, outcomes, progress
 from pytest_trainloop.plugin.collect import RETURNED, MarkedFunction, marked_function
 from pytest_trainloop.plugin.nodeids import CARD, loop_of
 from pytest_trainloop.plugin.settings import read_settings
+from pytest_trainloop.plugin.tested_losses import contracts_beside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -104,13 +106,22 @@ def _judged(item: pytest.Function, check: str, marked: MarkedFunction) -> Result
     loop = loop_of(item.nodeid, check)
     subject = loops.subject(item, loop, marked)
     try:
-        with progress.shown(item.config) as subject.progress:
+        with progress.shown(item.config) as subject.progress, _contracts_beside(item, marked):
             result = subject.run_check(check, options=marked.plan.options.get(check), reporter=item.nodeid)
     except UsageError as error:
         return loops.refuse(loop, check, item.nodeid, str(error))
     result = marked.plan.judge(result)
     loops.results.setdefault(loop, {})[check] = result
     return result
+
+
+def _contracts_beside(item: pytest.Function, marked: MarkedFunction) -> contextlib.AbstractContextManager[None]:
+    """The contracts of losses that are tested in the same module count for a loop's calls of them."""
+    if marked.judges != "loop":
+        return contextlib.nullcontext()
+    from pytest_trainloop.losses.table.registered import beside
+
+    return beside(contracts_beside(item))
 
 
 def _take_card(item: pytest.Function, marked: MarkedFunction) -> None:

@@ -268,3 +268,39 @@ def test_under_xdist_the_properties_of_a_loss_stay_on_one_worker(pytester):
     result = pytester.runpytest_subprocess("-p", "no:randomly", "--trainloop", "-n2", "-v")
     result.assert_outcomes(passed=2, failed=1)
     result.stdout.fnmatch_lines(["test_criteria.py::test_mean  1 failed, 2 passed*"])
+
+
+BESIDE = """
+    import pytest, torch
+    from torch import nn
+    from pytest_trainloop import LossContract, TrainLoop
+
+    def overlap(scores, mask):
+        p = torch.sigmoid(scores)
+        return 1 - (2 * (p * mask).sum() + 1) / (p.sum() + mask.sum() + 1)
+
+    @pytest.mark.trainloop_loss(only=["loss_gradient"])
+    def test_overlap():
+        return LossContract(criterion=overlap, expects="logits", target="binary")
+
+    @pytest.mark.trainloop(only=["loss_contract"])
+    def test_loop():
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+        def fit(batches):
+            for x, mask in batches:
+                optimizer.zero_grad()
+                overlap(torch.sigmoid(model(x)), mask).backward()
+                optimizer.step()
+
+        x = torch.randn(8, 4)
+        return TrainLoop(model=model, optimizer=optimizer, batch=(x, (x[:, :2] > 0).float()), fit=fit)
+"""
+
+
+def test_a_contract_counts_for_the_loops_of_its_module(pytester):
+    pytester.makepyfile(BESIDE)
+    result = pytester.runpytest("-p", "no:randomly", "--trainloop", "-k", "test_loop")
+    result.assert_outcomes(failed=1, deselected=1)
+    result.stdout.fnmatch_lines(["*the input of overlap comes from sigmoid*", "change*overlap(torch.sigmoid(model(x)),*"])

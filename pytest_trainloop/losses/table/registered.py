@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pytest_trainloop.losscontract import CallContract, LossContract
 from pytest_trainloop.losses.table.entry import Entry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from types import CodeType
 
 
@@ -27,6 +28,9 @@ class Registered:
 
 
 _REGISTERED: dict[CodeType, Registered] = {}
+
+_TESTED: dict[CodeType, Registered] = {}
+"""What the loss functions tested beside the loop under judgement promise."""
 
 
 def register_contract(function: Any, contract: LossContract | CallContract) -> None:
@@ -48,6 +52,34 @@ def register_contract(function: Any, contract: LossContract | CallContract) -> N
     UsageError
         the function has no code of Python's, or the contract names a parameter that it has not
     """
+    code, row = _row(function, contract)
+    known = _REGISTERED.get(code, Registered((), ()))
+    if row[0] not in known.entries:
+        _REGISTERED[code] = Registered((*known.entries, row[0]), (*known.like, row[1]))
+
+
+@contextlib.contextmanager
+def beside(contracts: Iterable[LossContract]) -> Iterator[None]:
+    """Let these contracts count for the calls of their criteria meanwhile, in place of those of another ``beside``.
+
+    What cannot be seen in a loop (a lambda, a function in C) is left out.
+    """
+    before = dict(_TESTED)
+    _TESTED.clear()
+    for contract in contracts:
+        with contextlib.suppress(UsageError):
+            code, row = _row(contract.criterion, contract)
+            known = _TESTED.get(code, Registered((), ()))
+            _TESTED[code] = Registered((*known.entries, row[0]), (*known.like, row[1]))
+    try:
+        yield
+    finally:
+        _TESTED.clear()
+        _TESTED.update(before)
+
+
+def _row(function: Any, contract: LossContract | CallContract) -> tuple[CodeType, tuple[Entry, Mapping[str, object]]]:
+    """The code of a function, its row, and the flags that a call must share."""
     code = code_of(function)
     if code is None:
         raise UsageError(f"register_contract got {function!r}; a function or a class of modules is needed")
@@ -68,15 +100,15 @@ def register_contract(function: Any, contract: LossContract | CallContract) -> N
         if name not in names:
             raise UsageError(f"CallContract.arguments names {name!r}; {code.co_name} has {', '.join(names)}")
     name = getattr(function, "__qualname__", code.co_name)
-    entry = Entry(names=(name,), contracts=(contract,), page=contract.page)
-    known = _REGISTERED.get(code, Registered((), ()))
-    if entry not in known.entries:
-        _REGISTERED[code] = Registered((*known.entries, entry), (*known.like, flags))
+    return code, (Entry(names=(name,), contracts=(contract,), page=contract.page), flags)
 
 
 def registered(code: CodeType) -> Registered | None:
-    """What was registered for this code."""
-    return _REGISTERED.get(code)
+    """What was registered for this code, and after it what the tests beside the loop say."""
+    tested, known = _TESTED.get(code), _REGISTERED.get(code)
+    if tested is None or known is None:
+        return tested or known
+    return Registered((*known.entries, *tested.entries), (*known.like, *tested.like))
 
 
 def forget(function: Any) -> None:

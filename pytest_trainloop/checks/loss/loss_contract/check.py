@@ -2,8 +2,9 @@
 
 What it does
     It examines every call of a loss function of ``torch.nn.functional`` (by whatever code) that the loop
-    backpropagates, and losses that are written out in log-softmaxes, logarithms and differences: what the input was
-    computed by, what the targets hold, which entries count.
+    backpropagates, those of libraries and of the project that it has a contract for, and losses that are written out in
+    log-softmaxes, logarithms and differences: what the input was computed by, what the targets hold, which entries
+    count.
 
 Why is this bad?
     Such a loss runs, falls and looks plausible. With softmax before cross_entropy it cannot fall below 1.46 over ten
@@ -27,6 +28,11 @@ How it decides
     1000: few labels, or few kinds of them, prove little. Labels two ahead are meant where one operation shifts by
     two, or another loss of the same inputs has the next id; labels of the previous id where a blank comes first, as
     in an echo.
+    Losses of libraries are known by name, their flags (``from_logits``, ``sigmoid``) are read from the call, and their
+    arguments are what they are at the function's first call of torch. Boxes that are read as corners must have
+    x1 <= x2 and y1 <= y2 in the data; of predicted boxes it is advice, and a fault where a distance compares the same
+    predictions with the same targets in the other format. A table of all pairs is meant where its entries do not all
+    count alike. A loss of pairs has none where no two rows, or all, have one label and its value is exactly 0.
     Where it may be meant, it is advice: log-probabilities given to cross_entropy, kl_div by the mean of elements or
     with its gradient through the target, a head far wider than the labels, rare positives without a weight, a loss that
     is subtracted from another, or computed and left out: it may be a metric, or begin after a warm-up. Left out, it is

@@ -11,14 +11,15 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from pytest_trainloop.losses.table.lookup import may_be_known, of_frame
 from pytest_trainloop.paths import FIT_CALLER
+from pytest_trainloop.recording.function_mode import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import CodeType, FrameType
+
+    import torch
 
     from pytest_trainloop.checks.loss.loss_contract.call import Call
     from pytest_trainloop.losses.table.lookup import Known
@@ -73,9 +74,12 @@ class RunningCalls:
 
     def after(self, out: Any) -> None:
         """After a call of torch that was made while functions of the table ran."""
-        if self._running and isinstance(out, torch.Tensor) and out.requires_grad:
+        if not self._running:
+            return
+        result = next((tensor for tensor in tensors_in(out) if tensor.requires_grad), None)
+        if result is not None:
             for running in self._running:
-                running.result = out
+                running.result = result
 
     def end(self, alive: set[int] | None = None) -> None:
         """Let the calls end whose frames are gone: all, where none is alive."""
