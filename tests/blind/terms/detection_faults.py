@@ -673,3 +673,56 @@ def box_deltas():
             train_step(*batch)
 
     return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=fit)
+
+
+@fault(
+    "detection",
+    "the bias for a prior of 0.1 lacks its minus: every place of the heat map begins at 0.9",
+    thread="princeton-vl/CornerNet#13",
+    check="loss_at_init",
+)
+def keypoint_bias():
+    model = GridNet(1)
+    prior = 0.1
+    nn.init.constant_(model.head.bias, math.log((1 - prior) / prior))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    images, boxes, _ = single_objects(seed=14)
+    places = (boxes[:, :2] * 6).long()
+    heat = torch.zeros(len(images), 1, 6, 6)
+    heat[torch.arange(len(images)), 0, places[:, 1], places[:, 0]] = 1.0
+    loader = DataLoader(TensorDataset(images, heat), batch_size=8)
+
+    def fit(batches):
+        for x, y in batches:
+            loss = F.binary_cross_entropy_with_logits(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=fit)
+
+
+@fault(
+    "detection",
+    "softmax(dim=0) normalises the class scores over the images of the batch",
+    thread="perone/euclidesdb#2",
+    check="batch_independence",
+)
+def proposal_scores():
+    model = BoxNet(classes=3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    images, boxes, labels = single_objects(seed=15)
+    labels[boxes[:, 0] < 0.4] = 2
+    loader = DataLoader(TensorDataset(images, boxes, labels), batch_size=8, shuffle=True)
+
+    def train(batches):
+        for x, boxes, labels in batches:
+            out = model(x)
+            scores = torch.softmax(out["pred_logits"], dim=0)
+            loss_cls = -torch.log(scores.gather(1, labels[:, None]) + 1e-6).mean()
+            loss = loss_cls + 5 * F.l1_loss(out["pred_boxes"], boxes)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=train)

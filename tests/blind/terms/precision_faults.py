@@ -515,3 +515,169 @@ def cost_matrix():
             scaler.update()
 
     return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=fit, scaler=scaler)
+
+
+class WeightAverage:
+    def __init__(self, model, decay=0.9):
+        self.shadow = [p.detach().clone() for p in model.parameters()]
+        self.decay, self.collected = decay, None
+
+    @torch.no_grad()
+    def update(self, params):
+        for s, p in zip(self.shadow, params, strict=True):
+            s.lerp_(p, 1 - self.decay)
+
+    @torch.no_grad()
+    def copy_to(self, params):
+        for s, p in zip(self.shadow, params, strict=True):
+            p.copy_(s)
+
+    def store(self, params):
+        self.collected = [p.detach().clone() for p in params]
+
+
+def averaged_training(model, optimizer, ema, batches):
+    model.train()
+    for x, y in batches:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ema.update(model.parameters())
+
+
+@fault(
+    "precision",
+    "validation stores the weights and copies the average into the model, and restore() is never called",
+    thread="PKU-YuanGroup/Open-Sora-Plan#186",
+    check="evaluation_is_pure",
+)
+def validated_with_ema():
+    model = mlp()
+    ema = WeightAverage(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    x, y = classes(seed=12)
+
+    @torch.no_grad()
+    def log_validation():
+        ema.store(model.parameters())
+        ema.copy_to(model.parameters())
+        model.eval()
+        accuracy = (model(x).argmax(-1) == y).float().mean().item()
+        model.train()
+        return accuracy
+
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batches=DataLoader(TensorDataset(x, y), batch_size=8),
+        fit=lambda batches: averaged_training(model, optimizer, ema, batches),
+        evaluate=log_validation,
+    )
+
+
+@fault(
+    "precision",
+    "cached_weights = model.state_dict() holds references, which load_state_dict of the average overwrites in place",
+    thread="aqlaboratory/openfold#90",
+    check="evaluation_is_pure",
+)
+def cached_weights():
+    class Wrapper:
+        def __init__(self):
+            self.model = mlp()
+            self.ema = WeightAverage(self.model)
+            self.optimizer = torch.optim.Adam(self.model.parameters(), lr=2e-3)
+            self.cached_weights = None
+
+        def ema_state(self):
+            return dict(zip(self.model.state_dict(), self.ema.shadow, strict=True))
+
+        @torch.no_grad()
+        def validation(self, x, y):
+            self.cached_weights = self.model.state_dict()
+            self.model.load_state_dict(self.ema_state())
+            loss = F.cross_entropy(self.model(x), y).item()
+            self.model.load_state_dict(self.cached_weights)
+            self.cached_weights = None
+            return loss
+
+    wrapper = Wrapper()
+    x, y = classes(seed=13)
+    return TrainLoop(
+        model=wrapper.model,
+        optimizer=wrapper.optimizer,
+        batches=DataLoader(TensorDataset(x, y), batch_size=8),
+        fit=lambda batches: averaged_training(wrapper.model, wrapper.optimizer, wrapper.ema, batches),
+        evaluate=lambda: wrapper.validation(x, y),
+    )
+
+
+@fault(
+    "precision",
+    "the float32 copies are made anew of the bfloat16 weights in each step, so that what rounding took is lost",
+    thread="facebookresearch/fairseq#404",
+    check="parameter_precision",
+)
+def memory_efficient_fp16():
+    class MemoryEfficientOptimizer:
+        def __init__(self, params, lr):
+            self.params = list(params)
+            self.fp32 = [nn.Parameter(p.detach().float()) for p in self.params]
+            self.wrapped = torch.optim.Adam(self.fp32, lr=lr)
+
+        def zero_grad(self):
+            for p in self.params:
+                p.grad = None
+
+        @torch.no_grad()
+        def step(self):
+            for p, master in zip(self.params, self.fp32, strict=True):
+                master.copy_(p)
+                master.grad = p.grad.float()
+            self.wrapped.step()
+            for p, master in zip(self.params, self.fp32, strict=True):
+                p.copy_(master)
+                master.grad = None
+
+    model = mlp().bfloat16()
+    optimizer = MemoryEfficientOptimizer(model.parameters(), lr=5e-5)
+    loader = DataLoader(TensorDataset(*classes(seed=14)), batch_size=8)
+
+    def train(batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x.bfloat16()).float(), y).backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer.wrapped, batches=loader, fit=train)
+
+
+@fault(
+    "precision",
+    "master_params are cloned before the checkpoint is loaded, and the first step writes the old values over it",
+    thread="NVIDIA/apex#42",
+    check="weights_are_read",
+)
+def resumed_fp16():
+    model = mlp().bfloat16()
+    master_params = [nn.Parameter(p.detach().float().clone()) for p in model.parameters()]
+    optimizer = torch.optim.SGD(master_params, lr=0.02, momentum=0.9)
+    checkpoint = {"state_dict": {k: v.float() * 1.5 for k, v in mlp().state_dict().items()}}
+    model.load_state_dict(checkpoint["state_dict"])
+    loader = DataLoader(TensorDataset(*classes(seed=15)), batch_size=8)
+
+    def fit(batches):
+        for x, y in batches:
+            loss = 128.0 * F.cross_entropy(model(x.bfloat16()).float(), y)
+            model.zero_grad()
+            loss.backward()
+            for master, p in zip(master_params, model.parameters(), strict=True):
+                master.grad = p.grad.float() / 128.0
+            optimizer.step()
+            with torch.no_grad():
+                for master, p in zip(master_params, model.parameters(), strict=True):
+                    p.copy_(master)
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=fit)

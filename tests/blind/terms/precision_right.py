@@ -591,3 +591,58 @@ def float_timesteps():
             optimizer.step()
 
     return TrainLoop(model=model, optimizer=optimizer, batches=loader_of(classes(dim=8, seed=14)[0]), fit=fit)
+
+
+@right(
+    "precision",
+    "validation runs with the averaged weights in the model itself, and puts the trained ones back, with the mode",
+    thread="huggingface/diffusers#7549",
+)
+def swapped_validation():
+    class EMAModel:
+        def __init__(self, params, decay=0.99):
+            self.shadow = [p.detach().clone() for p in params]
+            self.decay, self.temp = decay, None
+
+        @torch.no_grad()
+        def step(self, params):
+            for s, p in zip(self.shadow, params, strict=True):
+                s.sub_((1 - self.decay) * (s - p))
+
+        @torch.no_grad()
+        def swap(self, params, values):
+            for p, v in zip(params, values, strict=True):
+                p.copy_(v)
+
+        def store(self, params):
+            self.temp = [p.detach().clone() for p in params]
+
+    model = mlp()
+    ema = EMAModel(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x, y = classes(seed=15)
+
+    @torch.no_grad()
+    def log_validation():
+        params = list(model.parameters())
+        ema.store(params)
+        ema.swap(params, ema.shadow)
+        model.eval()
+        accuracy = (model(x).argmax(-1) == y).float().mean().item()
+        model.train()
+        ema.swap(params, ema.temp)
+        ema.temp = None
+        return accuracy
+
+    def fit(batches):
+        for i, (xb, yb) in enumerate(batches):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = F.cross_entropy(model(xb), yb)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            ema.step(model.parameters())
+            if i % 4 == 3:
+                log_validation()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=loader_of(x, y), fit=fit, evaluate=log_validation)

@@ -519,3 +519,126 @@ def lit_segmentation():
         enable_model_summary=False,
     )
     return from_lightning(SegmentationModel(), trainer)
+
+
+@fault(
+    "segmentation",
+    "only x[-1], the lowest output, enters the loss: the lines for the other outputs are commented out",
+    thread="MrGiovanni/UNetPlusPlus#75",
+    check="gradient_reaches_every_param",
+)
+def deep_supervision():
+    class DeepUNet(MiniUNet):
+        def __init__(self):
+            super().__init__()
+            self.low_head = nn.Conv2d(16, 3, 1)
+
+        def forward(self, x):
+            a = F.relu(self.enc1(x))
+            b = F.relu(self.enc2(a))
+            high = self.outc(F.relu(self.dec(torch.cat([a, self.up(b)], 1))))
+            low = F.interpolate(self.low_head(b), scale_factor=2, mode="bilinear")
+            return high, low
+
+    class MultipleOutputLoss2(nn.Module):
+        def __init__(self, loss, weight_factors=None):
+            super().__init__()
+            self.loss, self.weight_factors = loss, weight_factors
+
+        def forward(self, x, y):
+            assert isinstance(x, (tuple, list)), "x must be either tuple or list"
+            weights = [1] * len(x) if self.weight_factors is None else self.weight_factors
+            l = weights[0] * self.loss(x[-1], y)  # noqa: E741
+            # for i in range(1, len(x)):
+            #     if weights[i] != 0:
+            #         l += weights[i] * self.loss(x[i], y)
+            return l  # noqa: RET504
+
+    model = DeepUNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    criterion = MultipleOutputLoss2(nn.CrossEntropyLoss(), [2 / 3, 1 / 3])
+    loader = DataLoader(TensorDataset(*scans(seed=12)), batch_size=6)
+
+    def fit(batches):
+        for x, y in batches:
+            loss = criterion(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=fit)
+
+
+def distance_maps(masks):
+    """Distance to the other region, of each pixel."""
+    size = masks.shape[-1]
+    at = torch.stack(torch.meshgrid(torch.arange(size), torch.arange(size), indexing="ij"), -1).flatten(0, 1).float()
+    d = torch.cdist(at, at)
+    out = [torch.where(m, d[:, ~m].min(1).values, d[:, m].min(1).values) for m in masks.flatten(1).bool()]
+    return torch.stack(out).view(masks.shape)
+
+
+@fault(
+    "segmentation",
+    "SurfaceLoss takes (probs, dist_maps, _) and is called with (probs, labels, dist_maps): it multiplies the labels",
+    thread="LIVIAETS/boundary-loss#13",
+    check="loss_formula",
+)
+def surface_loss():
+    class GeneralizedDice:
+        def __call__(self, probs, target, _):
+            pc, tc = probs, one_hot(target, 2)
+            w = 1 / (tc.sum((2, 3)) + 1e-10) ** 2
+            inter = (w * (pc * tc).sum((2, 3))).sum(1)
+            union = (w * (pc.sum((2, 3)) + tc.sum((2, 3)))).sum(1)
+            return (1 - 2 * (inter + 1e-10) / (union + 1e-10)).mean()
+
+    class SurfaceLoss:
+        def __call__(self, probs, dist_maps, _):
+            return (probs[:, 1] * dist_maps.float()).mean()
+
+    model = MiniUNet(classes=2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    images, masks = scans(seed=13, classes=2)
+    distances = distance_maps(masks)
+    signed = torch.where(masks.bool(), 1 - distances, distances)
+    loader = DataLoader(TensorDataset(images, masks, signed), batch_size=6)
+    loss_fns, loss_weights = [GeneralizedDice(), SurfaceLoss()], [1.0, 0.5]
+
+    def do_epoch(batches):
+        model.train()
+        for image, labels, bounds in batches:
+            optimizer.zero_grad()
+            pred_probs = F.softmax(5 * model(image), dim=1)
+            loss = sum(w * fn(pred_probs, labels, bounds) for w, fn in zip(loss_weights, loss_fns, strict=True))
+            loss.backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=do_epoch)
+
+
+@fault(
+    "segmentation",
+    "the distance map of the boundary term is not signed: probability is penalised inside the object as well",
+    thread="JunMa11/SegLossOdyssey#37",
+    check="loss_formula",
+)
+def boundary_term():
+    model = MiniUNet(classes=2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    images, masks = scans(seed=14, classes=2)
+    loader = DataLoader(TensorDataset(images, masks, distance_maps(masks)), batch_size=6)
+
+    def boundary_loss(outputs_soft, gt_sdf):
+        return (outputs_soft[:, 1] * gt_sdf).mean()
+
+    def fit(batches, alpha=0.3):
+        for x, y, sdf in batches:
+            logits = model(x)
+            soft = logits.softmax(1)
+            loss = (1 - alpha) * F.cross_entropy(logits, y) + alpha * boundary_loss(soft, sdf)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batches=loader, fit=fit)

@@ -486,3 +486,29 @@ def lit_dice_ce():
         enable_model_summary=False,
     )
     return from_lightning(LitUNet(), trainer)
+
+
+@right(
+    "segmentation",
+    "the lowest of three outputs has the weight 0 by design, and its head stays as it is; the others share 1",
+    thread="MIC-DKFZ/nnUNet#329",
+)
+def lowest_output_unused():
+    class DeepUNet(MiniUNet):
+        def __init__(self):
+            super().__init__()
+            self.mid_head, self.low_head = nn.Conv2d(16, 3, 1), nn.Conv2d(16, 3, 1)
+
+        def forward(self, x):
+            low, high = self.features(x)
+            return [self.outc(high), self.mid_head(low), self.low_head(F.avg_pool2d(low, 2))]
+
+    weights = torch.tensor([1 / 2**i for i in range(3)])
+    weights[-1] = 0
+    weights = (weights / weights.sum()).tolist()
+
+    def criterion(outputs, y):
+        targets = [y, y[:, ::2, ::2], y[:, ::4, ::4]]
+        return sum(w * F.cross_entropy(o, t) for w, o, t in zip(weights, outputs, targets, strict=True) if w != 0)
+
+    return loop(DeepUNet(), criterion, scans(seed=15))
