@@ -296,7 +296,7 @@ def balance_by_unscaled_norms() -> TrainLoop:
                 scaler.step(optimizer)
                 scaler.update()
 
-    return TrainLoop(model={"body": body, "head": head}, optimizer=optimizers, batch=data.labelled(), fit=fit)
+    return TrainLoop(model={"body": body, "head": head}, optimizer=optimizers, batch=points(), fit=fit)
 
 
 def _of(optimizer):
