@@ -49,6 +49,9 @@ How it decides
 
     Then every operation is compared in the same way: the first one whose output (in backward: whose gradient) has an
     error above ten times what rounding explains is the culprit; the cause is what the numbers there show.
+    Products of positions and frequencies are rounded as any product is, and yet the angle is lost where the error is
+    half a radian or more: two positions that are one radian apart may then coincide. The arguments of sin and cos that
+    have no history are compared with float64's; right loops round sin and cos, not the angles.
     A backward pass called inside the autocast block is a fault where, with the block ended before it, the first
     gradient is another one: products that forward made in float32 are made in low precision in backward. Where it is
     the same, bit for bit, it is advice.
@@ -91,6 +94,7 @@ from pytest_trainloop.registry import Cause, check
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from pytest_trainloop.checks.numerics.precision_parity.angles import LostAngles
     from pytest_trainloop.checks.numerics.precision_parity.backward_inside import Again
     from pytest_trainloop.checks.numerics.precision_parity.locate import Located
     from pytest_trainloop.checks.numerics.precision_parity.runs import Contexts, LowPrecisionRuns, Parity
@@ -140,6 +144,13 @@ CAUSES = {
         explains=_EXPLAINS,
         change=("seen",),
     ),
+    "angles_lost": Cause(
+        proof="angles of positions or timesteps, which come from no weight, are half a radian or more from float64",
+        repair="compute positions, frequencies and their product in float32: with torch.autocast(device, "
+        "enabled=False): angles = positions.float() * frequencies.float(); round sin and cos, not the angles",
+        explains=_EXPLAINS,
+        change=("seen",),
+    ),
     "weights_cast_once": Cause(
         proof="with the casts that autocast keeps dropped after each update of the weights, the losses are others",
         repair="enter torch.autocast(...) anew for each forward pass, around model and loss, and leave it before "
@@ -158,6 +169,7 @@ CAUSES = {
 
 @check(needs={"fit"}, causes=CAUSES, rank=30)
 def precision_parity(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.checks.numerics.precision_parity.angles import lost_angles
     from pytest_trainloop.checks.numerics.precision_parity.locate import locate
     from pytest_trainloop.checks.numerics.precision_parity.runs import FAILS, PASSES, low_precision_runs
 
@@ -181,6 +193,9 @@ def precision_parity(evidence: Evidence) -> Iterator[Finding]:
             found = locate(runs, parity)
             sure = parity.ratio >= FAILS or found.left <= parity.measured / 2
             yield _finding(evidence, runs, parity, found, fault=sure and not runs.imposed)
+            break
+        if runs.angles and (lost := lost_angles(runs)) is not None:
+            yield _lost_angles(runs, lost)
             break
     inside = list(_weights_cast_once(made)) or list(_backward_under_autocast(made))
     yield from inside
@@ -214,6 +229,21 @@ def _finding(evidence: Evidence, runs: LowPrecisionRuns, parity: Parity, found: 
         where=place,
         change=evidence.shared(MadeAt.of).scaler() if scaler else "",
         repair=repair,
+    )
+
+
+def _lost_angles(runs: LowPrecisionRuns, lost: LostAngles) -> Finding:
+    name = str(runs.low).removeprefix("torch.")
+    at, angles = f" in {lost.angles.module}" if lost.angles.module else "", lost.angles
+    return Finding(
+        cause="angles_lost",
+        level="advice" if runs.imposed else "fault",
+        summary=f"{angles.name.rstrip('_')}{at} is given angles that {name} moves by up to {lost.largest:.2g} radians: "
+        "neighbouring positions cannot be told apart" + (f" ({runs.name})" if runs.name != "as it is" else ""),
+        measured=f"{lost.share:.0%} of the angles are off by half a radian or more, the worst of them {lost.at:.6g}",
+        shown_by="the same angles in a float64 run from the same start; they come from no weight",
+        culprits=tuple(c for c in (angles.module, angles.name) if c),
+        where=str(angles.place),
     )
 
 

@@ -40,6 +40,8 @@ class Choices:
     """Number of results by low-precision dtype."""
     products: list[tuple[str, bool]] = field(default_factory=list)
     """Each product, and whether it was made in low precision."""
+    angles: bool = False
+    """Whether sin or cos was computed."""
     complete: bool = False
     """Whether the rest of the run is left out."""
 
@@ -61,6 +63,7 @@ class RecordChoices(OperationMode):  # type: ignore[no-untyped-call]
         for tensor in given:
             if tensor.dtype in LOW:
                 choices.low[tensor.dtype] = choices.low.get(tensor.dtype, 0) + 1
+        choices.angles |= name in ("sin", "cos")
         if name in ATEN_PRODUCTS:
             choices.products.append((name, any(t.dtype in LOW for t in given)))
         elif _draws(func, name):

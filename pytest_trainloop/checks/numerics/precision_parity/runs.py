@@ -126,6 +126,11 @@ class LowPrecisionRuns:
         """Whether the loop's scaler begins at another scale than the loop's own, which was too large."""
         return self._scale is not None
 
+    @property
+    def angles(self) -> bool:
+        """Whether sin or cos was computed."""
+        return self._choices.angles
+
     @functools.cached_property
     def low(self) -> torch.dtype | None:
         """The least precise dtype of what was computed; None where nothing was in low precision."""

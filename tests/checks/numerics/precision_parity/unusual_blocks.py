@@ -101,3 +101,33 @@ def teacher_averaged_inside_the_block() -> TrainLoop:
     return TrainLoop(
         model={"student": student, "teacher": teacher}, optimizer=optimizer, batch=data.labelled(), fit=fit
     )
+
+
+class SineNet(nn.Module):
+    """Sines of a layer's large outputs, and of exact multiples of the inputs, all in low precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 32), nn.Linear(44, 3)
+
+    def forward(self, x):
+        octaves = torch.cat([(256.0 * x).sin(), (256.0 * x).cos()], dim=-1)
+        return self.last(torch.cat([(30.0 * self.first(x)).sin(), octaves.to(x.dtype)], dim=-1))
+
+
+@odd(notes="sines of large angles: those of a layer are rounded like any product, those of the inputs are exact")
+def sines_of_large_angles() -> TrainLoop:
+    model = SineNet()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x, y = data.labelled()
+    batch = (x.bfloat16().float(), y)
+
+    def fit(batches):
+        for x, y in batches:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=fit)
