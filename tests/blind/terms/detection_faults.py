@@ -301,7 +301,7 @@ def yolo_objectness():
     thread="ultralytics/yolov3#901",
     check="loss_contract",
 )
-def yolo_giou_targets():
+def yolo_grid():
     model = GridNet(5)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     _, boxes, _ = single_objects(seed=5)
@@ -681,7 +681,7 @@ def box_deltas():
     thread="princeton-vl/CornerNet#13",
     check="loss_at_init",
 )
-def keypoint_bias():
+def keypoint_heatmap():
     model = GridNet(1)
     prior = 0.1
     nn.init.constant_(model.head.bias, math.log((1 - prior) / prior))

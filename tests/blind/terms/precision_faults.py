@@ -93,7 +93,7 @@ def sinusoidal_embedding_1d(dim, position):
     thread="modelscope/DiffSynth-Studio#1025",
     check="precision_parity",
 )
-def diffusion_timesteps():
+def dit_training():
     class DiT(nn.Module):
         def __init__(self, dim=8, freq=32):
             super().__init__()
@@ -133,7 +133,7 @@ def diffusion_timesteps():
     thread="AndreSlavescu/mHC.cu#6",
     check="precision_parity",
 )
-def handmade_norm():
+def channel_norm():
     class ChannelNorm(nn.Module):
         def __init__(self, dim, eps=1e-3):
             super().__init__()
@@ -261,7 +261,7 @@ def ema_copy():
     thread="meta-pytorch/torchtune#2254",
     check="parameter_precision",
 )
-def full_bf16_finetune():
+def finetune_recipe():
     dtype = torch.bfloat16
     model = mlp().to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=False)
@@ -338,7 +338,7 @@ def running_normalizer():
     thread="harubaru/waifu-diffusion#64",
     check="grad_scaler",
 )
-def clipped_amp():
+def amp_step():
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
@@ -436,7 +436,7 @@ def two_optimizers():
     thread="ashawkey/stable-dreamfusion#158",
     check="grad_scaler",
 )
-def partly_scaled():
+def sds_trainer():
     model = nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, 16))
     guide = nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 16)).requires_grad_(False).eval()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -583,7 +583,7 @@ def validated_with_ema():
     thread="aqlaboratory/openfold#90",
     check="evaluation_is_pure",
 )
-def cached_weights():
+def ema_wrapper():
     class Wrapper:
         def __init__(self):
             self.model = mlp()

@@ -301,7 +301,7 @@ def dice_of_maps():
     thread="yihong-97/Source-free-IAPC#5",
     check="loss_contract",
 )
-def jaccard_loss_views():
+def jaccard_training():
     model = MiniUNet(classes=4)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     loader = DataLoader(TensorDataset(*scans(seed=6, classes=4)), batch_size=6)
@@ -333,7 +333,7 @@ def jaccard_loss_views():
     thread="qubvel-org/segmentation_models.pytorch#611",
     check="every_term_trains",
 )
-def thresholded_dice():
+def smp_train_epoch():
     class DiceLoss(nn.Module):
         def __init__(self, eps=1.0, threshold=None):
             super().__init__()
@@ -379,7 +379,7 @@ def thresholded_dice():
     thread="sraashis/easytorch#38",
     check="loss_contract",
 )
-def dice_only():
+def easytorch_iteration():
     model = MiniUNet(classes=2)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     images, masks = scans(seed=8, classes=2)
@@ -523,7 +523,7 @@ def lit_segmentation():
 
 @fault(
     "segmentation",
-    "only x[-1], the lowest output, enters the loss: the lines for the other outputs are commented out",
+    "only x[-1], the lowest output, enters the loss; the head of the full resolution gets no gradient",
     thread="MrGiovanni/UNetPlusPlus#75",
     check="gradient_reaches_every_param",
 )
@@ -548,11 +548,7 @@ def deep_supervision():
         def forward(self, x, y):
             assert isinstance(x, (tuple, list)), "x must be either tuple or list"
             weights = [1] * len(x) if self.weight_factors is None else self.weight_factors
-            l = weights[0] * self.loss(x[-1], y)  # noqa: E741
-            # for i in range(1, len(x)):
-            #     if weights[i] != 0:
-            #         l += weights[i] * self.loss(x[i], y)
-            return l  # noqa: RET504
+            return weights[0] * self.loss(x[-1], y)
 
     model = DeepUNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
