@@ -66,7 +66,7 @@ def _probabilities(call: Call, known: Known, name: str) -> Iterator[Judgement]:
         source = "raw scores" if raw else "values that are no probabilities"
         yield call.judged(
             "logits_as_probabilities",
-            f"{source} given where probabilities are expected: {call.name} is given values in {bounds(given)}",
+            f"{source} given where probabilities are expected: {call.name} gets {bounds(given)}",
             measured=f"{int(outside.sum())} of {outside.numel()} values outside of [0, 1]",
             shown_by=_flags_read(known) + f"the values of {name}",
             repair=flagged or "give the sigmoid, or the softmax along the class axis, of the scores",
