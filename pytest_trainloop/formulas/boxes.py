@@ -21,11 +21,6 @@ UNION_OF_BOTH = Mistake(
     "the union is the sum of both areas, in which the intersection counts twice",
     "union = area_1 + area_2 - intersection",
 )
-HALF_MISSING = Mistake(
-    "factor_missing",
-    "corners are centre minus and plus the whole width, not half of it",
-    "x1, x2 = cx - w / 2, cx + w / 2",
-)
 OVER_UNION = Mistake(
     "ingredient_differs",
     "the empty part of the enclosing box is divided by the union, not by the enclosing box",
@@ -69,8 +64,7 @@ def _corners(box: torch.Tensor, form: str) -> tuple[torch.Tensor, ...]:
         return a, b, c, d
     if form == "sides":
         return a, b, a + c, b + d
-    half = 1.0 if form == "whole" else 0.5
-    return a - half * c, b - half * d, a + half * c, b + half * d
+    return a - c / 2, b - d / 2, a + c / 2, b + d / 2
 
 
 def _overlap(p: torch.Tensor, t: torch.Tensor, *, way: _Way, eps: float = 0.0) -> torch.Tensor | None:
@@ -138,7 +132,6 @@ def _variants(kind: str) -> tuple[Variant, ...]:
             wrong.append((_Way(kind, form, enclosing="turned"), INSIDE_BOX))
         if kind == "diou":
             wrong.append((_Way(kind, form, distance=1), NOT_SQUARED))
-    wrong.append((_Way(kind, "whole"), HALF_MISSING))
     return (
         *(
             Variant(
@@ -159,13 +152,19 @@ _NAMES = {
     "iou": ("IoU of boxes", "https://en.wikipedia.org/wiki/Jaccard_index"),
 }
 
+_BESIDE = {
+    "ciou": (frozenset({"atan", "arctan", "atan2", "arctan2"}),),
+    "diou": (frozenset({"pow", "__pow__", "square", "sqrt", "norm", "vector_norm", "linalg_vector_norm", "cdist"}),),
+}
+"""Functions that the other parts of a form are written with."""
+
 FORMS = tuple(
     Form(
         name,
         page,
         (Argument("prediction", "boxes", learned=True), Argument("target", "boxes", learned=False)),
         _variants(kind),
-        needs=(DIVISIONS, EXTREMES | {"maximum", "minimum"}),
+        needs=(DIVISIONS, EXTREMES | {"maximum", "minimum"}, *_BESIDE.get(kind, ())),
         numbers={"eps": (0.0,)},
         among=lambda name, number: 0 < number <= 1e-2,
     )

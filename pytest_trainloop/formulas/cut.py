@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_trainloop.formulas.roles import origin
 from pytest_trainloop.losses.calls import HALF_THE_DIGITS
 from pytest_trainloop.tracing.loss_slice import CannotReplay
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pytest_trainloop.tracing.loss_slice import Slice, Value
+    from pytest_trainloop.tracing.loss_slice import Slice
 
 POINTS = 14
 """Settings of the arguments at which a small value is computed: more than any form has coefficients. The first is that
@@ -39,7 +40,7 @@ class Arguments:
     def at(self, index: int) -> tuple[torch.Tensor, ...]:
         if index not in self._settings:
             self._settings[index] = tuple(
-                _leaf(self.slice.values[n], index and 1000 * index + place) for place, n in enumerate(self.numbers)
+                _leaf(self.slice, n, index and 1000 * index + place) for place, n in enumerate(self.numbers)
             )
         return self._settings[index]
 
@@ -121,12 +122,13 @@ UNBOUNDED = 3.0
 """The outputs of a layer are drawn from at least -3 to 3: nothing bounds them."""
 
 
-def _leaf(value: Value, seed: int) -> torch.Tensor:
-    """The value as it was (seed 0), or another of its kind, with a gradient where it has one."""
+def _leaf(found: Slice, number: int, seed: int) -> torch.Tensor:
+    """A value as it was (seed 0), or another of its kind, with a gradient where it has one."""
+    value = found.values[number]
     tensor = value.tensor
     if seed:
-        bound = UNBOUNDED if value.kind == "layer" and tensor.is_floating_point() else 0.0
-        tensor = other(tensor, seed, bound)
+        of_layer = origin(found, number)[0].kind == "layer" and tensor.is_floating_point()
+        tensor = other(tensor, seed, UNBOUNDED if of_layer else 0.0)
     return tensor.detach().clone().requires_grad_(value.requires_grad and tensor.is_floating_point())
 
 

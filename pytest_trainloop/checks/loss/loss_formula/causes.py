@@ -7,8 +7,8 @@ from pytest_trainloop.registry import Cause
 LEARNING = ("loss_at_init", "overfit_one_batch", "update_ratio")
 
 
-def _cause(proof: str, repair: str) -> Cause:
-    return Cause(proof=proof, repair=repair, explains=LEARNING, change=("seen",))
+def _cause(proof: str, repair: str, *explains: str) -> Cause:
+    return Cause(proof=proof, repair=repair, explains=(*LEARNING, *explains), change=("seen",))
 
 
 CAUSES = {
@@ -19,10 +19,12 @@ CAUSES = {
     "probabilities_as_scores": _cause(
         "the form agrees, and its scores come from a sigmoid or a softmax",
         "give the scores as they are: the form takes the sigmoid or softmax itself",
+        "loss_contract:probabilities_as_logits",
     ),
     "labels_as_signs": _cause(
         "the form agrees, and where it takes -1 and 1 it is given 0 and 1",
         "sign = 2 * y - 1",
+        "every_row_teaches:class_costs_a_constant",
     ),
     "box_format": _cause(
         "the form agrees with boxes read by their corners, and what the batch holds is no such box",
@@ -51,6 +53,14 @@ CAUSES = {
     "wrong_axes": _cause(
         "the form agrees with sums, means or a softmax over other axes than its own",
         "reduce over the axes of the form",
+    ),
+    "entries_misaligned": _cause(
+        "both sides are reshaped copies of tensors with the same axes, and entries of different places meet",
+        "bring the axes into one order before both are flattened: one_hot(y, C).movedim(-1, 1) for (N, C, ...)",
+    ),
+    "errors_cancel": _cause(
+        "with any errors of mean 0 added to the differences the loss is the same",
+        "take the square or the absolute value of each difference before the mean: (p - t).square().mean()",
     ),
     "power_differs": _cause(
         "the form agrees with another power of one of its parts: squared for plain, or plain for squared",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop import nested
+from pytest_trainloop.checks.loss.loss_formula.distances import cancelling, growing, misaligned
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.formulas.catalogue import FORMS
 from pytest_trainloop.formulas.cut import close, slope
@@ -18,7 +19,7 @@ from pytest_trainloop.tracing.loss_slice import CannotReplay
 from pytest_trainloop.tracing.loss_tape import Tapes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.finding import Level
     from pytest_trainloop.formulas.form import Mistake
@@ -64,10 +65,14 @@ class Judged:
         found: dict[tuple[str, str], Finding] = {}
         agreed = 0
         for part in tapes.slices:
-            for match in matches(part, FORMS):
-                agreed += 1
-                for finding in _judge(match, evidence):
-                    found.setdefault((finding.cause, finding.where), finding)
+            formed = list(matches(part, FORMS))
+            agreed += len(formed)
+            mistakes = [finding for match in formed for finding in _judge(match, evidence)]
+            if not mistakes:
+                mistakes = list(_compared(part, evidence))
+            wrong = [f for f in mistakes if f.cause != "sign_flipped"] or mistakes[:1]
+            for finding in wrong:
+                found.setdefault((finding.cause, finding.where), finding)
         return cls(tuple(found.values()), agreed, tapes.too_large)
 
 
@@ -84,6 +89,43 @@ def _judge(match: Match, evidence: Evidence) -> Iterator[Finding]:
         return
     if _rises(match) and not _others_train(match) and not _is_meant(match, evidence):
         yield _flipped(match, "advice" if evidence.shared(pretrained) else "fault")
+
+
+def _compared(part: Slice, evidence: Evidence) -> Iterator[Finding]:
+    """What is wrong with differences and products of predictions and targets, whatever is made of them."""
+    for call, mine, theirs in misaligned(part):
+        yield Finding(
+            cause="entries_misaligned",
+            summary=f"{call.name} compares entries of different places: one side is laid out as {mine}, the other as "
+            f"{theirs}",
+            measured=f"{part.values[call.outputs[0]].tensor.numel()} pairs of entries",
+            shown_by="the same reshapes and transpositions, applied to the places of the entries",
+            culprits=_culprits_of(part, call.inputs) or (call.name,),
+            where=str(call.place),
+        )
+    for call in cancelling(part):
+        yield Finding(
+            cause="errors_cancel",
+            summary="only the mean of the differences counts: errors of opposite sign cancel",
+            measured=f"{part.values[call.outputs[0]].tensor.numel()} differences",
+            shown_by="the loss is the same with random errors of mean 0 added to them, and another with all raised by "
+            "1; nothing else trains these outputs",
+            culprits=_culprits_of(part, call.inputs) or (call.name,),
+            where=str(call.place),
+        )
+    for call in growing(part):
+        if not _plays_a_game(part, call.outputs[0], evidence):
+            yield Finding(
+                cause="sign_flipped",
+                level="advice" if evidence.shared(pretrained) else "fault",
+                summary="the distance between prediction and target is made larger",
+                measured="in every entry with a gradient, above and below the target",
+                shown_by="the gradient of what is backpropagated with respect to the differences; nothing else trains "
+                "these outputs",
+                culprits=_culprits_of(part, call.inputs) or (call.name,),
+                where=str(call.place),
+                repair="leave the minus out",
+            )
 
 
 def _mistaken(match: Match, mistake: Mistake) -> Finding:
@@ -156,10 +198,13 @@ def _where(match: Match) -> str:
 
 def _culprits(match: Match) -> tuple[str, ...]:
     """The layer that gave the prediction, and the tensors of the batch."""
-    found = match.cut.slice
-    names = [name for n in match.cut.arguments if (name := _layer(found, n))]
-    leaves = [nested.shown(v.path) for n in match.cut.arguments for v in found.from_batch(n) if v.path is not None]
-    return tuple(dict.fromkeys((*names, *leaves))) or (match.form.name,)
+    return _culprits_of(match.cut.slice, match.cut.arguments) or (match.form.name,)
+
+
+def _culprits_of(found: Slice, numbers: Sequence[int]) -> tuple[str, ...]:
+    names = [name for n in numbers if (name := _layer(found, n))]
+    leaves = [nested.shown(v.path) for n in numbers for v in found.from_batch(n) if v.path is not None]
+    return tuple(dict.fromkeys((*names, *leaves)))
 
 
 def _layer(found: Slice, number: int) -> str:
@@ -216,18 +261,19 @@ def _is_added(match: Match) -> bool:
 
 
 def _is_meant(match: Match, evidence: Evidence) -> bool:
-    """Whether it may be made worse on purpose: an optimizer maximises, none holds the layer that gave the prediction,
-    or the target says nothing (all equal, or none of the batch), as in adversarial games."""
+    """Whether it may be made worse on purpose: a game, or the target says nothing (all equal, or none of the batch)."""
     found = match.cut.slice
-    record = evidence.run()
-    if any(o.maximizes for o in record.optimizers):
-        return True
-    held = {record.parameters[i].name for i in record.held}
-    layers = found.trained(match.cut.number)
-    if not any(name in held for v in layers for name in v.parameters):
-        return True
     targets = [n for n in match.cut.arguments if not found.values[n].requires_grad]
-    return not any(found.from_batch(n) and _varies(found.values[n].tensor) for n in targets)
+    told = any(found.from_batch(n) and _varies(found.values[n].tensor) for n in targets)
+    return not told or _plays_a_game(found, match.cut.number, evidence)
+
+
+def _plays_a_game(found: Slice, number: int, evidence: Evidence) -> bool:
+    """Whether an optimizer maximises, or none holds the layers that gave the prediction."""
+    record = evidence.run()
+    held = {record.parameters[i].name for i in record.held}
+    holds = any(name in held for v in found.trained(number) for name in v.parameters)
+    return not holds or any(o.maximizes for o in record.optimizers)
 
 
 def _varies(tensor: torch.Tensor) -> bool:

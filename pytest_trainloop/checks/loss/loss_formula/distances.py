@@ -1,0 +1,153 @@
+"""Differences between predictions and targets, whatever is made of them: entries that belong to different positions,
+errors that cancel in a mean, a distance that is made larger.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from pytest_trainloop.formulas.cut import close, slope
+from pytest_trainloop.recording.torch_names import (
+    BINARY_LOSSES,
+    CASTS,
+    DISTANCE_LOSSES,
+    MULTIPLICATIONS,
+    RESHAPES,
+    SUBTRACTIONS,
+    TRANSPOSES,
+)
+from pytest_trainloop.tracing.loss_slice import CannotReplay
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.tracing.loss_slice import Call, Slice
+
+MEETINGS = SUBTRACTIONS | MULTIPLICATIONS | DISTANCE_LOSSES | BINARY_LOSSES
+"""Functions that compare or multiply entry by entry."""
+
+_BIJECTIVE = RESHAPES | TRANSPOSES | CASTS | frozenset({"contiguous", "squeeze", "unsqueeze", "ravel"})
+"""Every entry goes somewhere, and none is repeated."""
+
+ZERO_MEAN = 3
+"""Errors of mean 0 that are added."""
+
+
+def meetings(found: Slice, names: frozenset[str]) -> Iterator[tuple[Call, int, int]]:
+    """The calls of these functions that are given a learned value and one of the batch, of one shape, and both of
+    these."""
+    needed = found.ancestors(found.root)
+    for call in found.calls:
+        if call.name not in names or not needed.intersection(call.outputs) or len(call.inputs) < 2:
+            continue
+        one, other = call.inputs[:2]
+        learned, data = (one, other) if found.values[one].requires_grad else (other, one)
+        if found.values[data].requires_grad or not found.trained(learned) or not found.from_batch(data):
+            continue
+        if found.values[learned].tensor.shape == found.values[data].tensor.shape:
+            yield call, learned, data
+
+
+def misaligned(found: Slice) -> Iterator[tuple[Call, str, str]]:
+    """Comparisons, entry by entry, of values whose entries lie in another order, with both shapes in words."""
+    for call, learned, data in meetings(found, MEETINGS):
+        theirs, mine = _layout(found, data), _layout(found, learned)
+        if theirs is None or mine is None:
+            continue
+        at_mine, at_theirs = _coordinates(*mine), _coordinates(*theirs)
+        if any(not torch.equal(at_mine[a], at_theirs[b]) for a, b in _named_axes(mine[0], theirs[0])):
+            yield call, str(mine[0]), str(theirs[0])
+
+
+def _layout(found: Slice, number: int) -> tuple[tuple[int, ...], torch.Tensor] | None:
+    """The shape of what a value is a reshaped or transposed copy of, and where in it each entry comes from, flat."""
+    end = number
+    moved = False
+    while (call := found.call_of(number)) is not None and call.name in _BIJECTIVE and call.inputs:
+        number, moved = call.inputs[0], True
+    source = found.values[number].tensor
+    places = torch.arange(source.numel(), dtype=torch.float64).reshape(source.shape)
+    if not moved:
+        return tuple(source.shape), places.long().flatten()
+    try:
+        (made,) = found.replay({number: places}, [end])
+    except CannotReplay:
+        return None
+    return (tuple(source.shape), made.detach().long().flatten()) if made.numel() == source.numel() else None
+
+
+def _named_axes(mine: tuple[int, ...], theirs: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The axes of both shapes that are surely the same: those whose length no other axis has."""
+    if sorted(mine) != sorted(theirs):
+        return []
+    return [(mine.index(size), theirs.index(size)) for size in set(mine) if size > 1 and mine.count(size) == 1]
+
+
+def _coordinates(shape: tuple[int, ...], places: torch.Tensor) -> list[torch.Tensor]:
+    return [(places // math.prod(shape[d + 1 :])) % size for d, size in enumerate(shape)]
+
+
+def cancelling(found: Slice) -> Iterator[Call]:
+    """Differences of which only the mean is used: with any errors of mean 0 added, the value is the same."""
+    for call, _, _ in meetings(found, SUBTRACTIONS):
+        (number,) = call.outputs
+        error = found.values[number].tensor
+        if error.numel() < 2 or not error.is_floating_point() or not _alone(found, number):
+            continue
+        made = [found.values[found.root].tensor]
+        try:
+            for seed in range(ZERO_MEAN):
+                noise = torch.randn(error.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+                noise = (noise - noise.mean()) * (error.abs().max() + 1)
+                made.append(found.replay({number: error + noise}, [found.root])[0].detach())
+        except CannotReplay:
+            continue
+        size = 10 * error.numel() * float(error.abs().max() + 1) + float(made[0].abs().max())
+        if all(close(m.sum(), made[0].sum(), size) for m in made[1:]) and _moves(found, number):
+            yield call
+
+
+def _moves(found: Slice, number: int) -> bool:
+    """Whether the value changes with the mean of the differences."""
+    error = found.values[number].tensor
+    (moved,) = found.replay({number: error + 1}, [found.root])
+    return bool((moved - found.values[found.root].tensor).abs().sum() > 0)
+
+
+def growing(found: Slice) -> Iterator[Call]:
+    """Differences that make what is backpropagated smaller as they grow, in every entry that has a gradient, both above
+    and below 0."""
+    for call, _, _ in meetings(found, SUBTRACTIONS):
+        (number,) = call.outputs
+        error = found.values[number].tensor
+        if not error.is_floating_point() or not bool((error > 0).any() and (error < 0).any()):
+            continue
+        leaf = error.clone().requires_grad_()
+        try:
+            (root,) = found.replay({number: leaf}, [found.root])
+        except CannotReplay:
+            continue
+        gradient = slope(root, (leaf,))
+        if gradient is None:
+            continue
+        along = gradient * error.flatten()
+        counted = along != 0
+        signs = torch.sign(error.flatten()[counted])
+        if bool((along <= 0).all()) and bool((signs > 0).any() and (signs < 0).any()) and _alone(found, number):
+            yield call
+
+
+def _alone(found: Slice, number: int) -> bool:
+    """Whether all that what is backpropagated trains is trained by way of this value."""
+    layers = {v.number: v.tensor.clone().requires_grad_() for v in found.trained(found.root)}
+    try:
+        (root,) = found.replay({**layers, number: found.values[number].tensor}, [found.root])
+    except CannotReplay:
+        return False
+    if not root.requires_grad:
+        return True
+    gradients = torch.autograd.grad(root.sum(), list(layers.values()), allow_unused=True)
+    return not any(g is not None and bool((g != 0).any()) for g in gradients)
