@@ -105,7 +105,7 @@ BINARY_BY_SCORES = Form(
     "https://docs.pytorch.org/docs/stable/generated/torch.nn.BCEWithLogitsLoss.html",
     (_Z, _T),
     (Variant(lambda z, t: _both_terms(_log_sigmoid(z), t), _read_binary),),
-    needs=(frozenset({"log", "log1p", "logsigmoid", "log_sigmoid", "softplus"}),),
+    needs=(_LOGS,),
     suits=lambda cut: bool((cut.recorded[1] == 0).any()) and bool((cut.recorded[1] == 1).any()),
 )
 
@@ -154,7 +154,7 @@ CROSS_ENTROPY = tuple(
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html",
         (_Z, target),
         tuple(Variant(single(functools.partial(_entropy, dim=dim)), cost()) for dim in _AXES),
-        needs=(frozenset({"log_softmax", "logsumexp", "log"}),),
+        needs=(_LOGS,),
         suits=lambda cut: not _by_softmax(cut),
     )
     for target in (_T, _Y)

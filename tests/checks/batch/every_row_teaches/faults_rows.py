@@ -38,20 +38,27 @@ def squared_hinge(score, sign):
     return torch.relu(1 - sign * score) ** 2
 
 
+pair(
+    "logistic_loss_on_labels_of_0_and_1",
+    "every_row_teaches",
+    "class_costs_a_constant",
+    culprits=("label",),
+    where="sign * score",
+    faulty=classes(logistic, signed=False),
+    fixed=classes(logistic, signed=True),
+    quick=True,
+)
 for name, cost in (
     ("hinge_on_labels_of_0_and_1", hinge),
-    ("logistic_loss_on_labels_of_0_and_1", logistic),
     ("squared_hinge_on_labels_of_0_and_1", squared_hinge),
 ):
     pair(
         name,
-        "every_row_teaches",
-        "class_costs_a_constant",
+        "loss_formula",
+        "labels_as_signs",
         culprits=("label",),
-        where="sign * score",
         faulty=classes(cost, signed=False),
         fixed=classes(cost, signed=True),
-        quick=cost is hinge,
     )
 
 

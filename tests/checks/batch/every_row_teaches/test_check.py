@@ -5,7 +5,7 @@ import pytest
 from pytest_trainloop.api import check_loop
 from tests.loops.corpus import PAIRS
 
-SMALL = ("hinge_on_labels_of_0_and_1", "last_row_cut_off", "first_row_taken_for_the_first_output")
+SMALL = ("logistic_loss_on_labels_of_0_and_1", "last_row_cut_off", "first_row_taken_for_the_first_output")
 
 
 @pytest.mark.parametrize("name", SMALL)

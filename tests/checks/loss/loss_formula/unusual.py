@@ -1,0 +1,221 @@
+"""Losses written by hand that look wrong to a textbook and are right."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.checks.loss.loss_formula.faults_boxes import areas, corners_of, detector, intersection
+from tests.checks.loss.loss_formula.faults_classification import classifier
+from tests.checks.loss.loss_formula.faults_distances import regression, segmenter
+from tests.checks.loss.loss_formula.faults_segmentation import segmentation
+from tests.loops.nets import mlp
+from tests.loops.odd import odd
+
+
+@odd(notes="Tversky to a power, of one minus the index, with other weights for both kinds of errors")
+def focal_tversky_with_unequal_weights():
+    def loss_of(out, mask):
+        p, t = out.sigmoid().flatten(1), mask.flatten(1)
+        hit, false, missed = (p * t).sum(1), (p * (1 - t)).sum(1), ((1 - p) * t).sum(1)
+        return ((1 - (hit + 1) / (hit + 0.3 * false + 0.7 * missed + 1)) ** 0.75).mean()
+
+    return segmentation(loss_of)()
+
+
+@odd(notes="the score is maximised by its logarithm, and the denominator has squares")
+def minus_log_of_dice_with_squares():
+    def loss_of(out, mask):
+        p, t = out.sigmoid(), mask
+        return -torch.log((2 * (p * t).sum() + 1) / (p.square().sum() + t.square().sum() + 1))
+
+    return segmentation(loss_of)()
+
+
+@odd(notes="the Dice score is subtracted from a cross entropy")
+def entropy_minus_dice():
+    def loss_of(out, mask):
+        p = out.sigmoid()
+        dice = (2 * (p * mask).sum((1, 2, 3)) + 1) / ((p + mask).sum((1, 2, 3)) + 1)
+        return F.binary_cross_entropy_with_logits(out, mask) - dice.mean()
+
+    return segmentation(loss_of)()
+
+
+@odd(notes="the background's Dice is left out, and classes are summed in a loop")
+def dice_without_background_class_by_class():
+    def loss_of(scores, labels):
+        p = scores.softmax(1)
+        total = 0.0
+        for c in range(1, 3):
+            t = (labels == c).to(p.dtype)
+            total = total + 1 - (2 * (p[:, c] * t).sum() + 1e-5) / (p[:, c].sum() + t.sum() + 1e-5)
+        return total / 2
+
+    return segmenter(loss_of)()
+
+
+@odd(notes="classes last on both sides before both are flattened")
+def both_sides_flattened_with_classes_last():
+    def loss_of(scores, labels):
+        p = scores.softmax(1).permute(0, 2, 3, 1).reshape(-1, 3)
+        t = F.one_hot(labels, 3).reshape(-1, 3).to(p.dtype)
+        return 1 - (2 * (p * t).sum(0) / (p + t).sum(0)).mean()
+
+    return segmenter(loss_of)()
+
+
+@odd(notes="positives and negatives are averaged each by their own number")
+def entropy_of_positives_and_negatives_apart():
+    def loss_of(z, y):
+        p = z.sigmoid()
+        positive = -(y * torch.log(p)).sum() / y.sum()
+        negative = -((1 - y) * torch.log(1 - p)).sum() / (1 - y).sum()
+        return (positive + negative) / 2
+
+    return classifier(loss_of)()
+
+
+@odd(notes="positives weigh three times as much, with the numbers kept away from 0 and 1")
+def weighted_entropy_of_clamped_probabilities():
+    def loss_of(z, y):
+        p = z.sigmoid().clamp(1e-6, 1 - 1e-6)
+        return -(3 * y * torch.log(p) + (1 - y) * torch.log(1 - p)).mean()
+
+    return classifier(loss_of)()
+
+
+@odd(notes="alpha weighs positives and negatives apart, and the sum is divided by the number of positives")
+def focal_with_alpha_by_class_over_positives():
+    def loss_of(z, y):
+        loss = F.binary_cross_entropy_with_logits(z, y, reduction="none")
+        pt = torch.exp(-loss)
+        alpha = torch.where(y == 1, 0.25, 0.75)
+        return (alpha * (1 - pt) ** 2 * loss).sum() / y.sum().clamp(min=1)
+
+    return classifier(loss_of)()
+
+
+@odd(notes="the true class stays in the sum, where it costs the margin whatever the scores are")
+def hinge_with_the_true_class_in_the_sum():
+    def loss_of(scores, labels):
+        right = scores.gather(1, labels[:, None])
+        return F.relu(0.5 + scores - right).square().sum(1).mean()
+
+    return classifier(loss_of, classes=3)()
+
+
+@odd(notes="whole cross entropies of the hardest half")
+def hardest_half_by_topk():
+    def loss_of(scores, labels):
+        losses = -scores.log_softmax(1).gather(1, labels[:, None]).squeeze(1)
+        return losses.topk(6).values.mean()
+
+    return classifier(loss_of, classes=3)()
+
+
+@odd(notes="whole pixels: sides are one longer than the differences of corners")
+def iou_of_whole_pixels():
+    def loss_of(p, t):
+        p, t = 20 * p, 20 * t
+        sides = (torch.min(p[:, 2:], t[:, 2:]) - torch.max(p[:, :2], t[:, :2]) + 1).clamp(min=0)
+        both = sides.prod(1)
+        area = [(b[:, 2] - b[:, 0] + 1) * (b[:, 3] - b[:, 1] + 1) for b in (p, t)]
+        return -torch.log(both / (area[0] + area[1] - both) + 1e-7).mean()
+
+    return detector(loss_of)()
+
+
+@odd(notes="boxes by centre on both sides, converted before the overlap, with a distance of the numbers as well")
+def boxes_by_centre_converted():
+    def loss_of(p, t):
+        a, b = corners_of(p), corners_of(t)
+        both = intersection(a, b)
+        return 1 - (both / (areas(a) + areas(b) - both)).mean() + F.l1_loss(p, t)
+
+    return detector(loss_of, by_centre=True, corners=False)()
+
+
+@odd(notes="the mean error is penalised beside the mean square: predictions are meant to be unbiased")
+def square_error_with_a_penalty_on_the_bias():
+    return regression(lambda p, t: (p - t).square().mean() + (p - t).mean() ** 2)()
+
+
+@odd(notes="the mean of the outputs is matched with the mean of the targets: rows have no order")
+def means_of_two_samples_matched():
+    def loss_of(p, t):
+        return (p.mean(0) - t.mean(0)).square().sum() + (p.std(0) - t.std(0)).square().sum()
+
+    return regression(loss_of)()
+
+
+@odd(notes="a margin keeps predictions away from rows of other classes: a distance is made larger")
+def distances_to_other_rows_made_larger():
+    def loss_of(p, t):
+        apart = (p - t.roll(1, 0)).square().sum(1).sqrt()
+        return ((p - t).square().sum(1) + F.relu(1 - apart)).mean()
+
+    return regression(loss_of)()
+
+
+@odd(notes="the critic of a Wasserstein game: a plain difference of scores, with clipped weights")
+def critic_of_a_wasserstein_game():
+    def make():
+        real = torch.randn(8, 3) + 2
+        critic, generator = mlp(3, 8, 1), mlp(2, 8, 3)
+        of_critic = torch.optim.RMSprop(critic.parameters(), lr=5e-3)
+        of_generator = torch.optim.RMSprop(generator.parameters(), lr=5e-3)
+
+        def fit(batches):
+            for x in batches:
+                of_critic.zero_grad()
+                made = generator(torch.randn(len(x), 2)).detach()
+                (critic(made).mean() - critic(x).mean()).backward()
+                of_critic.step()
+                with torch.no_grad():
+                    for p in critic.parameters():
+                        p.clamp_(-0.1, 0.1)
+                of_generator.zero_grad()
+                (-critic(generator(torch.randn(len(x), 2))).mean()).backward()
+                of_generator.step()
+
+        return TrainLoop(
+            model={"critic": critic, "generator": generator}, optimizer=[of_critic, of_generator], batch=real, fit=fit
+        )
+
+    return make()
+
+
+@odd(notes="a game: the critic of domains is trained, and the features are trained to make it worse")
+def features_against_a_critic_of_domains():
+    def make():
+        x, label = torch.randn(12, 5), torch.arange(12) % 3
+        domain = (torch.arange(12) >= 6).to(x.dtype)
+        features, head, critic = nn.Linear(5, 8), nn.Linear(8, 3), nn.Linear(8, 1)
+        main = torch.optim.Adam([*features.parameters(), *head.parameters()], lr=1e-2)
+        other = torch.optim.Adam(critic.parameters(), lr=1e-2)
+
+        def entropy(p, t):
+            return -(t * torch.log(p + 1e-7) + (1 - t) * torch.log(1 - p + 1e-7)).mean()
+
+        def fit(batches):
+            for a, y, d in batches:
+                other.zero_grad()
+                entropy(critic(features(a).detach()).squeeze(-1).sigmoid(), d).backward()
+                other.step()
+                main.zero_grad()
+                hidden = features(a).tanh()
+                against = entropy(critic(hidden).squeeze(-1).sigmoid(), d)
+                (F.cross_entropy(head(hidden), y) - 0.1 * against).backward()
+                main.step()
+
+        return TrainLoop(
+            model={"features": features, "head": head, "critic": critic},
+            optimizer=[main, other],
+            batch=(x, label, domain),
+            fit=fit,
+        )
+
+    return make()
