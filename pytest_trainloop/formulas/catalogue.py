@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
-from pytest_trainloop.formulas import boxes, classification, segmentation
+from pytest_trainloop.formulas import boxes, classification, likelihoods, policies, segmentation, survival
 
-FORMS = (*boxes.FORMS, *segmentation.FORMS, *classification.FORMS)
+FORMS = (
+    *boxes.FORMS,
+    *segmentation.FORMS,
+    *classification.FORMS,
+    *likelihoods.FORMS,
+    *policies.FORMS,
+    *survival.FORMS,
+)

@@ -1,0 +1,185 @@
+"""Likelihoods and divergences written by hand."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops.nets import relu_mlp
+from tests.loops.pairs import pair
+
+
+def regression(loss_of, *, outputs=4, targets=lambda x: x[:, :2] * 2 + 0.3 * torch.randn(len(x), 2)):
+    """A net with ``outputs`` outputs on eight inputs."""
+
+    def make():
+        x = torch.randn(8, 6)
+        y = targets(x)
+        model = relu_mlp(6, 16, outputs)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+
+        def fit(batches):
+            for inputs, target in batches:
+                optimizer.zero_grad()
+                loss_of(model(inputs), target).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=(x, y), fit=fit)
+
+    return make
+
+
+def gaussian(factor):
+    def loss_of(out, target):
+        mean, log_var = out.chunk(2, 1)
+        return (factor * log_var + 0.5 * (target - mean) ** 2 * torch.exp(-log_var)).mean()
+
+    return loss_of
+
+
+pair(
+    "log_variance_without_its_half",
+    "loss_formula",
+    "factor_missing",
+    mentions=("2 times",),
+    where="factor * log_var + 0.5",
+    faulty=regression(gaussian(1.0)),
+    fixed=regression(gaussian(0.5)),
+)
+
+
+def by_deviation(power):
+    def loss_of(out, target):
+        mean, std = out[:, :2], F.softplus(out[:, 2:]) + 0.1
+        return (std.log() + (target - mean).pow(2) / (2 * std**power)).sum(1).mean()
+
+    return loss_of
+
+
+pair(
+    "deviation_not_squared",
+    "loss_formula",
+    "factor_missing",
+    faulty=regression(by_deviation(1)),
+    fixed=regression(by_deviation(2)),
+)
+
+
+def laplace(sign):
+    def loss_of(out, target):
+        mean, log_scale = out.chunk(2, 1)
+        return ((target - mean).abs() / log_scale.exp() + sign * log_scale).mean()
+
+    return loss_of
+
+
+pair(
+    "laplace_rewards_a_wide_scale",
+    "loss_formula",
+    "term_sign",
+    quick=True,
+    where="(target - mean).abs() / log_scale.exp()",
+    faulty=regression(laplace(-1)),
+    fixed=regression(laplace(1)),
+)
+
+
+def counts(x):
+    return torch.poisson((x[:, :2] + 1).exp().clamp(max=20))
+
+
+def poisson(sign):
+    def loss_of(out, target):
+        return (torch.exp(out) + sign * target * out).mean()
+
+    return loss_of
+
+
+pair(
+    "poisson_counts_added",
+    "loss_formula",
+    "term_sign",
+    faulty=regression(poisson(1), outputs=2, targets=counts),
+    fixed=regression(poisson(-1), outputs=2, targets=counts),
+)
+
+
+class VAE(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = relu_mlp(6, 16, 4), relu_mlp(2, 16, 6)
+
+    def forward(self, x):
+        mean, log_var = self.encoder(x).chunk(2, 1)
+        z = mean + torch.randn_like(mean) * torch.exp(0.5 * log_var)
+        return self.decoder(z), mean, log_var
+
+
+def autoencoder(divergence):
+    def make():
+        model = VAE()
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+
+        def fit(batches):
+            for x in batches:
+                again, mean, log_var = model(x)
+                loss = F.mse_loss(again, x, reduction="sum") / len(x) + 0.1 * divergence(mean, log_var)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=torch.randn(8, 6), fit=fit)
+
+    return make
+
+
+def kingma(mean, log_var):
+    return -0.5 * torch.sum(1 + log_var - mean.pow(2) - log_var.exp()) / len(mean)
+
+
+pair(
+    "mean_of_the_divergence_not_squared",
+    "loss_formula",
+    "power_differs",
+    quick=True,
+    where="-0.5 * torch.sum(1 + log_var - mean - log_var.exp())",
+    faulty=autoencoder(lambda mean, log_var: -0.5 * torch.sum(1 + log_var - mean - log_var.exp()) / len(mean)),
+    fixed=autoencoder(kingma),
+)
+
+pair(
+    "variance_with_the_other_sign",
+    "loss_formula",
+    "term_sign",
+    faulty=autoencoder(lambda mean, log_var: -0.5 * torch.mean(1 + log_var - mean**2 + log_var.exp())),
+    fixed=autoencoder(lambda mean, log_var: -0.5 * torch.mean(1 + log_var - mean**2 - log_var.exp())),
+)
+
+pair(
+    "deviation_where_the_variance_belongs",
+    "loss_formula",
+    "parameter_confused",
+    quick=True,
+    faulty=autoencoder(lambda mean, log_var: -0.5 * torch.sum(1 + log_var - mean**2 - (log_var / 2).exp())),
+    fixed=autoencoder(lambda mean, log_var: -0.5 * torch.sum(1 + log_var - mean**2 - log_var.exp())),
+)
+
+
+def of_a_tutorial(half):
+    def divergence(mean, log_var):
+        sigma = torch.exp(0.5 * log_var)
+        return (half * (sigma**2 + mean**2) - torch.log(sigma) - 1 / 2).sum()
+
+    return divergence
+
+
+pair(
+    "half_missing_before_the_squares",
+    "loss_formula",
+    "factor_missing",
+    mentions=("0.5",),
+    faulty=autoencoder(of_a_tutorial(1.0)),
+    fixed=autoencoder(of_a_tutorial(0.5)),
+)

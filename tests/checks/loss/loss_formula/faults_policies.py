@@ -1,0 +1,217 @@
+"""Losses of policies, of values and of survival models written by hand."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributions import Categorical
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops.nets import relu_mlp
+from tests.loops.pairs import pair
+
+
+def rollout(rows=8):
+    state = torch.randn(rows, 6)
+    action = torch.randint(4, (rows,))
+    return {
+        "state": state,
+        "action": action,
+        "log_prob": -1.4 + 0.2 * torch.randn(rows),
+        "advantage": torch.randn(rows) + (action == state[:, :4].argmax(1)).to(state.dtype),
+    }
+
+
+def policy(loss_of, batch=rollout, outputs=4):
+    def make():
+        model = relu_mlp(6, 16, outputs)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+
+        def fit(batches):
+            for b in batches:
+                optimizer.zero_grad()
+                loss_of(model, b).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=batch(), fit=fit)
+
+    return make
+
+
+def clipped(ratio_of=lambda new, old: (new - old).exp(), pick=torch.min, eps=0.2):
+    def loss_of(model, b):
+        choice = Categorical(logits=model(b["state"]))
+        new = choice.log_prob(b["action"])
+        ratio = ratio_of(new, b["log_prob"])
+        one, two = ratio * b["advantage"], torch.clamp(ratio, 1 - eps, 1 + eps) * b["advantage"]
+        return -pick(one, two).mean() - 0.01 * choice.entropy().mean()
+
+    return loss_of
+
+
+pair(
+    "larger_of_both_products",
+    "loss_formula",
+    "extreme_turned",
+    quick=True,
+    where="return -pick(one, two).mean()",
+    faulty=policy(clipped(pick=torch.max)),
+    fixed=policy(clipped()),
+)
+
+pair(
+    "old_policy_over_the_new_one",
+    "loss_formula",
+    "turned_round",
+    quick=True,
+    where="return -pick(one, two).mean()",
+    faulty=policy(clipped(lambda new, old: (old - new).exp())),
+    fixed=policy(clipped()),
+)
+
+
+def around(low, high):
+    def loss_of(model, b):
+        new = Categorical(logits=model(b["state"])).log_prob(b["action"])
+        ratio = torch.exp(new - b["log_prob"])
+        return -torch.min(ratio * b["advantage"], ratio.clamp(low, high) * b["advantage"]).mean()
+
+    return loss_of
+
+
+pair(
+    "ratio_clipped_around_zero",
+    "loss_formula",
+    "ingredient_differs",
+    quick=True,
+    where="ratio.clamp(low, high)",
+    faulty=policy(around(-0.2, 0.2)),
+    fixed=policy(around(0.8, 1.2)),
+)
+
+
+def transitions(rows=8):
+    state = torch.randn(rows, 6)
+    action = torch.randint(4, (rows,))
+    return {
+        "state": state,
+        "action": action,
+        "reward": (action == state[:, :4].argmax(1)).to(state.dtype) + 0.1 * torch.randn(rows),
+        "next": state.roll(1, 1),
+        "done": (torch.arange(rows) % 4 == 0).to(state.dtype),
+    }
+
+
+def q_learning(detach):
+    def loss_of(model, b):
+        value = model(b["state"]).gather(1, b["action"][:, None]).squeeze(1)
+        following = model(b["next"]).max(1).values
+        target = b["reward"] + 0.9 * (1 - b["done"]) * (following.detach() if detach else following)
+        return nn.functional.smooth_l1_loss(value, target)
+
+    return loss_of
+
+
+pair(
+    "target_of_the_same_network_with_gradient",
+    "loss_formula",
+    "target_with_gradient",
+    quick=True,
+    where='target = b["reward"] + 0.9',
+    faulty=policy(q_learning(False), transitions),
+    fixed=policy(q_learning(True), transitions),
+)
+
+
+def plain_q_learning(detach):
+    def loss_of(model, b):
+        value = model(b["state"])[torch.arange(8), b["action"]]
+        best = torch.amax(model(b["next"]), dim=1)
+        if detach:
+            best = best.detach()
+        expected = best * 0.9 + b["reward"]
+        return ((value - expected) ** 2).mean()
+
+    return loss_of
+
+
+pair(
+    "best_following_value_with_gradient",
+    "loss_formula",
+    "target_with_gradient",
+    where='expected = best * 0.9 + b["reward"]',
+    faulty=policy(plain_q_learning(False), transitions),
+    fixed=policy(plain_q_learning(True), transitions),
+)
+
+
+class ActorCritic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.actor, self.critic = relu_mlp(6, 16, 4), relu_mlp(6, 16, 1)
+
+
+def actor_critic(detach):
+    def make():
+        model = ActorCritic()
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+
+        def fit(batches):
+            for b in batches:
+                choice = Categorical(logits=model.actor(b["state"]))
+                advantage = b["reward"] - model.critic(b["state"]).squeeze(1)
+                weight = advantage.detach() if detach else advantage
+                actor_loss = -(choice.log_prob(b["action"]) * weight).mean()
+                critic_loss = advantage.pow(2).mean()
+                optimizer.zero_grad()
+                (actor_loss + 0.5 * critic_loss).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=transitions(), fit=fit)
+
+    return make
+
+
+pair(
+    "advantage_with_gradient",
+    "loss_formula",
+    "target_with_gradient",
+    where='actor_loss = -(choice.log_prob(b["action"]) * weight).mean()',
+    faulty=actor_critic(False),
+    fixed=actor_critic(True),
+)
+
+
+def patients(rows=8):
+    features = torch.randn(rows, 6)
+    return {"state": features, "time": torch.rand(rows) * 5 + 0.1, "event": (torch.arange(rows) % 3 != 0).float()}
+
+
+def cox(descending, *, turned=False):
+    def loss_of(model, b):
+        order = torch.argsort(b["time"], descending=descending)
+        risk, event = model(b["state"]).squeeze(1)[order], b["event"][order]
+        if turned:
+            event = 1 - event
+        return -((risk - torch.logcumsumexp(risk, 0)) * event).sum() / event.sum()
+
+    return loss_of
+
+
+pair(
+    "risk_set_of_those_before",
+    "loss_formula",
+    "turned_round",
+    where="torch.logcumsumexp(risk, 0)",
+    faulty=policy(cox(False), patients, outputs=1),
+    fixed=policy(cox(True), patients, outputs=1),
+)
+
+pair(
+    "censored_rows_counted_as_events",
+    "loss_formula",
+    "turned_round",
+    where="torch.logcumsumexp(risk, 0)",
+    faulty=policy(cox(True, turned=True), patients, outputs=1),
+    fixed=policy(cox(True), patients, outputs=1),
+)
