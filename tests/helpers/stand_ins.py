@@ -159,6 +159,18 @@ class TripletMarginLoss(BaseMetricLossFunction):
         triplets = same[:, :, None] & apart[:, None, :]
         each = (away[:, :, None] - away[:, None, :] + 0.5).relu()[triplets]
         return each.mean() if len(each) else embeddings.sum() * 0
+
+
+class ArcFaceLoss(BaseMetricLossFunction):
+    def __init__(self, num_classes, embedding_size, margin=0.1, scale=16):
+        super().__init__()
+        self.W = nn.Parameter(torch.randn(embedding_size, num_classes))
+        self.margin, self.scale = margin, scale
+
+    def compute_loss(self, embeddings, labels, ref_labels):
+        cosines = embeddings @ torch.nn.functional.normalize(self.W, dim=0)
+        hit = torch.nn.functional.one_hot(labels, cosines.shape[1])
+        return torch.nn.functional.cross_entropy(self.scale * (cosines - self.margin * hit), labels)
 """,
 )
 

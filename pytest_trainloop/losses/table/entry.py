@@ -26,6 +26,8 @@ class Entry:
     """The first whose flags fit counts; where none does, the call is not judged."""
     page: str
     chance: Chance = ""
+    weights: bool = False
+    """Whether it has weights of its own, which an optimizer must hold."""
     degree: int = 1
     """The power of its input with which the loss grows."""
 

@@ -11,6 +11,10 @@ _OF_PAIRS = """ContrastiveLoss TripletMarginLoss NTXentLoss SupConLoss MultiSimi
 NPairsLoss LiftedStructureLoss GeneralizedLiftedStructureLoss MarginLoss TupletMarginLoss AngularLoss NCALoss
 IntraPairVarianceLoss SignalToNoiseRatioContrastiveLoss SmoothAPLoss RankedListLoss PNPLoss"""
 
+_OF_CLASSES = """ArcFaceLoss CosFaceLoss SubCenterArcFaceLoss SphereFaceLoss LargeMarginSoftmaxLoss ProxyNCALoss
+ProxyAnchorLoss SoftTripleLoss NormalizedSoftmaxLoss"""
+"""They have weights for each class, and need no pair of rows."""
+
 ENTRIES = (
     Entry(
         names=tuple(f"pytorch_metric_learning.losses.{name}" for name in _OF_PAIRS.split()),
@@ -22,5 +26,10 @@ ENTRIES = (
         ),
         page=_PAGE,
     ),
+    Entry(
+        names=tuple(f"pytorch_metric_learning.losses.{name}" for name in _OF_CLASSES.split()),
+        contracts=(CallContract(arguments={"embeddings": "embeddings"}),),
+        page=_PAGE,
+        weights=True,
+    ),
 )
-"""Losses with weights for each class (ArcFace, proxies) need no pair of rows, and are not among them."""

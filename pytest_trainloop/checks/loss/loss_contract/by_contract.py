@@ -38,6 +38,8 @@ def by_contract(call: Call) -> Iterator[Judgement]:
             for judgement in judge(call, known, name):
                 yield judgement
                 return  # what is wrong with the first argument leaves nothing to say of the others
+    if call.unstepped:
+        yield _untrained(call)
     if known.contract.pairwise:
         yield from compared_with_all(call)
     if known.name.endswith(".entropy"):
@@ -224,6 +226,18 @@ def _images(call: Call, known: Known, name: str) -> Iterator[Judgement]:
             culprit=name,
             repair=f"pass {known.contract.value_range}={1 if span <= 1 else 255}",
         )
+
+
+def _untrained(call: Call) -> Judgement:
+    names = ", ".join(call.unstepped)
+    return call.judged(
+        "criterion_not_trained",
+        f"{call.name} has weights of its own ({names}), and no step changes them",
+        measured=f"{len(call.unstepped)} tensors require gradients and are the same after three steps",
+        shown_by=f"they have not been written to since the first call of {call.name}",
+        culprit=call.unstepped[0],
+        repair="torch.optim.Adam([*model.parameters(), *criterion.parameters()]), or an optimizer of their own",
+    )
 
 
 def _minimised(call: Call) -> Iterator[Judgement]:

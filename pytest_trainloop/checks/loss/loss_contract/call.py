@@ -70,6 +70,10 @@ class Call:
     """What the table of losses knows of the function, where it is no function of torch."""
     compared: list[Compared] = field(default_factory=list)
     """What a distance compares in this step, where both sides may be boxes."""
+    unstepped: tuple[str, ...] = ()
+    """Weights of the criterion itself that no step has changed since it was first called, three steps ago at least."""
+    log_probs: list[Node] = field(default_factory=list)
+    """The results of ``log_prob`` in this step."""
     beside: list[Call] = field(default_factory=list)
     """The calls of the same distribution in this step, this one included."""
 

@@ -107,6 +107,43 @@ def differences(call: Call) -> Iterator[Judgement]:
         )
 
 
+@judges("outer")
+def rows_times_a_column(call: Call) -> Iterator[Judgement]:
+    """(N,) times (N, 1): each row's value is multiplied with that of every other row.
+
+    Where all pairs count alike the sum is the product of the two sums, and what a row is multiplied with has no say.
+    Of log-probabilities it is a fault in any case: a row's belong to its own advantage.
+    """
+    left, right = call.given["input"], call.given["target"]
+    row, column = sorted((left, right), key=lambda side: side.dim())
+    if row.dim() != 1 or tuple(column.shape) != (len(row), 1) or call.weights is None:
+        return
+    if all(_inserted(call.node(name)) for name in ("input", "target")):
+        return
+    flat = call.weights.detach().reshape(-1)
+    alike = bool((flat == flat[0]).all()) and bool(flat[0] != 0)
+    likely = any(n in call.log_probs for name in ("input", "target") for n in ancestors(call.nodes[name], 40))
+    if alike or likely:
+        n = len(row)
+        what = "log-probabilities are" if likely else "values are"
+        yield call.judged(
+            "broadcast",
+            f"{tuple(left.shape)} and {tuple(right.shape)} are multiplied to ({n}, {n}): each row's {what} multiplied "
+            "with those of every other row",
+            measured=f"{n * n} products where {n} are meant",
+            shown_by="the gradient at all of them is the same: the sum is that of the one times that of the other"
+            if alike
+            else "one side comes from log_prob, of one number for each row",
+            culprit="product",
+            repair=f"bring both to one shape: squeeze(-1) what has the shape ({n}, 1)",
+        )
+
+
+def _inserted(node: Node | None) -> bool:
+    """Whether an axis was inserted into it just before."""
+    return node is not None and node.op in _INSERT_AN_AXIS and len(node.shape) > len(node.parents[0].shape)
+
+
 def _of_one_output(node: Node) -> bool:
     """Whether a column comes from a layer with one output, directly or through a loss for each row."""
     return any(n.op in LAYERS and n.shape == node.shape for n in ancestors(node, 40))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from pytest_trainloop import nested
 from pytest_trainloop.batches.own_data import makes_own_data
@@ -30,19 +31,17 @@ from pytest_trainloop.checks.loss.loss_contract.tokens import Embedded, Tokens
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.hooks import on_gradient
 from pytest_trainloop.recording.source import here
-from pytest_trainloop.recording.torch_internals import has_values
+from pytest_trainloop.recording.torch_internals import has_values, writes_in_place
 from pytest_trainloop.recording.torch_names import DISTANCE_LOSSES, LOSSES
 from pytest_trainloop.runs.checkpoint_bypass import switched, without
 from pytest_trainloop.runs.hooks import before_calls
 from pytest_trainloop.tracing.arguments import bound_arguments, named_arguments
 from pytest_trainloop.tracing.mode import WatchingMode
-from pytest_trainloop.tracing.provenance import Lineage, name_of, watched
+from pytest_trainloop.tracing.provenance import Lineage, Node, name_of, watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
-
-    from torch import nn
 
     from pytest_trainloop.checks.loss.loss_contract.call import Judge, Judgement
     from pytest_trainloop.finding import Finding
@@ -103,6 +102,8 @@ class LossCallRecorder(WatchingMode):
         self._running = RunningCalls(self._began, self._ended)
         self._compared: list[Compared] = []
         self._of_owner: dict[int, list[Call]] = {}
+        self._log_probs: list[Node] = []
+        self._versions: dict[int, tuple[int, int]] = {}
 
     @classmethod
     def of(cls, evidence: Evidence) -> LossCallRecorder:
@@ -221,7 +222,7 @@ class LossCallRecorder(WatchingMode):
         self._lineage.forget()
         self._tokens.embedded.clear()
         self._running.forget()
-        self._compared, self._of_owner = [], {}
+        self._compared, self._of_owner, self._log_probs = [], {}, []
 
     def _backpropagated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         roots = list(tensors_in(args[:1], kwargs.get("tensors", ())))
@@ -263,6 +264,7 @@ class LossCallRecorder(WatchingMode):
         made = Call(
             name=name, given=given, place=place, site=site, out=torch.empty(0),
             module=watch.module_path(), tokens=self._tokens, embedded=tuple(self._tokens.embedded), rows=self._rows,
+            log_probs=self._log_probs,
         )  # fmt: skip
         made.nodes = {key: self._lineage.of(value) for key, value in given.items() if isinstance(value, torch.Tensor)}
         return made
@@ -319,12 +321,27 @@ class LossCallRecorder(WatchingMode):
             name=known.name, given=given, place=place, site=site, out=torch.empty(0), module=self.watch.module_path(),
             tokens=self._tokens, embedded=tuple(self._tokens.embedded), rows=self._rows, known=known,
             compared=self._compared, beside=self._of_owner.setdefault(id(known.owner), []) if own else [],
+            unstepped=self._unstepped(known),
         )  # fmt: skip
         made.beside.append(made)
         made.nodes = {key: self._lineage.of(value) for key, value in given.items() if isinstance(value, torch.Tensor)}
         return made
 
+    def _unstepped(self, known: Known) -> tuple[str, ...]:
+        """Weights of a criterion that require gradients, and that no step has changed since it was first called."""
+        if not known.entry.weights or not isinstance(known.owner, nn.Module):
+            return ()
+        steps = self.watch.record.steps
+        names = []
+        for name, weight in known.owner.named_parameters():
+            version, since = self._versions.setdefault(id(weight), (writes_in_place(weight), steps))
+            if writes_in_place(weight) == version and steps - since >= WAITING_STEPS and weight.requires_grad:
+                names.append(name)
+        return tuple(names)
+
     def _ended(self, call: Call) -> None:
+        if call.name.endswith(".log_prob"):
+            self._log_probs.append(self._lineage.of(call.out))
         self._judge_after_backward(self.watch, call)
 
     def _remember(self, call: Call) -> None:

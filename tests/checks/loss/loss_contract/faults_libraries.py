@@ -229,6 +229,35 @@ pair(
 )
 
 
+def arc_face(parameters):
+    def make():
+        net, criterion = mlp(6, 32, 4), pytorch_metric_learning.ArcFaceLoss(3, 4)
+        optimizer = torch.optim.Adam(parameters(net, criterion), lr=1e-2)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                criterion.zero_grad()
+                criterion(net(x), y).backward()
+                optimizer.step()
+
+        return TrainLoop(model=net, optimizer=optimizer, batch=data.labelled(rows=12), fit=fit)
+
+    return make
+
+
+pair(
+    "weights_of_arc_face_in_no_optimizer",
+    "loss_contract",
+    "criterion_not_trained",
+    quick=True,
+    culprits=("W",),
+    mentions=("ArcFaceLoss",),
+    faulty=arc_face(lambda net, _: net.parameters()),
+    fixed=arc_face(lambda net, criterion: [*net.parameters(), *criterion.parameters()]),
+)
+
+
 # Likelihoods.
 
 
@@ -301,6 +330,57 @@ pair(
     culprits=("Categorical.entropy",),
     faulty=policy(1),
     fixed=policy(-1),
+)
+
+
+# A value for each row, multiplied with a column.
+
+
+def reinforced(column):
+    def loss_of(net, batch):
+        logs = Categorical(logits=net(batch["x"])).log_prob(batch["action"])
+        return -(logs * batch["advantage"]).mean()
+
+    def rollout():
+        advantage = drawn(12, seed=1)
+        return {
+            "x": drawn(12, 6), "action": torch.arange(12) % 3, "advantage": advantage[:, None] if column else advantage
+        }  # fmt: skip
+
+    return loop(lambda: mlp(6, 32, 3), rollout, loss_of)
+
+
+pair(
+    "log_probabilities_times_a_column_of_advantages",
+    "loss_contract",
+    "broadcast",
+    culprits=("product",),
+    mentions=("(12, 12)", "log-probabilities"),
+    faulty=reinforced(column=True),
+    fixed=reinforced(column=False),
+)
+
+
+def weighted(squeeze):
+    def loss_of(net, batch):
+        weight = batch["weight"].squeeze(-1) if squeeze else batch["weight"]
+        return (F.cross_entropy(net(batch["x"]), batch["y"], reduction="none") * weight).mean()
+
+    def rows():
+        x, y = data.labelled(rows=12)
+        return {"x": x, "y": y, "weight": 0.5 + torch.arange(12.0)[:, None] / 12}
+
+    return loop(lambda: mlp(6, 32, 3), rows, loss_of)
+
+
+pair(
+    "losses_of_rows_times_a_column_of_weights",
+    "loss_contract",
+    "broadcast",
+    culprits=("product",),
+    mentions=("(12, 1)",),
+    faulty=weighted(squeeze=False),
+    fixed=weighted(squeeze=True),
 )
 
 
