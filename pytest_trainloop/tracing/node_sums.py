@@ -12,6 +12,7 @@ from pytest_trainloop.recording.torch_names import (
     JOINS,
     MULTIPLICATIONS,
     NEGATIONS,
+    ROUNDINGS,
     SUBTRACTIONS,
 )
 
@@ -29,6 +30,7 @@ PARAMETER = "parameter"
 FARTHEST = 2_000
 """Nodes that a sum is followed for."""
 
+_NO_WEIGHT = frozenset({"batch", "tensor", "as_tensor", "from_numpy", "scalar_tensor"})
 _BOTH = ADDITIONS | SUBTRACTIONS
 
 
@@ -47,10 +49,14 @@ def below(node: Node, through: Callable[[Node], bool] = lambda node: True) -> It
 
 
 def trains(node: Node) -> bool:
-    """Whether its gradient goes to anything but the batch: to a parameter, or to what is not known."""
+    """Whether its gradient goes to anything but the batch: to a parameter, or to what is not known.
+
+    The gradient of what rounds is zero, and a number that was made a tensor anew has none behind it.
+    """
     if not node.history:
         return False
-    return any(n.history and not n.parents and n.op != "batch" for n in below(node, through=lambda n: n.history))
+    reached = below(node, through=lambda n: n.history and n.op not in ROUNDINGS)
+    return any(n.history and not n.parents and n.op not in _NO_WEIGHT for n in reached)
 
 
 def parameters_below(node: Node, *, trained: bool = False) -> frozenset[int]:

@@ -12,11 +12,9 @@ import functools
 import hashlib
 import math
 import weakref
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from pytest_trainloop.recording.function_mode import is_aside, tensors_in
 from pytest_trainloop.recording.hooks import on_gradient
@@ -24,7 +22,13 @@ from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.samples import readable
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import is_transformed
-from pytest_trainloop.recording.torch_names import ADDITIONS, LOSSES, SUBTRACTIONS
+from pytest_trainloop.recording.torch_names import (
+    ADDITIONS,
+    DIVISIONS,
+    LOSSES,
+    MULTIPLICATIONS,
+    SUBTRACTIONS,
+)
 from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.node_sums import (
     DERIVATIVE,
@@ -38,19 +42,17 @@ from pytest_trainloop.tracing.node_sums import (
     trains,
 )
 from pytest_trainloop.tracing.provenance import Lineage, Node, name_of, watched
+from pytest_trainloop.tracing.terms import Beside, Scalar, Term, TermsOfRoot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pytest_trainloop.recording.events import Site
     from pytest_trainloop.recording.watch import Watch
+    from pytest_trainloop.tracing.terms import Cut
 
-    Look = Callable[[str, tuple[Any, ...], Callable[[torch.Tensor], "Scalar | None"]], None]
+    Look = Callable[[str, tuple[Any, ...], Callable[[torch.Tensor], Scalar | None]], None]
     """Gets the name of a call, its arguments, and what tells the number that a tensor is."""
-
-Cut = Literal["", "end", "derivative", "number", "before"]
-"""How a term lost its history: "end": it had one until it was detached as a whole; "derivative": it holds a derivative
-that was taken without a graph; "number": it is a plain number; "before": what it is computed of has none."""
 
 _NOWHERE: tuple[str, Site] = ("", ())
 
@@ -63,74 +65,6 @@ made of."""
 
 _MOST_ENTRIES = 1 << 16
 """Entries of a tensor of data that are read to tell it from others."""
-
-
-@dataclass(slots=True, eq=False)
-class Scalar:
-    """A single number with a history that the loop computed."""
-
-    op: str
-    place: str
-    site: Site
-    module: str
-    value: float
-    weights: list[float] = field(default_factory=list)
-    """The gradient of each root at it, that is its weight; none where no backward pass went through it."""
-    consumed: bool = False
-    """Whether another single number with a history was made of it."""
-    window: int = 0
-    """The roots that were backpropagated before it was made."""
-    parameters: frozenset[int] = frozenset()
-    """Those that it was computed of, by their number in the record; of a number that no backward pass went through."""
-    data: frozenset[str] = frozenset()
-    """What it was computed of that comes from the batch alone: equal for equal tensors."""
-    of_losses: bool = False
-    """Whether a loss function of torch is among what it was computed of."""
-
-    @property
-    def used(self) -> bool:
-        return bool(self.weights)
-
-
-@dataclass(frozen=True, slots=True)
-class Term:
-    """A part of a root that is added to the rest."""
-
-    op: str
-    place: str
-    site: Site
-    live: bool
-    value: float
-    """The sum of its entries."""
-    cut: Cut = ""
-    derivative: str = ""
-    """The line that took a derivative that it holds."""
-    parameters: frozenset[int] = frozenset()
-    sides: tuple[frozenset[int], ...] = ()
-    """Of a comparison without a history: the parameters that each side was computed of."""
-    shared: bool = False
-    """Whether a factor of what does train was computed of the same value without a history."""
-    twin: bool = False
-    """Whether the value is added in place of one that trains: x + (y - x).detach()."""
-
-
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """A derivative that was taken without a graph and is added, entry by entry, to what has one."""
-
-    taken: str
-    added: str
-    parameters: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class TermsOfRoot:
-    at: int
-    """The position in the run just before the backward pass."""
-    place: str
-    terms: tuple[Term, ...]
-    live_values: frozenset[float] = frozenset()
-    beside: Beside | None = None
 
 
 class _Tagged(Lineage):
@@ -205,12 +139,37 @@ class RootTerms(WatchingMode):
             ):
                 yield
         finally:
+            self._look_into_totals()
             every = len(self._by_node) <= MOST_COMPLETE
             for scalar, node in self._by_node.values():
                 _complete(self._lineage, scalar, node, every=every)
             self._lineage = None
             self._by_node.clear()
             self._beside.clear()
+
+    def _look_into_totals(self) -> None:
+        """Of a total that is not backpropagated, and of which some part is, the other parts are what is lost."""
+        for scalar, node in list(self._by_node.values()):
+            if not scalar.used and not scalar.consumed and node.op in ADDITIONS | SUBTRACTIONS:
+                used, lost = self._parts(node)
+                if used:
+                    scalar.consumed = True
+                    for part in lost:
+                        part.consumed = False
+
+    def _parts(self, total: Node) -> tuple[bool, list[Scalar]]:
+        """Whether some part of a total is backpropagated by itself, and those that are not."""
+        used, lost, todo = False, list[Scalar](), list(total.parents)
+        while todo:
+            node = todo.pop()
+            part = self._by_node[id(node)][0] if id(node) in self._by_node else None
+            if part is not None and part.used:
+                used = True
+            elif node.op in ADDITIONS | SUBTRACTIONS | MULTIPLICATIONS | DIVISIONS or node.moves:
+                todo.extend(node.parents)
+            elif part is not None:
+                lost.append(part)
+        return used, lost
 
     def _around_grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -307,7 +266,7 @@ class RootTerms(WatchingMode):
         """A sum, entry by entry, of what has no history and what has one."""
         place, site = here()
         lineage.places.setdefault(id(dead), (str(place), site))
-        taken = derivative_below(dead, detached=False) if dead.shape == live.shape else None
+        taken = derivative_below(dead, detached=False) if dead.shape == live.shape and trains(live) else None
         if taken is not None and (trained := parameters_below(taken)):
             node = lineage.of(result)
             self._beside.append((node, Beside(lineage.places[id(taken)][0], str(place), trained)))
@@ -326,9 +285,10 @@ class RootTerms(WatchingMode):
             if not reads and all(known) and known and len(outputs) == 1:
                 self._root(outputs[0])
             parents = tuple(lineage.of(t) for t in (*outputs, *inputs))
+            of_weights = [_is_weight(lineage.of(t)) for t in (outputs if reads else inputs)]
         out = func(*args, **kwargs)
         with self.watch.suspended():
-            if not any(known) and not any(isinstance(t, nn.Parameter) for t in (*outputs * reads, *inputs)):
+            if not any(known) and not all(of_weights):
                 place, site = here()
                 for result in tensors_in(out):
                     node = Node(DERIVATIVE, parents, tuple(result.shape), history=result.requires_grad)
@@ -363,11 +323,11 @@ class RootTerms(WatchingMode):
         if id(node) in {id(n) for n in live}:
             return Term(made.op, place, site, live=True, value=value)
         derivative = derivative_below(node)
-        cut: Cut = "derivative" if derivative is not None else "end" if made.history else "before"
+        cut: Cut = "derivative" if derivative is not None else "end" if trains(made) else "before"
         if not node.parents and derivative is None:
             cut = "number"
         stopped = (n for n in below(node, through=lambda n: not n.history) if not n.history and id(n) in behind)
-        parts = {id(n) for n in summands(made)} if made.history else set()
+        parts = {id(n) for n in summands(made)} if trains(made) else set()
         return Term(
             made.op,
             place,
@@ -379,8 +339,13 @@ class RootTerms(WatchingMode):
             parameters=parameters_below(node),
             sides=sides(made),
             shared=any(parameters_below(n, trained=True) for n in stopped),
-            twin=(made.history and id(made) in behind) or any(id(n) in parts for n in live),
+            twin=(trains(made) and id(made) in behind) or any(id(n) in parts for n in live),
         )
+
+
+def _is_weight(node: Node) -> bool:
+    """Whether it is a parameter, or one after a step of its own (the weights of an inner loop)."""
+    return node.parameter or any(n.op == PARAMETER and n.shape == node.shape for n in below(node))
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -402,6 +367,7 @@ def _complete(lineage: _Tagged | None, scalar: Scalar, node: Node, *, every: boo
     if lineage is None or (scalar.consumed and not every):
         return
     behind = list(below(node))
+    scalar.of_weights = all(n.op == PARAMETER for n in behind if not n.parents)
     scalar.of_losses = any(n.op in LOSSES for n in behind)
     scalar.parameters = frozenset(int(n.numbers[0]) for n in behind if n.op == PARAMETER and n.history)
     scalar.data = frozenset(lineage.data[id(n)] for n in behind if id(n) in lineage.data)

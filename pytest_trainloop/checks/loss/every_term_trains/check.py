@@ -64,18 +64,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
-_CUT_OFF = (
-    "gradient_reaches_every_param:graph_cut",
-    "gradient_reaches_every_param:no_grad_forward",
-    "loss_components:part_detached",
-)
-"""What other checks see of a term that is added without its gradient."""
-
-_DROPPED = (
-    "gradient_reaches_every_param:parameter_unused",
-    "loss_contract:part_left_out",
-    "loss_components:part_left_out",
-)
+_DROPPED = ("gradient_reaches_every_param:parameter_unused", "loss_contract:part_left_out")
 """What other checks see of a term that is not added: its layer is used by nobody."""
 
 CAUSES = {
@@ -83,7 +72,6 @@ CAUSES = {
         proof="a term holds a derivative that was taken without a graph: its value changes with the weights, and it "
         "has no gradient",
         repair="torch.autograd.grad(..., create_graph=True)",
-        explains=_CUT_OFF,
     ),
     "derivative_off_graph": Cause(
         proof="a derivative that was taken without a graph is added to what has a gradient",
@@ -93,13 +81,12 @@ CAUSES = {
     "term_detached": Cause(
         proof="a term is added without its gradient, and its value changes with the weights that the loss trains",
         repair="add the tensor itself, without item(), detach() or no_grad()",
-        explains=_CUT_OFF,
         change=("seen",),
     ),
     "term_between_frozen": Cause(
         proof="a term compares two results of weights that nothing trains: it is a constant",
         repair="compare the result of the model that is trained with that of the teacher",
-        explains=("loss_contract:part_detached", "loss_components:part_constant"),
+        explains=("loss_contract:part_detached",),
         change=("seen",),
     ),
     "term_left_out": Cause(

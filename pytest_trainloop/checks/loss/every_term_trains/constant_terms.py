@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.loss.every_term_trains.survey import Survey
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.root_terms import Term
+    from pytest_trainloop.tracing.terms import Term
 
 _HOW = {
     "number": ("it is a plain number there", "add the tensor itself: leave out item(), float() or numpy()"),
@@ -42,7 +42,7 @@ def constant_terms(evidence: Evidence, survey: Survey) -> Iterator[Finding]:
             moves = evidence.shared(Moves).of(root, term, trained)
         if moves and term.cut == "derivative":
             yield _off_graph(term, moves)
-        elif moves and term.op not in LOSSES:
+        elif moves:
             yield _detached(term, moves)
         elif not moves and len(term.sides) == 2 and all(side and side <= frozen for side in term.sides):
             yield _between_frozen(survey.record, term)
@@ -128,7 +128,7 @@ def _moved(moves: float) -> str:
 
 def _called(term: Term) -> str:
     """What the project calls a term, as far as its line shows."""
-    code = code_of(term.place)
-    if term.cut == "number" and (found := re.search(r"([\w.]+)\.(item|tolist|numpy|cpu)\(\)", code)):
-        return found.group(1)
-    return name_at(term.site) or (term.op if term.op not in ("", "number") else "a number")
+    if term.cut == "number":
+        found = re.search(r"([\w.]+)\.(?:item|tolist|numpy|cpu)\(\)|float\(([^()]+)\)", code_of(term.place))
+        return next(filter(None, found.groups())) if found else "a number"
+    return term.op if term.op in LOSSES else name_at(term.site) or term.op or "a tensor"

@@ -6,9 +6,10 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.loss.dead_values import never_read
-from pytest_trainloop.checks.loss.every_term_trains.names import is_term, loops_over, name_at
+from pytest_trainloop.checks.loss.every_term_trains.names import is_part, is_term, loops_over, name_at
 from pytest_trainloop.checks.loss.every_term_trains.survey import Survey
 from pytest_trainloop.finding import Finding
+from pytest_trainloop.gradients.dependence import Dependences
 from pytest_trainloop.wording import some
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.events import Site
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.root_terms import Scalar
+    from pytest_trainloop.tracing.terms import Scalar
 
 
 def lost_terms(evidence: Evidence, survey: Survey) -> Iterator[Finding]:
@@ -42,7 +43,9 @@ def lost_terms(evidence: Evidence, survey: Survey) -> Iterator[Finding]:
             yield _of_overwritten(full.record, site, scalars)
     for site, scalars in _left_out(full).items():
         if site in left_out and scalars[0].place not in named:
-            yield from _of_left_out(full.record, site, scalars)
+            untrained = _independent(evidence, _untrained(full.record, scalars))
+            if untrained or is_part(name_at(site)):
+                yield _of_left_out(site, scalars, untrained)
 
 
 def _counts(scalar: Scalar) -> bool:
@@ -57,15 +60,19 @@ def _left_out(survey: Survey) -> dict[Site, list[Scalar]]:
     found = {}
     for site, scalars in by_site.items():
         last = [s for s in scalars if not s.consumed]
-        lost = bool(site and last) and not any(s.used or s.of_losses for s in scalars)
-        if lost and (is_term(name_at(site)) or _untrained(survey.record, last)):
+        if not site or not last or any(s.used for s in scalars):
+            continue
+        own = not any(s.of_losses for s in scalars)  # torch's are loss_contract's
+        name = name_at(site)
+        if (own and (is_term(name) or (is_part(name) and never_read(site)))) or _untrained(survey.record, last):
             found[site] = last
     return found
 
 
 def _untrained(record: Record, scalars: Sequence[Scalar]) -> tuple[str, ...]:
-    """Parameters that an optimizer which steps holds, and that no gradient of the run reaches."""
-    below = sorted({i for s in scalars for i in s.parameters if i < len(record.parameters)})
+    """Parameters that an optimizer which steps holds, and that no gradient of the run reaches. What is computed of
+    weights alone, as a norm that is logged, is to train none."""
+    below = sorted({i for s in scalars if not s.of_weights for i in s.parameters if i < len(record.parameters)})
     return tuple(
         p.name
         for p in (record.parameters[i] for i in below)
@@ -74,6 +81,15 @@ def _untrained(record: Record, scalars: Sequence[Scalar]) -> tuple[str, ...]:
         and not record.declared_frozen(p.name)
         and any(record.optimizers[o].steps for o in record.held.get(p.index, ()))
     )
+
+
+def _independent(evidence: Evidence, untrained: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the parameters that what is backpropagated does not depend on: else its graph is cut, and the term may
+    be in the loss by its value."""
+    if not untrained:
+        return ()
+    depends = evidence.shared(Dependences).of(list(untrained))
+    return tuple(name for name in untrained if not depends[name].depends and not depends[name].alive)
 
 
 def _overwritten(survey: Survey) -> dict[Site, list[Scalar]]:
@@ -98,12 +114,12 @@ def _only_the_last(scalars: Sequence[Scalar]) -> bool:
     return any(s.data - last.data or s.parameters - last.parameters for s in earlier)
 
 
-def _of_left_out(record: Record, site: Site, scalars: Sequence[Scalar]) -> Iterator[Finding]:
-    name, untrained = name_at(site), _untrained(record, scalars)
-    lost = never_read(site) if is_term(name) else ""
-    why = f"nothing else trains {some(untrained)}" if untrained else lost
+def _of_left_out(site: Site, scalars: Sequence[Scalar], untrained: tuple[str, ...]) -> Finding:
+    name = name_at(site)
+    lost = never_read(site) if is_part(name) else ""
+    why = f"it alone would train {some(untrained)}" if untrained else lost
     called = name or scalars[0].op
-    yield Finding(
+    return Finding(
         cause="term_left_out",
         level="fault" if why else "advice",
         summary=f"{called} is computed with a gradient and is in no loss that is backpropagated"

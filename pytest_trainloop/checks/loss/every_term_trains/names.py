@@ -18,6 +18,11 @@ _TERM = frozenset(
     auxiliary commit commitment commitloss elbo cost objective smoothness sparsity tv perceptual distill distillation
     consistency""".split()
 )
+_EITHER = frozenset(
+    """dice jaccard tversky focal iou giou diou ciou entropy divergence contrastive triplet margin hinge recon
+    reconstruction cycle identity gp ortho orthogonality mse l ce energy constraint barrier bonus wasserstein mmd
+    diversity alignment uniformity""".split()
+)
 _MEASURE = frozenset(
     """metric metrics acc accuracy mae mape psnr ssim log logs logged logging val valid validation eval evaluation test
     monitor debug info stat stats report running avg average best ema norm total sum history display print raw
@@ -29,6 +34,11 @@ def is_term(name: str) -> bool:
     """Whether a name is one of a part of a loss, and none of a measure that is only looked at."""
     words = words_of(name)
     return bool(words & _TERM or any(w.endswith("loss") for w in words)) and not words & _MEASURE
+
+
+def is_part(name: str) -> bool:
+    """Whether a name is also one of a measure that is minimised as often as it is looked at."""
+    return is_term(name) or bool(words_of(name) & _EITHER and not words_of(name) & _MEASURE)
 
 
 def words_of(name: str) -> frozenset[str]:
@@ -50,6 +60,8 @@ def name_at(site: Site) -> str:
             return _named(target) or _key_of(statement.value, line)
         if not isinstance(statement, ast.Return):
             return ""
+        if key := _key_of(statement.value, line):
+            return key
         if words_of(function) & _TERM or "loss" in function:
             return function
     return ""

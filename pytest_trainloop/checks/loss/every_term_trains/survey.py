@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.root_terms import Scalar, Term, TermsOfRoot
+    from pytest_trainloop.tracing.terms import Scalar, Term, TermsOfRoot
 
 ROUNDS = 2
 """Steps of one optimizer that are taken apart: a number that a root holds in both is no constant of the formula."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-    from pytest_trainloop.tracing.root_terms import Scalar
+    from pytest_trainloop.tracing.terms import Scalar
 
 _PRODUCTS = MULTIPLICATIONS | {"__imul__"}
 FRAMES = 3

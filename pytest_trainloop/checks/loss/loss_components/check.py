@@ -60,7 +60,11 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.loss.loss_components.unreported import Unreported
     from pytest_trainloop.runs.evidence import Evidence
 
-_DROPPED = ("gradient_reaches_every_param:parameter_unused", "loss_contract:part_left_out")
+_DROPPED = (
+    "gradient_reaches_every_param:parameter_unused",
+    "loss_contract:part_left_out",
+    "every_term_trains:term_left_out",
+)
 """What other checks see of a term that trains nothing: its layer, or its result, is used by nobody."""
 
 CAUSES = {
@@ -68,7 +72,7 @@ CAUSES = {
         proof="the value of the loss holds the part, the part changes with the weights, and the gradient of the loss "
         "is the sum of the other parts' gradients",
         repair="leave out the detach(), no_grad() or item() on its way into the sum",
-        explains=("gradient_reaches_every_param:graph_cut", *_DROPPED),
+        explains=("gradient_reaches_every_param:graph_cut", "every_term_trains:term_detached", *_DROPPED),
     ),
     "part_left_out": Cause(
         proof="the gradient of the loss is the sum of the other parts' gradients, at all weights and batches",

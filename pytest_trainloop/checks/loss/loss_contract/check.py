@@ -317,7 +317,7 @@ CAUSES = {
     "part_detached": Cause(
         proof="the value of a loss is added to what is backpropagated, without its history",
         repair="add the loss itself, without detach() and outside of no_grad()",
-        explains=LEARNING,
+        explains=(*LEARNING, "every_term_trains:term_detached"),
         change=("seen",),
     ),
     "part_left_out": Cause(

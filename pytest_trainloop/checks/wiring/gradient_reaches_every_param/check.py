@@ -65,7 +65,12 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.record import Parameter, Record
     from pytest_trainloop.runs.evidence import Evidence
 
-_PARTS = ("loss_contract:part_detached", "loss_contract:part_left_out")
+_PARTS = (
+    "loss_contract:part_detached",
+    "loss_contract:part_left_out",
+    "every_term_trains:term_detached",
+    "every_term_trains:penalty_off_graph",
+)
 """What the terms of a loss look like whose graph is cut."""
 
 CAUSES = {

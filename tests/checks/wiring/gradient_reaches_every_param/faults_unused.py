@@ -169,15 +169,14 @@ unused(
     broken_loss=label_only,
     mentions=("nothing reads radius",),
 )
-unused(
-    "second_term_left_out",
-    ("radius_head.weight", "radius_head.bias"),
-    TwoHeads,
-    TwoHeads,
-    clusters,
-    label_and_radius,
-    broken_loss=radius_term_lost,
-    mentions=("nothing reads radius",),
+pair(
+    "second_term_left_out",  # the head is unused because its term is dropped
+    "every_term_trains",
+    "term_left_out",
+    culprits=("radius_head.weight", "radius_head.bias"),
+    where="losses.append(F.mse_loss",
+    faulty=loop(TwoHeads, clusters, radius_term_lost),
+    fixed=loop(TwoHeads, clusters, label_and_radius),
 )
 
 
