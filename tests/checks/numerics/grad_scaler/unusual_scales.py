@@ -277,7 +277,7 @@ def windows_with_a_growing_scale(accumulate=1) -> TrainLoop:
 
 @odd(notes="a gradient's norm, divided by the scale, weighs a second loss; a scaler each for two nets of one loss")
 def balance_by_unscaled_norms() -> TrainLoop:
-    body, head = nn.Linear(6, 24), nn.Linear(24, 3)
+    body, head = nn.Linear(8, 24), nn.Linear(24, 4)
     optimizers = [torch.optim.Adam(m.parameters(), lr=5e-3) for m in (body, head)]
     scalers = [torch.amp.GradScaler("cpu", init_scale=512.0) for _ in optimizers]
 
