@@ -244,8 +244,20 @@ CAUSES = {
         explains=(*LEARNING, "finite"),
         change=("seen",),
     ),
+    "class_without_weight": Cause(
+        proof="a class that occurs has weight 0 beside whole numbers, or the only class that costs anything is one",
+        repair="divide as floats: total / (classes * counts)",
+        explains=(*LEARNING, "every_row_teaches"),
+        change=("seen",),
+    ),
+    "deviation_for_variance": Cause(
+        proof="what is given as the variance comes from std or sqrt, or is called a deviation",
+        repair="square it: var=sigma ** 2",
+        change=("seen",),
+    ),
     "rate_scale": Cause(
-        proof="a rate is given where its logarithm is taken, or negative values for a rate",
+        proof="a rate is given where its logarithm is taken, or negative values for a rate; or rates above 1 only, for "
+        "counts below",
         repair="give scores with log_input=True, or exp or softplus of them with log_input=False",
         explains=(*LEARNING, "finite"),
         change=("seen",),

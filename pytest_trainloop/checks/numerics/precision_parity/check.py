@@ -49,6 +49,9 @@ How it decides
 
     Then every operation is compared in the same way: the first one whose output (in backward: whose gradient) has an
     error above ten times what rounding explains is the culprit; the cause is what the numbers there show.
+    A small layer counts little in the whole gradient. A tensor that is off by ten roundings and by ten times what
+    seven runs with rounding explain of it (and these leave it meaningful) is at fault where an operation is wrong, and
+    the tensor right again once the operation's module is computed in float32.
     Products of positions and frequencies are rounded as any product is, and yet the angle is lost where the error is
     half a radian or more: two positions that are one radian apart may then coincide. The arguments of sin and cos that
     have no history are compared with float64's; right loops round sin and cos, not the angles.
@@ -85,6 +88,7 @@ References
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.errors import CannotDecide
@@ -98,6 +102,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.numerics.precision_parity.backward_inside import Again
     from pytest_trainloop.checks.numerics.precision_parity.locate import Located
     from pytest_trainloop.checks.numerics.precision_parity.runs import Contexts, LowPrecisionRuns, Parity
+    from pytest_trainloop.checks.numerics.precision_parity.single_tensors import LostTensor
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -172,6 +177,7 @@ def precision_parity(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.numerics.precision_parity.angles import lost_angles
     from pytest_trainloop.checks.numerics.precision_parity.locate import locate
     from pytest_trainloop.checks.numerics.precision_parity.runs import FAILS, PASSES, low_precision_runs
+    from pytest_trainloop.checks.numerics.precision_parity.single_tensors import lost_tensor
 
     judged, undecided, absent = 0, list[CannotDecide](), list[CannotDecide]()
     made: list[tuple[Record, Again]] = [
@@ -196,6 +202,9 @@ def precision_parity(evidence: Evidence) -> Iterator[Finding]:
             break
         if runs.angles and (lost := lost_angles(runs)) is not None:
             yield _lost_angles(runs, lost)
+            break
+        if not runs.imposed and (small := lost_tensor(runs)) is not None:
+            yield _lost_tensor(evidence, runs, small)
             break
     inside = list(_weights_cast_once(made)) or list(_backward_under_autocast(made))
     yield from inside
@@ -229,6 +238,17 @@ def _finding(evidence: Evidence, runs: LowPrecisionRuns, parity: Parity, found: 
         where=place,
         change=evidence.shared(MadeAt.of).scaler() if scaler else "",
         repair=repair,
+    )
+
+
+def _lost_tensor(evidence: Evidence, runs: LowPrecisionRuns, lost: LostTensor) -> Finding:
+    finding = _finding(evidence, runs, lost.parity, lost.found, fault=True)
+    return replace(
+        finding,
+        summary=f"{finding.summary}: the gradient of {lost.name} is lost",
+        measured=finding.measured.replace("of the gradient", f"of the gradient of {lost.name}", 1)
+        + f"; it is {lost.share:.1g} of the whole gradient's length, which hides it",
+        culprits=(*finding.culprits, lost.name),
     )
 
 

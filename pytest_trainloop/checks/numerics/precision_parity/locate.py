@@ -119,6 +119,17 @@ def _wrong(low: Sample, reference: Sample, rounded: Sequence[Sample], unit: floa
     return low.distance(reference) > FAR * explained
 
 
+def wrong_operations(runs: LowPrecisionRuns, parity: Parity) -> list[Located]:
+    """Every operation of the forward pass that is wrong, and the one that is first wrong in backward."""
+    aligned, unit, found = _aligned(runs), unit_roundoff(parity.dtype), list[Located]()
+    for number, (low, reference, rounded) in enumerate(aligned):
+        if _wrong(low.output, reference.output, [r.output for r in rounded], unit):
+            kind = _kind(low, reference, aligned[:number])
+            found.append(Located(kind, "forward", low, low.output, reference.output))
+    backward = _backward(aligned, unit)
+    return found if backward is None else [*found, backward]
+
+
 def _forward(aligned: Sequence[Aligned], unit: float) -> Located | None:
     for number, (low, reference, rounded) in enumerate(aligned):
         if _wrong(low.output, reference.output, [r.output for r in rounded], unit):
