@@ -79,6 +79,8 @@ class Reading:
     mistake: Mistake | None = None
     numbers: Mapping[str, float] = field(default_factory=dict)
     """What fills the placeholders in the words of the mistake."""
+    worse: Mistake | None = None
+    """What it is where training makes the form worse, in place of a turned sign."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,9 @@ class Form:
     among: Callable[[str, float], bool] = lambda name, number: True
     judges_direction: bool = True
     """Whether a loop that makes it worse on purpose is not known: else its sign is judged."""
+    always_judged: bool = False
+    """Whether its sign is judged beside other terms too, and whatever its target is: where every match of the loop is
+    added to what is backpropagated, and is made worse."""
     suits: Callable[[Cut], bool] = lambda cut: True
     """Whether the arguments are those of this form, by shapes and values."""
 
@@ -141,11 +146,12 @@ def single(form: Callable[..., torch.Tensor | None]) -> Basis:
     return basis
 
 
-def cost(mistake: Mistake | None = None) -> Callable[[Coefficients], Reading | None]:
-    """Reads the coefficients of ``single``: the form is a cost, its negative a score."""
+def cost(mistake: Mistake | None = None, worse: Mistake | None = None) -> Callable[[Coefficients], Reading | None]:
+    """Reads the coefficients of ``single``: the form is a cost, its negative a score. ``worse`` is what it is where the
+    cost is raised."""
 
     def read(found: Coefficients) -> Reading | None:
-        return Reading(1 if found["form"] > 0 else -1, mistake) if found["form"] else None
+        return Reading(1 if found["form"] > 0 else -1, mistake, worse=worse) if found["form"] else None
 
     return read
 

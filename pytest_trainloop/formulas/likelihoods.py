@@ -161,7 +161,7 @@ def _counts(cut: Cut) -> bool:
         rate.shape == target.shape
         and bool((target >= 0).all())
         and bool((target == target.round()).all())
-        and len(target.unique()) > 2
+        and len(set(target.flatten().tolist())) > 2
     )
 
 
@@ -260,6 +260,7 @@ DIVERGENCE = Form(
     ops=_SUMS,
     needs=(_EXPONENTIALS,),
     suits=lambda cut: cut.recorded[0].shape == cut.recorded[1].shape,
+    always_judged=True,
 )
 
 FORMS = (GAUSSIAN, LAPLACE, POISSON, DIVERGENCE)

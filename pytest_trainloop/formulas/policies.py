@@ -82,13 +82,14 @@ def _objective(variants: tuple[Variant, ...], low: float, high: float, among: ob
         numbers={"low": (low,), "high": (high,)},
         among=_around_one if among is None else (lambda name, number: number < 0 if name == "low" else 0 < number < 1),
         suits=lambda cut: cut.recorded[0].shape == cut.recorded[1].shape == cut.recorded[2].shape,
+        always_judged=True,
     )
 
 
 CLIPPED = _objective(
     (
         Variant(single(_clipped), score()),
-        Variant(single(functools.partial(_clipped, largest=True)), score(_LARGEST), _LARGEST),
+        Variant(single(functools.partial(_clipped, largest=True)), cost(worse=_LARGEST)),
         Variant(single(functools.partial(_clipped, turned=True)), score(_TURNED), _TURNED),
     ),
     0.8,

@@ -25,10 +25,12 @@ def _partial(
     return ((total - risk) * (1 - event if censored else event)).sum()
 
 
-def _by_events(risk: torch.Tensor, time: torch.Tensor, event: torch.Tensor, **other: bool) -> torch.Tensor | None:
+def _by_events(
+    risk: torch.Tensor, time: torch.Tensor, event: torch.Tensor, *, before: bool = False, censored: bool = False
+) -> torch.Tensor | None:
     """The same as a mean over the events."""
-    found = _partial(risk, time, event, **other)
-    counted = 1 - event.to(risk.dtype) if other.get("censored") else event.to(risk.dtype)
+    found = _partial(risk, time, event, before=before, censored=censored)
+    counted = 1 - event.to(risk.dtype) if censored else event.to(risk.dtype)
     return None if found is None else found / counted.sum()
 
 

@@ -64,14 +64,21 @@ class Judged:
         tapes = evidence.shared(Tapes.of)
         found: dict[tuple[str, str], Finding] = {}
         agreed = 0
+        alone: dict[str, list[Match]] = {}
         for part in tapes.slices:
             formed = list(matches(part, FORMS))
             agreed += len(formed)
+            for match in formed:
+                if match.form.always_judged:
+                    alone.setdefault(match.form.name, []).append(match)
             mistakes = [finding for match in formed for finding in _judge(match, evidence)]
             if not mistakes:
                 mistakes = list(_compared(part, evidence))
             wrong = [f for f in mistakes if f.cause != "sign_flipped"] or mistakes[:1]
             for finding in wrong:
+                found.setdefault((finding.cause, finding.where), finding)
+        for of_form in alone.values():
+            for finding in _all_worse(of_form, evidence):
                 found.setdefault((finding.cause, finding.where), finding)
         return cls(tuple(found.values()), agreed, tapes.too_large)
 
@@ -85,7 +92,7 @@ def _judge(match: Match, evidence: Evidence) -> Iterator[Finding]:
         return
     wrong_role = list(_wrong_roles(match))
     yield from wrong_role
-    if wrong_role or not match.form.judges_direction:
+    if wrong_role or match.form.always_judged or not match.form.judges_direction:
         return
     if _rises(match) and not _others_train(match) and not _is_meant(match, evidence):
         yield _flipped(match, "advice" if evidence.shared(pretrained) else "fault")
@@ -126,6 +133,19 @@ def _compared(part: Slice, evidence: Evidence) -> Iterator[Finding]:
                 where=str(call.place),
                 repair="leave the minus out",
             )
+
+
+def _all_worse(of_form: Sequence[Match], evidence: Evidence) -> Iterator[Finding]:
+    """What is wrong with a form that is made worse wherever it is in the loop. Where it is made better too, two
+    networks play against each other."""
+    if any(o.maximizes for o in evidence.run().optimizers):
+        return
+    right = [m for m in of_form if m.reading.mistake is None and m.variant.mistake is None]
+    if right and all(_rises(m) and _is_added(m) for m in right):
+        for match in right:
+            worse = match.reading.worse
+            level: Level = "advice" if evidence.shared(pretrained) else "fault"
+            yield _flipped(match, level) if worse is None else _mistaken(match, worse)
 
 
 def _mistaken(match: Match, mistake: Mistake) -> Finding:
@@ -248,10 +268,11 @@ def _others_train(match: Match) -> bool:
 
 
 def _is_added(match: Match) -> bool:
-    """Whether what is backpropagated is linear in the value."""
+    """Whether what is backpropagated is linear in the value, also far from it and below 0: a distance from a capacity is
+    linear on each side of it."""
     found, value = match.cut.slice, match.cut.value
     made = []
-    for factor in (1.0, 1.25, 1.5):
+    for factor in (-1000.0, 1.0, 1002.0):
         try:
             made.append(found.replay({match.cut.number: value * factor}, [found.root])[0].detach().sum())
         except CannotReplay:

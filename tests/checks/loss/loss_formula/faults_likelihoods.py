@@ -183,3 +183,20 @@ pair(
     faulty=autoencoder(of_a_tutorial(1.0)),
     fixed=autoencoder(of_a_tutorial(0.5)),
 )
+
+
+def evidence_bound(sign):
+    def divergence(mean, log_var):
+        return sign * 0.5 * (1 + log_var - mean.pow(2) - log_var.exp()).sum(1).mean()
+
+    return divergence
+
+
+pair(
+    "divergence_with_its_sign_turned",
+    "loss_formula",
+    "sign_flipped",
+    where="(1 + log_var - mean.pow(2) - log_var.exp())",
+    faulty=autoencoder(evidence_bound(1)),
+    fixed=autoencoder(evidence_bound(-1)),
+)

@@ -215,3 +215,23 @@ pair(
     faulty=policy(cox(True, turned=True), patients, outputs=1),
     fixed=policy(cox(True), patients, outputs=1),
 )
+
+
+def without_minus(sign):
+    def loss_of(model, b):
+        choice = Categorical(logits=model(b["state"]))
+        ratio = torch.exp(choice.log_prob(b["action"]) - b["log_prob"])
+        objective = torch.min(ratio * b["advantage"], ratio.clamp(0.8, 1.2) * b["advantage"])
+        return sign * objective.mean() - 0.01 * choice.entropy().mean()
+
+    return loss_of
+
+
+pair(
+    "clipped_objective_minimised",
+    "loss_formula",
+    "sign_flipped",
+    where="objective = torch.min(",
+    faulty=policy(without_minus(1)),
+    fixed=policy(without_minus(-1)),
+)

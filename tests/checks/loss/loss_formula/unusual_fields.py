@@ -1,0 +1,200 @@
+"""Right losses of policies, values, survival and generative models that are one sign or factor from a mistake."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributions import Categorical
+
+from pytest_trainloop.loop import TrainLoop
+from tests.loops.nets import relu_mlp
+from tests.loops.odd import odd
+
+
+def trained(loss_of, batch, *, model=None, rate=3e-3):
+    model = relu_mlp(6, 16, 4) if model is None else model
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+
+    def fit(batches):
+        for b in batches:
+            optimizer.zero_grad()
+            loss_of(model, b).backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=batch, fit=fit)
+
+
+def rollout(rows=8):
+    state, action = torch.randn(rows, 6), torch.randint(4, (rows,))
+    return {"state": state, "action": action, "old": -1.4 + 0.2 * torch.randn(rows), "gain": torch.randn(rows)}
+
+
+def ratio_of(model, b):
+    return (Categorical(logits=model(b["state"])).log_prob(b["action"]) - b["old"]).exp()
+
+
+@odd(notes="the batch holds costs, and the larger of both products is lowered")
+def clipped_costs():
+    def loss_of(model, b):
+        ratio = ratio_of(model, b)
+        return torch.max(ratio * b["gain"], ratio.clamp(0.8, 1.2) * b["gain"]).mean()
+
+    return trained(loss_of, rollout())
+
+
+@odd(notes="the advantages are negated before both products: the larger one is lowered")
+def clipped_with_negated_advantages():
+    def loss_of(model, b):
+        ratio, cost = ratio_of(model, b), -(b["gain"] - b["gain"].mean()) / (b["gain"].std() + 1e-8)
+        return torch.max(cost * ratio, cost * torch.clamp(ratio, 0.8, 1.2)).mean()
+
+    return trained(loss_of, rollout())
+
+
+@odd(notes="a third bound for negative advantages (dual clip)")
+def clipped_twice():
+    def loss_of(model, b):
+        ratio, gain = ratio_of(model, b), b["gain"]
+        inner = torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain)
+        return -torch.where(gain < 0, torch.max(inner, 3.0 * gain), inner).mean()
+
+    return trained(loss_of, rollout())
+
+
+@odd(notes="the target is what the same network gives, with a gradient, and no reward: two views of one row")
+def both_views_with_gradient():
+    def loss_of(model, x):
+        return F.mse_loss(model(x), model(x.flip(0)).flip(0)) - 0.1 * model(x).std(0).clamp(max=1).sum()
+
+    return trained(loss_of, torch.randn(8, 6))
+
+
+class Value(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = relu_mlp(6, 16, 1)
+
+    def forward(self, state):
+        return self.net(state).squeeze(1)
+
+
+@odd(notes="the target network has a gradient that nobody takes: it is held by no optimizer")
+def target_network_with_idle_gradient():
+    model = Value()
+    target = copy.deepcopy(model)
+
+    def loss_of(_, b):
+        return F.mse_loss(model(b["state"]), b["gain"] + 0.9 * target(b["next"]))
+
+    batch = {"state": torch.randn(8, 6), "next": torch.randn(8, 6), "gain": torch.randn(8)}
+    made = trained(loss_of, batch, model=model)
+    return TrainLoop(model=[model, target], optimizer=made.optimizer, batch=batch, fit=made.fit)
+
+
+def _nets():
+    return relu_mlp(6, 16, 4), relu_mlp(2, 16, 6)
+
+
+class Coder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = _nets()
+
+    def forward(self, x):
+        mean, log_var = self.encoder(x).chunk(2, 1)
+        z = mean + torch.randn_like(mean) * (0.5 * log_var).exp()
+        return self.decoder(z), mean, log_var
+
+
+def divergence(mean, log_var):
+    return -0.5 * (1 + log_var - mean.square() - log_var.exp()).sum(1)
+
+
+@odd(notes="below its capacity the divergence is raised, as its distance from the capacity is lowered")
+def divergence_towards_a_capacity():
+    def loss_of(model, x):
+        again, mean, log_var = model(x)
+        return F.mse_loss(again, x) + 2.0 * (divergence(mean, log_var).mean() - 5.0).abs()
+
+    return trained(loss_of, torch.randn(8, 6), model=Coder())
+
+
+@odd(notes="a prior of variance one half: the squares count twice beside the logarithm")
+def narrow_prior():
+    def loss_of(model, x):
+        again, mean, log_var = model(x)
+        wide = (mean.square() + log_var.exp()) / 0.5 - log_var - 1 - 0.6931471805599453
+        return F.mse_loss(again, x) + 0.5 * wide.sum(1).mean()
+
+    return trained(loss_of, torch.randn(8, 6), model=Coder())
+
+
+@odd(notes="one log-variance for both coordinates of a row: the logarithm counts twice beside their squares")
+def one_spread_for_two_coordinates():
+    def loss_of(model, b):
+        x, y = b
+        out = model(x)
+        mean, log_var = out[:, :2], out[:, 2]
+        return (0.5 * (y - mean).square().sum(1) * (-log_var).exp() + log_var).mean()
+
+    return trained(loss_of, (torch.randn(8, 6), torch.randn(8, 2)))
+
+
+@odd(notes="one log-variance for both coordinates, spread over them: the logarithm counts as often as it is shared")
+def one_spread_expanded():
+    def loss_of(model, b):
+        x, y = b
+        out = model(x)
+        mean, log_var = out[:, :2], out[:, 2:3].expand(-1, 2)
+        return (0.5 * (y - mean) ** 2 / log_var.exp() + 0.5 * log_var).sum(1).mean()
+
+    return trained(loss_of, (torch.randn(8, 6), torch.randn(8, 2)))
+
+
+@odd(notes="precisions in place of variances: the logarithm is taken away")
+def by_precision():
+    def loss_of(model, b):
+        x, y = b
+        mean, precision = model(x).chunk(2, 1)
+        precision = F.softplus(precision) + 0.1
+        return 0.5 * (precision * (y - mean).square() - precision.log()).mean()
+
+    return trained(loss_of, (torch.randn(8, 6), torch.randn(8, 2)))
+
+
+@odd(notes="rows come sorted, the shortest time last, and the sums of risks run in the order of the batch")
+def survival_in_sorted_batches():
+    time = torch.sort(torch.rand(8) * 5, descending=True).values
+
+    def loss_of(model, b):
+        risk = model(b["x"])[:, 0]
+        log_sum = torch.logcumsumexp(risk, 0)
+        return -((risk - log_sum) * b["event"]).sum() / b["event"].sum() + 0.0 * b["time"].sum()
+
+    event = (torch.arange(8) % 3 != 0).to(time.dtype)
+    return trained(loss_of, {"x": torch.randn(8, 6), "time": time, "event": event})
+
+
+@odd(notes="the advantage has a gradient, and the actor's optimizer alone steps with it")
+def advantage_with_a_gradient_that_is_cleared():
+    actor, critic = relu_mlp(6, 16, 4), relu_mlp(6, 16, 1)
+    opt_actor = torch.optim.Adam(actor.parameters(), lr=3e-3)
+    opt_critic = torch.optim.Adam(critic.parameters(), lr=3e-3)
+
+    def fit(batches):
+        for b in batches:
+            choice = Categorical(logits=actor(b["state"]))
+            advantage = b["gain"] - critic(b["state"]).squeeze(1)
+            opt_actor.zero_grad()
+            (-(choice.log_prob(b["action"]) * advantage).mean()).backward(retain_graph=True)
+            opt_actor.step()
+            opt_critic.zero_grad()
+            advantage.pow(2).mean().backward()
+            opt_critic.step()
+
+    return TrainLoop(
+        model={"actor": actor, "critic": critic}, optimizer=[opt_actor, opt_critic], batch=rollout(), fit=fit
+    )
