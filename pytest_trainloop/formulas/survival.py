@@ -6,9 +6,12 @@ import functools
 import math
 from typing import TYPE_CHECKING
 
+from pytest_trainloop import nested
 from pytest_trainloop.formulas.form import Argument, Form, Mistake, Variant, cost, single
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from pytest_trainloop.formulas.cut import Cut
@@ -49,29 +52,40 @@ _CENSORED = Mistake(
 
 def _rows(cut: Cut) -> bool:
     risk, time, event = cut.recorded
-    return (
-        cut.value.numel() == 1
-        and risk.numel() == time.numel() == event.numel()
-        and len(time.unique()) > 2
-        and len(event.unique()) == 2
+    one_a_row = cut.value.numel() == 1 and risk.numel() == time.numel() == event.numel()
+    return one_a_row and len(set(time.flatten().tolist())) > 2 and len(set(event.flatten().tolist())) == 2
+
+
+_OBSERVED = ("event", "status", "observed", "death", "dead", "died", "failure", "uncensored")
+
+
+def _of_events(cut: Cut) -> bool:
+    """Whether the batch names what was observed: without a name 1 may stand for a censored row as well."""
+    leaf = cut.slice.values[cut.arguments[2]]
+    name = "" if leaf.path is None else nested.shown(leaf.path).lower()
+    return _rows(cut) and any(word in name for word in _OBSERVED)
+
+
+def _form(suits: Callable[[Cut], bool], *ways: tuple[Mistake | None, bool, bool]) -> Form:
+    return Form(
+        "Cox's partial likelihood",
+        "https://doi.org/10.1111/j.2517-6161.1972.tb00899.x",
+        (
+            Argument("risk", learned=True),
+            Argument("time", learned=False),
+            Argument("event", "labels", learned=False),
+        ),
+        tuple(
+            Variant(single(functools.partial(way, before=before, censored=censored)), cost(mistake), mistake)
+            for mistake, before, censored in ways
+            for way in (_partial, _by_events)
+        ),
+        needs=(frozenset({"logcumsumexp", "logsumexp", "cumsum", "exp"}),),
+        suits=suits,
     )
 
 
-COX = Form(
-    "Cox's partial likelihood",
-    "https://doi.org/10.1111/j.2517-6161.1972.tb00899.x",
-    (
-        Argument("risk", learned=True),
-        Argument("time", learned=False),
-        Argument("event", "labels", learned=False),
-    ),
-    tuple(
-        Variant(single(functools.partial(way, **other)), cost(mistake), mistake)
-        for other, mistake in (({}, None), ({"before": True}, _BEFORE), ({"censored": True}, _CENSORED))
-        for way in (_partial, _by_events)
-    ),
-    needs=(frozenset({"logcumsumexp", "logsumexp", "cumsum", "exp"}),),
-    suits=_rows,
-)
+COX = _form(_rows, (None, False, False), (_BEFORE, True, False))
+CENSORED = _form(_of_events, (_CENSORED, False, True))
 
-FORMS = (COX,)
+FORMS = (COX, CENSORED)

@@ -268,8 +268,8 @@ def _others_train(match: Match) -> bool:
 
 
 def _is_added(match: Match) -> bool:
-    """Whether what is backpropagated is linear in the value, also far from it and below 0: a distance from a capacity is
-    linear on each side of it."""
+    """Whether what is backpropagated is linear in the value, also far from it and below 0: a distance from a capacity
+    is linear on each side of it."""
     found, value = match.cut.slice, match.cut.value
     made = []
     for factor in (-1000.0, 1.0, 1002.0):

@@ -198,3 +198,14 @@ def advantage_with_a_gradient_that_is_cleared():
     return TrainLoop(
         model={"actor": actor, "critic": critic}, optimizer=[opt_actor, opt_critic], batch=rollout(), fit=fit
     )
+
+
+@odd(notes="the batch marks censored rows, not events, and the complement is taken after sorting")
+def survival_with_censored_rows_marked():
+    def loss_of(model, b):
+        order = torch.argsort(b["time"], descending=True)
+        risk, event = model(b["x"])[:, 0][order], 1 - b["censored"][order]
+        return -((risk - torch.logcumsumexp(risk, 0)) * event).sum() / event.sum()
+
+    marked = (torch.arange(8) % 3 == 0).float()
+    return trained(loss_of, {"x": torch.randn(8, 6), "time": torch.rand(8) * 5, "censored": marked})
