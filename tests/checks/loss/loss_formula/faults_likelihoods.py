@@ -79,7 +79,6 @@ pair(
     "laplace_rewards_a_wide_scale",
     "loss_formula",
     "term_sign",
-    quick=True,
     where="(target - mean).abs() / log_scale.exp()",
     faulty=regression(laplace(-1)),
     fixed=regression(laplace(1)),
