@@ -68,6 +68,7 @@ NAMES = (
     "argmax_over_a_column_of_labels",
     "dice_of_raw_scores",
     "penalty_that_nothing_reads",
+    "decoder_tied_by_data",
 )
 
 COMPOSED = (

@@ -19,7 +19,7 @@ How it decides
     gives is one number, in all calls. An argmax over an axis of one entry can give nothing else.
     Range: the last function before the comparison is a sigmoid, a tanh, a ReLU or the like, and targets of the batch
     lie outside of what it can give. Where its best output is further from them than one constant number is, that is a
-    fault; where at least a tenth of them lie outside it is advice, since noise around the end of a range looks so.
+    fault; where at least a quarter of them lie outside it is advice, since noise around the end of a range looks so.
     Written in place: a function that computes a loss writes into a tensor of the batch that it was given, and what
     comes after reads it. With the tensor put back when the function returns the loss that is backpropagated is another.
 
@@ -147,9 +147,10 @@ def _cut(found: CutTarget) -> Finding:
     else:
         how = f"{found.op} cuts off what distinguishes them"
         repair = ""
+    known = found.name or "what it is made of"
     return Finding(
         cause="target_cut_to_one_value",
-        summary=f"the target is {found.value:g} for every row, though {found.name or 'what it is made of'} differs between rows",
+        summary=f"the target is {found.value:g} for every row, though {known} differs between rows",
         measured=f"values from {found.low:.4g} to {found.high:.4g} of shape {found.shape} become {found.value:g}",
         shown_by=how,
         culprits=(found.name or found.op,),

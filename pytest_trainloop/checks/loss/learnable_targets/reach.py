@@ -34,7 +34,7 @@ RANGES = {
     "logsigmoid": (-math.inf, 0.0),
 }
 
-SHARE = 0.1
+SHARE = 0.25
 """The share of targets outside of the range from which it is said."""
 
 
