@@ -90,7 +90,7 @@ CAUSES = {
     "probabilities_as_logits": Cause(
         proof="the scores come from a softmax or a sigmoid, or sum to 1 in every row of every call",
         repair="give the loss the scores as they are: it takes the log-softmax or the sigmoid itself",
-        explains=(*LEARNING, *_NO_SLOPE),
+        explains=(*LEARNING, *_NO_SLOPE, "loss_formula:probabilities_as_scores"),
         change=("layer", "seen"),
     ),
     "log_probabilities_as_logits": Cause(
@@ -323,7 +323,7 @@ CAUSES = {
     "sign_flipped": Cause(
         proof="a negative multiple of the loss, and nothing else, is backpropagated and trains its scores",
         repair="leave the minus out",
-        explains=LEARNING,
+        explains=(*LEARNING, "loss_formula:sign_flipped"),
         change=("seen",),
     ),
     "part_detached": Cause(

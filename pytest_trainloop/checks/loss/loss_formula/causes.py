@@ -19,7 +19,6 @@ CAUSES = {
     "probabilities_as_scores": _cause(
         "the form agrees, and its scores come from a sigmoid or a softmax",
         "give the scores as they are: the form takes the sigmoid or softmax itself",
-        "loss_contract:probabilities_as_logits",
     ),
     "labels_as_signs": _cause(
         "the form agrees, and where it takes -1 and 1 it is given 0 and 1",

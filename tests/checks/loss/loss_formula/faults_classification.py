@@ -68,18 +68,18 @@ pair(
 )
 
 
-def softplus_entropy(z, y):
-    return (F.softplus(z) - y * z).mean()
+def stable_entropy(z, y):
+    return (z.clamp(min=0) - y * z + torch.log1p(torch.exp(-z.abs()))).mean()
 
 
 pair(
-    "softplus_of_probabilities",
+    "stable_entropy_of_probabilities",
     "loss_formula",
     "probabilities_as_scores",
     quick=True,
-    where="return (F.softplus(z) - y * z).mean()",
-    faulty=classifier(lambda z, y: softplus_entropy(z.sigmoid(), y)),
-    fixed=classifier(softplus_entropy),
+    where="return (z.clamp(min=0) - y * z + torch.log1p(",
+    faulty=classifier(lambda z, y: stable_entropy(z.sigmoid(), y)),
+    fixed=classifier(stable_entropy),
 )
 
 
