@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.recording.torch_names import CASTS, INDEXING, VIEWS
+from pytest_trainloop.recording.torch_names import CASTS, INDEXING, RESHAPES, VIEWS
 
 if TYPE_CHECKING:
     from pytest_trainloop.formulas.form import Argument, Role
@@ -46,14 +46,17 @@ def origin(found: Slice, number: int) -> tuple[Value, Call | None]:
 
 
 def violates(found: Slice, number: int, role: Role) -> str:
-    """What a value holds in place of what the role says, "" where nothing is proven: "scores" (what a layer gave, or
-    values outside of [0, 1] by its origin), "probabilities", "labels" of 0 and 1, "centre" boxes."""
+    """What a value holds in place of what the role says, "" where nothing is proven: "scores" (what a layer gave,
+    outside of [0, 1]), "probabilities", "squashed twice" (a sigmoid or softmax of probabilities), "labels" of 0 and 1,
+    "centre" boxes."""
     value, made = origin(found, number)
     entries = found.values[number].tensor
     if not entries.numel():
         return ""
     low, high = float(entries.min()), float(entries.max())
     squashed = made is not None and made.name in {"sigmoid", "softmax"}
+    if role == "probabilities" and squashed and made is not None and _squashed(found, made.inputs[0]):
+        return "squashed twice"
     if role == "probabilities" and value.kind == "layer" and value.requires_grad and (low < 0 or high > 1):
         return "scores"
     if role == "log_probabilities" and value.kind == "layer" and value.requires_grad and high > 0:
@@ -65,6 +68,35 @@ def violates(found: Slice, number: int, role: Role) -> str:
     if role == "signs" and low == 0 and high == 1 and bool(((entries == 0) | (entries == 1)).all()):
         return "labels" if not found.values[number].requires_grad else ""
     return ""
+
+
+def _squashed(found: Slice, number: int) -> bool:
+    value, made = origin(found, number)
+    return made is not None and made.name in {"sigmoid", "softmax"} and value.requires_grad
+
+
+def class_axes(found: Slice, prediction: int, target: int) -> tuple[int, int] | None:
+    """The axis along which targets are one of several classes, and the other one along which predictions sum to 1; None
+    where it is the same, or not sure."""
+    p, t = (_unflattened(found, n) for n in (prediction, target))
+    if p.shape != t.shape or p.dim() < 2 or not t.is_floating_point() or not bool(((t == 0) | (t == 1)).all()):
+        return None
+    ones = [[d for d in range(x.dim()) if x.shape[d] > 1 and _sums_to_one(x, d)] for x in (t, p)]
+    if len(ones[0]) == len(ones[1]) == 1 and ones[0] != ones[1]:
+        return ones[0][0], ones[1][0]
+    return None
+
+
+def _unflattened(found: Slice, number: int) -> torch.Tensor:
+    """A value before it was reshaped."""
+    while (call := found.call_of(number)) is not None and call.name in RESHAPES | CASTS and len(call.inputs) == 1:
+        number = call.inputs[0]
+    tensor = found.values[number].tensor
+    return tensor if tensor.is_floating_point() else tensor.double()
+
+
+def _sums_to_one(values: torch.Tensor, axis: int) -> bool:
+    return bool(((values.sum(axis) - 1).abs() <= 1e-9).all())
 
 
 def _by_centres(boxes: torch.Tensor) -> bool:

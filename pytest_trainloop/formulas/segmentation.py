@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.formulas.form import Argument, Coefficients, Form, Mistake, Reading, Variant, same
+from pytest_trainloop.formulas.form import Argument, Basis, Coefficients, Form, Mistake, Reading, Variant, same
 from pytest_trainloop.recording.torch_names import DIVISIONS, MULTIPLICATIONS
 
 if TYPE_CHECKING:
@@ -84,4 +85,19 @@ OVERLAP = Form(
     needs=(DIVISIONS, _PRODUCTS, frozenset({"sum", "mean", "einsum", "dot", "matmul", "tensordot"})),
 )
 
-FORMS = (OVERLAP,)
+
+def _masked(way: Basis, p: torch.Tensor, t: torch.Tensor, mask: torch.Tensor) -> Mapping[str, torch.Tensor] | None:
+    if mask.shape != p.shape or t.shape != p.shape:
+        return None
+    mask = mask.to(p.dtype)
+    return way(p * mask, t.to(p.dtype) * mask)
+
+
+MASKED = replace(
+    OVERLAP,
+    name="the overlap of two masks where a third one lets count",
+    arguments=(*OVERLAP.arguments, Argument("mask", "labels", learned=False)),
+    variants=tuple(Variant(functools.partial(_masked, way), _read, fraction=True) for way in _WAYS),
+)
+
+FORMS = (OVERLAP, MASKED)

@@ -12,7 +12,7 @@ from pytest_trainloop.checks.loss.loss_formula.distances import cancelling, grow
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.formulas.catalogue import FORMS
 from pytest_trainloop.formulas.cut import close, slope
-from pytest_trainloop.formulas.roles import violates
+from pytest_trainloop.formulas.roles import class_axes, violates
 from pytest_trainloop.formulas.search import Match, matches
 from pytest_trainloop.runs.weight_origins import pretrained
 from pytest_trainloop.tracing.loss_slice import CannotReplay
@@ -35,6 +35,10 @@ _ROLES = {
         "scores_as_probabilities",
         "takes log-probabilities and is given the scores of {layer}, up to {high:.3g}",
     ),
+    ("probabilities", "squashed twice"): (
+        "probabilities_as_scores",
+        "is given a sigmoid or softmax of what is a probability already, from {low:.3g} to {high:.3g}",
+    ),
     ("scores", "probabilities"): (
         "probabilities_as_scores",
         "takes scores and is given probabilities, from {low:.3g} to {high:.3g}",
@@ -46,6 +50,7 @@ _ROLES = {
 _INSTEAD = {
     "scores": "the form agrees with the output of a layer in the place of its probabilities",
     "probabilities": "the form agrees with what a sigmoid or softmax gave in the place of its scores",
+    "squashed twice": "no layer lies between the two: the model's output is squashed, and squashed again",
     "labels": "the form agrees with targets of 0 and 1: rows with 0 cost the margin, whatever the model gives",
     "centre": "the form agrees with boxes read by their corners; read as centre, width and height all are boxes",
 }
@@ -90,7 +95,7 @@ def _judge(match: Match, evidence: Evidence) -> Iterator[Finding]:
         if not excused:
             yield _mistaken(match, mistake)
         return
-    wrong_role = list(_wrong_roles(match))
+    wrong_role = [*_wrong_roles(match), *_wrong_axes(match)]
     yield from wrong_role
     if wrong_role or match.form.always_judged or not match.form.judges_direction:
         return
@@ -181,6 +186,24 @@ def _wrong_roles(match: Match) -> Iterator[Finding]:
             shown_by=_INSTEAD[instead],
             culprits=_culprits(match),
             where=_where(match),
+        )
+
+
+def _wrong_axes(match: Match) -> Iterator[Finding]:
+    roles = [a.role for a in match.form.arguments]
+    if roles[:2] != ["probabilities", "labels"]:
+        return
+    axes = class_axes(match.cut.slice, *match.cut.arguments[:2])
+    if axes is not None:
+        yield Finding(
+            cause="wrong_axes",
+            summary=f"{match.form.name}: probabilities sum to 1 along axis {axes[1]}, and classes lie along axis "
+            f"{axes[0]}",
+            measured=_measured(match),
+            shown_by="the sums of both along each axis",
+            culprits=_culprits(match),
+            where=_where(match),
+            repair=f"softmax(dim={axes[0]})",
         )
 
 

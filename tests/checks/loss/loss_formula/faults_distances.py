@@ -91,3 +91,20 @@ pair(
     faulty=segmenter(dice_over_classes),
     fixed=segmenter(lambda s, y: dice_over_classes(s, y, first=True)),
 )
+
+
+def dice_of_shares(scores, labels, axis=1):
+    p = scores.softmax(axis)
+    t = F.one_hot(labels, 3).permute(0, 3, 1, 2).to(p.dtype)
+    both, all_of_them = (p * t).sum((0, 2, 3)), (p + t).sum((0, 2, 3))
+    return 1 - ((2 * both + 1) / (all_of_them + 1)).mean()
+
+
+pair(
+    "softmax_over_the_columns",
+    "loss_formula",
+    "wrong_axes",
+    quick=True,
+    faulty=segmenter(lambda s, y: dice_of_shares(s, y, axis=-1)),
+    fixed=segmenter(dice_of_shares),
+)

@@ -84,3 +84,27 @@ pair(
     faulty=segmentation(dice_by_rows(1)),
     fixed=segmentation(dice_by_rows(2)),
 )
+
+
+pair(
+    "sigmoid_in_the_model_and_in_the_loss",
+    "loss_formula",
+    "probabilities_as_scores",
+    faulty=segmentation(lambda out, mask: dice_loss(out.sigmoid().sigmoid(), mask)),
+    fixed=segmentation(lambda out, mask: dice_loss(out.sigmoid(), mask)),
+)
+
+
+def dice_where_known(out, mask, squash):
+    p, t, known = squash(out).flatten(1), mask.flatten(1), (mask > -1).to(out.dtype).flatten(1)
+    both = (p * t * known).sum(1)
+    return (1 - (2 * both + 1) / ((p * known).sum(1) + (t * known).sum(1) + 1)).mean()
+
+
+pair(
+    "dice_of_raw_scores_where_labels_are_known",
+    "loss_formula",
+    "scores_as_probabilities",
+    faulty=segmentation(lambda out, mask: dice_where_known(out, mask, lambda z: z)),
+    fixed=segmentation(lambda out, mask: dice_where_known(out, mask, torch.sigmoid)),
+)
