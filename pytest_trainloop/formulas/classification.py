@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from pytest_trainloop.formulas.form import Argument, Coefficients, Form, Mistake, Reading, Variant, cost, single
-from pytest_trainloop.formulas.roles import origin
+from pytest_trainloop.formulas.origins import origin
 from pytest_trainloop.recording.torch_names import BINARY_LOSSES, CLASS_LOSSES
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.formulas.roles import origin
+from pytest_trainloop.formulas.origins import origin
 from pytest_trainloop.losses.calls import HALF_THE_DIGITS
 from pytest_trainloop.tracing.loss_slice import CannotReplay
 

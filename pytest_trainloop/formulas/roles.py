@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.recording.torch_names import CASTS, INDEXING, RESHAPES, VIEWS
+from pytest_trainloop.formulas.origins import origin
+from pytest_trainloop.recording.torch_names import CASTS, RESHAPES
 
 if TYPE_CHECKING:
     from pytest_trainloop.formulas.form import Argument, Role
-    from pytest_trainloop.tracing.loss_slice import Call, Slice, Value
-
-_MOVES = VIEWS | CASTS | INDEXING
+    from pytest_trainloop.tracing.loss_slice import Slice, Value
 
 
 def plays(value: Value, argument: Argument) -> bool:
@@ -33,16 +32,6 @@ def plays(value: Value, argument: Argument) -> bool:
     if argument.role == "positive":
         return bool((tensor > 0).all())
     return True
-
-
-def origin(found: Slice, number: int) -> tuple[Value, Call | None]:
-    """The value that this one's entries come from, past reshapes, casts and indexing, and the call that made it."""
-    for _ in range(100):
-        call = found.call_of(number)
-        if call is None or call.name not in _MOVES or not call.inputs:
-            break
-        number = call.inputs[0]
-    return found.values[number], found.call_of(number)
 
 
 def violates(found: Slice, number: int, role: Role) -> str:
