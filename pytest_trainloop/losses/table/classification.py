@@ -38,7 +38,7 @@ ENTRIES = (
         chance="zeros",
     ),
     Entry(
-        names=("timm.loss.PolyBinaryCrossEntropy", "timm.loss.ZLPRLoss", "timm.loss.TwoWayLoss"),
+        names=("timm.loss.PolyBinaryCrossEntropy", "timm.loss.ZlprLoss", "timm.loss.TwoWayLoss"),
         contracts=(CallContract(arguments={"x": "logits", "target": "binary"}),),
         page=_TIMM,
     ),

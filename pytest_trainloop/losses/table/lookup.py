@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 OF_TORCH: dict[str, Entry] = {entry.name: entry for entry in torch_losses.ENTRIES}
 """Torch's losses by the name of the function, which a function mode sees."""
 
-_IN_FRAMES = (
+IN_FRAMES: tuple[Entry, ...] = (
     *distributions.ENTRIES,
     *detection.ENTRIES,
     *segmentation.ENTRIES,
@@ -36,6 +36,13 @@ _IN_FRAMES = (
     *classification.ENTRIES,
     *images.ENTRIES,
 )
+"""Functions of libraries, which are known while they run."""
+
+
+def of_torch(word: str, labels: tuple[float, float] = (0.0, 1.0)) -> tuple[str, ...]:
+    """Torch's losses whose target, or another argument, holds this; of binary targets those with these labels."""
+    contracts = ((name, entry.contracts[0]) for name, entry in OF_TORCH.items())
+    return tuple(n for n, c in contracts if word in c.arguments.values() and (word != "binary" or c.labels == labels))
 
 
 class Known(NamedTuple):
@@ -54,7 +61,7 @@ class Known(NamedTuple):
 def _by_names() -> tuple[dict[tuple[str, str], Entry], dict[tuple[str, str, str], Entry]]:
     functions: dict[tuple[str, str], Entry] = {}
     methods: dict[tuple[str, str, str], Entry] = {}
-    for entry in _IN_FRAMES:
+    for entry in IN_FRAMES:
         for name in entry.names:
             root, *path, last = name.split(".")
             owner = path[-1] if path else ""

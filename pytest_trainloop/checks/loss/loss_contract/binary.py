@@ -9,7 +9,7 @@ import torch
 from pytest_trainloop.checks.loss.loss_contract.call import Call, Judgement, as_list, judges
 from pytest_trainloop.checks.loss.loss_contract.class_targets import over_the_wrong_axis
 from pytest_trainloop.checks.loss.loss_contract.value_tests import bounds
-from pytest_trainloop.recording.torch_names import SIGN_LOSSES
+from pytest_trainloop.losses.table.lookup import of_torch
 from pytest_trainloop.tracing.provenance_queries import LAYERS, Found, behind, inner, is_sigmoid
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def _saturated(call: Call, given: torch.Tensor) -> Iterator[Judgement]:
         )
 
 
-@judges("binary_cross_entropy", "binary_cross_entropy_with_logits", "multilabel_soft_margin_loss")
+@judges(*of_torch("binary"))
 def targets(call: Call) -> Iterator[Judgement]:
     """Targets outside of [0, 1]: the loss has no lower bound there."""
     target = call.tensor("target")
@@ -148,7 +148,7 @@ def zeros_and_ones(call: Call) -> Iterator[Judgement]:
         )
 
 
-@judges(*SIGN_LOSSES)
+@judges(*of_torch("binary", labels=(-1.0, 1.0)))
 def signs(call: Call) -> Iterator[Judgement]:
     """Losses whose target is 1 or -1."""
     target = call.tensor("target")
