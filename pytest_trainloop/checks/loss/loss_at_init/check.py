@@ -25,7 +25,9 @@ How it decides
     constant factors (a loss scale, the number of micro-batches); half as much again, or as little, is a fault. Where 0
     is expected, the mean over eight seeds is compared with it: ten standard errors, beside 1e3 eps of float32 for
     rounding, are a fault.
-    For triplets, margins between distances, likelihoods with a variance and custom losses, chance is not known.
+    Of losses written by hand, chance is what the same calls give for zeros in place of the last layers' outputs. They
+    are at fault above ten times that (its root for losses that grow with the square) where weights are drawn wider than
+    any usual initialisation, and the loss comes down to three times once they have torch's own width.
 
 Faulty
     >>> for p in model.head.parameters():
@@ -36,7 +38,8 @@ Fixed
     ...     torch.nn.init.normal_(p, std=0.02)
 
 Known limits
-    Only loss functions of ``torch.nn.functional`` (and the modules that call them) are seen.
+    Beside loss functions of ``torch.nn.functional`` (and the modules that call them), losses written by hand are judged
+    only where the loop calls no function of torch whose chance level is known.
 
 References
     https://karpathy.github.io/2019/04/25/recipe/
@@ -115,6 +118,10 @@ def loss_at_init(evidence: Evidence) -> Iterator[Finding]:
     losses = evidence.shared(InitialRuns).losses()
     known = [loss for loss in losses if math.isfinite(loss.times)]
     if not known:
+        written = _written(evidence)
+        if written is not None:
+            yield from written
+            return
         names = ", ".join(dict.fromkeys(loss.name for loss in losses))
         raise CannotDecide(
             f"chance level is not known for {names}"
@@ -215,6 +222,42 @@ def _with_layer(evidence: Evidence, loss: InitialLoss, finding: Finding) -> Find
         + (f"; and {some(names[1:])} likewise" if len(wide) > 1 else ""),
         tried=f"with this change the loss is {narrow.value:.4g}, at chance level {narrow.chance:.4g}",
     )
+
+
+def _written(evidence: Evidence) -> list[Finding] | None:
+    """What is said of losses that are written by hand; None where their chance level is not known."""
+    from pytest_trainloop.checks.loss.loss_at_init.wide_weights import WideWeights
+    from pytest_trainloop.checks.loss.loss_at_init.written_losses import written_losses
+    from pytest_trainloop.runs.weight_origins import pretrained
+
+    if not evidence.repeatable:
+        return None
+    known = [loss for loss in written_losses(evidence) if math.isfinite(loss.times)]
+    if not known:
+        return None
+    loss = max(known, key=lambda one: one.times)
+    if loss.times <= FAULT or loss.outputs <= UNIT or evidence.shared(pretrained):
+        return []
+    found = WideWeights(evidence).causing(loss, ADVICE, lambda prepare: written_losses(evidence, prepare))
+    if found is None:
+        return []
+    wide, narrow = found
+    names = tuple(w.name for w in wide)
+    return [
+        Finding(
+            cause="too_high",
+            summary=f"the loss is {loss.value / loss.chance:.0f} times what it is for outputs of 0, before the first "
+            f"step: {some(names)} {be(names)} drawn too wide",
+            measured=f"{loss.value:.4g}, and {loss.chance:.4g} with zeros as the last layers' outputs, which have a "
+            f"root mean square of {loss.outputs:.3g}",
+            shown_by=f"with {names[0]} at a standard deviation of {wide[0].usual:.2g} in place of {wide[0].std:.2g}"
+            + (f", and {len(wide) - 1} more at their usual one," if len(wide) > 1 else "")
+            + f" it is {narrow.value:.4g}",
+            culprits=("the loss", *names),
+            where=loss.where,
+            repair=f"initialise {names[0]} with std={wide[0].usual:.2g}, that of torch's own layers",
+        )
+    ]
 
 
 def _below_under_other_seeds(evidence: Evidence, lowest: InitialLoss) -> bool:

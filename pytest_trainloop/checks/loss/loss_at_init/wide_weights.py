@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
+    Losses = Callable[[Callable[[Watch], None]], list[InitialLoss]]
+    """The losses before the first step of a run that is prepared so."""
+
 WIDE = math.sqrt(6)
 """Times torch's own standard deviation up to which a usual initialisation draws: that of He for ReLU is the widest."""
 
@@ -47,15 +50,18 @@ class WideWeights:
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
 
-    def causing(self, loss: InitialLoss, most: float) -> tuple[tuple[Width, ...], InitialLoss] | None:
+    def causing(
+        self, loss: InitialLoss, most: float, losses: Losses | None = None
+    ) -> tuple[tuple[Width, ...], InitialLoss] | None:
         """One weight, or else all that are too wide, with the loss that is at most ``most`` times chance once they have
-        the usual width; None where they are not the cause."""
+        the usual width; None where they are not the cause. ``losses`` measures other losses than calls of torch's."""
         widths: list[Width] = []
-        self._losses(lambda watch: widths.extend(_widths(watch)))
+        measured = losses or self._losses
+        measured(lambda watch: widths.extend(_widths(watch)))
         wide = sorted((w for w in widths if w.times > WIDE), key=lambda w: -w.times)
         tried: list[Sequence[Width]] = [[w] for w in wide[:MOST]]
         for chosen in [*tried, wide] if len(wide) > 1 else tried:
-            found = self._losses(_narrowed({w.name: 1 / w.times for w in chosen}))
+            found = measured(_narrowed({w.name: 1 / w.times for w in chosen}))
             same = next((other for other in found if other.where == loss.where), None)
             if same is not None and same.times <= most:
                 return tuple(chosen), same
