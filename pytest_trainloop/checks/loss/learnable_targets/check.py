@@ -20,6 +20,9 @@ How it decides
     Range: the last function before the comparison is a sigmoid, a tanh, a ReLU or the like, and targets of the batch
     lie outside of what it can give. Where its best output is further from them than one constant number is, that is a
     fault; where at least a quarter of them lie outside it is advice, since noise around the end of a range looks so.
+    Units: the mean of the targets, one constant for each output, is ten times nearer to them than the first outputs
+    are: advice. Where the targets of the batch are near the outputs (within three spreads), and a difference that the
+    loop itself divides takes them away, they were standardised before: a fault.
     Written in place: a function that computes a loss writes into a tensor of the batch that it was given, and what
     comes after reads it. With the tensor put back when the function returns the loss that is backpropagated is another.
 
@@ -60,6 +63,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.loss.learnable_targets.cut_targets import CutTarget
     from pytest_trainloop.checks.loss.learnable_targets.other_draws import OtherDraw
     from pytest_trainloop.checks.loss.learnable_targets.reach import OutOfReach
+    from pytest_trainloop.checks.loss.learnable_targets.units import FarTargets
     from pytest_trainloop.checks.loss.learnable_targets.written import Written
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -93,6 +97,19 @@ CAUSES = {
         change=("seen",),
         settle="scale or clamp the targets into the range where what lies outside is noise",
     ),
+    "standardised_twice": Cause(
+        proof="the targets of the batch are in reach, and the loop's own (y - mean) / spread takes them out of it",
+        repair="standardise once: leave it out here, or in the data set",
+        explains=_LEARNING,
+        change=("seen",),
+    ),
+    "target_in_other_units": Cause(
+        proof="one constant, the mean of the targets, is ten times nearer to them than the first outputs",
+        repair="train on (y - mean) / spread of the training set, and undo it for what is reported",
+        explains=_LEARNING,
+        change=("seen",),
+        settle="set the bias of the last layer to the mean of the targets, where they are to stay in their units",
+    ),
     "target_written_by_loss": Cause(
         proof="a loss function writes into the batch, and with the batch put back afterwards the loss is another",
         repair="work on a copy: target = target.clone()",
@@ -107,11 +124,13 @@ def learnable_targets(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.loss.learnable_targets.cut_targets import cut_targets
     from pytest_trainloop.checks.loss.learnable_targets.other_draws import other_draws
     from pytest_trainloop.checks.loss.learnable_targets.reach import out_of_reach
+    from pytest_trainloop.checks.loss.learnable_targets.units import far_targets
     from pytest_trainloop.checks.loss.learnable_targets.written import written_by_loss
 
     yield from map(_cut, cut_targets(evidence))
     yield from map(_other_draw, other_draws(evidence))
     yield from map(_out_of_reach, out_of_reach(evidence))
+    yield from map(_far, far_targets(evidence))
     yield from map(_written, written_by_loss(evidence))
 
 
@@ -174,6 +193,31 @@ def _out_of_reach(found: OutOfReach) -> Finding:
         culprits=(found.function,),
         where=str(found.place),
         change=str(found.made_at),
+    )
+
+
+def _far(found: FarTargets) -> Finding:
+    told = f"targets have mean {found.mean:.4g} and spread {found.spread:.3g}; the first outputs are "
+    told += f"{found.start:.4g} from them in root mean square"
+    if found.scaled_at is not None:
+        mean, spread = found.before
+        return Finding(
+            cause="standardised_twice",
+            summary=f"{found.name or 'the target'} is standardised already, and is standardised again",
+            measured=told,
+            shown_by=f"before it they have mean {mean:.3g} and spread {spread:.3g}, which the outputs are near to",
+            culprits=(found.name or "target",),
+            where=str(found.place),
+            change=str(found.scaled_at),
+        )
+    return Finding(
+        cause="target_in_other_units",
+        level="advice",
+        summary="one constant, the mean of the targets, is far nearer to them than the first outputs are",
+        measured=told,
+        shown_by="until that constant is found, every step moves all outputs alike",
+        culprits=(found.name or "target",),
+        where=str(found.place),
     )
 
 

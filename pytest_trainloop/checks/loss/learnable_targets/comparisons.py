@@ -100,8 +100,9 @@ class Comparison:
     call: Call
     prediction: Value
     target: Value
+    predicted: torch.Tensor
     expected: torch.Tensor
-    """A copy of the target."""
+    """Copies of the two."""
 
 
 @dataclass(eq=False)
@@ -186,9 +187,9 @@ class FirstSteps(Calls):
                 continue
             first, second = self.kept[call.number]
             if one.history:
-                found.append(Comparison(call, one, other, second))
+                found.append(Comparison(call, one, other, first, second))
             else:
-                found.append(Comparison(call, other, one, first))
+                found.append(Comparison(call, other, one, second, first))
         return found
 
     @property

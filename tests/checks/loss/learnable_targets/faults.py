@@ -205,3 +205,40 @@ pair(
     fixed=segmentation(copies=True),
     quick=True,
 )
+
+
+def standardised(target):
+    """A table whose targets are standardised by the data set, and constants of the raw ones."""
+
+    def loss(model, batch):
+        x, y = batch
+        return F.mse_loss(model(x), target(y))
+
+    return lambda: loop(mlp(6, 16, 1), data.table(), loss)
+
+
+MEAN, STD = 212.0, 40.0
+
+pair(
+    "targets_standardised_again",
+    "learnable_targets",
+    "standardised_twice",
+    culprits=("batch[1]",),
+    where="F.mse_loss(model(x), target(y))",
+    change="(y - MEAN) / STD),",
+    faulty=standardised(lambda y: (y - MEAN) / STD),
+    fixed=standardised(lambda y: (y * STD + MEAN - MEAN) / STD),
+    quick=True,
+)
+
+pair(
+    "targets_in_raw_units",
+    "learnable_targets",
+    "target_in_other_units",
+    level="advice",
+    culprits=("batch[1]",),
+    where="F.mse_loss(model(x), target(y))",
+    faulty=standardised(lambda y: 10 * y + MEAN),
+    fixed=standardised(lambda y: y),
+    quick=True,
+)

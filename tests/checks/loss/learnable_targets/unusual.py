@@ -229,3 +229,26 @@ def priorities_kept_in_the_batch() -> TrainLoop:
         fit=fit,
         rows_interact=True,
     )
+
+
+@odd(notes="targets are given in physical units, and outputs are brought to these before they are compared")
+def outputs_brought_to_physical_units() -> TrainLoop:
+    def loss_of(model, batch):
+        x, y = batch
+        return F.mse_loss((10 * model(x) + 212) / 10, (10 * y + 212) / 10)
+
+    return loop(mlp(6, 16, 1), data.table(), loss_of)
+
+
+@odd(notes="rewards are standardised by running statistics, which begin at 0 and 1")
+def rewards_by_running_statistics() -> TrainLoop:
+    running = {"mean": torch.zeros(1), "std": torch.ones(1)}
+
+    def loss_of(model, batch):
+        x, y = batch
+        reward = (3 + y - running["mean"]) / running["std"]
+        running["mean"] = running["mean"].lerp(3 + y.mean(), 0.5)
+        running["std"] = running["std"].lerp(y.std(), 0.5)
+        return F.mse_loss(model(x), reward)
+
+    return loop(mlp(6, 16, 1), data.table(), loss_of)
