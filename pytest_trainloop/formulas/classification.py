@@ -83,11 +83,10 @@ def _read_binary(found: Coefficients) -> Reading | None:
     return Reading(1, NEGATIVES_MISSING) if one < 0 else None
 
 
-def _is_sigmoid(cut: Cut) -> bool:
-    """Whether the probabilities are each their own, and the targets 0 and 1."""
-    _, made = origin(cut.slice, cut.arguments[0])
+def _each_by_itself(cut: Cut) -> bool:
+    """Whether the probabilities are no shares of one whole, and the targets 0 and 1."""
     target = cut.recorded[1]
-    return made is not None and made.name == "sigmoid" and bool((target == 0).any()) and bool((target == 1).any())
+    return not _by_softmax(cut) and bool((target == 0).any()) and bool((target == 1).any())
 
 
 BINARY_BY_PROBABILITIES = Form(
@@ -98,7 +97,7 @@ BINARY_BY_PROBABILITIES = Form(
     needs=(frozenset({"log", "log1p", "log2", "log10"}),),
     numbers={"eps": (0.0,)},
     among=_small,
-    suits=_is_sigmoid,
+    suits=_each_by_itself,
 )
 BINARY_BY_SCORES = Form(
     "binary cross entropy of scores",
@@ -324,12 +323,22 @@ def _hinge(s: torch.Tensor, y: torch.Tensor, *, margin: float, sign: int, power:
     return F.relu(margin + sign * y * s) ** power if s.shape == y.shape else None
 
 
+def _reaches(sign: int, cut: Cut) -> bool:
+    """Whether some entries lie on the side that the clamp cuts: else it is a sum, not a hinge."""
+    return any(bool((sign * s * y < 0).any()) for s, y in map(cut.given.at, (1, 2, 3)))
+
+
 HINGE = Form(
     "hinge loss",
     "https://en.wikipedia.org/wiki/Hinge_loss",
     (Argument("prediction", "values", learned=True), Argument("target", "signs", learned=False)),
     tuple(
-        Variant(single(functools.partial(_hinge, sign=sign, power=power)), cost(mistake), mistake)
+        Variant(
+            single(functools.partial(_hinge, sign=sign, power=power)),
+            cost(mistake),
+            mistake,
+            suits=functools.partial(_reaches, sign),
+        )
         for sign, mistake in ((-1, None), (1, MARGIN_SIGN))
         for power in (1, 2)
     ),

@@ -107,6 +107,8 @@ class Variant:
     fraction: bool = False
     roles: tuple[Role, ...] | None = None
     """What the arguments hold, where that is more than the form says."""
+    suits: Callable[[Cut], bool] = lambda cut: True
+    """Whether these arguments may be taken in this way."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,14 @@ from pytest_trainloop.recording.torch_names import CASTS, INDEXING, VIEWS
 if TYPE_CHECKING:
     from pytest_trainloop.tracing.loss_slice import Call, Slice, Value
 
-_MOVES = VIEWS | CASTS | INDEXING
+MOVES = VIEWS | CASTS | INDEXING
 
 
-def origin(found: Slice, number: int) -> tuple[Value, Call | None]:
+def origin(found: Slice, number: int, past: frozenset[str] = MOVES) -> tuple[Value, Call | None]:
     """The value that this one's entries come from, past reshapes, casts and indexing, and the call that made it."""
     for _ in range(100):
         call = found.call_of(number)
-        if call is None or call.name not in _MOVES or not call.inputs:
+        if call is None or call.name not in past or not call.inputs:
             break
         number = call.inputs[0]
     return found.values[number], found.call_of(number)

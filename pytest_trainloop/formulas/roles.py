@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.formulas.origins import origin
-from pytest_trainloop.recording.torch_names import CASTS, RESHAPES
+from pytest_trainloop.formulas.origins import MOVES, origin
+from pytest_trainloop.recording.torch_names import CASTS, CLAMPS, RESHAPES
 
 if TYPE_CHECKING:
     from pytest_trainloop.formulas.form import Argument, Role
@@ -46,7 +46,7 @@ def violates(found: Slice, number: int, role: Role) -> str:
     squashed = made is not None and made.name in {"sigmoid", "softmax"}
     if role == "probabilities" and squashed and made is not None and _squashed(found, made.inputs[0]):
         return "squashed twice"
-    if role == "probabilities" and value.kind == "layer" and value.requires_grad and (low < 0 or high > 1):
+    if role == "probabilities" and _is_score(found, number):
         return "scores"
     if role == "log_probabilities" and value.kind == "layer" and value.requires_grad and high > 0:
         return "scores"
@@ -59,6 +59,16 @@ def violates(found: Slice, number: int, role: Role) -> str:
     return ""
 
 
+def _is_score(found: Slice, number: int) -> bool:
+    """Whether a value is what a layer gave, or a tanh or a clamp of that, where it lies outside of [0, 1]."""
+    value, made = origin(found, number, MOVES | CLAMPS)
+    if made is not None and made.name != "tanh":
+        return False
+    if not value.requires_grad or (made is None and value.kind != "layer"):
+        return False
+    return float(value.tensor.min()) < 0 or float(value.tensor.max()) > 1
+
+
 def _squashed(found: Slice, number: int) -> bool:
     value, made = origin(found, number)
     return made is not None and made.name in {"sigmoid", "softmax"} and value.requires_grad
@@ -67,7 +77,7 @@ def _squashed(found: Slice, number: int) -> bool:
 def class_axes(found: Slice, prediction: int, target: int) -> tuple[int, int] | None:
     """The axis along which targets are one of several classes, and the other one along which predictions sum to 1; None
     where it is the same, or not sure."""
-    p, t = (_unflattened(found, n) for n in (prediction, target))
+    p, t = (unflattened(found, n) for n in (prediction, target))
     if p.shape != t.shape or p.dim() < 2 or not t.is_floating_point() or not bool(((t == 0) | (t == 1)).all()):
         return None
     ones = [[d for d in range(x.dim()) if x.shape[d] > 1 and _sums_to_one(x, d)] for x in (t, p)]
@@ -76,7 +86,7 @@ def class_axes(found: Slice, prediction: int, target: int) -> tuple[int, int] | 
     return None
 
 
-def _unflattened(found: Slice, number: int) -> torch.Tensor:
+def unflattened(found: Slice, number: int) -> torch.Tensor:
     """A value before it was reshaped."""
     while (call := found.call_of(number)) is not None and call.name in RESHAPES | CASTS and len(call.inputs) == 1:
         number = call.inputs[0]

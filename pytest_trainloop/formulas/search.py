@@ -81,7 +81,7 @@ def _first(found: Slice, number: int, forms: Sequence[Form], cuts: dict[Any, Any
             continue
         variants = [v for v in form.variants if (v.mistake is not None) <= wrong]
         for cut in _cuts(found, number, form, cuts):
-            for variant in variants:
+            for variant in (v for v in variants if v.suits(cut)):
                 for coefficients, numbers in fits(form, variant, cut):
                     reading = variant.read(coefficients)
                     if reading is None or ((reading.mistake is not None) and not wrong):

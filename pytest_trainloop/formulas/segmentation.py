@@ -7,12 +7,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.formulas.form import Argument, Basis, Coefficients, Form, Mistake, Reading, Variant, same
+from pytest_trainloop.formulas.roles import unflattened
 from pytest_trainloop.recording.torch_names import DIVISIONS, MULTIPLICATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
+
+    from pytest_trainloop.formulas.cut import Cut
 
 _PRODUCTS = MULTIPLICATIONS | {"matmul", "einsum", "dot", "bmm", "mm", "logical_and", "__and__", "minimum", "tensordot"}
 
@@ -73,15 +76,57 @@ def _near(a: float, b: float) -> bool:
     return abs(a - b) <= 1e-6
 
 
-_WAYS = tuple(functools.partial(_overlap, power=power, kept=kept) for power in (1, 2) for kept in (0, 1, 2)) + tuple(
-    functools.partial(_by_class, power=power) for power in (1, 2)
+_WAYS = tuple(functools.partial(_overlap, power=power, kept=kept) for power in (1, 2) for kept in (0, 1, 2))
+_CLASSES = tuple(functools.partial(_by_class, power=power) for power in (1, 2))
+
+PIXEL_BY_PIXEL = Mistake(
+    "wrong_axes",
+    "sums run over the batch, with one overlap for each pixel",
+    "sum over the pixels of each image: p.flatten(1), then sum(1)",
 )
+
+
+def _over_batch(p: torch.Tensor, t: torch.Tensor, *, power: int) -> Mapping[str, torch.Tensor] | None:
+    t = t.to(p.dtype)
+    if p.shape != t.shape or p.dim() != 2:
+        return None
+    return {"both": (p * t).sum(0), "prediction": (p**power).sum(0), "target": (t**power).sum(0)}
+
+
+def _of_images(cut: Cut) -> bool:
+    """Whether the columns are the pixels of images: of (rows, features) each column may be a class."""
+    flat, images = cut.recorded[0], unflattened(cut.slice, cut.arguments[0])
+    merged = sum(size > 1 for size in images.shape[1:]) > 1
+    return flat.dim() == 2 and merged and len(images) == len(flat)
+
+
+def _of_classes(cut: Cut) -> bool:
+    return not _of_images(cut)
+
+
+def _read_pixels(found: Coefficients) -> Reading | None:
+    reading = _read(found)
+    return None if reading is None else Reading(reading.direction, PIXEL_BY_PIXEL)
+
 
 OVERLAP = Form(
     "the overlap of two masks (Dice, Jaccard, Tversky)",
     "https://arxiv.org/abs/1606.04797",
     (Argument("prediction", "probabilities", learned=True), Argument("target", "labels", learned=False)),
-    tuple(Variant(way, _read, fraction=True) for way in _WAYS),
+    (
+        *(Variant(way, _read, fraction=True) for way in _WAYS),
+        *(Variant(way, _read, fraction=True, suits=_of_classes) for way in _CLASSES),
+        *(
+            Variant(
+                functools.partial(_over_batch, power=power),
+                _read_pixels,
+                PIXEL_BY_PIXEL,
+                fraction=True,
+                suits=_of_images,
+            )
+            for power in (1, 2)
+        ),
+    ),
     needs=(DIVISIONS, _PRODUCTS, frozenset({"sum", "mean", "einsum", "dot", "matmul", "tensordot"})),
 )
 
@@ -97,7 +142,7 @@ MASKED = replace(
     OVERLAP,
     name="the overlap of two masks where a third one lets count",
     arguments=(*OVERLAP.arguments, Argument("mask", "labels", learned=False)),
-    variants=tuple(Variant(functools.partial(_masked, way), _read, fraction=True) for way in _WAYS),
+    variants=tuple(Variant(functools.partial(_masked, way), _read, fraction=True) for way in (*_WAYS, *_CLASSES)),
 )
 
 FORMS = (OVERLAP, MASKED)

@@ -38,6 +38,20 @@ def binary_entropy(p, y):
     return -(y * torch.log(p + 1e-7) + (1 - y) * torch.log(1 - p + 1e-7)).mean()
 
 
+def entropy_of_clamped(p, y):
+    p = p.clamp(1e-6, 1 - 1e-6)
+    return -(y * torch.log(p) + (1 - y) * torch.log(1 - p)).mean()
+
+
+pair(
+    "scores_clamped_to_probabilities",
+    "loss_formula",
+    "scores_as_probabilities",
+    faulty=classifier(entropy_of_clamped),
+    fixed=classifier(lambda z, y: entropy_of_clamped(z.sigmoid(), y)),
+)
+
+
 def positives_only(p, y):
     return -(y * torch.log(p + 1e-7)).mean()
 
@@ -65,21 +79,6 @@ pair(
     where="return -(y * p.log() - (1 - y) * (1 - p).log()).mean()",
     faulty=classifier(lambda z, y: opposed(z.sigmoid(), y)),
     fixed=classifier(lambda z, y: binary_entropy(z.sigmoid(), y)),
-)
-
-
-def stable_entropy(z, y):
-    return (z.clamp(min=0) - y * z + torch.log1p(torch.exp(-z.abs()))).mean()
-
-
-pair(
-    "stable_entropy_of_probabilities",
-    "loss_formula",
-    "probabilities_as_scores",
-    quick=True,
-    where="return (z.clamp(min=0) - y * z + torch.log1p(",
-    faulty=classifier(lambda z, y: stable_entropy(z.sigmoid(), y)),
-    fixed=classifier(stable_entropy),
 )
 
 

@@ -90,6 +90,7 @@ pair(
     "sigmoid_in_the_model_and_in_the_loss",
     "loss_formula",
     "probabilities_as_scores",
+    quick=True,
     faulty=segmentation(lambda out, mask: dice_loss(out.sigmoid().sigmoid(), mask)),
     fixed=segmentation(lambda out, mask: dice_loss(out.sigmoid(), mask)),
 )
@@ -107,4 +108,21 @@ pair(
     "scores_as_probabilities",
     faulty=segmentation(lambda out, mask: dice_where_known(out, mask, lambda z: z)),
     fixed=segmentation(lambda out, mask: dice_where_known(out, mask, torch.sigmoid)),
+)
+
+
+def dice_along(axis):
+    def loss_of(out, mask):
+        p, t = out.sigmoid().flatten(1), mask.flatten(1)
+        return 1 - ((2 * (p * t).sum(axis) + 1) / (p.sum(axis) + t.sum(axis) + 1)).mean()
+
+    return loss_of
+
+
+pair(
+    "dice_of_each_pixel_over_the_batch",
+    "loss_formula",
+    "wrong_axes",
+    faulty=segmentation(dice_along(0)),
+    fixed=segmentation(dice_along(1)),
 )
