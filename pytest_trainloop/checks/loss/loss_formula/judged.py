@@ -173,7 +173,7 @@ def _wrong_roles(match: Match) -> Iterator[Finding]:
     roles = match.variant.roles or tuple(a.role for a in match.form.arguments)
     for role, number in zip(roles, match.cut.arguments, strict=True):
         instead = violates(found, number, role)
-        if not instead:
+        if not instead or (instead == "labels" and not _all_count(match, number)):
             continue
         cause, words = _ROLES[role, instead]
         entries = found.values[number].tensor
@@ -187,6 +187,21 @@ def _wrong_roles(match: Match) -> Iterator[Finding]:
             culprits=_culprits(match),
             where=_where(match),
         )
+
+
+def _all_count(match: Match, number: int) -> bool:
+    """Whether entries whose label is 0 count in what is backpropagated: nothing masks them afterwards."""
+    found, value = match.cut.slice, match.cut.value
+    labels = found.values[number].tensor
+    if value.shape != labels.shape or match.cut.number == found.root:
+        return True
+    leaf = value.clone().requires_grad_()
+    try:
+        (root,) = found.replay({match.cut.number: leaf}, [found.root])
+    except CannotReplay:
+        return False
+    gradient = slope(root, (leaf,))
+    return gradient is not None and bool((gradient[labels.flatten() == 0] != 0).any())
 
 
 def _wrong_axes(match: Match) -> Iterator[Finding]:
