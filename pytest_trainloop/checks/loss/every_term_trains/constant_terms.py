@@ -60,7 +60,7 @@ def derivatives_beside(survey: Survey) -> Iterator[Finding]:
                 level="advice",
                 summary="a derivative is added to what trains, and is itself a constant to the weights: it was taken "
                 "without a graph",
-                measured=f"added at {found.added}",
+                measured=f"added at {found.added.partition('   ')[0]}",
                 shown_by="it was computed of weights that the loss trains, and has no history where it is added",
                 culprits=("grad",),
                 where=found.taken,
@@ -78,7 +78,7 @@ def _off_graph(term: Term, moves: float) -> Finding:
         cause="penalty_off_graph",
         summary="a derivative is in the loss by its value alone: it was taken without a graph, so it trains nothing",
         measured=_moved(moves),
-        shown_by=f"the term changes with the weights and has no gradient; it is added at {term.place}",
+        shown_by=f"the term changes with the weights and has no gradient; it is added at {term.place.partition('   ')[0]}",
         culprits=("grad",),
         where=term.derivative or term.place,
         change=term.derivative or term.place,

@@ -165,8 +165,8 @@ pair(
     "divergences_made_a_new_tensor",
     CHECK,
     "term_detached",
-    where="terms_of(kls)",
-    faulty=evidence_bound(lambda kls: torch.tensor(kls).mean()),
+    where="torch.tensor([kl.item()",
+    faulty=evidence_bound(lambda kls: torch.tensor([kl.item() for kl in kls]).mean()),
     fixed=evidence_bound(lambda kls: torch.stack(kls).mean()),
 )
 
