@@ -27,10 +27,13 @@ DERIVATIVE = "grad"
 PARAMETER = "parameter"
 """The ``op`` of a parameter; its only number is that of the parameter in the record."""
 
+LEAF = "leaf"
+"""The ``op`` of a tensor that requires a gradient, was computed of nothing that was seen and is no parameter."""
+
 FARTHEST = 2_000
 """Nodes that a sum is followed for."""
 
-_NO_WEIGHT = frozenset({"batch", "tensor", "as_tensor", "from_numpy", "scalar_tensor"})
+_NO_WEIGHT = frozenset({"batch", LEAF, "tensor", "as_tensor", "from_numpy", "scalar_tensor"})
 _BOTH = ADDITIONS | SUBTRACTIONS
 
 

@@ -32,6 +32,7 @@ from pytest_trainloop.recording.torch_names import (
 from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.node_sums import (
     DERIVATIVE,
+    LEAF,
     PARAMETER,
     below,
     derivative_below,
@@ -87,6 +88,8 @@ class _Tagged(Lineage):
         index = self._watch.table.index(tensor)
         if index is not None:
             node.op, node.numbers = PARAMETER, (float(index),)
+        elif tensor.requires_grad and tensor.is_leaf and not node.parameter:
+            node.op = LEAF
         self.put(tensor, node)
         return node
 
@@ -306,15 +309,22 @@ class RootTerms(WatchingMode):
         found = list(summands(node))
         live = [n for n in found if isinstance(n, Node) and trains(n)]
         behind = {id(n) for term in live for n in below(term)}
+        for n in below(node):  # what has no line of its own is seen where it is added
+            for parent in n.parents:
+                if id(n) in lineage.places:
+                    lineage.places.setdefault(id(parent), lineage.places[id(n)])
         terms = tuple(
             self._term(lineage, n, live, behind)
             if isinstance(n, Node)
             else Term("number", *lineage.places.get(id(n.added), _NOWHERE), live=False, value=n.value, cut="number")
             for n in found
         )
+        reached = (n for n in below(node, through=lambda n: n.history or bool(n.shape)) if n.op == PARAMETER)
         values = frozenset(abs(n.value) for n in below(node) if n.history and n.parents and not math.isnan(n.value))
         beside = next((derivative for n, derivative in self._beside if id(n) in behind), None)
-        self.roots.append(TermsOfRoot(at, str(place), terms, values, beside))
+        self.roots.append(
+            TermsOfRoot(at, str(place), terms, values, beside, frozenset(int(n.numbers[0]) for n in reached))
+        )
 
     def _term(self, lineage: _Tagged, node: Node, live: list[Node], behind: set[int]) -> Term:
         made = origin(node)

@@ -82,3 +82,5 @@ class TermsOfRoot:
     terms: tuple[Term, ...]
     live_values: frozenset[float] = frozenset()
     beside: Beside | None = None
+    reads: frozenset[int] = frozenset()
+    """Parameters that its value was computed of, with a gradient or not, but not by way of a single detached number."""

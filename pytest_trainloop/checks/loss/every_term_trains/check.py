@@ -64,7 +64,11 @@ if TYPE_CHECKING:
     from pytest_trainloop.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
-_DROPPED = ("gradient_reaches_every_param:parameter_unused", "loss_contract:part_left_out")
+_DROPPED = (
+    "gradient_reaches_every_param:parameter_unused",
+    "gradient_reaches_every_param:graph_cut",
+    "loss_contract:part_left_out",
+)
 """What other checks see of a term that is not added: its layer is used by nobody."""
 
 CAUSES = {

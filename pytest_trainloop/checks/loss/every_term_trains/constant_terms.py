@@ -24,8 +24,8 @@ _HOW = {
     "end": ("it is detached as a whole", "add it without detach()"),
     "before": (
         "what it is computed of has no gradient",
-        "compute it outside of no_grad(), of the output itself; what counts, rounds or compares has no gradient: use "
-        "probabilities in its place",
+        "compute it outside of no_grad(), of the output itself; argmax, rounding and comparisons have no gradient: use "
+        "probabilities in their place",
     ),
 }
 
@@ -38,7 +38,7 @@ def constant_terms(evidence: Evidence, survey: Survey) -> Iterator[Finding]:
             continue
         trained = survey.trained_by(root)
         moves = 0.0
-        if term.parameters & trained or (not term.parameters and term.cut in ("number", "before")):
+        if term.parameters & trained or (not term.parameters and term.cut in ("number", "before", "derivative")):
             moves = evidence.shared(Moves).of(root, term, trained)
         if moves and term.cut == "derivative":
             yield _off_graph(term, moves)
@@ -78,7 +78,8 @@ def _off_graph(term: Term, moves: float) -> Finding:
         cause="penalty_off_graph",
         summary="a derivative is in the loss by its value alone: it was taken without a graph, so it trains nothing",
         measured=_moved(moves),
-        shown_by=f"the term changes with the weights and has no gradient; it is added at {term.place.partition('   ')[0]}",
+        shown_by="the term changes with the weights and has no gradient; it is added at "
+        + term.place.partition("   ")[0],
         culprits=("grad",),
         where=term.derivative or term.place,
         change=term.derivative or term.place,

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.tracing.terms import Scalar
 
+Call = tuple["Site", str, int]
+"""A call by its line, its operation, and how many of it the line had made before in the same window."""
+
 
 def lost_terms(evidence: Evidence, survey: Survey) -> Iterator[Finding]:
     """Terms that the first steps lose are looked for over the whole run before anything is said."""
@@ -41,9 +44,10 @@ def lost_terms(evidence: Evidence, survey: Survey) -> Iterator[Finding]:
         if site in overwritten:
             named.add(scalars[0].place)
             yield _of_overwritten(full.record, site, scalars)
-    for site, scalars in _left_out(full).items():
-        if site in left_out and scalars[0].place not in named:
-            untrained = _independent(evidence, _untrained(full.record, scalars))
+    for call, scalars in _left_out(full).items():
+        if call in left_out and scalars[0].place not in named:
+            site, named = call[0], named | {scalars[0].place}
+            untrained = _independent(evidence, full, _untrained(full.record, scalars))
             if untrained or is_part(name_at(site)):
                 yield _of_left_out(site, scalars, untrained)
 
@@ -52,20 +56,23 @@ def _counts(scalar: Scalar) -> bool:
     return any(scalar.weights)
 
 
-def _left_out(survey: Survey) -> dict[Site, list[Scalar]]:
-    """Lines whose numbers go nowhere, and that are a term by their name or alone train something."""
-    by_site: dict[Site, list[Scalar]] = defaultdict(list)
+def _left_out(survey: Survey) -> dict[Call, list[Scalar]]:
+    """Calls whose numbers go nowhere, and that are a term by their name or alone train something."""
+    turns: dict[tuple[Site, str, int], int] = defaultdict(int)
+    by_call: dict[Call, list[Scalar]] = defaultdict(list)
     for scalar in survey.scalars:
-        by_site[scalar.site].append(scalar)
+        here = scalar.site, scalar.op, scalar.window
+        by_call[scalar.site, scalar.op, turns[here]].append(scalar)  # a line may compute several
+        turns[here] += 1
     found = {}
-    for site, scalars in by_site.items():
+    for (site, op, turn), scalars in by_call.items():
         last = [s for s in scalars if not s.consumed]
         if not site or not last or any(s.used for s in scalars):
             continue
         own = not any(s.of_losses for s in scalars)  # torch's are loss_contract's
         name = name_at(site)
         if (own and (is_term(name) or (is_part(name) and never_read(site)))) or _untrained(survey.record, last):
-            found[site] = last
+            found[site, op, turn] = last
     return found
 
 
@@ -83,23 +90,24 @@ def _untrained(record: Record, scalars: Sequence[Scalar]) -> tuple[str, ...]:
     )
 
 
-def _independent(evidence: Evidence, untrained: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of the parameters that what is backpropagated does not depend on: else its graph is cut, and the term may
-    be in the loss by its value."""
+def _independent(evidence: Evidence, survey: Survey, untrained: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the parameters that what is backpropagated does not depend on, or by a path that is seen (the codes of a
+    straight-through estimate): else its graph is cut, and the term may be in the loss by its value."""
     if not untrained:
         return ()
     depends = evidence.shared(Dependences).of(list(untrained))
-    return tuple(name for name in untrained if not depends[name].depends and not depends[name].alive)
+    seen = {survey.record.parameters[i].name for root in survey.roots for i in root.reads}
+    return tuple(n for n in untrained if (not depends[n].depends or n in seen) and not depends[n].alive)
 
 
 def _overwritten(survey: Survey) -> dict[Site, list[Scalar]]:
     """Lines in a loop of which only the last value before each backward pass is used, and the others had other data or
     weights."""
-    by_site: dict[Site, dict[int, list[Scalar]]] = defaultdict(lambda: defaultdict(list))
+    by_line: dict[tuple[Site, str], dict[int, list[Scalar]]] = defaultdict(lambda: defaultdict(list))
     for scalar in survey.scalars:
-        by_site[scalar.site][scalar.window].append(scalar)
+        by_line[scalar.site, scalar.op][scalar.window].append(scalar)
     found = {}
-    for site, windows in by_site.items():
+    for (site, _), windows in by_line.items():
         several = [w for w in windows.values() if len(w) > 1]
         if several and all(_only_the_last(w) for w in several) and loops_over(site) is not None:
             found[site] = several[0]

@@ -57,7 +57,7 @@ def name_at(site: Site) -> str:
         statement, function = found
         if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
             target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
-            return _named(target) or _key_of(statement.value, line)
+            return _key_of(statement.value, line) or _named(target)
         if not isinstance(statement, ast.Return):
             return ""
         if key := _key_of(statement.value, line):
@@ -102,12 +102,12 @@ def _named(target: ast.expr) -> str:
 
 
 def _key_of(value: ast.expr | None, line: int) -> str:
-    """The key of a dict display whose value stands on a line."""
-    if isinstance(value, ast.Dict):
-        for key, entry in zip(value.keys, value.values, strict=True):
-            if isinstance(key, ast.Constant) and _covers(entry, line):
-                return str(key.value)
-    return ""
+    """The key of a dict display whose value alone stands on a line."""
+    if not isinstance(value, ast.Dict):
+        return ""
+    entries = zip(value.keys, value.values, strict=True)
+    keys = [str(k.value) for k, entry in entries if isinstance(k, ast.Constant) and _covers(entry, line)]
+    return keys[0] if len(keys) == 1 else ""
 
 
 @functools.lru_cache(maxsize=256)

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 ROUNDS = 2
 """Steps of one optimizer that are taken apart: a number that a root holds in both is no constant of the formula."""
 
-STIRS = (0.3, 1.0)
-"""Of the root mean square of each weight, by which the weights that a root trains are moved; the second where a value
-that jumps does not move by the first."""
+STIRS = (0.3, 1.0, 4.0)
+"""Of the root mean square of each weight, by which the weights that a root trains are moved; the larger ones where a
+value that jumps does not move by the smaller."""
 
 
 @dataclass(frozen=True, slots=True)
