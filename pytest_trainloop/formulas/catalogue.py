@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_trainloop.formulas import boxes, classification, likelihoods, policies, segmentation, survival
+from pytest_trainloop.formulas import boxes, classification, contrastive, likelihoods, policies, segmentation, survival
 
 FORMS = (
     *boxes.FORMS,
@@ -11,4 +11,5 @@ FORMS = (
     *likelihoods.FORMS,
     *policies.FORMS,
     *survival.FORMS,
+    *contrastive.FORMS,
 )

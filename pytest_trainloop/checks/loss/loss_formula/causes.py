@@ -77,17 +77,9 @@ CAUSES = {
         "the form agrees when one parameter is read as a function of itself: a logarithm, a variance, a deviation",
         "convert it first: exp(log_variance), std ** 2",
     ),
-    "temperature_inverted": _cause(
-        "the form agrees with similarities multiplied by the temperature, which is below 1",
-        "divide by the temperature",
-    ),
     "pairs_with_itself": _cause(
         "the form agrees with the similarity of each row with itself among what it is compared with",
         "mask the diagonal out before the softmax",
-    ),
-    "not_normalised": _cause(
-        "the form agrees with vectors that are not of length 1",
-        "normalize(z, dim=-1) before similarities are taken",
     ),
     "extreme_turned": _cause(
         "the form agrees with a minimum in place of a maximum, or the reverse, and not as it is",
