@@ -6,17 +6,17 @@ import functools
 import math
 from typing import TYPE_CHECKING
 
-import torch
-
 from pytest_trainloop.formulas.form import Argument, Form, Mistake, Variant, cost, single
 from pytest_trainloop.recording.torch_names import DIVISIONS, MULTIPLICATIONS, PRODUCTS
 
 if TYPE_CHECKING:
+    import torch
+
     from pytest_trainloop.formulas.cut import Cut
     from pytest_trainloop.tracing.loss_slice import Call, Slice
 
 _MATRICES = PRODUCTS | MULTIPLICATIONS | DIVISIONS | frozenset({"einsum", "matmul", "mm", "__matmul__", "inner"})
-_POWERS = frozenset({"pow", "__pow__", "square"}) | MULTIPLICATIONS
+_POWERS = frozenset({"pow", "__pow__", "square"})
 _NORMS = frozenset({"norm", "vector_norm", "sqrt", "linalg_norm", "linalg_vector_norm", "pow", "__pow__"})
 
 

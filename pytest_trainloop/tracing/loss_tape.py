@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from pytest_trainloop import nested
 from pytest_trainloop.errors import CannotDecide
@@ -187,7 +188,7 @@ class LossTape(WatchingMode):
             inputs.append(self._of(value))
             return inputs[-1]
 
-        given = tree_map(put, (args, dict(kwargs)))
+        given = tree_map(put, (args, dict(kwargs)), is_leaf=_is_packed)
         writes = name in IN_PLACE_OPERATORS or (
             name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES
         )
@@ -403,6 +404,11 @@ def _parameters(seen: _Seen) -> list[_Live]:
         else:
             todo.extend(v for v in live.made_by.inputs if id(v) not in found)
     return list(found.values())
+
+
+def _is_packed(value: Any) -> bool:
+    """A packed sequence is made of tensors only, and asks them for their device."""
+    return isinstance(value, PackedSequence)
 
 
 def _plain(tensor: torch.Tensor) -> bool:

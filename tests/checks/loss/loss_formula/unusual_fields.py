@@ -209,3 +209,64 @@ def survival_with_censored_rows_marked():
 
     marked = (torch.arange(8) % 3 == 0).float()
     return trained(loss_of, {"x": torch.randn(8, 6), "time": torch.rand(8) * 5, "censored": marked})
+
+
+def views():
+    x = torch.randn(5, 6)
+    return x + 0.1 * torch.randn(5, 6), x + 0.1 * torch.randn(5, 6)
+
+
+@odd(notes="all pairs of two views are compared; a row with itself is the other view, its positive (CLIP)")
+def one_view_against_the_other():
+    def loss_of(model, b):
+        one, two = (F.normalize(model(x), dim=1) for x in b)
+        return F.cross_entropy(one @ two.T / 0.1, torch.arange(len(one)))
+
+    made = trained(loss_of, views())
+    return TrainLoop(model=made.model, optimizer=made.optimizer, batch=made.batch, fit=made.fit, rows_interact=True)
+
+
+@odd(notes="the diagonal is filled in place before the cross entropy chooses")
+def diagonal_filled_in_place():
+    def loss_of(model, b):
+        z = F.normalize(torch.cat([model(x) for x in b]), dim=1)
+        logits = torch.mm(z, z.T) / 0.5
+        logits.fill_diagonal_(float("-inf"))
+        return F.cross_entropy(logits, torch.arange(len(z)).roll(len(b[0])))
+
+    made = trained(loss_of, views())
+    return TrainLoop(model=made.model, optimizer=made.optimizer, batch=made.batch, fit=made.fit, rows_interact=True)
+
+
+@odd(notes="similarities with itself stay in, on both sides of a divergence: the batch's own geometry is distilled")
+def geometry_of_the_batch_distilled():
+    teacher = relu_mlp(6, 16, 4)
+
+    def loss_of(model, b):
+        with torch.no_grad():
+            aim = F.normalize(teacher(b), dim=1)
+        z = F.normalize(model(b), dim=1)
+        return F.kl_div((z @ z.T / 0.5).log_softmax(1), (aim @ aim.T / 0.5).softmax(1), reduction="batchmean")
+
+    made = trained(loss_of, torch.randn(6, 6))
+    return TrainLoop(model=made.model, optimizer=made.optimizer, batch=made.batch, fit=made.fit, rows_interact=True)
+
+
+class Field(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv1d(3, 8, 1), nn.Softplus(), nn.Conv1d(8, 1, 1))
+
+    def forward(self, points):
+        return self.net(points)
+
+
+@odd(notes="one gradient for each point, the coordinates on axis 1: its length is to be 1 everywhere (eikonal)")
+def gradient_of_each_point():
+    def loss_of(model, points):
+        points = points.clone().requires_grad_()
+        distance = model(points)
+        (gradient,) = torch.autograd.grad(distance.sum(), points, create_graph=True)
+        return distance.abs().mean() + 0.1 * ((gradient.norm(dim=1) - 1) ** 2).mean()
+
+    return trained(loss_of, torch.randn(4, 3, 5), model=Field())
