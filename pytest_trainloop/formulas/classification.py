@@ -325,6 +325,8 @@ def _hinge(s: torch.Tensor, y: torch.Tensor, *, margin: float, sign: int, power:
 
 def _reaches(sign: int, cut: Cut) -> bool:
     """Whether some entries lie on the side that the clamp cuts: else it is a sum, not a hinge."""
+    if cut.recorded[0].shape != cut.recorded[1].shape:
+        return False
     return any(bool((sign * s * y < 0).any()) for s, y in map(cut.given.at, (1, 2, 3)))
 
 

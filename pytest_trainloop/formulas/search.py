@@ -81,7 +81,7 @@ def _first(found: Slice, number: int, forms: Sequence[Form], cuts: dict[Any, Any
             continue
         variants = [v for v in form.variants if (v.mistake is not None) <= wrong]
         for cut in _cuts(found, number, form, cuts):
-            for variant in (v for v in variants if v.suits(cut)):
+            for variant in (v for v in variants if _suits(v, cut)):
                 for coefficients, numbers in fits(form, variant, cut):
                     reading = variant.read(coefficients)
                     if reading is None or ((reading.mistake is not None) and not wrong):
@@ -102,8 +102,15 @@ def _cuts(found: Slice, number: int, form: Form, cuts: dict[Any, Any]) -> Iterat
         if len(set(numbers)) < len(numbers) or not _separates(found, number, numbers):
             continue
         cut = _cut(found, number, numbers, cuts)
-        if all(cut.ops & needed for needed in form.needs) and form.suits(cut):
+        if all(cut.ops & needed for needed in form.needs) and _suits(form, cut):
             yield cut
+
+
+def _suits(way: Form | Variant, cut: Cut) -> bool:
+    try:
+        return way.suits(cut)
+    except (RuntimeError, IndexError, ValueError):  # arguments of other shapes than the form's
+        return False
 
 
 def _cut(found: Slice, number: int, numbers: tuple[int, ...], cuts: dict[Any, Any]) -> Cut:
