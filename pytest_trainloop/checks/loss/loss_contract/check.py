@@ -129,7 +129,7 @@ CAUSES = {
     "wrong_axis": Cause(
         proof="the softmax runs over another axis than the one that the loss takes for the classes",
         repair="normalise along the axis of the classes: dim=1 for (N, C, ...), dim=-1 for (N, T, C)",
-        explains=(*LEARNING, "batch_independence"),
+        explains=(*LEARNING, "batch_independence", "loss_formula:wrong_axes"),
         change=("seen",),
     ),
     "class_axis": Cause(
@@ -153,7 +153,7 @@ CAUSES = {
     "logits_as_probabilities": Cause(
         proof="raw scores where a binary cross entropy or a divergence takes probabilities",
         repair="use binary_cross_entropy_with_logits on the scores as they are",
-        explains=(*LEARNING, "finite"),
+        explains=(*LEARNING, "finite", "loss_formula:scores_as_probabilities"),
         change=("seen",),
     ),
     "probabilities_saturated": Cause(
@@ -207,7 +207,7 @@ CAUSES = {
     "signs_expected": Cause(
         proof="targets of 0 and 1 where 1 and -1 are read",
         repair="map the labels: 2 * y - 1",
-        explains=LEARNING,
+        explains=(*LEARNING, "loss_formula:labels_as_signs"),
         change=("seen",),
     ),
     "log_target_mismatch": Cause(
@@ -242,7 +242,7 @@ CAUSES = {
     "log_variance": Cause(
         proof="the output of a layer, or negative values, are given for a variance",
         repair="give exp(log_variance), or softplus of the output",
-        explains=(*LEARNING, "finite"),
+        explains=(*LEARNING, "finite", "loss_formula:parameter_confused"),
         change=("seen",),
     ),
     "class_without_weight": Cause(
@@ -255,6 +255,7 @@ CAUSES = {
         proof="what is given as the variance comes from std or sqrt, or is called a deviation",
         repair="square it: var=sigma ** 2",
         change=("seen",),
+        explains=("loss_formula:parameter_confused",),
     ),
     "rate_scale": Cause(
         proof="a rate is given where its logarithm is taken, or negative values for a rate; or rates above 1 only, for "
@@ -342,7 +343,7 @@ CAUSES = {
     "box_format": Cause(
         proof="boxes that are read as corners have x2 < x1, or are compared elsewhere with centres and sizes",
         repair="box_convert(boxes, in_fmt='cxcywh', out_fmt='xyxy') on predictions and targets alike",
-        explains=LEARNING,
+        explains=(*LEARNING, "loss_formula:box_format"),
         change=("seen",),
     ),
     "no_pairs": Cause(
@@ -360,7 +361,7 @@ CAUSES = {
     "value_range": Cause(
         proof="the images span less than a hundredth, or more than a hundred times, of the range that the call is told",
         repair="pass the range that the images have: 1 for [0, 1], 255 for bytes",
-        explains=LEARNING,
+        explains=(*LEARNING, "loss_formula:scores_as_probabilities"),
         change=("seen",),
     ),
     "head_too_wide": Cause(

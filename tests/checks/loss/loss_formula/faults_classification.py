@@ -38,20 +38,6 @@ def binary_entropy(p, y):
     return -(y * torch.log(p + 1e-7) + (1 - y) * torch.log(1 - p + 1e-7)).mean()
 
 
-def entropy_of_clamped(p, y):
-    p = p.clamp(1e-6, 1 - 1e-6)
-    return -(y * torch.log(p) + (1 - y) * torch.log(1 - p)).mean()
-
-
-pair(
-    "scores_clamped_to_probabilities",
-    "loss_formula",
-    "scores_as_probabilities",
-    faulty=classifier(entropy_of_clamped),
-    fixed=classifier(lambda z, y: entropy_of_clamped(z.sigmoid(), y)),
-)
-
-
 def positives_only(p, y):
     return -(y * torch.log(p + 1e-7)).mean()
 
