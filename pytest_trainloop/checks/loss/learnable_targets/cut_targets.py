@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.loss.learnable_targets.comparisons import FirstSteps
-from pytest_trainloop.recording.torch_names import CASTS, EXTREME_PLACES, INDEXING, VIEWS
+from pytest_trainloop.recording.torch_names import CASTS, EXTREME_PLACES, INDEXING, LOSSES, SUBTRACTIONS, VIEWS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,9 +46,9 @@ def cut_targets(evidence: Evidence) -> Iterator[CutTarget]:
     found: dict[tuple[str, int], list[CutTarget | None]] = {}
     for call in first.calls:
         results = [v for v in call.inputs if v.history and not v.parameter]
-        if not results or not first.reaches_a_root(call):
+        if call.name not in LOSSES | SUBTRACTIONS | INDEXING or not results or not first.reaches_a_root(call):
             continue
-        for value in call.inputs:
+        for value in call.inputs[:2]:  # what follows in a loss are weights
             if not value.history and _constant(value) and (cut := _cut(value, call)):
                 found.setdefault((cut.place.file, cut.place.line), []).append(cut)
             elif not value.history and (made := _cutting(value)) is not None:
