@@ -64,12 +64,14 @@ def _left_out(survey: Survey) -> dict[Call, list[Scalar]]:
         here = scalar.site, scalar.op, scalar.window
         by_call[scalar.site, scalar.op, turns[here]].append(scalar)  # a line may compute several
         turns[here] += 1
+    used = {(s.site, s.op) for s in survey.scalars if s.used}
     found = {}
     for (site, op, turn), scalars in by_call.items():
         last = [s for s in scalars if not s.consumed]
         if not site or not last or any(s.used for s in scalars):
             continue
-        own = not any(s.of_losses for s in scalars)  # torch's are loss_contract's
+        # torch's losses are loss_contract's; of the turns of a loop the last may be meant
+        own = not any(s.of_losses for s in scalars) and (site, op) not in used
         name = name_at(site)
         if (own and (is_term(name) or (is_part(name) and never_read(site)))) or _untrained(survey.record, last):
             found[site, op, turn] = last
