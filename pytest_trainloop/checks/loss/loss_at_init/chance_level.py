@@ -6,6 +6,7 @@ Weights, smoothing, ignored labels, the number of negatives and the reduction ar
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,11 +17,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_trainloop.checks.loss.loss_at_init.unit_inputs import UnitInputs
+from pytest_trainloop.losses.table.lookup import OF_TORCH, lookup
+from pytest_trainloop.recording.hooks import after_modules
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import DISTANCE_LOSSES, LOSSES
+from pytest_trainloop.runs.hooks import hooked
 from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.losses.table.entry import Entry
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
@@ -76,6 +83,22 @@ class InitialLosses(WatchingMode):
             with self.watch.suspended(), torch.no_grad():
                 self.recorded.append(_initial_loss(name, func, args, kwargs, out))
         return out
+
+    @contextlib.contextmanager
+    def watching(self, watch: Watch) -> Iterator[None]:
+        def left(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            entry = lookup(module) if self.active() and args and isinstance(out, torch.Tensor) else None
+            if (
+                entry is not None
+                and entry.chance
+                and out.requires_grad
+                and not type(module).__module__.startswith("torch.")
+            ):
+                with watch.suspended(), torch.no_grad():
+                    self.recorded.append(_of_library(entry, module, args, kwargs, out))
+
+        with super().watching(watch), hooked(after_modules(left, with_kwargs=True)):
+            yield
 
 
 Which = Literal["all", "embeddings"]
@@ -148,11 +171,23 @@ def _initial_loss(name: str, func: Callable[..., Any], args: Any, kwargs: Any, o
     return replace(
         found,
         chance=max(map(loss_of, guess(answer, target))),
-        degree=2 if name == "mse_loss" else 1,
+        degree=OF_TORCH[name].degree,
         below=below,
         entropy=entropy,
         outputs=float(answer.detach().double().square().mean().sqrt()),
     )
+
+
+def _of_library(entry: Entry, module: nn.Module, args: Any, kwargs: Any, out: torch.Tensor) -> InitialLoss:
+    """The call of a loss module of a library, that the table of losses knows the chance level of."""
+    answer, *rest = args
+    found = InitialLoss(type(module).__name__, str(here()[0]), float(out.detach().double().mean()), degree=entry.degree)
+    target = rest[0] if rest else next(iter(kwargs.values()), None)
+    if not isinstance(answer, torch.Tensor) or not isinstance(target, torch.Tensor):
+        return found
+    guesses = _BY_CHANCE[entry.chance](answer, target)
+    chance = max(float(module.forward(guess, *rest, **kwargs).detach().double().mean()) for guess in guesses)
+    return replace(found, chance=chance, outputs=float(answer.detach().double().square().mean().sqrt()))
 
 
 def _below_entropy(answer: torch.Tensor, target: torch.Tensor, args: Any, kwargs: Any) -> tuple[float, float]:
@@ -192,11 +227,11 @@ def _constants(answer: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]
     return [torch.zeros_like(answer), torch.full_like(answer, float(target.double().mean()))]
 
 
-_GUESSES: dict[str, Guess] = {
-    **dict.fromkeys(("cross_entropy", "binary_cross_entropy_with_logits", "soft_margin_loss"), _zeros),
-    **dict.fromkeys(("multi_margin_loss", "multilabel_soft_margin_loss"), _zeros),
-    "binary_cross_entropy": _halves,
-    "nll_loss": _log_uniform(1),
-    "ctc_loss": _log_uniform(-1),
-    **dict.fromkeys(DISTANCE_LOSSES, _constants),
+_BY_CHANCE: dict[str, Guess] = {
+    "zeros": _zeros,
+    "halves": _halves,
+    "log_uniform": _log_uniform(1),
+    "log_uniform_last": _log_uniform(-1),
+    "constants": _constants,
 }
+_GUESSES = {name: _BY_CHANCE[entry.chance] for name, entry in OF_TORCH.items() if entry.chance}

@@ -232,7 +232,7 @@ def _written(evidence: Evidence) -> list[Finding] | None:
 
     if not evidence.repeatable:
         return None
-    known = [loss for loss in written_losses(evidence) if math.isfinite(loss.times)]
+    known = [loss for loss in evidence.shared(written_losses) if math.isfinite(loss.times)]
     if not known:
         return None
     loss = max(known, key=lambda one: one.times)

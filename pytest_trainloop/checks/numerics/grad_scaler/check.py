@@ -179,6 +179,9 @@ CAUSES = {
 SKIPS = 24
 """Skips in a row with no step made: from 2^16 down to 2^-8, where a gradient of 65504 * 2^8 would have fit."""
 
+FEW = 4
+"""Scalers, of which each is tried by a run of its own."""
+
 FALL = 10
 """Powers of two that a scale must fall by, once a step was made, to be suspicious."""
 
@@ -243,7 +246,7 @@ def _scale_dependences(evidence: Evidence | EnabledScaler, record: Record) -> It
             change = evidence.shared(RescaledRuns).in_float32(found.optimizer) if not found.whole else None
             if change is not None and change > ROUNDING:
                 yield findings.scale_in_loss(record, found, change)
-    if not dependences and len({call.scaler for call in record.scaler_calls() if call.enabled}) > 1:
+    if not dependences and 1 < len({call.scaler for call in record.scaler_calls() if call.enabled}) <= FEW:
         crossed = evidence.shared(RescaledRuns).crossed()
         if crossed is not None:
             yield findings.another_scaler(record, *crossed)

@@ -116,3 +116,27 @@ def test_pairs_have_no_entropy_to_be_below_of():
     labels = torch.arange(32)
     call = seen(lambda out: F.cross_entropy(10 * torch.eye(32) + 0 * out.sum(), labels))[0]
     assert call.below == 0
+
+
+class LabelSmoothingCrossEntropy(nn.Module):
+    """Of the public name and signature of timm's."""
+
+    def forward(self, x, target):
+        logs = x.log_softmax(-1)
+        return (-0.9 * logs.gather(-1, target.unsqueeze(1)).squeeze(1) - 0.1 * logs.mean(-1)).mean()
+
+
+def test_losses_of_libraries_are_known_by_the_table():
+    LabelSmoothingCrossEntropy.__module__ = "timm.loss.cross_entropy"
+    (found,) = seen(lambda out: LabelSmoothingCrossEntropy()(out, LABELS.clamp(min=0)), scale=100.0)
+    assert (found.name, found.degree) == ("LabelSmoothingCrossEntropy", 1)
+    assert found.chance == pytest.approx(math.log(4))
+    assert found.times > 3
+
+
+def test_losses_of_the_project_are_left_to_other_ways():
+    class Own(LabelSmoothingCrossEntropy):
+        pass
+
+    Own.__module__ = "project.losses"
+    assert seen(lambda out: Own()(out, LABELS.clamp(min=0))) == []

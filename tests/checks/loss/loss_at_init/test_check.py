@@ -8,6 +8,7 @@ from pytest_trainloop.checks.loss.loss_at_init.chance_level import InitialLoss, 
 from pytest_trainloop.checks.loss.loss_at_init.check import loss_at_init
 from pytest_trainloop.checks.loss.loss_at_init.first_loss import FirstLoss, FirstLosses, OverSeeds
 from pytest_trainloop.checks.loss.loss_at_init.wide_weights import WideWeights
+from pytest_trainloop.checks.loss.loss_at_init.written_losses import written_losses
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.runs.weight_origins import pretrained
 from tests.helpers.records import ONE, FakeEvidence, parameter, record
@@ -39,7 +40,12 @@ class NoneWide:
 
 
 def found(*plain, are_pretrained=False, **changed):
-    shared = {InitialRuns: Runs(list(plain), **changed), pretrained: are_pretrained, WideWeights: NoneWide()}
+    shared = {
+        InitialRuns: Runs(list(plain), **changed),
+        pretrained: are_pretrained,
+        WideWeights: NoneWide(),
+        written_losses: [],
+    }
     evidence = FakeEvidence(None, shared=shared)
     return [(f.cause, f.level) for f in loss_at_init(evidence)]
 

@@ -23,7 +23,7 @@ HERE = Place("model.py", 9, "scores = q @ k.T")
 class Given:
     """Runs in low precision whose parity is given, or the reason why there is none."""
 
-    name, record = "as it is", RECORD
+    name, record, low, angles = "as it is", RECORD, None, False
 
     def __init__(self, ratio, *, imposed=False, finite=True):
         self._ratio, self._finite, self.imposed = ratio, finite, imposed
