@@ -123,6 +123,9 @@ def every_term_trains(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.loss.every_term_trains.survey import Survey
 
     survey = evidence.shared(Survey.of)
-    yield from constant_terms(evidence, survey)
-    yield from derivatives_beside(survey)
-    yield from lost_terms(evidence, survey)
+    found = [*constant_terms(evidence, survey), *derivatives_beside(survey)]
+    yield from found
+    for lost in lost_terms(evidence, survey):
+        # a term that is added by its value alone is lost by that
+        if lost.level == "fault" or not any(f.where == lost.where or f.culprits == lost.culprits for f in found):
+            yield lost
