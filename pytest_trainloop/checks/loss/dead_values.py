@@ -27,15 +27,17 @@ def never_read(site: Site) -> str:
 
     A line that returns the value passes the question on to its caller.
     """
+    called = ""
     for filename, line in site:
         found = _statement(filename, line)
         if found is None:
             return ""
         function, block, statement = found
         if not isinstance(statement, ast.Return):
-            return _lost(function, block, statement)
-        if not _is_the_call(statement.value):
+            return _lost(function, block, statement, called)
+        if not _is_the_call(statement.value, called):
             return ""
+        called = function.name
     return ""
 
 
@@ -73,10 +75,12 @@ def _covers(node: ast.stmt, line: int) -> bool:
     return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
-def _lost(function: _Function, block: list[ast.stmt], statement: ast.stmt) -> str:
+def _lost(function: _Function, block: list[ast.stmt], statement: ast.stmt, called: str) -> str:
     if isinstance(statement, ast.Expr):
-        return "its value is thrown away" if _is_the_call(statement.value) else ""
-    if not (isinstance(statement, ast.Assign) and len(statement.targets) == 1 and _is_the_call(statement.value)):
+        return "its value is thrown away" if _is_the_call(statement.value, called) else ""
+    if not (isinstance(statement, ast.Assign) and len(statement.targets) == 1):
+        return ""
+    if not _is_the_call(statement.value, called):
         return ""
     target = statement.targets[0]
     if not isinstance(target, ast.Name) or target.id.startswith("_") or _escapes(function, target.id):
@@ -107,11 +111,12 @@ def _escapes(function: _Function, name: str) -> bool:
     return False
 
 
-def _is_the_call(value: ast.expr | None) -> bool:
-    """Whether an expression is a call, or arithmetic and methods of one: not a call that is given another's result."""
+def _is_the_call(value: ast.expr | None, called: str) -> bool:
+    """Whether an expression is a call, or arithmetic and methods of one: not a call that is given another's result,
+    that of a loss or of the function ``called``."""
     while True:
         if isinstance(value, ast.BinOp):
-            return _is_the_call(value.left) or _is_the_call(value.right)
+            return _is_the_call(value.left, called) or _is_the_call(value.right, called)
         if isinstance(value, ast.UnaryOp):
             value = value.operand
         elif isinstance(value, ast.Call):
@@ -119,14 +124,14 @@ def _is_the_call(value: ast.expr | None) -> bool:
                 value = value.func.value
                 continue
             given = [*value.args, *(k.value for k in value.keywords)]
-            return not any(_may_be_a_loss(n) for g in given for n in ast.walk(g))
+            return not any(_may_be_a_loss(n, called) for g in given for n in ast.walk(g))
         else:
             return False
 
 
-def _may_be_a_loss(node: ast.AST) -> bool:
+def _may_be_a_loss(node: ast.AST, called: str) -> bool:
     """Whether a call among the arguments may be the loss, whose result then goes into the outer call."""
     if not isinstance(node, ast.Call):
         return False
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-    return name in LOSSES or "loss" in name or "criterion" in name
+    return name in LOSSES or name == called or "loss" in name or "criterion" in name

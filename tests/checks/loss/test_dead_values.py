@@ -49,7 +49,9 @@ def test_a_value_that_may_be_read_is_not_lost(tmp_path, body):
     assert lost(tmp_path, body) == ""
 
 
-@pytest.mark.parametrize(("line", "said"), [("term = step()", "reads term"), ("return step().item()", "")])
+@pytest.mark.parametrize(
+    ("line", "said"), [("term = step()", "reads term"), ("return step().item()", ""), ("log.append(float(step()))", "")]
+)
 def test_a_value_that_is_returned_is_lost_where_the_caller_loses_it(tmp_path, line, said):
     found = lost(tmp_path, "return F.l1_loss(a, b)", "def fit():", f"    {line}")
     assert said in found if said else not found
