@@ -23,6 +23,8 @@ How it decides
     Units: the mean of the targets, one constant for each output, is ten times nearer to them than the first outputs
     are: advice. Where the targets of the batch are near the outputs (within three spreads), and a difference that the
     loop itself divides takes them away, they were standardised before: a fault.
+    Contained: each column of a target of the batch stands in one input, entry by entry, which has other columns too,
+    and the prediction changes where these columns change rows: advice, since a task may be to copy.
     Written in place: a function that computes a loss writes into a tensor of the batch that it was given, and what
     comes after reads it. With the tensor put back when the function returns the loss that is backpropagated is another.
 
@@ -60,6 +62,7 @@ from pytest_trainloop.wording import share
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pytest_trainloop.checks.loss.learnable_targets.contained import Contained
     from pytest_trainloop.checks.loss.learnable_targets.cut_targets import CutTarget
     from pytest_trainloop.checks.loss.learnable_targets.other_draws import OtherDraw
     from pytest_trainloop.checks.loss.learnable_targets.reach import OutOfReach
@@ -110,6 +113,13 @@ CAUSES = {
         change=("seen",),
         settle="set the bias of the last layer to the mean of the targets, where they are to stay in their units",
     ),
+    "input_contains_target": Cause(
+        proof="each column of the target stands in the input in all rows, and the prediction depends on it",
+        repair="take the target's columns out of the input: x = table.drop(columns=[target])",
+        explains=("loss_at_init:below_chance",),
+        change=("seen",),
+        settle="leave these columns out of the input",
+    ),
     "target_written_by_loss": Cause(
         proof="a loss function writes into the batch, and with the batch put back afterwards the loss is another",
         repair="work on a copy: target = target.clone()",
@@ -121,6 +131,7 @@ CAUSES = {
 
 @check(needs={"run"}, causes=CAUSES, rank=6)
 def learnable_targets(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.checks.loss.learnable_targets.contained import contained_targets
     from pytest_trainloop.checks.loss.learnable_targets.cut_targets import cut_targets
     from pytest_trainloop.checks.loss.learnable_targets.other_draws import other_draws
     from pytest_trainloop.checks.loss.learnable_targets.reach import out_of_reach
@@ -131,6 +142,7 @@ def learnable_targets(evidence: Evidence) -> Iterator[Finding]:
     yield from map(_other_draw, other_draws(evidence))
     yield from map(_out_of_reach, out_of_reach(evidence))
     yield from map(_far, far_targets(evidence))
+    yield from map(_contained, contained_targets(evidence))
     yield from map(_written, written_by_loss(evidence))
 
 
@@ -217,6 +229,19 @@ def _far(found: FarTargets) -> Finding:
         measured=told,
         shown_by="until that constant is found, every step moves all outputs alike",
         culprits=(found.name or "target",),
+        where=str(found.place),
+    )
+
+
+def _contained(found: Contained) -> Finding:
+    columns = ", ".join(map(str, found.columns[:4])) + (" and more" if len(found.columns) > 4 else "")
+    return Finding(
+        cause="input_contains_target",
+        level="advice",
+        summary=f"{found.target} stands in {found.input}, which the prediction is made of",
+        measured=f"column {columns} of {found.of} is the target, in each of {found.rows} rows",
+        shown_by="with these entries in other rows the prediction is another one",
+        culprits=(found.input, found.target),
         where=str(found.place),
     )
 

@@ -242,3 +242,28 @@ pair(
     fixed=standardised(lambda y: y),
     quick=True,
 )
+
+
+def with_its_target(drop):
+    x, y = data.table()
+    table = torch.cat([x, y], 1)
+
+    def loss(model, batch):
+        given, target = batch
+        return F.mse_loss(model(given), target)
+
+    return lambda: loop(mlp(6 if drop else 7, 16, 1), (x if drop else table, y), loss)
+
+
+pair(
+    "target_column_left_in_the_table",
+    "learnable_targets",
+    "input_contains_target",
+    level="advice",
+    culprits=("batch[0]", "batch[1]"),
+    where="F.mse_loss(model(given), target)",
+    mentions=("column 6 of 7",),
+    faulty=with_its_target(drop=False),
+    fixed=with_its_target(drop=True),
+    quick=True,
+)
