@@ -72,6 +72,8 @@ class Call:
     """What a distance compares in this step, where both sides may be boxes."""
     unstepped: tuple[str, ...] = ()
     """Weights of the criterion itself that no step has changed since it was first called, three steps ago at least."""
+    with_itself: set[int] = field(default_factory=set)
+    """Tensors of this step, by identity, of which all pairs of rows are compared with one another too."""
     log_probs: list[Node] = field(default_factory=list)
     """The results of ``log_prob`` in this step."""
     beside: list[Call] = field(default_factory=list)

@@ -32,8 +32,8 @@ How it decides
     arguments are what they are at the function's first call of torch. Boxes that are read as corners must have
     x1 <= x2 and y1 <= y2 in the data; of predicted boxes it is advice, and a fault where a distance compares the same
     predictions with the same targets in the other format. A table of all pairs is meant where its entries do not all
-    count alike; the product of (N,) and (N, 1) is then that of two sums, and of log-probabilities never meant. A loss of
-    pairs has none where no two rows, or all, have one label and its value is exactly 0.
+    count alike; the product of (N,) and (N, 1) is then that of two sums, and of log-probabilities never meant. A loss
+    of pairs has none where no two rows, or all, have one label and its value is exactly 0.
     Where it may be meant, it is advice: log-probabilities given to cross_entropy, kl_div by the mean of elements or
     with its gradient through the target, a head far wider than the labels, rare positives without a weight, a loss that
     is subtracted from another, or computed and left out: it may be a metric, or begin after a warm-up. Left out, it is

@@ -96,6 +96,8 @@ def differences(call: Call) -> Iterator[Judgement]:
         return
     if node.op in _INSERT_AN_AXIS or not _of_one_output(node) or call.weights is None:
         return
+    if id(column) in call.with_itself:
+        return  # an energy distance: pairs with the data less pairs among its own
     if _sum_over_pairs(call.weights.double(), call.out.detach().double()):
         rows = column.shape[0]
         left, right = tuple(call.given["input"].shape), tuple(call.given["target"].shape)

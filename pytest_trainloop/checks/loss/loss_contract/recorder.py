@@ -103,6 +103,7 @@ class LossCallRecorder(WatchingMode):
         self._compared: list[Compared] = []
         self._of_owner: dict[int, list[Call]] = {}
         self._log_probs: list[Node] = []
+        self._with_itself: set[int] = set()
         self._versions: dict[int, tuple[int, int]] = {}
 
     @classmethod
@@ -222,7 +223,7 @@ class LossCallRecorder(WatchingMode):
         self._lineage.forget()
         self._tokens.embedded.clear()
         self._running.forget()
-        self._compared, self._of_owner, self._log_probs = [], {}, []
+        self._compared, self._of_owner, self._log_probs, self._with_itself = [], {}, [], set()
 
     def _backpropagated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         roots = list(tensors_in(args[:1], kwargs.get("tensors", ())))
@@ -264,8 +265,11 @@ class LossCallRecorder(WatchingMode):
         made = Call(
             name=name, given=given, place=place, site=site, out=torch.empty(0),
             module=watch.module_path(), tokens=self._tokens, embedded=tuple(self._tokens.embedded), rows=self._rows,
-            log_probs=self._log_probs,
+            log_probs=self._log_probs, with_itself=self._with_itself,
         )  # fmt: skip
+        sides = given.get("input"), given.get("target")
+        if name == "difference" and all(isinstance(s, torch.Tensor) and s.requires_grad for s in sides):
+            self._with_itself.update(map(id, sides))
         made.nodes = {key: self._lineage.of(value) for key, value in given.items() if isinstance(value, torch.Tensor)}
         return made
 
