@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
     from pytest_trainloop.tracing.terms import Term
 
+_UNNAMED = "a number"
+
 _HOW = {
     "number": ("it is a plain number there", "add the tensor itself: leave out item(), float() or numpy()"),
     "end": ("it is detached as a whole", "add it without detach()"),
@@ -91,7 +93,9 @@ def _detached(term: Term, moves: float) -> Finding:
     name = _called(term)
     return Finding(
         cause="term_detached",
-        summary=f"the value of {name} is added to the loss and trains nothing: {why}",
+        summary="a plain number that changes with the weights is added to the loss, and trains nothing"
+        if name == _UNNAMED
+        else f"the value of {name} is added to the loss and trains nothing: {why}",
         measured=_moved(moves),
         shown_by="its value changes with the weights that this loss trains, and it has no history where it is added",
         culprits=(name,),
@@ -131,5 +135,5 @@ def _called(term: Term) -> str:
     """What the project calls a term, as far as its line shows."""
     if term.cut == "number":
         found = re.search(r"([\w.]+)\.(?:item|tolist|numpy|cpu)\(\)|float\(([^()]+)\)", code_of(term.place))
-        return next(filter(None, found.groups())) if found else "a number"
+        return next(filter(None, found.groups())) if found else _UNNAMED
     return term.op if term.op in LOSSES else name_at(term.site) or term.op or "a tensor"
