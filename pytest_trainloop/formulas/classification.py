@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from pytest_trainloop.formulas.form import Argument, Coefficients, Form, Mistake, Reading, Variant, cost, single
 from pytest_trainloop.formulas.origins import origin
 from pytest_trainloop.recording.torch_names import BINARY_LOSSES, CLASS_LOSSES
+from pytest_trainloop.tracing.loss_slice import CannotReplay
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -325,9 +326,20 @@ def _hinge(s: torch.Tensor, y: torch.Tensor, *, margin: float, sign: int, power:
 
 def _reaches(sign: int, cut: Cut) -> bool:
     """Whether some entries lie on the side that the clamp cuts: else it is a sum, not a hinge."""
-    if cut.recorded[0].shape != cut.recorded[1].shape:
+    if cut.recorded[0].shape != cut.recorded[1].shape or not _grows(cut):
         return False
     return any(bool((sign * s * y < 0).any()) for s, y in map(cut.given.at, (1, 2, 3)))
+
+
+def _grows(cut: Cut) -> bool:
+    """Whether the value goes on growing on one side: scores that are clamped themselves, and multiplied, do not."""
+    scores, target = (t.detach() for t in cut.given.at(1))
+    far = ({cut.arguments[0]: scores * k, cut.arguments[1]: target} for k in (1e3, 2e3))
+    try:
+        (one,), (two,) = (cut.slice.replay(given, [cut.number]) for given in far)
+    except CannotReplay:
+        return False
+    return bool((one != two).any())
 
 
 HINGE = Form(
