@@ -21,6 +21,11 @@ How it decides
     comes from the batch, an optimizer holds the layer and none maximises: games and attacks make a loss worse on
     purpose.
     No agreement: nothing is said.
+    Comparisons of outputs with the batch, entry by entry, are looked at whatever is made of them. Entries are
+    misaligned where both sides are reshaped or transposed copies of tensors with the same axes, and along an axis whose
+    length no other has they lie in another order. Errors cancel where any errors of mean 0 may be added to the
+    differences and the loss stays the same. A distance is made larger where the loss falls as each difference grows,
+    above 0 and below. The last two count only where nothing else trains these outputs.
 
 Faulty
     >>> head = nn.Linear(16, 1)
