@@ -147,9 +147,16 @@ def judge(check: Check, heading: str, **options):
 
 
 @every_check
-def test_the_faulty_example_fails_it_and_the_fixed_one_passes_everything(check):
+def test_the_faulty_example_fails_it_and_the_fixed_one_passes_it(check):
     (faulty,) = judge(check, "Faulty", only=[check.name], strict=True).results  # strict: a check may only advise
     assert faulty.outcome == "failed"
+    (fixed,) = judge(check, "Fixed", only=[check.name]).results
+    assert fixed.outcome == "passed"
+
+
+@pytest.mark.corpus
+@every_check
+def test_the_fixed_example_passes_everything(check):
     assert {r.outcome for r in judge(check, "Fixed").results} <= {"passed", "skipped"}
 
 

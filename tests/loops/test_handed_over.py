@@ -89,11 +89,13 @@ SHARE = 12
 
 
 def ways_of(names):
-    for name in names:
-        for way in OTHER_WAYS:
+    """Each pair in each way; by default each in one of them, in turn, and all else with the marker ``corpus``."""
+    for number, name in enumerate(names):
+        for turn, way in enumerate(OTHER_WAYS):
             if way == "inside" and name in TERMS:
                 continue
-            marks = [pytest.mark.quick] if name in QUICK else [pytest.mark.corpus] * (PAIRS[name].check in LONG)
+            rare = PAIRS[name].check in LONG or number % len(OTHER_WAYS) != turn
+            marks = [pytest.mark.quick] if name in QUICK else [pytest.mark.corpus] * rare
             yield pytest.param(PAIRS[name], way, id=f"{PAIRS[name].check}-{name}-{way}", marks=marks)
 
 
