@@ -28,7 +28,7 @@ How it decides
     above 0 and below. The last two count only where nothing else trains these outputs.
 
 Faulty
-    >>> head = nn.Linear(16, 1)
+    >>> head = nn.Linear(8, 1)
     >>> optimizer = torch.optim.Adam(head.parameters())
     >>> for x, y in batches:
     ...     p, t = head(x).flatten(), (y > 0).double()
@@ -37,7 +37,7 @@ Faulty
     ...     optimizer.step()
 
 Fixed
-    >>> head = nn.Linear(16, 1)
+    >>> head = nn.Linear(8, 1)
     >>> optimizer = torch.optim.Adam(head.parameters())
     >>> for x, y in batches:
     ...     p, t = head(x).sigmoid().flatten(), (y > 0).double()
