@@ -324,11 +324,10 @@ def _hinge(s: torch.Tensor, y: torch.Tensor, *, margin: float, sign: int, power:
     return F.relu(margin + sign * y * s) ** power if s.shape == y.shape else None
 
 
-def _reaches(sign: int, cut: Cut) -> bool:
-    """Whether some entries lie on the side that the clamp cuts: else it is a sum, not a hinge."""
-    if cut.recorded[0].shape != cut.recorded[1].shape or not _grows(cut):
-        return False
-    return any(bool((sign * s * y < 0).any()) for s, y in map(cut.given.at, (1, 2, 3)))
+def _cuts(sign: int, cut: Cut, numbers: Mapping[str, float]) -> bool:
+    """Whether the clamp cuts some entries, and not all: else it is a sum, not a hinge."""
+    margins = [numbers["margin"] + sign * s * y for s, y in map(cut.given.at, (0, 1, 2, 3))]
+    return any(bool((m < 0).any()) for m in margins) and any(bool((m > 0).any()) for m in margins)
 
 
 def _grows(cut: Cut) -> bool:
@@ -351,7 +350,8 @@ HINGE = Form(
             single(functools.partial(_hinge, sign=sign, power=power)),
             cost(mistake),
             mistake,
-            suits=functools.partial(_reaches, sign),
+            suits=_grows,
+            holds=functools.partial(_cuts, sign),
         )
         for sign, mistake in ((-1, None), (1, MARGIN_SIGN))
         for power in (1, 2)

@@ -109,6 +109,8 @@ class Variant:
     """What the arguments hold, where that is more than the form says."""
     suits: Callable[[Cut], bool] = lambda cut: True
     """Whether these arguments may be taken in this way."""
+    holds: Callable[[Cut, Mapping[str, float]], bool] = lambda cut, numbers: True
+    """Whether an agreement with these free numbers says anything: a clamp that cuts nothing is none."""
 
 
 @dataclass(frozen=True, slots=True)

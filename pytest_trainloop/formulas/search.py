@@ -86,6 +86,8 @@ def _first(found: Slice, number: int, forms: Sequence[Form], cuts: dict[Any, Any
                     reading = variant.read(coefficients)
                     if reading is None or ((reading.mistake is not None) and not wrong):
                         continue
+                    if not variant.holds(cut, numbers):
+                        continue
                     return Match(form, variant, cut, reading, numbers)
     return None
 

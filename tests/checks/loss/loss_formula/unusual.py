@@ -219,3 +219,30 @@ def features_against_a_critic_of_domains():
         )
 
     return make()
+
+
+@odd(notes="positives and negatives have exponents of their own, and easy negatives are cut off by a shifted clamp")
+def asymmetric_loss_of_many_labels():
+    def loss_of(scores, targets):
+        y = (targets > 0).to(scores.dtype)
+        p = scores.sigmoid()
+        absent = (1 - p + 0.05).clamp(max=1)
+        entropy = y * torch.log(p.clamp(min=1e-8)) + (1 - y) * torch.log(absent.clamp(min=1e-8))
+        weight = (1 - p * y - absent * (1 - y)) ** (1 * y + 4 * (1 - y))
+        return -(weight * entropy).sum()
+
+    return regression(loss_of)()
+
+
+@odd(notes="heatmaps: entries near a centre cost less, by a power of the soft target")
+def focal_loss_of_heatmaps():
+    def loss_of(scores, targets):
+        heat = torch.exp(-targets.square())
+        heat = torch.where(heat > 0.9, torch.ones_like(heat), heat)
+        p = scores.sigmoid().clamp(1e-4, 1 - 1e-4)
+        centre = heat.eq(1).to(p.dtype)
+        found = torch.log(p) * (1 - p) ** 2 * centre
+        empty = torch.log(1 - p) * p**2 * (1 - heat) ** 4 * (1 - centre)
+        return -(found.sum() + empty.sum()) / centre.sum().clamp(min=1)
+
+    return regression(loss_of)()
