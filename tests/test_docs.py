@@ -83,6 +83,7 @@ def test_files_that_are_named_exist():
     wrong = [
         f"{relative(path)}: {named[0]}"
         for path in TEXTS
+        if not relative(path).startswith(("scripts/public/", "tests/blind/"))  # files of other projects
         for named in MENTION.finditer(read(path))
         if not (ROOT / named["path"]).is_file()
         or (named["anchor"] and named["anchor"] not in anchors(ROOT / named["path"]))
@@ -106,7 +107,8 @@ def test_nothing_refers_to_notes_outside_of_the_repository():
 
 
 def test_the_readme_fits_and_contributing_pages_are_short():
-    assert len(read("README.md").splitlines()) <= 155
+    lines = [line for line in read("README.md").splitlines() if not line.startswith("| [`")]  # a row a check
+    assert len(lines) <= 113
     long = [p.name for p in (ROOT / "docs" / "contributing").glob("*.md") if len(read(p).splitlines()) >= 80]
     assert long == []
 
