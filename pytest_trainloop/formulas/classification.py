@@ -320,12 +320,19 @@ CLASSES_TURNED = Mistake(
 )
 
 
+LEAST_MARGIN = 1e-3
+"""Smaller numbers in a clamp keep a logarithm or a root from 0, and are no margins."""
+
+
 def _hinge(s: torch.Tensor, y: torch.Tensor, *, margin: float, sign: int, power: int) -> torch.Tensor | None:
     return F.relu(margin + sign * y * s) ** power if s.shape == y.shape else None
 
 
 def _cuts(sign: int, cut: Cut, numbers: Mapping[str, float]) -> bool:
-    """Whether the clamp cuts some entries, and not all: else it is a sum, not a hinge."""
+    """Whether the clamp cuts some entries, and not all: else it is a sum, not a hinge. Scores have both signs in the
+    run: what has not is a distance, or a probability, kept above 0."""
+    if not bool((cut.given.at(0)[0] < 0).any()):
+        return False
     margins = [numbers["margin"] + sign * s * y for s, y in map(cut.given.at, (0, 1, 2, 3))]
     return any(bool((m < 0).any()) for m in margins) and any(bool((m > 0).any()) for m in margins)
 
@@ -358,7 +365,7 @@ HINGE = Form(
     ),
     needs=(_CLAMPED, frozenset({"mul", "rmul", "__mul__"})),
     numbers={"margin": (1.0,)},
-    among=lambda name, number: 0 < number <= 100,
+    among=lambda name, number: LEAST_MARGIN <= number <= 100,
 )
 
 
@@ -384,7 +391,7 @@ HINGE_CLASSES = Form(
     ),
     needs=(_CLAMPED,),
     numbers={"margin": (1.0,)},
-    among=lambda name, number: 0 < number <= 100,
+    among=lambda name, number: LEAST_MARGIN <= number <= 100,
 )
 
 FORMS = (

@@ -97,6 +97,8 @@ def cancelling(found: Slice) -> Iterator[Call]:
         error = found.values[number].tensor
         if error.numel() < 2 or not error.is_floating_point() or not _alone(found, number):
             continue
+        if any(_is_reduced(found, side) for side in call.inputs[:2]):
+            continue  # a difference of costs, as a logarithm of one less a logarithm of another
         made = [found.values[found.root].tensor]
         try:
             for seed in range(ZERO_MEAN):
@@ -108,6 +110,20 @@ def cancelling(found: Slice) -> Iterator[Call]:
         size = 10 * error.numel() * float(error.abs().max() + 1) + float(made[0].abs().max())
         if all(close(m.sum(), made[0].sum(), size) for m in made[1:]) and _moves(found, number):
             yield call
+
+
+def _is_reduced(found: Slice, number: int) -> bool:
+    """Whether a value has fewer entries than what it was computed of, back to the layers and the batch."""
+    size, seen, todo = found.values[number].tensor.numel(), {number}, [number]
+    while todo:
+        value = found.values[todo.pop()]
+        if value.tensor.numel() > size:
+            return True
+        if value.kind not in ("layer", "batch") and value.made_by is not None:
+            new = [n for n in found.calls[value.made_by].inputs if n not in seen]
+            seen.update(new)
+            todo.extend(new)
+    return False
 
 
 def _moves(found: Slice, number: int) -> bool:

@@ -246,3 +246,32 @@ def focal_loss_of_heatmaps():
         return -(found.sum() + empty.sum()) / centre.sum().clamp(min=1)
 
     return regression(loss_of)()
+
+
+@odd(notes="distances to the own centre, kept above 0 by a clamp: no hinge, although labels of 0 and 1 multiply them")
+def distances_to_the_own_centre_are_clamped():
+    torch.manual_seed(0)
+    body, head, centres = mlp(8, 12, 4), nn.Linear(4, 3), nn.Parameter(torch.randn(3, 4))
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters(), centres], lr=0.05)
+
+    def fit(batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            features = body(x)
+            apart = (torch.cdist(features, centres).square() * F.one_hot(y, 3)).clamp(1e-12, 1e12)
+            (F.cross_entropy(head(features), y) + 0.05 * apart.sum() / len(x)).backward()
+            optimizer.step()
+
+    model = nn.ModuleDict({"body": body, "head": head})
+    model.register_parameter("centres", centres)
+    return TrainLoop(model=model, optimizer=optimizer, batch=(torch.randn(12, 8), torch.randint(0, 3, (12,))), fit=fit)
+
+
+@odd(notes="the error in decibels is one logarithm less another: only the mean of that difference is trained")
+def error_in_decibels():
+    def loss_of(out, targets):
+        out, targets = out.reshape(4, -1), targets.reshape(4, -1)
+        power = targets.square().sum(-1)
+        return (10 * torch.log10((out - targets).square().sum(-1)) - 10 * torch.log10(power)).mean()
+
+    return regression(loss_of)()
