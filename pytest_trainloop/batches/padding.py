@@ -45,7 +45,7 @@ from pytest_trainloop.batches.padding_hints import Ids, View, counted_entries, h
 from pytest_trainloop.batches.values import alike, constant, in_part, trailing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from pytest_trainloop.batches.padding_hints import Hint, Source
     from pytest_trainloop.loop import Padding
@@ -116,12 +116,14 @@ def read_padding(
     declared: Padding | None = None,
     shape: tuple[int, int] | None = None,
     inputs: Sequence[Ids] = (),
+    read: Collection[tuple[int, ...]] | None = None,
 ) -> PaddingMask | None:
     """The padding of what a model is given; None where it is not proven as far as ``at_least``.
 
     ``shape``: the rows and positions that are asked for, in this order; a mask may have one position more, as of a text
     that the model is given without its last token. Without it the axes are those under which something is padded, also
-    with rows along the second one. ``inputs``: the ids that embeddings looked up, if they are known.
+    with rows along the second one. ``inputs``: the ids that embeddings looked up, if they are known. ``read``: the
+    shapes of all that the model computes with, if they are known: what has another shape is none of its inputs.
     """
     found = leaves(batch)
     if shape is None:
@@ -132,10 +134,10 @@ def read_padding(
     known = [(Leaf(("ids",), given.ids, 0, 1), given.padding_idx) for given in inputs]
     first: PaddingMask | None = None
     for grid in grids:
-        read = _read(View(grid, [leaf.under(grid) for leaf in found], declared, inputs=known), at_least)
-        if read is not None and read.any:
-            return read
-        first = first or read
+        one = _read(View(grid, [leaf.under(grid) for leaf in found], declared, inputs=known, read=read), at_least)
+        if one is not None and one.any:
+            return one
+        first = first or one
     return first
 
 
@@ -213,7 +215,8 @@ def _all_empty(hint: Hint, view: View) -> bool:
     aligned = view.aligned
     if not all(empty(leaf, hint.mask) for leaf in aligned):
         return False
-    return not all(leaf.two_valued or (not view.labels and is_label(leaf, view.declared)) for leaf in aligned)
+    aside = (leaf.two_valued or (not view.labels and is_label(leaf, view.declared)) for leaf in aligned)
+    return not all(one or not view.may_be_read(leaf) for one, leaf in zip(aside, aligned, strict=True))
 
 
 def _inputs_empty(hint: Hint, view: View) -> bool:
@@ -225,6 +228,8 @@ def _inputs_empty(hint: Hint, view: View) -> bool:
             continue
         if leaf.whole and not empty(leaf, hint.mask):
             return False
+        if not view.may_be_read(leaf):
+            continue
         one_value = constant(leaf.at(hint.mask)) is not None
         proven = proven or (one_value and constant(leaf.at(~hint.mask)) is None)
     return proven

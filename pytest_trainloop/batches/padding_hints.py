@@ -21,7 +21,7 @@ from pytest_trainloop.batches.values import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from pytest_trainloop.batches.grids import Grid, Leaf
     from pytest_trainloop.loop import Padding
@@ -56,6 +56,7 @@ class View:
 
     ``inputs``: what the model is known to be given, with the padding_idx that goes with it. ``pad_ids`` are those of
     embeddings of which it is not known what they look up. ``labels``: padding of labels alone is asked for, too.
+    ``read``: the shapes of what the model computes with, where they are known.
     """
 
     grid: Grid
@@ -64,11 +65,16 @@ class View:
     pad_ids: Sequence[int] = ()
     inputs: list[tuple[Leaf, int | None]] = field(default_factory=list)
     labels: bool = False
+    read: Collection[tuple[int, ...]] | None = None
 
     @property
     def aligned(self) -> list[Leaf]:
         """The tensors with rows and positions."""
         return [leaf for leaf in (*(leaf for leaf, _ in self.inputs), *self.leaves) if leaf.time is not None]
+
+    def may_be_read(self, leaf: Leaf) -> bool:
+        """Whether the model may be given this tensor."""
+        return bool(self.inputs) or self.read is None or tuple(leaf.tensor.shape) in self.read
 
     @property
     def pad_id(self) -> int | None:

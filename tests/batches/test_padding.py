@@ -105,7 +105,9 @@ def test_a_mask_goes_before_the_pad_id_since_the_first_may_end_a_text():
     batch = {"ids": IDS, "mask": mask}
     assert empty(batch, DECLARED).lengths == (4, 5, 3)
     assert read(batch, DECLARED).lengths == (4, 5, 3)
-    assert Tokens(DECLARED, batch, [Embedded(Ids(IDS, 0), IDS, "0")]).padded((3, 5)).tolist() == (mask == 0).tolist()
+    assert (
+        Tokens(DECLARED, batch, [Embedded(Ids(IDS, 0), IDS, "0")]).padded((3, 5), None).tolist() == (mask == 0).tolist()
+    )
 
 
 def test_ids_and_features():
@@ -230,7 +232,7 @@ def test_every_user_of_the_reader_agrees(kind):
     assert (strategies.undecided, strategies.rows, strategies.length, strategies.lengths) == ("", 3, 5, (3, 5, 2))
     assert strategies.side == ("left" if left else "right")
 
-    loss_contract = Tokens(None, batch, inputs).padded((3, 5))
+    loss_contract = Tokens(None, batch, inputs).padded((3, 5), None)
     assert torch.equal(loss_contract, expected)
 
     found = empty(batch, rows=int(time_first))

@@ -21,7 +21,8 @@ How it decides
     term. A loss is maximised by mistake where only its negative is backpropagated, no other loss is, and it trains
     randomly initialised weights (pretrained ones may unlearn).
     Positions are padding where the batch proves it: by the declared pad id, by an embedding's padding_idx, by a
-    mask or lengths beyond which all values are equal. The labels of all calls from one line are compared with the
+    mask or lengths beyond which all values are equal in something that the model may be given: slots that only targets
+    leave empty are none. The labels of all calls from one line are compared with the
     ids that the embedding looked up, and with the last input that an output depends on (where embeddings are
     frozen, in a further run in which a gradient reaches them); for a model that sees later inputs no shift is
     expected. It is a fault where of 1e9 orders of the ids less than one would agree as well, and advice up to 1 in
@@ -121,10 +122,7 @@ CAUSES = {
         proof="the last layer has one output, and its softmax is always 1",
         repair="give the head one output for each class, or use binary_cross_entropy_with_logits",
         explains=(*LEARNING, *_NO_SLOPE),
-        change=(
-            "module",
-            "seen",
-        ),
+        change=("module", "seen"),
     ),
     "wrong_axis": Cause(
         proof="the softmax runs over another axis than the one that the loss takes for the classes",
@@ -317,10 +315,7 @@ CAUSES = {
         proof="ids beyond the rows of an embedding",
         repair="resize the embedding to the tokenizer (resize_token_embeddings), or map the ids",
         explains=LEARNING,
-        change=(
-            "module",
-            "seen",
-        ),
+        change=("module", "seen"),
     ),
     "sign_flipped": Cause(
         proof="a negative multiple of the loss, and nothing else, is backpropagated and trains its scores",
@@ -367,10 +362,7 @@ CAUSES = {
     "head_too_wide": Cause(
         proof="no label of the run lies in the lower eighth of the head",
         repair="size the head by the labels, or look at the mapping from names to labels",
-        change=(
-            "module",
-            "seen",
-        ),
+        change=("module", "seen"),
         settle="batches= with the project's own labels show whether the others occur",
     ),
     "classes_imbalanced": Cause(

@@ -41,7 +41,7 @@ def padding(call: Call) -> Iterator[Judgement]:
     if tokens is None or target is None or at is None or target.is_floating_point():
         return
     row, position, shape = at
-    padded = tokens.padded(shape)
+    padded = tokens.padded(shape, call.node("input"))
     ignored = call.given.get("ignore_index", -100)
     if padded is None:
         return
@@ -72,7 +72,7 @@ def padded_entries(call: Call) -> Iterator[Judgement]:
     given, target, tokens = call.tensor("input"), call.tensor("target"), call.tokens
     if given is None or target is None or tokens is None or given.shape != target.shape or given.dim() not in (2, 3):
         return
-    padded = tokens.padded((given.shape[0], given.shape[1]))
+    padded = tokens.padded((given.shape[0], given.shape[1]), call.node("input"))
     at = layout(call.node("input"))
     if padded is None or (at is not None and not _in_order(at)):
         return

@@ -6,12 +6,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_trainloop.batches.padding import Ids, Proof, read_padding
+from pytest_trainloop.tracing.provenance_queries import ancestors
 
 if TYPE_CHECKING:
     import torch
 
     from pytest_trainloop.batches.padding import PaddingMask
     from pytest_trainloop.loop import Padding
+    from pytest_trainloop.tracing.provenance import Node
+
+MOST_NODES = 20_000
+"""Calls before the scores in which the model's inputs are looked for."""
 
 
 class Embedded(NamedTuple):
@@ -32,10 +37,11 @@ class Tokens:
     embedded: list[Embedded] = field(default_factory=list)
     """What embeddings looked up since the last step."""
 
-    def padded(self, shape: tuple[int, int]) -> torch.Tensor | None:
+    def padded(self, shape: tuple[int, int], scores: Node | None) -> torch.Tensor | None:
         """Which of (rows, positions) are padding; None where that is not proven. Labels are no proof: those of
-        padded positions are what is judged."""
-        found = self._read(shape)
+        padded positions are what is judged. Nor are boxes of which some are filled up: slots that ``scores`` were
+        computed for, and that no input has, may all be asked for a class."""
+        found = self._read(shape, None if scores is None else _sources(scores))
         return None if found is None else found.mask
 
     def padded_in_code(self, shape: tuple[int, int]) -> str:
@@ -48,6 +54,13 @@ class Tokens:
         written = {"False": f"~{name}", "True": name}
         return written.get(value) or (f"{name} == {float(value):g}" if float(value) in (0, 1) else "is_padding")
 
-    def _read(self, shape: tuple[int, int]) -> PaddingMask | None:
+    def _read(self, shape: tuple[int, int], read: set[tuple[int, ...]] | None = None) -> PaddingMask | None:
         inputs = [found.ids for found in self.embedded if tuple(found.ids.ids.shape) == shape]
-        return read_padding(self.batch, at_least=Proof.INPUTS, shape=shape, declared=self.declared, inputs=inputs)
+        return read_padding(
+            self.batch, at_least=Proof.INPUTS, shape=shape, declared=self.declared, inputs=inputs, read=read
+        )
+
+
+def _sources(node: Node) -> set[tuple[int, ...]]:
+    """The shapes of what a tensor was computed from."""
+    return {n.shape for n in ancestors(node, MOST_NODES) if not n.parents and not n.parameter}
