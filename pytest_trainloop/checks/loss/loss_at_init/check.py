@@ -25,6 +25,8 @@ How it decides
     constant factors (a loss scale, the number of micro-batches); half as much again, or as little, is a fault. Where 0
     is expected, the mean over eight seeds is compared with it: ten standard errors, beside 1e3 eps of float32 for
     rounding, are a fault.
+    A last layer's bias of one number, whose sign turned brings a binary loss below that of even odds, while as it is it
+    costs twice that or more, is a prior without its minus: a fault.
     Of losses written by hand, chance is what the same calls give for zeros in place of the last layers' outputs. They
     are at fault above ten times that (its root for losses that grow with the square) where weights are drawn wider than
     any usual initialisation, and the loss comes down to three times once they have torch's own width.
@@ -94,6 +96,12 @@ CAUSES = {
         repair="bring the inputs to unit variance (images to [0, 1], columns by mean and spread), or put a norm first",
         settle="expected_init_loss= says what the first loss must be, and is judged in place of chance",
     ),
+    "prior_inverted": Cause(
+        proof="the last layer's bias is one number; a binary loss begins at twice that of even odds or more, and with "
+        "the other sign of that number below it",
+        repair="fill the bias with -log((1 - p) / p), which is log(p / (1 - p))",
+        explains=("update_ratio",),
+    ),
     "above_chance": Cause(
         proof="the loss is above that of an uninformed input, or far above it by a scale that no weight sets",
         repair="a smaller initialisation of the last layer",
@@ -114,6 +122,10 @@ def loss_at_init(evidence: Evidence) -> Iterator[Finding]:
     expected = evidence.declared("expected_init_loss")
     if expected is not None:
         yield from _declared(evidence, expected)
+        return
+    inverted = _inverted(evidence)
+    if inverted is not None:
+        yield inverted
         return
     losses = evidence.shared(InitialRuns).losses()
     known = [loss for loss in losses if math.isfinite(loss.times)]
@@ -147,6 +159,29 @@ def loss_at_init(evidence: Evidence) -> Iterator[Finding]:
             culprits=(lowest.name,),
             where=lowest.where,
         )
+
+
+def _inverted(evidence: Evidence) -> Finding | None:
+    """A prior whose sign is turned; pretrained weights have learned theirs."""
+    from pytest_trainloop.checks.loss.loss_at_init.inverted_prior import inverted_prior
+    from pytest_trainloop.runs.weight_origins import pretrained
+    from pytest_trainloop.tracing.made_at import MadeAt
+
+    found = evidence.shared(inverted_prior)
+    if found is None or evidence.shared(pretrained):
+        return None
+    return Finding(
+        cause="prior_inverted",
+        summary=f"{found.bias} is filled with {found.filled:.4g}, and lacks a minus: the rare class begins as the "
+        "likely one",
+        measured=f"loss {found.loss:.4g} before the first step; {found.even:.4g} for even odds, {found.turned:.4g} "
+        f"with {-found.filled:.4g} as the bias",
+        shown_by="the same outputs with the bias' sign turned, in float64",
+        culprits=(found.bias,),
+        where=found.where,
+        change=str(evidence.shared(MadeAt.of).drawn(found.bias) or ""),
+        repair=f"fill {found.bias} with {-found.filled:.4g}: log(p / (1 - p)) for a share p of positives",
+    )
 
 
 def _same_call(losses: Iterable[InitialLoss], loss: InitialLoss) -> InitialLoss | None:

@@ -262,3 +262,37 @@ pair(
     faulty=filled(mask=False),
     fixed=filled(mask=True),
 )
+
+
+# The log-odds of a rare positive, without their minus.
+
+
+def rare_points(bias):
+    def make():
+        torch.manual_seed(0)
+        model = mlp(8, 16, 3)
+        nn.init.constant_(model[-1].bias, bias)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        x = torch.randn(24, 8)
+        y = (x[:, :3] > 1.5).float()
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=(x, y),
+            fit=lambda batches: train(
+                optimizer, batches, lambda b: F.binary_cross_entropy_with_logits(model(b[0]), b[1])
+            ),
+        )
+
+    return make
+
+
+pair(
+    "prior_of_a_rare_class_without_its_minus",
+    "loss_at_init",
+    "prior_inverted",
+    quick=True,
+    mentions=("lacks a minus", "log(p / (1 - p))"),
+    faulty=rare_points(math.log(0.95 / 0.05)),
+    fixed=rare_points(-math.log(0.95 / 0.05)),
+)

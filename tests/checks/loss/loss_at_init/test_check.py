@@ -7,6 +7,7 @@ import pytest
 from pytest_trainloop.checks.loss.loss_at_init.chance_level import InitialLoss, InitialRuns
 from pytest_trainloop.checks.loss.loss_at_init.check import loss_at_init
 from pytest_trainloop.checks.loss.loss_at_init.first_loss import FirstLoss, FirstLosses, OverSeeds
+from pytest_trainloop.checks.loss.loss_at_init.inverted_prior import inverted_prior
 from pytest_trainloop.checks.loss.loss_at_init.wide_weights import WideWeights
 from pytest_trainloop.checks.loss.loss_at_init.written_losses import written_losses
 from pytest_trainloop.errors import CannotDecide
@@ -45,6 +46,7 @@ def found(*plain, are_pretrained=False, **changed):
         pretrained: are_pretrained,
         WideWeights: NoneWide(),
         written_losses: [],
+        inverted_prior: None,
     }
     evidence = FakeEvidence(None, shared=shared)
     return [(f.cause, f.level) for f in loss_at_init(evidence)]

@@ -56,3 +56,32 @@ def negative_first_loss() -> TrainLoop:
         return -chosen.mean()
 
     return loop(relu_mlp(8, 24, 4), points, loss_of, expected_init_loss=-0.25)
+
+
+@odd(notes="positives are the common ones, and the bias of the last layer is filled with their log-odds")
+def bias_of_a_common_class() -> TrainLoop:
+    model = relu_mlp(8, 24, 4)
+    torch.nn.init.constant_(model[-1].bias, math.log(0.9 / 0.1))
+
+    def loss_of(model, batch):
+        p = model(batch[0]).sigmoid()
+        y = (batch[0][:, :4] > -1.3).float()
+        return -(y * p.log() + (1 - y) * (1 - p).square() * (1 - p).log()).mean()
+
+    return loop(model, points, loss_of)
+
+
+@odd(notes="a layer's bias is 1 by design: its gate begins open, and nothing is a prior")
+def gate_with_a_bias_of_one() -> TrainLoop:
+    class Gated(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.body, self.head = (torch.nn.Linear(*s) for s in ((8, 16), (8, 16), (16, 1)))
+            torch.nn.init.constant_(self.gate.bias, 1.0)
+
+        def forward(self, x):
+            return self.head(self.gate(x).sigmoid() * self.body(x).tanh())
+
+    return loop(
+        Gated(), points, lambda m, b: F.binary_cross_entropy_with_logits(m(b[0])[:, 0], (b[0][:, 0] > 1).float())
+    )
