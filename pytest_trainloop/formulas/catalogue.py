@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from pytest_trainloop.formulas import boxes, classification, contrastive, likelihoods, policies, segmentation, survival
+from pytest_trainloop.formulas import (
+    boxes,
+    classification,
+    contrastive,
+    likelihoods,
+    mixtures,
+    policies,
+    quantiles,
+    segmentation,
+    survival,
+)
 
 FORMS = (
     *boxes.FORMS,
     *segmentation.FORMS,
     *classification.FORMS,
     *likelihoods.FORMS,
+    *mixtures.FORMS,
+    *quantiles.FORMS,
     *policies.FORMS,
     *survival.FORMS,
     *contrastive.FORMS,

@@ -34,10 +34,11 @@ Role = Literal[
     "boxes",
     "corner_boxes",
     "positive",
+    "shares",
 ]
 """What an argument holds. "labels" lie in [0, 1] (0 and 1, or soft); "signs" are -1 and 1; "classes" are whole numbers;
 "boxes" have four numbers on the last axis, "corner_boxes" two corners, the smaller first; "positive" values are
-above 0."""
+above 0, and "shares" sum to 1 along the last axis."""
 
 Coefficients = Mapping[str, float]
 Basis = Callable[..., "Mapping[str, torch.Tensor] | None"]
@@ -67,6 +68,8 @@ class Mistake:
     level: Level = "fault"
     alone: bool = False
     """Whether it is one only where nothing else trains the prediction: another term may give what is missing."""
+    apart: bool = False
+    """The same of the entries that the prediction is: other outputs of its layer may be trained by other terms."""
     linear: bool = False
     """Whether it is one only where the value is added to what is backpropagated, and nothing is made of it."""
 

@@ -31,6 +31,8 @@ def plays(value: Value, argument: Argument) -> bool:
         return tensor.dim() >= 1 and 4 in (tensor.shape[-1], tensor.shape[0])
     if argument.role == "positive":
         return bool((tensor > 0).all())
+    if argument.role == "shares":
+        return tensor.dim() > 1 and tensor.shape[-1] > 1 and _sums_to_one(tensor, tensor.dim() - 1)
     return True
 
 

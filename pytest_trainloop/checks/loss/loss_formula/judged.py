@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop import nested
+from pytest_trainloop.checks.loss.loss_formula.branches import equal_branches
 from pytest_trainloop.checks.loss.loss_formula.distances import cancelling, growing, misaligned
+from pytest_trainloop.checks.loss.loss_formula.excuses import trained_otherwise
+from pytest_trainloop.checks.loss.loss_formula.groups import split_groups
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.formulas.catalogue import FORMS
 from pytest_trainloop.formulas.cut import close, slope
@@ -92,6 +95,7 @@ def _judge(match: Match, evidence: Evidence) -> Iterator[Finding]:
     mistake = match.reading.mistake or match.variant.mistake
     if mistake is not None:
         excused = (mistake.alone and _others_train(match)) or (mistake.linear and not _is_added(match))
+        excused = excused or (mistake.apart and trained_otherwise(match))
         if not excused:
             yield _mistaken(match, mistake)
         return
@@ -114,6 +118,29 @@ def _compared(part: Slice, evidence: Evidence) -> Iterator[Finding]:
             shown_by="the same reshapes and transpositions, applied to the places of the entries",
             culprits=_culprits_of(part, call.inputs) or (call.name,),
             where=str(call.place),
+        )
+    for call, moved in split_groups(part):
+        yield Finding(
+            cause="entries_misaligned",
+            summary=f"{call.name} compares labels with the scores of other positions: {moved}, which spreads the "
+            "scores of one position over several",
+            measured=f"{part.values[call.outputs[0]].tensor.numel()} pairs of entries",
+            shown_by="the same reshapes, applied to the places of the entries: whichever axis holds the classes, some "
+            "label meets another position's scores",
+            culprits=_culprits_of(part, call.inputs) or (call.name,),
+            where=str(call.place),
+            repair="scores.movedim(1, -1).reshape(-1, classes)",
+        )
+    for call, label in equal_branches(part):
+        yield Finding(
+            cause="ingredient_differs",
+            summary="what is multiplied by the label and what is multiplied by 1 - label are the same function: the "
+            "label says nothing",
+            measured="equal in the run, and at other settings of all that both are computed of",
+            shown_by="the loop's own calls made again, with other outputs of layers and other batches",
+            culprits=_culprits_of(part, (label,)) or (call.name,),
+            where=str(call.place),
+            repair="give the other label its own term",
         )
     for call in cancelling(part):
         yield Finding(
