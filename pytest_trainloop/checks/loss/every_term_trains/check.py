@@ -22,6 +22,13 @@ How it decides
     optimizer holds gets its gradient from nowhere else, and where the source shows that nothing can read a value of
     that name. Read elsewhere it may be a measure: advice, for names of a loss or a penalty. Of the values that one name
     takes in a loop, only the last may be backpropagated: a fault where the earlier ones were computed of other data.
+    A difference whose two sides are made by the same calls of the same tensors is 0 for every batch and all weights.
+    That is a fault where the loss would be another with another difference, at every turn of the line. Silent is one
+    that trains by its slope, since one side of it is detached (x + (y - y.detach()), a ratio of probabilities that is
+    1), and x - x in one line, which is a way to write 0. Values that are equal by their numbers alone, as two nets at
+    the start, are not one value.
+    An extreme that is taken of masked entries and gives the value of the mask in every row, where a hinge then cuts all
+    of it, is a fault: each row had entries of a finite size, which are never chosen.
     A dict of terms and a dict of weights that have keys in common, where a term without a weight and a weight without a
     term are of one thing, is a spelling.
 
@@ -44,6 +51,8 @@ Fixed
     ...     optimizer.step()
 
 Known limits
+    The results of layers are each taken for a value of their own: a model called twice on the same rows is not seen to
+    be compared with itself. Penalties made of parameters alone are not looked into.
     Terms inside compiled kernels and custom autograd functions are not taken apart, and what is added within a product
     or a root is no term.
 
@@ -106,6 +115,18 @@ CAUSES = {
         explains=_DROPPED,
         change=("seen",),
     ),
+    "compared_with_itself": Cause(
+        proof="both sides of a difference are the same calls on the same tensors: it is a constant, whatever the "
+        "weights and the batch are",
+        repair="give the comparison the other side: look which name stands on both",
+        change=("seen",),
+    ),
+    "fill_chosen": Cause(
+        proof="the extreme of every row is the value that masked entries were filled with, and a hinge cuts it off: "
+        "the term does not depend on the weights",
+        repair="fill masked entries with -inf where the largest is taken, with inf where the smallest is",
+        change=("seen",),
+    ),
     "weight_of_another_name": Cause(
         proof="the dict of weights has no entry for a term, and one of a like name that no term has: the term is not "
         "in the loss",
@@ -118,8 +139,10 @@ CAUSES = {
 
 @check(needs={"fit"}, causes=CAUSES, rank=15, names="part of the loss")
 def every_term_trains(evidence: Evidence) -> Iterator[Finding]:
+    from pytest_trainloop.checks.loss.every_term_trains.chosen_fills import chosen_fills
     from pytest_trainloop.checks.loss.every_term_trains.constant_terms import constant_terms, derivatives_beside
     from pytest_trainloop.checks.loss.every_term_trains.lost_terms import lost_terms
+    from pytest_trainloop.checks.loss.every_term_trains.same_sides import same_sides
     from pytest_trainloop.checks.loss.every_term_trains.survey import Survey
 
     survey = evidence.shared(Survey.of)
@@ -129,3 +152,5 @@ def every_term_trains(evidence: Evidence) -> Iterator[Finding]:
         # a term that is added by its value alone is lost by that
         if lost.level == "fault" or not any(f.where == lost.where or f.culprits == lost.culprits for f in found):
             yield lost
+    yield from same_sides(evidence)
+    yield from chosen_fills(evidence)

@@ -68,23 +68,56 @@ def name_at(site: Site) -> str:
 
 
 def loops_over(site: Site) -> tuple[str, int] | None:
-    """Where the innermost line of a site assigns a plain name in the body of a loop that does not read it afterwards:
-    the name and the line of the loop."""
-    if not site:
+    """Where a site assigns plain names in the body of a loop that does not read them afterwards, but to give them other
+    names: the name that holds the value behind the loop, and the line of the loop. A line that returns the value, alone
+    or among others, passes the question on to its caller."""
+    for filename, line in site:
+        found = _statement(filename, line)
+        if found is not None and isinstance(found[0], ast.Return):
+            continue
+        module = _parsed(filename)
+        loops = (
+            [n for n in ast.walk(module) if isinstance(n, (ast.For, ast.While)) and _covers(n, line)] if module else []
+        )
+        for loop in sorted(loops, key=lambda n: -n.lineno):
+            for statement in loop.body:
+                if _covers(statement, line):
+                    name = _left_behind(loop, statement)
+                    return None if name is None else (name, loop.lineno)
         return None
-    filename, line = site[0]
-    module = _parsed(filename)
-    loops = [n for n in ast.walk(module) if isinstance(n, (ast.For, ast.While)) and _covers(n, line)] if module else []
-    for loop in sorted(loops, key=lambda n: -n.lineno):
-        for number, statement in enumerate(loop.body):
-            if _covers(statement, line):
-                if not (isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)):
-                    return None
-                name = statement.targets[0].id
-                later = any(_reads(after, name) for after in loop.body[number + 1 :])
-                before = any(_reads(earlier, name) for earlier in loop.body[: number + 1])
-                return None if later or before else (name, loop.lineno)
     return None
+
+
+def _left_behind(loop: ast.For | ast.While, statement: ast.stmt) -> str | None:
+    """The name that an assignment in the body of a loop leaves its value in, if nothing else of the body reads it."""
+    names = _plain_names(statement)
+    if not names:
+        return None
+    last = names[0]
+    others = [s for s in loop.body if s is not statement]
+    for other in loop.body[loop.body.index(statement) + 1 :]:
+        renamed = _plain_names(other)
+        if isinstance(other, ast.Assign) and isinstance(other.value, ast.Name) and other.value.id in names and renamed:
+            others.remove(other)
+            last = renamed[0]
+            names += renamed
+    return None if any(_reads(s, name) for s in (statement, *others) for name in names) else last
+
+
+def _plain_names(statement: ast.stmt) -> list[str]:
+    """The names that a statement assigns to, where it assigns to nothing else."""
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return []
+    target = statement.targets[0]
+    parts = target.elts if isinstance(target, ast.Tuple) else [target]
+    names = [part.id for part in parts if isinstance(part, ast.Name)]
+    return names if len(names) == len(parts) else []
+
+
+def source_of(filename: str, line: int) -> list[ast.stmt]:
+    """The simple statement on a line; none where the source is not known."""
+    found = _statement(filename, line)
+    return [] if found is None else [found[0]]
 
 
 def _reads(node: ast.AST, name: str) -> bool:
