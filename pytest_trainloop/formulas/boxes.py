@@ -24,7 +24,7 @@ UNION_OF_BOTH = Mistake(
 OVER_UNION = Mistake(
     "ingredient_differs",
     "the empty part of the enclosing box is divided by the union, not by the enclosing box",
-    "giou = iou - (enclosing - union) / enclosing",
+    "where giou is made: giou = iou - (enclosing - union) / enclosing",
 )
 INSIDE_BOX = Mistake(
     "extreme_turned",

@@ -70,7 +70,7 @@ NEGATIVES_MISSING = Mistake(
 TERMS_OPPOSED = Mistake(
     "term_sign",
     "the terms of targets 1 and of targets 0 have opposite signs: one is minimised, the other maximised",
-    "put one minus before both: -(t * log(p) + (1 - t) * log(1 - p))",
+    "put + between the two terms: -(t * log(p) + (1 - t) * log(1 - p)).mean()",
     linear=True,
 )
 
@@ -179,7 +179,7 @@ CROSS_ENTROPY_OF = tuple(
 EASY_FOR_HARD = Mistake(
     "turned_round",
     "rows are weighted by pt ** gamma: those that are right already weigh most",
-    "weight = (1 - pt) ** gamma, with pt the probability of the true class",
+    "where the weight is made: (1 - pt) ** gamma, with pt the probability of the true class",
 )
 ONE_SIDE_FOR_BOTH = Mistake(
     "ingredient_differs",
@@ -188,8 +188,8 @@ ONE_SIDE_FOR_BOTH = Mistake(
 )
 MEAN_FIRST = Mistake(
     "mean_taken_early",
-    "the weight is computed of the mean cross entropy: one number for the whole batch",
-    "take the cross entropy with reduction='none', weigh each row by (1 - pt) ** gamma, then take the mean",
+    "the weight is computed from the mean cross entropy: one number for the whole batch",
+    "where the cross entropy is made: reduction='none'; weigh each row by (1 - pt) ** gamma, then take the mean",
 )
 GROWING = Mistake(
     "term_sign",

@@ -55,10 +55,10 @@ def _with_themselves(cut: Cut) -> bool:
 
 _DIAGONAL = Mistake(
     "pairs_with_itself",
-    "each row is compared with itself too: no other similarity is as large, so every row is pushed away from its "
-    "positive",
+    "each row is compared with itself too: its similarity with itself is always 1, the largest there is, and counts "
+    "as a negative",
     'logits = logits.masked_fill(torch.eye(len(logits), dtype=torch.bool), float("-inf")) before the cross entropy',
-    shown_by="the form agrees on the diagonal as well, which a mask would change; the rows have length 1",
+    shown_by="the loss equals the form with the diagonal counted, and a mask would change it; the rows have length 1",
 )
 SIMILARITIES = Form(
     "similarities within a batch (NT-Xent, InfoNCE)",
@@ -94,8 +94,8 @@ _OTHER_NORM = Mistake(
     "the norm runs over the channels of each position, where the gradient of a row has one norm over all of its "
     "entries",
     "((gradient.flatten(1).norm(dim=1) - 1) ** 2).mean()",
-    shown_by="the same is the penalty of each row's gradient once the norm runs over all axes but the first; the "
-    "critic gives one score a row",
+    shown_by="with the norm over all axes but the first, this loss equals the textbook penalty; the critic gives one "
+    "score a row",
 )
 PENALTY = Form(
     "the gradient penalty of a critic",

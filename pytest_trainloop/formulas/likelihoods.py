@@ -74,8 +74,8 @@ _SIGN_OF_LOGARITHM = Mistake(
 )
 _FACTOR = Mistake(
     "factor_missing",
-    "the logarithm of the variance counts {ratio:g} times the squares over it: the variance that is learned is "
-    "{ratio:g} times too small",
+    "the log variance counts {ratio:g} times as much as it should against the squares: the variance that is "
+    "learned is the right one divided by {ratio:g}",
     "nll = 0.5 * (log_var + (target - mean) ** 2 / log_var.exp()); with a deviation: std.log() + 0.5 * ((target - mean)"
     " / std) ** 2",
 )

@@ -165,12 +165,17 @@ def _target_with_ends(
 
 _WITH_GRADIENT = Mistake(
     "target_with_gradient",
-    "the target, the reward and what the same network gives for the next state, has a gradient: it is moved towards "
-    "the prediction as well",
-    "with torch.no_grad(): target = reward + gamma * (1 - done) * network(next_state).max(1).values",
+    "it is the reward plus what the same network gives for the next state, and has a gradient: the step moves it "
+    "towards the prediction as well",
+    "add .detach() to the target, or compute it under no_grad(): reward + gamma * (1 - done) * ...",
+    shown_by="the target equals the textbook form, and a gradient flows through it",
 )
 _MAY_BE_MEANT = Mistake(
-    "target_with_gradient", _WITH_GRADIENT.summary, "with torch.no_grad(): compute the target", level="advice"
+    "target_with_gradient",
+    _WITH_GRADIENT.summary,
+    "add .detach() to the target, or compute it under no_grad()",
+    shown_by=_WITH_GRADIENT.shown_by,
+    level="advice",
 )
 
 
@@ -236,6 +241,7 @@ _LEARNED_ADVANTAGE = Mistake(
     "target_with_gradient",
     "the advantage has a gradient: the policy's term pulls the critic's values away from the returns",
     "loss = -(log_prob * (returns - values).detach()).mean()",
+    shown_by="the term equals the textbook form, and a gradient flows through its advantage",
 )
 GRADIENT = Form(
     "the gradient of a policy with a critic",

@@ -133,9 +133,9 @@ def _moves(found: Slice, number: int) -> bool:
     return bool((moved - found.values[found.root].tensor).abs().sum() > 0)
 
 
-def growing(found: Slice) -> Iterator[Call]:
+def growing(found: Slice) -> Iterator[tuple[Call, int]]:
     """Differences that make what is backpropagated smaller as they grow, in every entry that has a gradient, both above
-    and below 0."""
+    and below 0, with the number of these entries."""
     for call, _, _ in meetings(found, SUBTRACTIONS):
         (number,) = call.outputs
         error = found.values[number].tensor
@@ -153,7 +153,7 @@ def growing(found: Slice) -> Iterator[Call]:
         counted = along != 0
         signs = torch.sign(error.flatten()[counted])
         if bool((along <= 0).all()) and bool((signs > 0).any() and (signs < 0).any()) and _alone(found, number):
-            yield call
+            yield call, int(counted.sum())
 
 
 def _alone(found: Slice, number: int) -> bool:

@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 _ROLES = {
     ("probabilities", "scores"): (
         "scores_as_probabilities",
-        "takes probabilities and is given the scores of {layer}, from {low:.3g} to {high:.3g}",
+        "takes probabilities and is given the output of {layer}, from {low:.3g} to {high:.3g}",
     ),
     ("log_probabilities", "scores"): (
         "scores_as_probabilities",
-        "takes log-probabilities and is given the scores of {layer}, up to {high:.3g}",
+        "takes log-probabilities and is given the output of {layer}, up to {high:.3g}",
     ),
     ("probabilities", "squashed twice"): (
         "probabilities_as_scores",
-        "is given a sigmoid or softmax of what is a probability already, from {low:.3g} to {high:.3g}",
+        "is given a sigmoid or softmax taken twice: after the second the values lie in {low:.3g} to {high:.3g}",
     ),
     ("scores", "probabilities"): (
         "probabilities_as_scores",
@@ -50,12 +50,14 @@ _ROLES = {
     ("corner_boxes", "centre"): ("box_format", "takes two corners, and the second is not the larger one in {rows}"),
 }
 
+_REPAIRS = {"squashed twice": "leave one of the two out: the one in the model, or the one in the loss"}
+
 _INSTEAD = {
-    "scores": "the form agrees with the output of a layer in the place of its probabilities",
-    "probabilities": "the form agrees with what a sigmoid or softmax gave in the place of its scores",
+    "scores": "the loss equals the form with the output of a layer in the place of its probabilities",
+    "probabilities": "the loss equals the form with the result of a sigmoid or softmax in the place of its scores",
     "squashed twice": "no layer lies between the two: the model's output is squashed, and squashed again",
-    "labels": "the form agrees with targets of 0 and 1: rows with 0 cost the margin, whatever the model gives",
-    "centre": "the form agrees with boxes read by their corners; read as centre, width and height all are boxes",
+    "labels": "the loss equals the form with targets of 0 and 1: rows with 0 cost the margin, whatever the model gives",
+    "centre": "the loss equals the form with boxes read by corners; read as centre, width and height all are boxes",
 }
 
 
@@ -112,10 +114,10 @@ def _compared(part: Slice, evidence: Evidence) -> Iterator[Finding]:
     for call, mine, theirs in misaligned(part):
         yield Finding(
             cause="entries_misaligned",
-            summary=f"{call.name} compares entries of different places: one side is laid out as {mine}, the other as "
+            summary=f"{call.name}() compares entries of different places: one side is laid out as {mine}, the other as "
             f"{theirs}",
-            measured=f"{part.values[call.outputs[0]].tensor.numel()} pairs of entries",
-            shown_by="the same reshapes and transpositions, applied to the places of the entries",
+            measured=f"{part.values[call.outputs[0]].tensor.numel()} pairs of entries, in two orders",
+            shown_by="the same reshapes and transposes, applied to the places of the entries",
             culprits=_culprits_of(part, call.inputs) or (call.name,),
             where=str(call.place),
         )
@@ -152,18 +154,18 @@ def _compared(part: Slice, evidence: Evidence) -> Iterator[Finding]:
             culprits=_culprits_of(part, call.inputs) or (call.name,),
             where=str(call.place),
         )
-    for call in growing(part):
+    for call, counted in growing(part):
         if not _plays_a_game(part, call.outputs[0], evidence):
             yield Finding(
                 cause="sign_flipped",
                 level="advice" if evidence.shared(pretrained) else "fault",
                 summary="the distance between prediction and target is made larger",
-                measured="in every entry with a gradient, above and below the target",
+                measured=f"all {counted} entries with a gradient, above and below the target",
                 shown_by="the gradient of what is backpropagated with respect to the differences; nothing else trains "
                 "these outputs",
                 culprits=_culprits_of(part, call.inputs) or (call.name,),
                 where=str(call.place),
-                repair="leave the minus out",
+                repair="between this line and backward() the sign is turned: leave that minus out",
             )
 
 
@@ -188,7 +190,7 @@ def _mistaken(match: Match, mistake: Mistake) -> Finding:
         summary=f"{match.form.name}: {mistake.summary.format(**numbers)}",
         measured=_measured(match),
         shown_by=mistake.shown_by.format(**numbers)
-        or "the form as it is in the textbook does not agree; with this one difference it does",
+        or "the textbook form does not give this value; with the difference named above it does",
         culprits=_culprits(match),
         where=_where(match),
         repair=mistake.repair,
@@ -204,7 +206,8 @@ def _wrong_roles(match: Match) -> Iterator[Finding]:
             continue
         cause, words = _ROLES[role, instead]
         entries = found.values[number].tensor
-        layer = _layer(found, number) or "the model"
+        name = _layer(found, number)
+        layer = f"module {name!r}" if name else "the model"
         text = words.format(low=float(entries.min()), high=float(entries.max()), layer=layer, rows=_inverted(entries))
         yield Finding(
             cause=cause,
@@ -213,6 +216,7 @@ def _wrong_roles(match: Match) -> Iterator[Finding]:
             shown_by=_INSTEAD[instead],
             culprits=_culprits(match),
             where=_where(match),
+            repair=_REPAIRS.get(instead, ""),
         )
 
 
@@ -273,7 +277,7 @@ def _flipped(match: Match, level: Level) -> Finding:
 
 def _measured(match: Match) -> str:
     count = match.cut.count
-    return f"values and gradients agree to rounding at {count} settings of its arguments, in float64"
+    return f"value and gradient equal the form named above, to rounding, at {count} values of its inputs, in float64"
 
 
 def _where(match: Match) -> str:
