@@ -73,7 +73,7 @@ class Modules:
         watch = self._watch
         watch.optimizers.drop_aborted()
         if not watch.table.knows(module) or watch.table_may_be_stale(module):
-            watch.enter_module(module)
+            watch.enter_module(module, watch.table.modules.get(id(module), ""))
         place, site = here()
         modes = self._modes(module)
         watch.thread.forward = Forward(
@@ -119,6 +119,8 @@ class Modules:
         checkpointed = not grad and frame_in(_CHECKPOINT) is not None
         for parameter in module.parameters(recurse=False):
             index = watch.table.index(parameter)
+            if index is None and watch.backward is None and watch.table.knows(module):
+                index = watch.enter_replaced(module, parameter)
             if index is None:
                 continue
             entry = watch.table.entries[index]

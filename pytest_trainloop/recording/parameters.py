@@ -112,14 +112,24 @@ class ParameterTable:
                 self._add_statistics(module, path)
             for name, parameter in module.named_parameters(recurse=False):
                 if isinstance(parameter, nn.Parameter):  # functional_call puts plain tensors there for one call
-                    index = self.add(parameter, f"{path}.{name}" if path else name, "model", owner=path)
-                    self.entries[index].layer = type(module).__module__.startswith("torch.")
-                    self.entries[index].module = type(module).__name__
+                    self._add_registered(module, path, name, parameter)
         registered = {id(m) for m in root.modules()}
         for path, module in list(root.named_modules(prefix=prefix)):
             for name, hidden, _ in _hidden(module):
                 self._add_hidden(f"{path}.{name}" if path else name, hidden, registered)
         return list(range(before, len(self.entries)))
+
+    def add_later(self, module: nn.Module, name: str, parameter: nn.Parameter) -> int:
+        """Enter one more parameter of a module that is known; its index."""
+        path = self.modules[id(module)]
+        self._within_declared = id(module) in self._declared
+        return self._add_registered(module, path, name, parameter)
+
+    def _add_registered(self, module: nn.Module, path: str, name: str, parameter: nn.Parameter) -> int:
+        index = self.add(parameter, f"{path}.{name}" if path else name, "model", owner=path)
+        self.entries[index].layer = type(module).__module__.startswith("torch.")
+        self.entries[index].module = type(module).__name__
+        return index
 
     def _add_statistics(self, module: nn.Module, path: str) -> None:
         for name in RUNNING:

@@ -47,6 +47,8 @@ class Parameter:
     """Whether its module is a layer of torch's own."""
     module: str = ""
     """The class of the module that holds it."""
+    came_in: Place | None = None
+    """The line of the call that met it first, where it took another one's place in the middle of a forward pass."""
     start: TensorSample = field(default_factory=TensorSample)
     """The tensor as the run began."""
     gone: bool = False

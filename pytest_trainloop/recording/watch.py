@@ -25,6 +25,7 @@ from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.record import Record
 from pytest_trainloop.recording.samples import Reader, readable
 from pytest_trainloop.recording.schedulers import Scalers, Schedules
+from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.steps import Optimizers
 from pytest_trainloop.recording.threads import Thread
 from pytest_trainloop.recording.torch_functions import Functions
@@ -209,6 +210,17 @@ class Watch:
         self._counts[id(module)] = sum(1 for _ in module.parameters())
         self.table.add_module(module, prefix)
         self.hook_gradients(range(len(self.table.tensors)))
+
+    def enter_replaced(self, module: nn.Module, parameter: torch.Tensor) -> int | None:
+        """Watch a parameter that a known module was given inside of a forward pass; its index. None for one that is
+        lent for a call."""
+        if not self.full or not isinstance(parameter, nn.Parameter) or not parameter.is_leaf:
+            return None
+        name = next((n for n, p in module.named_parameters(recurse=False) if p is parameter), "")
+        index = self.table.add_later(module, name, parameter)
+        self.table.entries[index].came_in = here()[0]
+        self.hook_gradients([index])
+        return index
 
     def table_may_be_stale(self, module: nn.Module) -> bool:
         """Whether a known module has other parameters than when it was entered, or some that require grad only now."""

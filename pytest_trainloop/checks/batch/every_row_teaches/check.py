@@ -25,6 +25,9 @@ How it decides
     dropout it is advice: an input may pass twice for two views of it.
     One target for all: of a tensor whose rows differ only one row is read, taken by a constant index, and it meets a
     result of the model with all rows in one call.
+    Flags as indices: whole numbers of the batch, one a row and never other than 0 and 1, index what has these rows, in
+    the loss of several steps. A position that is pointed at must point elsewhere in one of them: the places of partners
+    (the anchor of each view) point at rows that point at themselves.
     Weights of classes, picked by labels or given as ``weight=``, of which an integer division or a cast makes some 0
     and which are not 0 with their fractions kept.
     A loss that is exactly 0 at each pass, without any gradient, under five seeds of weights: it is followed back to the
@@ -67,6 +70,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.checks.batch.every_row_teaches.constant_class import ConstantClass
+    from pytest_trainloop.checks.batch.every_row_teaches.flags import FlagIndex
     from pytest_trainloop.checks.batch.every_row_teaches.left_out import LeftOut
     from pytest_trainloop.checks.batch.every_row_teaches.one_pass import CutWeights, ReadTwice
     from pytest_trainloop.checks.batch.every_row_teaches.one_target import OneTarget
@@ -107,6 +111,12 @@ CAUSES = {
         explains=(*LEARNING, "batch_independence", "loss_contract"),
         change=("seen",),
     ),
+    "flags_as_indices": Cause(
+        proof="of all rows only those at positions 0 and 1 are read, over and over, by flags of 0 and 1",
+        repair="index with a boolean mask: x[flags.bool()]",
+        explains=(*LEARNING, "batch_independence", "loss_contract", "loss_formula"),
+        change=("seen",),
+    ),
     "class_costs_a_constant": Cause(
         proof="rows of one class alone have a loss above 0 that no weight changes, and no gradient",
         repair="sign = 2 * y - 1   # labels of -1 and 1\nor give these rows a term of their own",
@@ -126,6 +136,7 @@ CAUSES = {
 @check(needs={"run"}, causes=CAUSES, rank=5)
 def every_row_teaches(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.every_row_teaches.constant_class import constant_class
+    from pytest_trainloop.checks.batch.every_row_teaches.flags import flag_index
     from pytest_trainloop.checks.batch.every_row_teaches.left_out import left_out
     from pytest_trainloop.checks.batch.every_row_teaches.one_pass import cut_weights, read_twice
     from pytest_trainloop.checks.batch.every_row_teaches.one_target import one_target
@@ -149,6 +160,9 @@ def every_row_teaches(evidence: Evidence) -> Iterator[Finding]:
     target = one_target(evidence, seen)
     if target is not None:
         yield _one_target(target)
+    flags = flag_index(evidence, seen)
+    if flags is not None:
+        yield _flags(flags)
     weights = cut_weights(evidence, seen)
     if weights is not None:
         yield _cut(weights)
@@ -212,6 +226,19 @@ def _one_target(found: OneTarget) -> Finding:
         culprits=(found.name,),
         where=str(found.place),
         repair=f"take the whole of {found.name}, without the index",
+    )
+
+
+def _flags(found: FlagIndex) -> Finding:
+    return Finding(
+        cause="flags_as_indices",
+        summary=f"{found.name}, which is 0 or 1 for each row, indexes the rows as positions: only the first two of "
+        f"{found.rows} rows are read",
+        measured=f"row 1 is read {found.ones} times and row 0 {found.rows - found.ones} times in the first step; over "
+        f"{found.steps} steps no other number comes",
+        shown_by="an integer tensor takes the rows at these positions; a boolean one takes the rows where it is True",
+        culprits=(found.name,),
+        where=str(found.place),
     )
 
 

@@ -14,6 +14,8 @@ How it decides
     beyond the model (a learned temperature, an image that is optimised) are fine as long as gradients reach them. Where
     only such train (an image, a latent code) the model is advice, unless frozen= is given, which does not name it, or
     user code assigned their gradients: then they are master weights, and somebody must write them back.
+    Replaced in forward: a parameter that the optimizer holds is in no module any more, no gradient reaches it, and one
+    of its name and shape, first met inside of a forward pass, gets gradients and is in no optimizer.
 
 Faulty
     >>> model = Classifier()
@@ -44,7 +46,7 @@ from pytest_trainloop.checks.wiring.optimizer_holds_every_param.unregistered imp
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, check
-from pytest_trainloop.wording import be, some, them, they, verb
+from pytest_trainloop.wording import be, count, some, them, they, verb
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -86,6 +88,15 @@ CAUSES = {
         ),
         explains=TRAINING,
     ),
+    "replaced_in_forward": Cause(
+        proof="the optimizer holds the parameter of the beginning; each pass makes another, which alone gets gradients",
+        repair=(
+            "write into the parameter (with torch.no_grad(): weight.copy_(...)), or compute with another value: "
+            "F.linear(x, F.normalize(self.weight))"
+        ),
+        explains=(*TRAINING, "weights_are_read:layer_made_anew", "loss_at_init"),
+        change=("seen",),
+    ),
     "not_registered": Cause(
         proof="what holds the parameter is no nn.Module (a list, tuple, dict or plain object), and parameters() does "
         "not find it there",
@@ -125,6 +136,10 @@ def optimizer_holds_every_param(evidence: Evidence) -> Iterator[Finding]:
     registered = [p for p in missing if p.role != "unregistered"]
     if unregistered:
         yield from not_registered(_made(evidence), unregistered, _first_step(record))
+    later = [p for p in registered if _took_the_place(p, left_over)]
+    if later:
+        yield _replaced_in_forward(record, later)
+        registered = [p for p in registered if p not in later]
     if registered and left_over:
         yield _replaced(evidence, record, registered, left_over)
     elif registered and not _follows_later(evidence, record, registered):
@@ -215,6 +230,29 @@ def _replaced(
         culprits=names,
         where=_first_step(record, holder),
         change=made.optimizer(holder),
+    )
+
+
+def _took_the_place(p: Parameter, left_over: Sequence[Parameter]) -> bool:
+    """Whether a parameter that came in a forward pass has the name and shape of one that is in no module any more."""
+    return p.came_in is not None and any(q.gone and _path(q) == _path(p) and q.shape == p.shape for q in left_over)
+
+
+def _path(p: Parameter) -> str:
+    """Its name in the model, which several may have had one after another."""
+    return p.name.partition(" (")[0]
+
+
+def _replaced_in_forward(record: Record, later: Sequence[Parameter]) -> Finding:
+    names = tuple(dict.fromkeys(map(_path, later)))
+    return Finding(
+        cause="replaced_in_forward",
+        summary=f"{some(names)} {be(names)} replaced by a new Parameter inside of the forward pass, and the optimizer "
+        "steps the one of the beginning",
+        measured=f"{len(later)} other tensors were met under {count(len(names), 'name')} in {record.rounds} steps",
+        shown_by="gradients arrive at the new ones only, no optimizer holds them, and the held one is in no module",
+        culprits=names,
+        where=str(later[0].came_in),
     )
 
 

@@ -21,6 +21,10 @@ How it decides
     Kept from the first batch: a value made of the first batch alone meets two later batches row by row (a mask, a
     product with an adjacency, an index), and the line that makes it does not run again. With another first batch it
     must be another value; statistics over the rows, which no order of rows changes, are no such value.
+    Masters with other values: bfloat16 or float16 weights get the gradients, float32 tensors of their shapes, which no
+    module holds, get the steps, and after the first step each weight is its master, rounded, bit for bit. Before that
+    step most entries of a weight were more than one ULP away from its master: what the weights held (a checkpoint that
+    was loaded after the masters were made) is written over.
 
 Faulty
     >>> joined = torch.cat([model.head.weight, model.head.bias[:, None]], 1)
@@ -58,6 +62,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_trainloop.checks.wiring.weights_are_read.kept import KeptValue
+    from pytest_trainloop.checks.wiring.weights_are_read.masters import OtherMasters
     from pytest_trainloop.checks.wiring.weights_are_read.reads import MadeAnew
     from pytest_trainloop.checks.wiring.weights_are_read.tied import Tied
     from pytest_trainloop.checks.wiring.weights_are_read.unread import Unread
@@ -86,6 +91,12 @@ CAUSES = {
         change=("seen",),
         settle="draw such weights under torch.no_grad(), or as plain tensors, where they are an augmentation",
     ),
+    "masters_hold_others": Cause(
+        proof="the first gradient is taken at other weights than the step starts from, and its result replaces them",
+        repair="make the float32 masters after the checkpoint is loaded, or copy the weights into them once, before "
+        "the loop",
+        explains=(*_LEARNING, "resume_equivalence"),
+    ),
     "kept_from_first_batch": Cause(
         proof="a value made of the first batch meets the rows of later ones, and another batch gives another value",
         repair="compute it in every pass, or keep it under a key that tells the batches apart",
@@ -98,6 +109,7 @@ CAUSES = {
 @check(needs={"run"}, causes=CAUSES, rank=15)
 def weights_are_read(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.weights_are_read.kept import kept_values
+    from pytest_trainloop.checks.wiring.weights_are_read.masters import other_masters
     from pytest_trainloop.checks.wiring.weights_are_read.reads import Reads
     from pytest_trainloop.checks.wiring.weights_are_read.tied import tied_through_data
     from pytest_trainloop.checks.wiring.weights_are_read.unread import unread_weights
@@ -107,6 +119,9 @@ def weights_are_read(evidence: Evidence) -> Iterator[Finding]:
         yield _unread(unread)
     yield from map(_tied, tied_through_data(evidence))
     yield from map(_anew, evidence.shared(Reads.of).made_anew)
+    masters = other_masters(evidence)
+    if masters is not None:
+        yield _masters(masters)
     yield from map(_kept, kept_values(evidence))
 
 
@@ -150,6 +165,20 @@ def _anew(found: MadeAnew) -> Finding:
         shown_by="none of them existed when the step before was made",
         culprits=(found.module,),
         where=str(found.place),
+    )
+
+
+def _masters(found: OtherMasters) -> Finding:
+    names = found.names
+    return Finding(
+        cause="masters_hold_others",
+        summary=f"the optimizer steps float32 masters that hold other values than {some(names)}: the first "
+        "step writes the masters over these weights",
+        measured=f"{len(names)} of {found.of} weights differ from their masters, by up to {found.apart:.3g}, where one "
+        f"ULP of {found.dtype} is {found.ulp:.2g}",
+        shown_by="after the first step each weight is its master, rounded, bit for bit",
+        culprits=names,
+        where=found.where,
     )
 
 

@@ -228,3 +228,30 @@ pair(
     faulty=lambda: loop(Classifier(), texts(), of_a_half),
     fixed=lambda: loop(Classifier(), texts(), of_texts),
 )
+
+
+def cox(as_mask):
+    def loss(model, batch):
+        x, time, event = batch
+        order = torch.argsort(time)
+        risk, event = model(x).squeeze(-1)[order], event[order]
+        share = risk - torch.logcumsumexp(risk.flip(0), 0).flip(0)
+        return -share[event.bool() if as_mask else event].mean()
+
+    def make():
+        x, y = data.table()
+        return loop(mlp(6, 16, 1), (x, y.squeeze(-1).exp(), (torch.arange(16) % 3 > 0).long()), loss)
+
+    return make
+
+
+pair(
+    "events_index_the_rows_as_positions",
+    "every_row_teaches",
+    "flags_as_indices",
+    culprits=("batch[2]",),
+    where="share[event.bool() if as_mask else event]",
+    faulty=cox(as_mask=False),
+    fixed=cox(as_mask=True),
+    quick=True,
+)

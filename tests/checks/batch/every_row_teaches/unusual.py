@@ -391,3 +391,29 @@ def shuffled_parts_of_one_size() -> TrainLoop:
                 optimizer.step()
 
     return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+
+@odd(notes="each row names the position of its anchor, and the first two rows are the anchors")
+def anchors_named_by_position() -> TrainLoop:
+    x, y = data.labelled()
+    anchor = torch.arange(len(x)) % 2
+
+    def loss_of(model, batch):
+        x, y, anchor = batch
+        z = model(x)
+        return F.cross_entropy(z, y) + 0.1 * (z - z[anchor].detach()).square().mean()
+
+    return loop(mlp(6, 16, 3), (x, y, anchor), loss_of)
+
+
+@odd(notes="logits of two classes, and a table of one value a class, are indexed with labels of 0 and 1")
+def classes_index_a_table_of_as_many_entries_as_rows() -> TrainLoop:
+    x, y = data.labelled(classes=2)
+
+    def loss_of(model, batch):
+        x, y = batch
+        logits = model(x)
+        groups = torch.zeros(len(x), 3).index_add(0, y.long(), logits)
+        return F.cross_entropy(logits - 0.1 * groups[y.long()] / len(x), y.long())
+
+    return loop(mlp(6, 16, 3), (x, y), loss_of)

@@ -91,7 +91,7 @@ def target_network_with_idle_gradient():
 
     batch = {"state": torch.randn(8, 6), "next": torch.randn(8, 6), "gain": torch.randn(8)}
     made = trained(loss_of, batch, model=model)
-    return TrainLoop(model=[model, target], optimizer=made.optimizer, batch=batch, fit=made.fit)
+    return TrainLoop(model=[model, target], optimizer=made.optimizer, batch=batch, fit=made.fit, frozen=("1.",))
 
 
 def _nets():

@@ -310,3 +310,47 @@ pair(
     faulty=prepared(fit_prepared),
     fixed=prepared(fit_as_given),
 )
+
+
+# A cosine classifier: the class vectors are normalised in each pass.
+
+
+class CosineHead(nn.Module):
+    def __init__(self, width, classes, scale=8.0):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(width, classes, bias=False), scale
+
+    def forward(self, x):
+        return self.scale * F.linear(F.normalize(x), F.normalize(self.linear.weight))
+
+
+class ReplacingHead(CosineHead):
+    def forward(self, x):
+        self.linear.weight = nn.Parameter(F.normalize(self.linear.weight.detach()))
+        return self.scale * self.linear(F.normalize(x))
+
+
+def cosine_classifier(head):
+    def make():
+        model = nn.Sequential(mlp(6, 16, 8), head(8, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return TrainLoop(
+            model=model,
+            optimizer=optimizer,
+            batch=data.labelled(),
+            fit=lambda batches: train_classifier(model, optimizer, batches),
+        )
+
+    return make
+
+
+pair(
+    "class_vectors_replaced_in_forward",
+    CHECK,
+    "replaced_in_forward",
+    culprits=("1.linear.weight",),
+    where="self.linear(F.normalize(x))",
+    faulty=cosine_classifier(ReplacingHead),
+    fixed=cosine_classifier(CosineHead),
+    quick=True,
+)

@@ -187,3 +187,58 @@ def population_based_training() -> TrainLoop:
         batch=points(),
         fit=lambda batches: train_through_copies(models, optimizers, batches),
     )
+
+
+class Ensemble(nn.Module):
+    """Members that lend their parameters to one module for a call."""
+
+    def __init__(self):
+        super().__init__()
+        self.members = nn.ModuleList(relu_mlp(8, 12, 4) for _ in range(2))
+        self.frame = [relu_mlp(8, 12, 4).requires_grad_(False)]
+
+    def forward(self, x):
+        lent = [dict(member.named_parameters()) for member in self.members]
+        return sum(torch.func.functional_call(self.frame[0], params, (x,)) for params in lent)
+
+
+@odd(notes="one frame of layers is given the parameters of each member in turn, for a call")
+def members_that_lend_their_parameters() -> TrainLoop:
+    model = Ensemble()
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    return TrainLoop(
+        model=model,
+        optimizer=optimizer,
+        batch=points(),
+        fit=lambda batches: train(model, optimizer, batches),
+    )
+
+
+class RenewedHead(nn.Module):
+    """A head whose class vectors are made anew every few passes; the trainer gives the optimizer the new ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.head, self.passes = relu_mlp(8, 16, 8), nn.Linear(8, 4), 0
+
+    def forward(self, x):
+        self.passes += 1
+        if self.passes % 4 == 0:
+            self.head.weight = nn.Parameter(F.normalize(self.head.weight.detach()))
+        return self.head(self.trunk(x))
+
+
+@odd(notes="a parameter is replaced inside of forward, and the trainer gives the optimizer the new one in time")
+def replaced_and_given_to_the_optimizer() -> TrainLoop:
+    model = RenewedHead()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def fit(batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+            loss.backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=points(), batches=fresh(points), fit=fit)

@@ -291,3 +291,49 @@ pair(
     faulty=classified(lambda: Encoded(keeps=True)),
     fixed=classified(lambda: Encoded(keeps=False)),
 )
+
+
+# Fine-tuning in bfloat16: the pretrained weights are loaded, and the optimizer steps float32 masters.
+
+
+class MixedTuner:
+    def __init__(self, load_first):
+        self.model = mlp(6, 16, 3).bfloat16()
+        pretrained = {name: 1.5 * value for name, value in mlp(6, 16, 3).state_dict().items()}
+        if load_first:
+            self.model.load_state_dict(pretrained)
+        self.masters = [nn.Parameter(p.detach().float()) for p in self.model.parameters()]
+        self.optimizer = torch.optim.SGD(self.masters, lr=0.05)
+        if not load_first:
+            self.model.load_state_dict(pretrained)
+
+    def fit(self, batches):
+        for x, y in batches:
+            self.model.zero_grad()
+            F.cross_entropy(self.model(x.bfloat16()).float(), y).backward()
+            for master, p in zip(self.masters, self.model.parameters(), strict=True):
+                master.grad = p.grad.float()
+            self.optimizer.step()
+            with torch.no_grad():
+                for master, p in zip(self.masters, self.model.parameters(), strict=True):
+                    p.copy_(master)
+
+
+def mixed_tuning(load_first):
+    def make():
+        tuner = MixedTuner(load_first)
+        return TrainLoop(model=tuner.model, optimizer=tuner.optimizer, batch=data.labelled(), fit=tuner.fit)
+
+    return make
+
+
+pair(
+    "masters_made_before_the_weights_are_loaded",
+    "weights_are_read",
+    "masters_hold_others",
+    culprits=("0.weight", "2.weight"),
+    where="self.optimizer.step()",
+    faulty=mixed_tuning(load_first=False),
+    fixed=mixed_tuning(load_first=True),
+    quick=True,
+)

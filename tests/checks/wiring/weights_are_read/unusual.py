@@ -261,3 +261,24 @@ def causal_mask_kept() -> TrainLoop:
         return F.cross_entropy(model(ids).flatten(0, 1), after.flatten())
 
     return on_batches(Net(), loss_of, [data.tokens(seed=seed) for seed in range(13)])
+
+
+@odd(notes="float32 masters hold the pretrained values as they were before they were rounded to bfloat16")
+def masters_of_the_values_before_rounding() -> TrainLoop:
+    wide = mlp(6, 16, 3)
+    model = copy.deepcopy(wide).bfloat16()
+    masters = [nn.Parameter(p.detach()) for p in wide.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.05)
+
+    def fit(batches):
+        for x, y in batches:
+            model.zero_grad()
+            F.cross_entropy(model(x.bfloat16()).float(), y).backward()
+            for master, p in zip(masters, model.parameters(), strict=True):
+                master.grad = p.grad.float()
+            optimizer.step()
+            with torch.no_grad():
+                for master, p in zip(masters, model.parameters(), strict=True):
+                    p.copy_(master)
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
