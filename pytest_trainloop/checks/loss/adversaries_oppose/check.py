@@ -74,15 +74,16 @@ if TYPE_CHECKING:
 CAUSES = {
     "maker_helps_critic": Cause(
         proof="both steps push the scores of what is made the same way, and the critic pushes those of data the other",
-        repair="give the generator's loss the label of data: criterion(critic(made), ones); for Wasserstein losses "
-        "-critic(made).mean() beside critic(made).mean() - critic(data).mean()",
+        repair="in the generator's loss give these scores the label of data: criterion(critic(made), ones); for "
+        "Wasserstein losses -critic(made).mean() beside critic(made).mean() - critic(data).mean()",
         explains=("overfit_one_batch",),
         change=("seen",),
         settle="step both networks with one optimizer where they are meant to work together",
     ),
     "critic_cannot_tell": Cause(
         proof="the critic's step pushes the scores of data and of what is made the same way, at every score",
-        repair="give the critic different labels for data and for what is made: ones and zeros",
+        repair="turn the sign of the half of what is made: F.relu(1 - critic(real)).mean() + "
+        "F.relu(1 + critic(made)).mean(); with labels: ones for data, zeros for what is made",
         explains=("overfit_one_batch",),
         change=("seen",),
     ),
@@ -124,7 +125,7 @@ def _helps(game: Game, offsets: int) -> Finding:
         level="advice" if game.beside_data else "fault",
         summary=f"the generator's step pushes {game.critic}'s scores of what it makes {_way(game)}, as the step of "
         f"{game.critic} itself does",
-        measured=f"the sign of the gradient at all scores, with {offsets} constants added to them",
+        measured=f"the sign of the gradient at every score, also with {offsets} constants added to the scores",
         shown_by=f"the step of {game.critic} pushes the scores of data the other way: the two must be opponents",
         culprits=(game.critic,),
         where=str(game.back.place),
@@ -134,8 +135,8 @@ def _helps(game: Game, offsets: int) -> Finding:
 def _cannot_tell(game: Game, offsets: int, shown_by: str) -> Finding:
     return Finding(
         cause="critic_cannot_tell",
-        summary=f"the step of {game.critic} pushes its scores of data and of what is made {_way(game)} alike",
-        measured=f"the sign of the gradient at all scores, with {offsets} constants added to them",
+        summary=f"the step of {game.critic} pushes its scores of data and of what is made the same way: {_way(game)}",
+        measured=f"the sign of the gradient at every score, also with {offsets} constants added to the scores",
         shown_by=shown_by,
         culprits=(game.critic,),
         where=str(game.made.place),

@@ -111,7 +111,7 @@ CAUSES = {
     ),
     "term_overwritten": Cause(
         proof="a loop computes a loss for each of its turns under one name, and only the last is backpropagated",
-        repair="add them up: loss = loss + ... in the loop",
+        repair="add them up: loss = 0 before the loop, and loss = loss + ... inside it",
         explains=_DROPPED,
         change=("seen",),
     ),
@@ -128,7 +128,7 @@ CAUSES = {
         change=("seen",),
     ),
     "weight_of_another_name": Cause(
-        proof="the dict of weights has no entry for a term, and one of a like name that no term has: the term is not "
+        proof="the weights have no entry for a term, and one for a like name that no term has, so that the term is not "
         "in the loss",
         repair="call both by one name, and look weights up by weights[name], which raises for a name that is not there",
         explains=_DROPPED,
@@ -137,7 +137,7 @@ CAUSES = {
 }
 
 
-@check(needs={"fit"}, causes=CAUSES, rank=15, names="part of the loss")
+@check(needs={"fit"}, causes=CAUSES, rank=15, names="term")
 def every_term_trains(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.loss.every_term_trains.chosen_fills import chosen_fills
     from pytest_trainloop.checks.loss.every_term_trains.constant_terms import constant_terms, derivatives_beside

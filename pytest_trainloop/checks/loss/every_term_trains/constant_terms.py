@@ -9,7 +9,7 @@ from pytest_trainloop.checks.loss.every_term_trains.names import name_at
 from pytest_trainloop.checks.loss.every_term_trains.survey import Moves
 from pytest_trainloop.finding import Finding, code_of
 from pytest_trainloop.recording.torch_names import LOSSES
-from pytest_trainloop.wording import some
+from pytest_trainloop.wording import share, some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,9 +25,9 @@ _HOW = {
     "number": ("it is a plain number there", "add the tensor itself: leave out item(), float() or numpy()"),
     "end": ("it is detached as a whole", "add it without detach()"),
     "before": (
-        "what it is computed of has no gradient",
-        "compute it outside of no_grad(), of the output itself; argmax, rounding and comparisons have no gradient: use "
-        "probabilities in their place",
+        "what it is computed from has no gradient",
+        "compute it outside of no_grad(), from the output itself; argmax, rounding and comparisons have no gradient: "
+        "use probabilities in their place",
     ),
 }
 
@@ -97,7 +97,7 @@ def _detached(term: Term, moves: float) -> Finding:
         if name == _UNNAMED
         else f"the value of {name} is added to the loss and trains nothing: {why}",
         measured=_moved(moves),
-        shown_by="its value changes with the weights that this loss trains, and it has no history where it is added",
+        shown_by="its value changes with the weights that this loss trains, and it has no gradient where it is added",
         culprits=(name,),
         where=term.place,
         repair=repair,
@@ -108,12 +108,12 @@ def _between_frozen(record: Record, term: Term) -> Finding:
     same = term.sides[0] == term.sides[1]
     owners = [_owner(record, side) for side in term.sides]
     name = _called(term)
-    both = f"both sides of {name} are computed of {owners[0]}" if same else f"{name} compares {' with '.join(owners)}"
+    both = f"both sides of {name} are computed from {owners[0]}" if same else f"{name} compares {' with '.join(owners)}"
     return Finding(
         cause="term_between_frozen",
         level="fault" if same else "advice",
         summary=f"{both}, which nothing trains: the term is a constant",
-        measured=f"value {term.value:.4g}, without a history",
+        measured=f"value {term.value:.4g}, without a gradient",
         shown_by="no optimizer holds the weights on either side, and no gradient reaches them",
         culprits=(name,),
         where=term.place,
@@ -128,7 +128,7 @@ def _owner(record: Record, parameters: frozenset[int]) -> str:
 
 
 def _moved(moves: float) -> str:
-    return f"its value changes by {moves:.2g} of itself when the weights that the loss trains are moved"
+    return f"its value changes by {share(moves)} when the weights that the loss trains are moved"
 
 
 def _called(term: Term) -> str:

@@ -150,11 +150,11 @@ def _of_overwritten(record: Record, site: Site, scalars: Sequence[Scalar]) -> Fi
         cause="term_overwritten",
         summary=f"the loop at line {line} computes {name} {len(scalars)} times, and only the last is backpropagated",
         measured=f"{len(scalars) - 1} of {len(scalars)} values are replaced before anything reads them, in every step",
-        shown_by="the earlier ones were computed of other data or other weights"
+        shown_by="the earlier ones were computed from other data or other weights"
         + (f"; {some(untrained)} got no gradient" if untrained else ""),
         culprits=(name, *untrained),
         where=scalars[0].place,
-        repair=f"{name} = {name} + ... in the loop, from 0 on",
+        repair=f"{name} = 0 before the loop, and {name} = {name} + ... inside it",
     )
 
 
@@ -162,10 +162,10 @@ def _of_weight(found: Unweighted) -> Finding:
     return Finding(
         cause="weight_of_another_name",
         summary=f"{found.term!r} is computed and is not in the loss: the weights call it {found.weight!r}",
-        measured=f"weight {found.number:g} is asked for by no term, in every step of the run",
+        measured=f"the weight {found.number:g} of {found.weight!r} is used by no term, in every step of the run",
         shown_by=f"both dicts have {some(found.others)}; no gradient reached {found.term!r}",
         culprits=(found.term,),
         where=found.place,
-        repair=f"call both by one name: {found.term!r} in the weights; weights[name] raises where weights.get(name, 0) "
-        "gives 0",
+        repair=f"where the dict of weights is built, write {found.term!r} for {found.weight!r}; weights[name] raises "
+        "where weights.get(name, 0) gives 0",
     )

@@ -74,7 +74,7 @@ _LEARNING = ("overfit_one_batch", "loss_at_init", "update_ratio")
 
 CAUSES = {
     "target_is_other_draw": Cause(
-        proof="the prediction depends on one draw of random numbers, and its target is made of another of the same "
+        proof="the prediction depends on one draw of random numbers, and its target is made from another of the same "
         "shape",
         repair="draw once and use it twice: noise = torch.randn_like(x), for the input and for the target",
         explains=_LEARNING,
@@ -121,7 +121,7 @@ CAUSES = {
         settle="leave these columns out of the input",
     ),
     "target_written_by_loss": Cause(
-        proof="a loss function writes into the batch, and with the batch put back afterwards the loss is another",
+        proof="a loss function writes into the batch, and with the batch put back afterwards the loss differs",
         repair="work on a copy: target = target.clone()",
         explains=(*_LEARNING, "loss_components", "accumulation_equivalence", "determinism"),
         change=("seen",),
@@ -162,8 +162,8 @@ def _other_draw(found: OtherDraw) -> Finding:
         )
     return Finding(
         cause="target_is_other_draw",
-        summary=f"the target is {whole} of {found.function} ({shape}); the prediction was given another one",
-        measured=f"the prediction depends on the draw at {found.given}; the target is made of that at {found.target}",
+        summary=f"the target is {whole} of {found.function} ({shape}); the prediction was given another draw",
+        measured=f"drawn for the input at {found.given}\ndrawn for the target at {found.target}",
         shown_by="with other numbers in the target's draw the prediction is the same, bit for bit",
         culprits=(found.function,),
         where=str(found.place),
@@ -240,7 +240,7 @@ def _contained(found: Contained) -> Finding:
         level="advice",
         summary=f"{found.target} stands in {found.input}, which the prediction is made of",
         measured=f"column {columns} of {found.of} is the target, in each of {found.rows} rows",
-        shown_by="with these entries in other rows the prediction is another one",
+        shown_by="with these entries in other rows the prediction differs",
         culprits=(found.input, found.target),
         where=str(found.place),
     )

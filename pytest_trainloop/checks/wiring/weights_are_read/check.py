@@ -73,13 +73,13 @@ _LEARNING = ("overfit_one_batch", "update_ratio", "loss_at_init")
 CAUSES = {
     "weights_read_once": Cause(
         proof="gradients arrive, and moved after the first step they change nothing that is backpropagated",
-        repair="take the parameters inside the loop, in every pass: model(x), or functional_call(model, "
-        "dict(model.named_parameters()), x)",
+        repair="run this line in every forward pass, on the parameters themselves: in forward(), by model(x), "
+        "or by functional_call(model, dict(model.named_parameters()), x)",
         explains=(*_LEARNING, "memory_growth", "every_param_moves", "input_dependence"),
         change=("seen",),
     ),
     "tied_through_data": Cause(
-        proof="the two are one place in memory, and with one parameter in both places the losses are others",
+        proof="the two are one place in memory, and with one parameter in both places the losses differ",
         repair="decoder.weight = embedding.weight   # the parameter itself, before the optimizer is built",
         explains=("resume_equivalence:untied", "weight_decay_groups"),
         change=("seen",),
@@ -98,7 +98,7 @@ CAUSES = {
         explains=(*_LEARNING, "resume_equivalence"),
     ),
     "kept_from_first_batch": Cause(
-        proof="a value made of the first batch meets the rows of later ones, and another batch gives another value",
+        proof="a value made from the first batch meets the rows of later ones, and another batch gives another value",
         repair="compute it in every pass, or keep it under a key that tells the batches apart",
         explains=(*_LEARNING, "batch_independence", "determinism", "accumulation_equivalence", "input_dependence"),
         change=("seen",),
@@ -185,9 +185,9 @@ def _masters(found: OtherMasters) -> Finding:
 def _kept(found: KeptValue) -> Finding:
     return Finding(
         cause="kept_from_first_batch",
-        summary=f"what is made of {found.name} of the first batch is used for all later ones",
-        measured=f"a tensor of shape {found.shape}; made of the second batch it is another one, by "
-        f"{share(found.change)} of the largest entry",
+        summary=f"what is made from {found.name} of the first batch is used for all later ones",
+        measured=f"a tensor of shape {found.shape}; made from the second batch it differs by "
+        f"{share(found.change)} of its largest entry",
         shown_by=f"later batches meet it row by row in {found.function}, and the line that makes it runs once",
         culprits=(found.name,),
         where=str(found.used),

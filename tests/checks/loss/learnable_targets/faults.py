@@ -48,7 +48,7 @@ pair(
     "target_is_other_draw",
     where="F.mse_loss(predicted, noise)",
     change="noise = torch.randn_like(x)",
-    mentions=("prediction was given another one",),
+    mentions=("prediction was given another draw",),
     faulty=denoising(passes_noise=False),
     fixed=denoising(passes_noise=True),
     quick=True,
