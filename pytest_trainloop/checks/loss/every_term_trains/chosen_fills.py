@@ -89,7 +89,7 @@ def _cuts(part: Slice, call: Call, picked: int, fill: float) -> bool:
         return False
     constant = bool((made == made.flatten()[0]).all()) and float(made.abs().max()) * _FAR <= abs(fill)
     slope = slope_at(part, call.outputs[0], 0.0) if constant else None
-    return slope is not None and bool(slope.ne(0).any())
+    return slope is not None and bool((slope.ne(0) & slope.isfinite()).any())
 
 
 def _finding(found: _Chosen, count: int) -> Finding:

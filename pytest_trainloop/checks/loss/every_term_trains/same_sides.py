@@ -111,7 +111,7 @@ def _has_slope(part: Slice, call: Call) -> bool:
 def _counts(found: _Comparison) -> bool:
     """Whether what is backpropagated would be another if the sides were not the same."""
     slope = slope_at(found.part, found.call.outputs[0], 1.0)
-    return slope is not None and bool(slope.ne(0).any())
+    return slope is not None and bool((slope.ne(0) & slope.isfinite()).any())
 
 
 @functools.lru_cache(maxsize=256)
