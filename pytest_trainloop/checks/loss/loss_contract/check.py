@@ -35,6 +35,8 @@ How it decides
     predictions with the same targets in the other format. A table of all pairs is meant where its entries do not all
     count alike; the product of (N,) and (N, 1) is then that of two sums, and of log-probabilities never meant. A loss
     of pairs has none where no two rows, or all, have one label and its value is exactly 0.
+    Sides are turned where names of the batch (pos and neg, chosen and rejected) contradict the gradients at their
+    scores: products with something else of the batch, cosines and log-probabilities, no distances, in every row.
     Where it may be meant, it is advice: log-probabilities given to cross_entropy, kl_div by the mean of elements or
     with its gradient through the target, a head far wider than the labels, rare positives without a weight, a loss that
     is subtracted from another, or computed and left out: it may be a metric, or begin after a warm-up. Left out, it is
@@ -335,6 +337,12 @@ CAUSES = {
         explains=LEARNING,
         change=("seen",),
     ),
+    "sides_turned": Cause(
+        proof="in every row the score of what the batch names negative is raised, and that of the positive lowered",
+        repair="softplus(negative - positive), or -logsigmoid(positive - negative)",
+        explains=LEARNING,
+        change=("seen",),
+    ),
     "box_format": Cause(
         proof="boxes that are read as corners have x2 < x1, or are compared elsewhere with centres and sizes",
         repair="box_convert(boxes, in_fmt='cxcywh', out_fmt='xyxy') on predictions and targets alike",
@@ -384,12 +392,16 @@ def loss_contract(evidence: Evidence) -> Iterator[Finding]:
     shifts = recorder.shifts
     if shifts.unseen and evidence.repeatable:
         shifts = evidence.shared(LossCallRecorder.with_open_embeddings).shifts
-    for finding in itertools.chain(recorder.findings(), shifts.findings()):
+    for finding in itertools.chain(recorder.findings(), shifts.findings(), recorder.sides.findings()):
         key = finding.cause, finding.culprits, finding.where
         if key not in reported:
             reported.add(key)
             # pretrained weights may be made to unlearn
-            meant = finding.cause == "sign_flipped" and finding.level == "fault" and evidence.shared(pretrained)
+            meant = (
+                finding.cause in ("sign_flipped", "sides_turned")
+                and finding.level == "fault"
+                and evidence.shared(pretrained)
+            )
             repair = adapted(finding.cause, code_of(finding.where), finding.repair or CAUSES[finding.cause].repair)
             yield replace(finding, repair=repair, level="advice" if meant else finding.level)
     if not reported and recorder.unread:

@@ -25,6 +25,7 @@ from pytest_trainloop.checks.loss.loss_contract.by_contract import by_contract
 from pytest_trainloop.checks.loss.loss_contract.call import Call, Compared
 from pytest_trainloop.checks.loss.loss_contract.contracts import JUDGES
 from pytest_trainloop.checks.loss.loss_contract.label_shifts import LabelShifts
+from pytest_trainloop.checks.loss.loss_contract.named_sides import NamedSides
 from pytest_trainloop.checks.loss.loss_contract.operations import OPERATIONS, operation
 from pytest_trainloop.checks.loss.loss_contract.running_calls import RunningCalls
 from pytest_trainloop.checks.loss.loss_contract.tokens import Embedded, Tokens
@@ -87,6 +88,7 @@ class LossCallRecorder(WatchingMode):
         super().__init__()
         self._open_embeddings = open_embeddings
         self.shifts = LabelShifts()
+        self.sides = NamedSides()
         self._lineage = Lineage()
         self._steps = -1
         self._tokens = Tokens(padding)
@@ -113,7 +115,8 @@ class LossCallRecorder(WatchingMode):
         if evidence.shared(makes_own_data):
             evidence.rerun(contexts=lambda watch: (*found.contexts(watch), found.taking_arguments(watch)))
         else:
-            evidence.rerun(contexts=found.contexts, before_item=found.take_batch)
+            contexts = lambda watch: (*found.contexts(watch), *found.sides.contexts(watch))  # noqa: E731
+            evidence.rerun(contexts=contexts, before_item=found.take_batch)
         return found
 
     @classmethod
@@ -126,6 +129,7 @@ class LossCallRecorder(WatchingMode):
     def take_batch(self, _number: int, item: Any) -> None:
         self._rows = nested.rows(item)
         self._tokens.batch = item
+        self.sides.take(item)
 
     def taking_arguments(self, watch: Watch) -> contextlib.AbstractContextManager[None]:
         """What a model is called with stands for the batch where the loop makes its own data."""
