@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from pytest_trainloop.formulas.form import Argument, Form, Mistake, Variant, score, single
 from pytest_trainloop.recording.torch_names import DIVISIONS, EXTREMES
+
+if TYPE_CHECKING:
+    from pytest_trainloop.formulas.cut import Cut
 
 NOT_CLAMPED = Mistake(
     "clamp_missing",
@@ -145,6 +149,11 @@ def _variants(kind: str) -> tuple[Variant, ...]:
     )
 
 
+def _divides(least: int, cut: Cut) -> bool:
+    """Whether there are as many fractions as the form has, one of them by an area of the prediction."""
+    return cut.divisions >= least and cut.divides_by(0)
+
+
 _NAMES = {
     "ciou": ("complete IoU of boxes", "https://arxiv.org/abs/1911.08287"),
     "diou": ("distance IoU of boxes", "https://arxiv.org/abs/1911.08287"),
@@ -167,6 +176,7 @@ FORMS = tuple(
         needs=(DIVISIONS, EXTREMES | {"maximum", "minimum"}, *_BESIDE.get(kind, ())),
         numbers={"eps": (0.0,)},
         among=lambda name, number: 0 < number <= 1e-2,
+        suits=functools.partial(_divides, 1 if kind == "iou" else 2),
     )
     for kind, (name, page) in _NAMES.items()
 )

@@ -250,6 +250,12 @@ def _focal_variants(logs: str) -> tuple[Variant, ...]:
     )
 
 
+def _of_one_shape(cut: Cut) -> bool:
+    """Whether each entry has its own target, and these are not all equal."""
+    scores, target = cut.recorded
+    return scores.shape == target.shape and bool((target != target.flatten()[0]).any())
+
+
 FOCAL_PAGE = "https://arxiv.org/abs/1708.02002"
 
 FOCAL = tuple(
@@ -261,6 +267,7 @@ FOCAL = tuple(
         needs=(_LOGS, _POWERS),
         numbers={"gamma": (2.0,)},
         among=_exponent,
+        suits=_of_one_shape,
     )
     for argument in (_Z, _P)
 )

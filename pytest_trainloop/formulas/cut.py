@@ -10,7 +10,8 @@ import torch
 
 from pytest_trainloop.formulas.origins import origin
 from pytest_trainloop.losses.calls import HALF_THE_DIGITS
-from pytest_trainloop.tracing.loss_slice import CannotReplay
+from pytest_trainloop.recording.torch_names import DIVISIONS, RECIPROCALS
+from pytest_trainloop.tracing.loss_slice import CannotReplay, Ref
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,6 +54,8 @@ class Cut:
     slice: Slice
     number: int
     given: Arguments
+    undetermined: bool = False
+    """Whether some fit had no one solution at these settings: others may have."""
     _values: dict[int, torch.Tensor | None] = field(default_factory=dict)
 
     @property
@@ -84,6 +87,22 @@ class Cut:
     @functools.cached_property
     def ops(self) -> frozenset[str]:
         return frozenset(self.slice.calls[c].name for c in self.between)
+
+    def divides_by(self, argument: int) -> bool:
+        """Whether something that depends on this argument is a divisor."""
+        number = self.arguments[argument]
+        for call in (self.slice.calls[c] for c in self.between):
+            if call.name in DIVISIONS or call.name in RECIPROCALS:
+                above = call.name in DIVISIONS and call.args and isinstance(call.args[0], Ref)
+                below = call.inputs[1:] if above else call.inputs
+                if any(self.slice.depends(n, number) for n in below):
+                    return True
+        return False
+
+    @functools.cached_property
+    def divisions(self) -> int:
+        """How many divisions lie between."""
+        return sum(self.slice.calls[c].name in DIVISIONS | RECIPROCALS for c in self.between)
 
     @functools.cached_property
     def numbers(self) -> tuple[float, ...]:

@@ -111,7 +111,7 @@ def _sum(variant: Variant, cut: Cut, numbers: Mapping[str, float]) -> dict[str, 
                 return None
     if len(values) < 2:
         return None
-    solved = _solved(torch.cat(rows), torch.cat(values))
+    solved = _solved(cut, torch.cat(rows), torch.cat(values))
     if solved is None:
         return None
     found = dict(zip(names, solved.tolist(), strict=True))
@@ -126,21 +126,32 @@ def _agrees(matrix: torch.Tensor, right: torch.Tensor) -> bool:
         return True
     sizes = matrix.abs().amax(0).clamp(min=1e-300)
     scaled = matrix / sizes
+    if matrix.shape[1] == 2:  # a form and a constant: by far the most common
+        form = scaled[:, 0]
+        far = form - form.mean()
+        if not bool((far != 0).any()):
+            return True
+        factor = (far * right).sum() / (far * far).sum()
+        made = factor * form
+        made = made + (right - made).mean()
+        return close(made, right, 10 * float((made.abs() + factor.abs()).max()))
     solved = torch.linalg.lstsq(scaled, right.unsqueeze(1), driver="gelsd").solution.squeeze(1)
     return close(scaled @ solved, right, 10 * float((scaled.abs() @ solved.abs()).max()))
 
 
-def _solved(matrix: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+def _solved(cut: Cut, matrix: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
     """The coefficients with which the columns give the right side to rounding; small ones are 0."""
     finite = matrix.isfinite().all(1) & right.isfinite()
     matrix, right = matrix[finite], right[finite]
     if len(right) < matrix.shape[1] + 2 or float(right.max() - right.min()) == 0:
+        cut.undetermined = True
         return None
     sizes = matrix.abs().amax(0)
     used = sizes > 0
     scaled = matrix[:, used] / sizes[used]
     u, s, vh = torch.linalg.svd(scaled, full_matrices=False)
     if float(s[-1]) <= 1e-7 * float(s[0]):
+        cut.undetermined = True
         return None  # two parts are one at these settings
     solved = vh.T @ ((u.T @ right) / s)
     if not close(scaled @ solved, right, float((scaled.abs() @ solved.abs()).max())):
@@ -170,23 +181,44 @@ def _same_slope(variant: Variant, cut: Cut, numbers: Mapping[str, float], found:
 def _fraction(variant: Variant, cut: Cut, numbers: Mapping[str, float]) -> dict[str, float] | None:
     """Coefficients above and below the bar: value x (sum below) = (sum above), determined up to a common factor."""
     columns: dict[str, list[torch.Tensor]] = {}
+    looked, count = False, 0
     for parts, value in _equations(variant, cut, numbers):
         for name, entries in parts.items():
             columns.setdefault(name, []).append(entries)
             columns.setdefault(f"/{name}", []).append(-value * entries)
+        count += len(value)
+        if not looked and count >= len(columns) + 2:
+            looked = True
+            if not _dependent(torch.stack([torch.cat(c) for c in columns.values()], 1)[:: -(-count // EARLY)]):
+                return None
     matrix = torch.stack([torch.cat(c) for c in columns.values()], 1) if columns else torch.zeros(0, 1)
     matrix = matrix[matrix.isfinite().all(1)]
     if len(matrix) < matrix.shape[1] + 2:
+        cut.undetermined = True
         return None
     sizes = matrix.abs().amax(0)
     used = sizes > 0
     if int(used.sum()) < 3:
+        cut.undetermined = True
         return None
     scaled = matrix[:, used] / sizes[used]
     _, s, vh = torch.linalg.svd(scaled, full_matrices=False)
-    if float(s[-1]) > HALF_THE_DIGITS * float(s[0]) or float(s[-2]) <= 1e-7 * float(s[0]):
+    if float(s[-1]) > HALF_THE_DIGITS * float(s[0]):
+        return None
+    if float(s[-2]) <= 1e-7 * float(s[0]):
+        cut.undetermined = True
         return None
     solved = torch.zeros(matrix.shape[1], dtype=torch.float64)
     direction = torch.where(vh[-1].abs() <= 1e-7 * vh[-1].abs().max(), 0.0, vh[-1])
     solved[used] = direction / sizes[used]
     return dict(zip(columns, solved.tolist(), strict=True))
+
+
+def _dependent(matrix: torch.Tensor) -> bool:
+    """Whether the columns may be dependent: a bound far above that of the fit, as fewer rows are seen."""
+    matrix = matrix[matrix.isfinite().all(1)]
+    sizes = matrix.abs().amax(0) if len(matrix) else matrix.new_zeros(matrix.shape[1])
+    if len(matrix) < matrix.shape[1] or not bool((sizes > 0).all()):
+        return True
+    s = torch.linalg.svdvals(matrix / sizes)
+    return bool(s[-1] <= 1e4 * HALF_THE_DIGITS * s[0])

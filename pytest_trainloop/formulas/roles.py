@@ -19,8 +19,10 @@ def plays(value: Value, argument: Argument) -> bool:
     if argument.learned is not None and value.requires_grad is not argument.learned:
         return False
     tensor = value.tensor
+    if tensor.is_complex():
+        return False
     if argument.role == "classes":
-        return not tensor.is_floating_point() and tensor.dtype is not torch.bool and not tensor.is_complex()
+        return not tensor.is_floating_point() and tensor.dtype is not torch.bool
     if argument.role == "labels":
         return bool((tensor >= 0).all()) and bool((tensor <= 1).all())
     if argument.role == "signs":

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from pytest_trainloop.formulas.cut import Arguments, Cut
 from pytest_trainloop.formulas.fit import fits
 from pytest_trainloop.formulas.roles import plays
-from pytest_trainloop.recording.torch_names import CASTS, VIEWS
+from pytest_trainloop.recording.torch_names import (
+    ADDITIONS,
+    CASTS,
+    DIVISIONS,
+    MULTIPLICATIONS,
+    NEGATIONS,
+    SUBTRACTIONS,
+    VIEWS,
+)
+from pytest_trainloop.tracing.loss_slice import Ref
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from pytest_trainloop.formulas.form import Form, Reading, Variant
     from pytest_trainloop.tracing.loss_slice import Slice, Value
@@ -23,8 +33,20 @@ MOST_ARGUMENTS = 10
 MOST_VALUES = 60
 """Values of a slice for which forms are sought."""
 
-LARGEST = 1 << 16
+LARGEST = 1 << 15
 """Entries of an argument up to which forms are tried."""
+
+MOST_WORK = 1500
+"""Variants of forms that are tried in one slice, each with its arguments."""
+
+UNIT = 1 << 12
+"""Entries of an argument that make a variant cost twice as much."""
+
+_AFFINE = ADDITIONS | SUBTRACTIONS | NEGATIONS | MULTIPLICATIONS | DIVISIONS
+
+Fit = tuple[dict[str, float], dict[str, float]]
+Ruled = dict[Hashable, set[tuple[int, int, bool]]]
+"""By the structure of a slice: its values and the forms that none of them agrees with."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,16 +66,19 @@ class Match:
         return {n for c in self.cut.between for n in calls[c].outputs} - {self.cut.number}
 
 
-def matches(found: Slice, forms: Sequence[Form]) -> Iterator[Match]:
+def matches(found: Slice, forms: Sequence[Form], known: Ruled | None = None) -> Iterator[Match]:
     """The forms that agree with values of a slice, from its root down: for each value a right one, else one with a
-    mistake. Nothing is sought inside of a right one."""
-    cuts: dict[Any, Any] = {}
+    mistake. Nothing is sought inside of a right one.
+
+    ``known`` keeps what was ruled out between slices: the same calls in a later step are not tried again.
+    """
+    search = _Search(found, forms, set() if known is None else known.setdefault(_structure(found), set()))
     explained: set[int] = set()
     left: list[int] = []
     for number in _values(found):
         if number in explained:
             continue
-        match = _first(found, number, forms, cuts, wrong=False)
+        match = search.first(number, wrong=False)
         if match is None:
             left.append(number)
             continue
@@ -61,49 +86,142 @@ def matches(found: Slice, forms: Sequence[Form]) -> Iterator[Match]:
         yield match
     for number in left:
         if number not in explained:
-            match = _first(found, number, forms, cuts, wrong=True)
+            match = search.first(number, wrong=True)
             if match is not None:
                 explained |= match.inside
                 yield match
+
+
+def _structure(found: Slice) -> Hashable:
+    """What two slices share that make the same calls on values of the same shapes."""
+    calls = tuple((c.name, c.place.line, c.inputs, c.outputs, c.numbers) for c in found.calls)
+    return calls, tuple((v.kind, v.tensor.shape, v.tensor.dtype) for v in found.values)
 
 
 def _values(found: Slice) -> list[int]:
     """The learned values that calls of the slice made, from the root down."""
     made = [(c.number, n) for c in found.calls for n in c.outputs if found.values[n].requires_grad]
     needed = found.ancestors(found.root)
-    return [n for _, n in sorted(made, reverse=True) if n in needed][:MOST_VALUES]
+    real = [n for _, n in sorted(made, reverse=True) if n in needed and not found.values[n].tensor.is_complex()]
+    return real[:MOST_VALUES]
 
 
-def _first(found: Slice, number: int, forms: Sequence[Form], cuts: dict[Any, Any], *, wrong: bool) -> Match | None:
-    call = found.call_of(number)
-    for form in forms:
-        if call is None or call.name not in form.ops:
-            continue
+@dataclass(slots=True, eq=False)
+class _Known:
+    """What was made of the values of one slice."""
+
+    given: dict[tuple[int, ...], Arguments] = field(default_factory=dict)
+    cuts: dict[tuple[int, tuple[int, ...]], Cut] = field(default_factory=dict)
+    separates: dict[tuple[int, frozenset[int]], bool] = field(default_factory=dict)
+    before: dict[int, tuple[frozenset[str], list[Value]]] = field(default_factory=dict)
+    """For a value the functions before it, and what it was computed from, the nearest first."""
+
+
+@dataclass(slots=True, eq=False)
+class _Search:
+    """What was tried for the values of one slice."""
+
+    found: Slice
+    forms: Sequence[Form]
+    ruled_out: set[tuple[int, int, bool]]
+    """Value, form and pass where all fits were determined and none agrees, in this slice or another of its kind."""
+    known: _Known = field(default_factory=_Known)
+    tried: dict[tuple[Cut, int], tuple[Fit, ...]] = field(default_factory=dict)
+    without: set[tuple[int, int, bool]] = field(default_factory=set)
+    """Value, form and pass where a sum with constants or a multiple of the value was tried: so would it be."""
+    left: float = MOST_WORK
+    """The work that may still be spent. Without any, nothing more is said: a right form may not have been tried."""
+
+    def first(self, number: int, *, wrong: bool) -> Match | None:
+        """The first form that agrees with a value: a right one, or (``wrong``) any."""
+        call = self.found.call_of(number)
+        before = _source(self.found, number)
+        for place, form in enumerate(self.forms):
+            key = number, place, wrong
+            if call is None or call.name not in form.ops:
+                continue
+            if key not in self.ruled_out and key not in self.without:
+                match, sure = self._form(number, form, wrong=wrong)
+                if match is not None:
+                    return match
+                if sure:
+                    self.ruled_out.add(key)
+            if before is not None:
+                self.without.add((before, place, wrong))
+        return None
+
+    def _form(self, number: int, form: Form, *, wrong: bool) -> tuple[Match | None, bool]:
+        """The first variant of a form that agrees, and whether none surely does."""
         variants = [v for v in form.variants if (v.mistake is not None) <= wrong]
-        for cut in _cuts(found, number, form, cuts):
-            for variant in (v for v in variants if _suits(v, cut)):
-                for coefficients, numbers in fits(form, variant, cut):
+        sure = True
+        for cut in _cuts(self.found, number, form, self.known):
+            for variant in variants:
+                if self.left <= 0:
+                    return None, False
+                if not _suits(variant, cut):
+                    sure = False
+                    continue
+                for coefficients, numbers in self._fits(form, variant, cut):
                     reading = variant.read(coefficients)
                     if reading is None or ((reading.mistake is not None) and not wrong):
                         continue
-                    if not variant.holds(cut, numbers):
-                        continue
-                    return Match(form, variant, cut, reading, numbers)
-    return None
+                    if _holds(variant, cut, numbers):
+                        return Match(form, variant, cut, reading, numbers), False
+            sure = sure and not cut.undetermined
+        return None, sure
+
+    def _fits(self, form: Form, variant: Variant, cut: Cut) -> tuple[Fit, ...]:
+        key = cut, id(variant)
+        if key not in self.tried:
+            self.left -= 1 + max(t.numel() for t in cut.recorded) / UNIT
+            self.tried[key] = tuple(fits(form, variant, cut))
+        return self.tried[key]
 
 
-def _cuts(found: Slice, number: int, form: Form, cuts: dict[Any, Any]) -> Iterator[Cut]:
+def _source(found: Slice, number: int) -> int | None:
+    """The value of which this one is a multiple, or a sum with a constant, entry by entry: forms are known up to
+    these."""
+    call = found.call_of(number)
+    if call is None or call.name not in _AFFINE:
+        return None
+    live = [n for n in call.inputs if found.values[n].requires_grad]
+    still = [found.values[n] for n in call.inputs if n not in live]
+    if len(live) != 1 or any(v.kind != "constant" or v.tensor.numel() != 1 for v in still):
+        return None
+    if (call.name in DIVISIONS and call.inputs[0] != live[0]) or not call.args or call.name == "reciprocal":
+        return None
+    if call.name in DIVISIONS and not isinstance(call.args[0], Ref):
+        return None
+    same = found.values[live[0]].tensor.numel() == found.values[number].tensor.numel()
+    return live[0] if same else None
+
+
+def _holds(variant: Variant, cut: Cut, numbers: Mapping[str, float]) -> bool:
+    try:
+        return variant.holds(cut, numbers)
+    except (RuntimeError, IndexError, ValueError):
+        return False
+
+
+def _cuts(found: Slice, number: int, form: Form, known: _Known) -> Iterator[Cut]:
     """The ways to take values of the slice as the arguments of a form."""
-    names = {c.name for n in found.ancestors(number) if (c := found.call_of(n)) is not None}
-    if not all(names & needed for needed in form.needs):
+    if number not in known.before:
+        names = {c.name for n in found.ancestors(number) if (c := found.call_of(n)) is not None}
+        known.before[number] = frozenset(names), _nearest(found, number)
+    names_before, ordered = known.before[number]
+    if not all(names_before & needed for needed in form.needs):
         return
-    ordered = _nearest(found, number)
     choices = [[v for v in ordered if plays(v, a)][:MOST_ARGUMENTS] for a in form.arguments]
     for chosen in _products(choices):
         numbers = tuple(v.number for v in chosen)
-        if len(set(numbers)) < len(numbers) or not _separates(found, number, numbers):
+        if len(set(numbers)) < len(numbers):
             continue
-        cut = _cut(found, number, numbers, cuts)
+        key = number, frozenset(numbers)
+        if key not in known.separates:
+            known.separates[key] = _separates(found, number, numbers)
+        if not known.separates[key]:
+            continue
+        cut = _cut(found, number, numbers, known)
         if all(cut.ops & needed for needed in form.needs) and _suits(form, cut):
             yield cut
 
@@ -115,10 +233,9 @@ def _suits(way: Form | Variant, cut: Cut) -> bool:
         return False
 
 
-def _cut(found: Slice, number: int, numbers: tuple[int, ...], cuts: dict[Any, Any]) -> Cut:
-    given = cuts.setdefault(numbers, Arguments(found, numbers))
-    cut: Cut = cuts.setdefault((number, numbers), Cut(found, number, given))
-    return cut
+def _cut(found: Slice, number: int, numbers: tuple[int, ...], known: _Known) -> Cut:
+    given = known.given.setdefault(numbers, Arguments(found, numbers))
+    return known.cuts.setdefault((number, numbers), Cut(found, number, given))
 
 
 def _products(choices: Sequence[Sequence[Value]]) -> Iterator[tuple[Value, ...]]:

@@ -16,7 +16,7 @@ from pytest_trainloop.finding import Finding
 from pytest_trainloop.formulas.catalogue import FORMS
 from pytest_trainloop.formulas.cut import close, slope
 from pytest_trainloop.formulas.roles import class_axes, violates
-from pytest_trainloop.formulas.search import Match, matches
+from pytest_trainloop.formulas.search import Match, Ruled, matches
 from pytest_trainloop.runs.weight_origins import pretrained
 from pytest_trainloop.tracing.loss_slice import CannotReplay
 from pytest_trainloop.tracing.loss_tape import Tapes
@@ -75,8 +75,9 @@ class Judged:
         found: dict[tuple[str, str], Finding] = {}
         agreed = 0
         alone: dict[str, list[Match]] = {}
+        known: Ruled = {}
         for part in tapes.slices:
-            formed = list(matches(part, FORMS))
+            formed = list(matches(part, FORMS, known))
             agreed += len(formed)
             for match in formed:
                 if match.form.always_judged:
