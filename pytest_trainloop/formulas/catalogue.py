@@ -6,11 +6,13 @@ from pytest_trainloop.formulas import (
     boxes,
     classification,
     contrastive,
+    focal,
     likelihoods,
     mixtures,
     policies,
     quantiles,
     segmentation,
+    separation,
     survival,
 )
 
@@ -18,10 +20,12 @@ FORMS = (
     *boxes.FORMS,
     *segmentation.FORMS,
     *classification.FORMS,
+    *focal.FORMS,
     *likelihoods.FORMS,
     *mixtures.FORMS,
     *quantiles.FORMS,
     *policies.FORMS,
     *survival.FORMS,
     *contrastive.FORMS,
+    *separation.FORMS,
 )

@@ -1,4 +1,4 @@
-"""Binary cross entropy, cross entropy, focal and hinge losses."""
+"""Binary cross entropy, cross entropy and hinge losses."""
 
 from __future__ import annotations
 
@@ -18,36 +18,31 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.formulas.cut import Cut
 
-_LOGS = (
+LOGS = (
     BINARY_LOSSES
     | CLASS_LOSSES
     | frozenset({"log", "log1p", "log2", "log10", "logsigmoid", "log_sigmoid", "softplus", "log_softmax", "logsumexp"})
 )
-_POWERS = frozenset({"pow", "__pow__", "square", "mul"})
 _CLAMPED = frozenset({"relu", "clamp", "clamp_min", "maximum", "max", "where"})
 
-_P = Argument("prediction", "probabilities", learned=True)
-_T = Argument("target", "labels", learned=False)
-_Z = Argument("prediction", "scores", learned=True)
-_Y = Argument("target", "classes", learned=False)
+PROBABILITIES = Argument("prediction", "probabilities", learned=True)
+LABELS = Argument("target", "labels", learned=False)
+SCORES = Argument("prediction", "scores", learned=True)
+CLASSES = Argument("target", "classes", learned=False)
 
 
 def _small(_name: str, number: float) -> bool:
     return 0 < number <= 1e-2
 
 
-def _exponent(_name: str, number: float) -> bool:
-    return 0.25 <= number <= 8
-
-
 Logs = tuple[torch.Tensor, torch.Tensor]
 
 
-def _log_p(p: torch.Tensor, eps: float = 0.0) -> Logs:
+def log_p(p: torch.Tensor, eps: float = 0.0) -> Logs:
     return torch.log(p + eps), torch.log(1 - p + eps)
 
 
-def _log_sigmoid(z: torch.Tensor) -> Logs:
+def log_sigmoid(z: torch.Tensor) -> Logs:
     return F.logsigmoid(z), F.logsigmoid(-z)
 
 
@@ -87,14 +82,14 @@ def _read_binary(found: Coefficients) -> Reading | None:
 def _each_by_itself(cut: Cut) -> bool:
     """Whether the probabilities are no shares of one whole, and the targets 0 and 1."""
     target = cut.recorded[1]
-    return not _by_softmax(cut) and bool((target == 0).any()) and bool((target == 1).any())
+    return not by_softmax(cut) and bool((target == 0).any()) and bool((target == 1).any())
 
 
 BINARY_BY_PROBABILITIES = Form(
     "binary cross entropy",
     "https://docs.pytorch.org/docs/stable/generated/torch.nn.BCELoss.html",
-    (_P, _T),
-    (Variant(lambda p, t, eps: _both_terms(_log_p(p, eps), t), _read_binary),),
+    (PROBABILITIES, LABELS),
+    (Variant(lambda p, t, eps: _both_terms(log_p(p, eps), t), _read_binary),),
     needs=(frozenset({"log", "log1p", "log2", "log10"}),),
     numbers={"eps": (0.0,)},
     among=_small,
@@ -103,9 +98,9 @@ BINARY_BY_PROBABILITIES = Form(
 BINARY_BY_SCORES = Form(
     "binary cross entropy of scores",
     "https://docs.pytorch.org/docs/stable/generated/torch.nn.BCEWithLogitsLoss.html",
-    (_Z, _T),
-    (Variant(lambda z, t: _both_terms(_log_sigmoid(z), t), _read_binary),),
-    needs=(_LOGS,),
+    (SCORES, LABELS),
+    (Variant(lambda z, t: _both_terms(log_sigmoid(z), t), _read_binary),),
+    needs=(LOGS,),
     suits=lambda cut: bool((cut.recorded[1] == 0).any()) and bool((cut.recorded[1] == 1).any()),
 )
 
@@ -131,7 +126,7 @@ def _picked(log: torch.Tensor, y: torch.Tensor, *, dim: int) -> torch.Tensor | N
     return -log.gather(-1, y.long().unsqueeze(-1)).squeeze(-1)
 
 
-def _entropy(z: torch.Tensor, t: torch.Tensor, *, dim: int) -> torch.Tensor | None:
+def entropy_of_scores(z: torch.Tensor, t: torch.Tensor, *, dim: int) -> torch.Tensor | None:
     pick = _over if t.is_floating_point() else _picked
     return pick(z.log_softmax(dim), t, dim=dim) if z.dim() >= 2 else None
 
@@ -141,175 +136,36 @@ def _entropy_of(p: torch.Tensor, t: torch.Tensor, *, dim: int, eps: float) -> to
     return pick(torch.log(p + eps), t, dim=dim)
 
 
-def _by_softmax(cut: Cut) -> bool:
+def by_softmax(cut: Cut) -> bool:
     _, made = origin(cut.slice, cut.arguments[0])
     return made is not None and made.name == "softmax"
 
 
-_AXES = (1, -1)
+AXES = (1, -1)
 
 CROSS_ENTROPY = tuple(
     Form(
         "cross entropy",
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html",
-        (_Z, target),
-        tuple(Variant(single(functools.partial(_entropy, dim=dim)), cost()) for dim in _AXES),
-        needs=(_LOGS,),
-        suits=lambda cut: not _by_softmax(cut),
+        (SCORES, target),
+        tuple(Variant(single(functools.partial(entropy_of_scores, dim=dim)), cost()) for dim in AXES),
+        needs=(LOGS,),
+        suits=lambda cut: not by_softmax(cut),
     )
-    for target in (_T, _Y)
+    for target in (LABELS, CLASSES)
 )
 CROSS_ENTROPY_OF = tuple(
     Form(
         "cross entropy of probabilities",
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.NLLLoss.html",
-        (_P, target),
-        tuple(Variant(single(functools.partial(_entropy_of, dim=dim)), cost()) for dim in _AXES),
+        (PROBABILITIES, target),
+        tuple(Variant(single(functools.partial(_entropy_of, dim=dim)), cost()) for dim in AXES),
         needs=(frozenset({"log", "log2", "log10"}),),
         numbers={"eps": (0.0,)},
         among=_small,
-        suits=_by_softmax,
+        suits=by_softmax,
     )
-    for target in (_T, _Y)
-)
-
-
-# Focal loss
-
-EASY_FOR_HARD = Mistake(
-    "turned_round",
-    "rows are weighted by pt ** gamma: those that are right already weigh most",
-    "where the weight is made: (1 - pt) ** gamma, with pt the probability of the true class",
-)
-ONE_SIDE_FOR_BOTH = Mistake(
-    "ingredient_differs",
-    "targets of 0 are weighted by the probability that is meant for targets of 1",
-    "pt = torch.where(t == 1, p, 1 - p); weight = (1 - pt) ** gamma",
-)
-MEAN_FIRST = Mistake(
-    "mean_taken_early",
-    "the weight is computed from the mean cross entropy: one number for the whole batch",
-    "where the cross entropy is made: reduction='none'; weigh each row by (1 - pt) ** gamma, then take the mean",
-)
-GROWING = Mistake(
-    "term_sign",
-    "pt is exp(loss), which is above 1, for exp(-loss)",
-    "pt = torch.exp(-loss)",
-)
-
-
-def _focal(
-    logs: Logs, t: torch.Tensor, *, gamma: float, positive: int, negative: int
-) -> Mapping[str, torch.Tensor] | None:
-    """Both terms with their weights: powers of 1 - p (``positive`` = 1 for targets of 1) or p (0)."""
-    if logs[0].shape != t.shape:
-        return None
-    powers = (logs[0].exp() ** gamma, logs[1].exp() ** gamma)
-    return {"positive": t * powers[positive] * logs[0], "negative": (1 - t) * powers[negative] * logs[1]}
-
-
-def _read_focal(mistake: Mistake | None, found: Coefficients) -> Reading | None:
-    one, other = found["positive"], found["negative"]
-    return Reading(1 if one < 0 else -1, mistake) if one * other > 0 else None
-
-
-def _mean_binary(logs: Logs, t: torch.Tensor, *, gamma: float, sign: int = -1) -> torch.Tensor | None:
-    if logs[0].shape != t.shape:
-        return None
-    loss = -(t * logs[0] + (1 - t) * logs[1]).mean()
-    return (1 - torch.exp(sign * loss)) ** gamma * loss
-
-
-def _grown(logs: Logs, t: torch.Tensor, *, gamma: float) -> torch.Tensor | None:
-    if logs[0].shape != t.shape:
-        return None
-    loss = -(t * logs[0] + (1 - t) * logs[1])
-    return (1 - torch.exp(loss)) ** gamma * loss
-
-
-def _focal_variants(logs: str) -> tuple[Variant, ...]:
-    made = _log_sigmoid if logs == "scores" else _log_p
-    wanted: tuple[tuple[int, int, Mistake | None], ...] = (
-        (1, 0, None),
-        (0, 1, EASY_FOR_HARD),
-        (1, 1, ONE_SIDE_FOR_BOTH),
-        (0, 0, ONE_SIDE_FOR_BOTH),
-    )
-    terms = tuple(
-        Variant(
-            lambda x, t, gamma, a=positive, b=negative: _focal(made(x), t, gamma=gamma, positive=a, negative=b),
-            functools.partial(_read_focal, mistake),
-            mistake,
-        )
-        for positive, negative, mistake in wanted
-    )
-    return (
-        *terms,
-        Variant(single(lambda x, t, gamma: _mean_binary(made(x), t, gamma=gamma)), cost(MEAN_FIRST), MEAN_FIRST),
-        Variant(single(lambda x, t, gamma: _grown(made(x), t, gamma=gamma)), cost(GROWING), GROWING),
-    )
-
-
-def _of_one_shape(cut: Cut) -> bool:
-    """Whether each entry has its own target, and these are not all equal."""
-    scores, target = cut.recorded
-    return scores.shape == target.shape and bool((target != target.flatten()[0]).any())
-
-
-FOCAL_PAGE = "https://arxiv.org/abs/1708.02002"
-
-FOCAL = tuple(
-    Form(
-        "focal loss",
-        FOCAL_PAGE,
-        (argument, _T),
-        _focal_variants(argument.role),
-        needs=(_LOGS, _POWERS),
-        numbers={"gamma": (2.0,)},
-        among=_exponent,
-        suits=_of_one_shape,
-    )
-    for argument in (_Z, _P)
-)
-
-
-def _focal_classes(z: torch.Tensor, y: torch.Tensor, *, gamma: float, dim: int, how: str) -> torch.Tensor | None:
-    loss = _entropy(z, y, dim=dim)
-    if loss is None:
-        return None
-    if how == "mean":
-        loss = loss.mean()
-    pt = torch.exp(loss if how == "grown" else -loss)
-    return (pt if how == "easy" else 1 - pt) ** gamma * loss
-
-
-_HOW: tuple[tuple[str, Mistake | None], ...] = (
-    ("right", None),
-    ("easy", EASY_FOR_HARD),
-    ("mean", MEAN_FIRST),
-    ("grown", GROWING),
-)
-
-FOCAL_CLASSES = tuple(
-    Form(
-        "focal loss",
-        FOCAL_PAGE,
-        (_Z, target),
-        tuple(
-            Variant(
-                single(lambda z, y, gamma, dim=dim, how=how: _focal_classes(z, y, gamma=gamma, dim=dim, how=how)),
-                cost(mistake),
-                mistake,
-            )
-            for dim in _AXES
-            for how, mistake in _HOW
-        ),
-        needs=(_LOGS, _POWERS),
-        numbers={"gamma": (2.0,)},
-        among=_exponent,
-        suits=lambda cut: not _by_softmax(cut),
-    )
-    for target in (_T, _Y)
+    for target in (LABELS, CLASSES)
 )
 
 
@@ -389,7 +245,7 @@ def _hinge_classes(
 HINGE_CLASSES = Form(
     "hinge loss over classes",
     "https://docs.pytorch.org/docs/stable/generated/torch.nn.MultiMarginLoss.html",
-    (Argument("prediction", "values", learned=True), _Y),
+    (Argument("prediction", "values", learned=True), CLASSES),
     tuple(
         Variant(single(functools.partial(_hinge_classes, sign=sign, power=power, whole=whole)), cost(mistake), mistake)
         for sign, mistake in ((1, None), (-1, CLASSES_TURNED))
@@ -406,8 +262,6 @@ FORMS = (
     BINARY_BY_SCORES,
     *CROSS_ENTROPY,
     *CROSS_ENTROPY_OF,
-    *FOCAL,
-    *FOCAL_CLASSES,
     HINGE,
     HINGE_CLASSES,
 )

@@ -114,6 +114,8 @@ class Variant:
     """Whether these arguments may be taken in this way."""
     holds: Callable[[Cut, Mapping[str, float]], bool] = lambda cut, numbers: True
     """Whether an agreement with these free numbers says anything: a clamp that cuts nothing is none."""
+    look: Callable[[Cut, Reading], Reading] = lambda cut, reading: reading
+    """What the value at other arguments adds to a reading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,8 @@ class Form:
     added to what is backpropagated, and is made worse."""
     suits: Callable[[Cut], bool] = lambda cut: True
     """Whether the arguments are those of this form, by shapes and values."""
+    farthest: bool = False
+    """Whether the values farthest from the value are tried first: many lie between."""
 
 
 def single(form: Callable[..., torch.Tensor | None]) -> Basis:

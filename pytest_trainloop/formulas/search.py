@@ -19,7 +19,7 @@ from pytest_trainloop.recording.torch_names import (
     SUBTRACTIONS,
     VIEWS,
 )
-from pytest_trainloop.tracing.loss_slice import Ref
+from pytest_trainloop.tracing.loss_slice import CannotReplay, Ref
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     from pytest_trainloop.formulas.form import Form, Reading, Variant
     from pytest_trainloop.tracing.loss_slice import Slice, Value
 
-MOST_ARGUMENTS = 10
+MOST_ARGUMENTS = 16
 """Values that are tried for one argument, the nearest to the value first."""
+
+MOST_OF_THREE = 10
+"""The same for forms of three arguments and more."""
 
 MOST_VALUES = 60
 """Values of a slice for which forms are sought."""
@@ -163,6 +166,7 @@ class _Search:
                     continue
                 for coefficients, numbers in self._fits(form, variant, cut):
                     reading = variant.read(coefficients)
+                    reading = reading and _looked(variant, cut, reading)
                     if reading is None or ((reading.mistake is not None) and not wrong):
                         continue
                     if _holds(variant, cut, numbers):
@@ -196,6 +200,13 @@ def _source(found: Slice, number: int) -> int | None:
     return live[0] if same else None
 
 
+def _looked(variant: Variant, cut: Cut, reading: Reading) -> Reading:
+    try:
+        return variant.look(cut, reading)
+    except (CannotReplay, RuntimeError, IndexError, ValueError):
+        return reading
+
+
 def _holds(variant: Variant, cut: Cut, numbers: Mapping[str, float]) -> bool:
     try:
         return variant.holds(cut, numbers)
@@ -211,7 +222,9 @@ def _cuts(found: Slice, number: int, form: Form, known: _Known) -> Iterator[Cut]
     names_before, ordered = known.before[number]
     if not all(names_before & needed for needed in form.needs):
         return
-    choices = [[v for v in ordered if plays(v, a)][:MOST_ARGUMENTS] for a in form.arguments]
+    most = MOST_ARGUMENTS if len(form.arguments) < 3 else MOST_OF_THREE
+    ordered = ordered[::-1] if form.farthest else ordered
+    choices = [[v for v in ordered if plays(v, a)][:most] for a in form.arguments]
     for chosen in _products(choices):
         numbers = tuple(v.number for v in chosen)
         if len(set(numbers)) < len(numbers):
@@ -254,14 +267,18 @@ def _nearest(found: Slice, number: int) -> list[Value]:
     before = sorted(found.ancestors(number) - {number}, key=lambda n: order.get(n, (-1, -n)), reverse=True)
     readers = Counter(n for c in found.calls for n in set(c.inputs))
     left_out: set[int] = set()
+    source = _source(found, number)
+    while source is not None:  # the same value up to constants is no argument
+        left_out.add(source)
+        source = _source(found, source)
     kept: list[Value] = []
     for n in before:
         value = found.values[n]
         call = found.call_of(n)
         if call is not None and call.name in VIEWS | CASTS and len(call.inputs) == 1:
-            source = call.inputs[0]
-            if found.values[source].tensor.numel() == value.tensor.numel() and readers[source] == 1:
-                left_out.add(source)
+            whole = call.inputs[0]
+            if found.values[whole].tensor.numel() == value.tensor.numel() and readers[whole] == 1:
+                left_out.add(whole)
         if 1 < value.tensor.numel() <= LARGEST and n not in left_out:
             kept.append(value)
     return kept

@@ -6,14 +6,14 @@ import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from pytest_trainloop.formulas.form import Argument, Basis, Coefficients, Form, Mistake, Reading, Variant, same
 from pytest_trainloop.formulas.roles import unflattened
 from pytest_trainloop.recording.torch_names import DIVISIONS, MULTIPLICATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import torch
 
     from pytest_trainloop.formulas.cut import Cut
 
@@ -24,6 +24,15 @@ FACTOR_MISSING = Mistake(
     "the overlap of a perfect prediction with its target is {perfect:.3g}, not 1",
     "dice = 2 * (p * t).sum() / (p.sum() + t.sum()); or jaccard = i / (p.sum() + t.sum() - i) with i = (p * t).sum()",
     shown_by="in the limit without smoothing the fraction is {perfect:.3g} where prediction and target are equal masks",
+)
+
+
+FACTOR_OF_DICE = Mistake(
+    "ingredient_differs",
+    "twice the intersection is divided by the union: 2 for equal masks, where its smoothing makes two empty masks 1",
+    "jaccard = i / (p.sum() + t.sum() - i) with i = (p * t).sum(); or dice = 2 * i / (p.sum() + t.sum())",
+    shown_by="the fraction fitted to the value: with the factor 2 for the intersection, and not for the smoothing, "
+    "over the areas less one intersection",
 )
 
 
@@ -65,11 +74,29 @@ def _read(found: Coefficients) -> Reading | None:
     numbers = {"perfect": perfect if direction < 0 else 1 - perfect}
     if perfect == disjoint:
         return None
+    numbers["union"] = float(same(found["/both"], -found["/prediction"]) and same(found["/both"], -found["/target"]))
     if _near(best - worst, 1.0):
         return Reading(direction)
     if _near(best - worst, 0.5) and same(found["/prediction"], found["/target"]):
         return Reading(direction, FACTOR_MISSING, numbers)
-    return Reading(direction)
+    return Reading(direction, numbers=numbers)
+
+
+def _look(cut: Cut, reading: Reading) -> Reading:
+    """Whether the intersection counts twice above the union. A loss that is multiplied by 2 has its smoothing twice as
+    well: of two empty masks it is what it is of equal ones, not halfway to masks that share nothing."""
+    if reading.mistake is not None or not reading.numbers.get("union"):
+        return reading
+    target = (cut.recorded[1] > 0.5).double()
+    ones, zeros = torch.ones_like(target), torch.zeros_like(target)
+    shape = cut.recorded[0].shape
+    values = []
+    for p, t in ((ones, ones), (zeros, zeros), (1 - target, target)):
+        given = {cut.arguments[0]: p.reshape(shape), cut.arguments[1]: t.to(cut.recorded[1].dtype)}
+        values.append(float(cut.slice.replay(given, [cut.number])[0].mean()))
+    equal, empty, apart = values
+    halfway = abs((empty - apart) / (equal - apart) - 0.5) <= 1e-3 if equal != apart else False
+    return replace(reading, mistake=FACTOR_OF_DICE) if halfway else reading
 
 
 def _near(a: float, b: float) -> bool:
@@ -114,8 +141,8 @@ OVERLAP = Form(
     "https://arxiv.org/abs/1606.04797",
     (Argument("prediction", "probabilities", learned=True), Argument("target", "labels", learned=False)),
     (
-        *(Variant(way, _read, fraction=True) for way in _WAYS),
-        *(Variant(way, _read, fraction=True, suits=_of_classes) for way in _CLASSES),
+        *(Variant(way, _read, fraction=True, look=_look) for way in _WAYS),
+        *(Variant(way, _read, fraction=True, suits=_of_classes, look=_look) for way in _CLASSES),
         *(
             Variant(
                 functools.partial(_over_batch, power=power),

@@ -3,7 +3,8 @@
 What it does
     It notes every call of torch between the outputs of the last layers, the batch and what is backpropagated, in the
     first two steps in float64, and seeks textbook forms among the values: Dice, Jaccard, Tversky, focal, cross
-    entropies, hinge, IoU of boxes, likelihoods, divergences, contrastive, ranking, survival and policy losses.
+    entropies, hinge, IoU of boxes, likelihoods, divergences, contrastive, ranking, survival and policy losses,
+    ratios of signal to distortion.
 
 Why is this bad?
     A Dice loss of raw scores, a hinge on labels of 0 and 1, an overlap that is minimised: each runs, and most fall. No
@@ -20,7 +21,9 @@ How it decides
     what is backpropagated with respect to the value, where nothing else trains these outputs, the target varies and
     comes from the batch, an optimizer holds the layer and none maximises: games and attacks make a loss worse on
     purpose.
-    No agreement: nothing is said.
+    A power is mistaken for a factor where one side of a focal loss is multiplied by the very number that is the
+    exponent of the other. Twice the intersection over the union is no weight where two empty masks give half of it.
+    No agreement, or too many forms to try: nothing is said.
     Comparisons of outputs with the batch, entry by entry, are looked at whatever is made of them. Entries are
     misaligned where both sides are reshaped or transposed copies of tensors with the same axes, and along an axis whose
     length no other has they lie in another order. Errors cancel where any errors of mean 0 may be added to the

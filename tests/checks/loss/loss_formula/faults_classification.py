@@ -186,3 +186,23 @@ pair(
     faulty=classifier(lambda z, y: hinge_over_classes(z, y, turned=True), classes=3),
     fixed=classifier(hinge_over_classes, classes=3),
 )
+
+
+def focal_by_terms(weight_of_positives):
+    def loss_of(z, y, alpha=0.25, gamma=2.0):
+        p = z.sigmoid()
+        weight = weight_of_positives(1 - p, gamma)
+        loss = -y * alpha * weight * torch.log(p) - (1 - y) * (1 - alpha) * p**gamma * torch.log(1 - p)
+        return loss.mean()
+
+    return loss_of
+
+
+pair(
+    "focal_exponent_as_a_factor",
+    "loss_formula",
+    "power_differs",
+    where="return loss.mean()",
+    faulty=classifier(focal_by_terms(lambda q, gamma: q * gamma)),
+    fixed=classifier(focal_by_terms(lambda q, gamma: q**gamma)),
+)

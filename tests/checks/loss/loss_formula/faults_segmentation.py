@@ -126,3 +126,22 @@ pair(
     faulty=segmentation(dice_along(0)),
     fixed=segmentation(dice_along(1)),
 )
+
+
+def jaccard_loss(factor):
+    def loss_of(out, mask):
+        p, t = out.sigmoid().flatten(1), mask.flatten(1)
+        both = (p * t).sum(1)
+        return (1 - (factor * both + EPS) / (p.sum(1) + t.sum(1) - both + EPS)).mean()
+
+    return loss_of
+
+
+pair(
+    "jaccard_with_the_factor_of_dice",
+    "loss_formula",
+    "ingredient_differs",
+    where="return (1 - (factor * both + EPS)",
+    faulty=segmentation(jaccard_loss(2.0)),
+    fixed=segmentation(jaccard_loss(1.0)),
+)

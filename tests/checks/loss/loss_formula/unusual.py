@@ -275,3 +275,22 @@ def error_in_decibels():
         return (10 * torch.log10((out - targets).square().sum(-1)) - 10 * torch.log10(power)).mean()
 
     return regression(loss_of)()
+
+
+@odd(notes="a Jaccard score counts twice in the loss, with its smoothing: a weight, not Dice's factor")
+def jaccard_weighted_by_two():
+    def loss_of(out, mask):
+        p, t = out.sigmoid().flatten(1), mask.flatten(1)
+        both = (p * t).sum(1)
+        return (1 - 2 * (both + 1) / (p.sum(1) + t.sum(1) - both + 1)).mean()
+
+    return segmentation(loss_of)()
+
+
+@odd(notes="asymmetric focal loss: positives by the exponent 1 and with a weight, negatives by 2")
+def asymmetric_exponents_with_a_weight():
+    def loss_of(z, y):
+        p = z.sigmoid()
+        return (-2.0 * y * (1 - p) * torch.log(p) - (1 - y) * p**2.0 * torch.log(1 - p)).mean()
+
+    return classifier(loss_of)()
