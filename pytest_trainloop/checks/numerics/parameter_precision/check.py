@@ -28,8 +28,9 @@ How it decides
     An average is at fault where most of its entries keep their bits, float64 moves it by a <- a + w (p - a) with some
     trained weight p, exactly, and w is so small that they rest until p is as far away as a is large. Displaced by an
     eighth of that distance, it has to stay there for 60 steps: one that is copied from a better average comes back.
-    A running value that is held elsewhere (a dict of shadow weights, a buffer of statistics) is at fault where it keeps
-    its bits, float64 moves it at every step, and begun an eighth of its size away it is still there 60 steps later.
+    A running value that is held elsewhere (a dict of shadow weights, a buffer of statistics, a copy of the model) is at
+    fault where it keeps its bits, float64 moves it at every step, and begun an eighth of its size away, with the same
+    ULP, it is still there 60 steps later.
 
 Faulty
     >>> model = Classifier()

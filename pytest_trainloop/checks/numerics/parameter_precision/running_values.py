@@ -72,19 +72,26 @@ class RunningValues:
     """Low-precision tensors that the loop's functions hold, over runs as they are, in float64 and from elsewhere."""
 
     def __init__(self, evidence: Evidence) -> None:
+        record = evidence.run()
         self._plan, self._rerun = evidence.plan(), evidence.rerun
         self._place = ""
+        self._trained = {record.parameters[i].shape for i in record.held}
         loop = evidence.fresh_loop()
         self.candidates = {path: str(t.dtype).removeprefix("torch.") for path, t in self._held(loop) if t.dtype in LOW}
 
     def _held(self, loop: TrainLoop) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors that are neither an optimizer's, nor a gradient or parameter, nor data."""
+        """Tensors that are neither an optimizer's, nor a gradient, nor data; of parameters those of a copy that is not
+        declared as the model."""
         reach = Reach.of(loop)
+        declared = {id(p) for module in loop.modules.values() for p in module.parameters()}
         for path, leaf in reach.leaves.items():
-            if leaf.kind in ("tensor", "buffer"):
-                value = reach.value(path)
-                if isinstance(value, torch.Tensor) and not value.requires_grad and readable(value) and value.numel():
-                    yield path, value
+            if leaf.kind not in ("tensor", "buffer", "weight"):
+                continue
+            value = reach.value(path)
+            if not isinstance(value, torch.Tensor) or value.requires_grad or not readable(value) or not value.numel():
+                continue
+            if leaf.kind != "weight" or (id(value) not in declared and tuple(value.shape) in self._trained):
+                yield path, value
 
     def lost(self) -> list[LostAverage]:
         """Those that never move, by dtype."""
@@ -135,7 +142,7 @@ class RunningValues:
             reach = Reach.of(loop)
             with torch.no_grad():
                 for path in paths:
-                    reach.value(path).div_(1.0 + AWAY)
+                    _displace(reach.value(path))
                     writes.kept.append(reach.value(path).detach().clone())
             starts.append(self._values(loop, paths))
 
@@ -187,6 +194,13 @@ class _LostWrite(WatchingMode):
                 if any(float((k == out).double().mean()) >= HALF for k in same):
                     self.place = str(here()[0])
         return out
+
+
+def _displace(value: torch.Tensor) -> None:
+    """Move each entry by an eighth of its size and leave it between the same two powers of 2: its ULP stays."""
+    larger = value * (1.0 + AWAY)
+    crosses = torch.frexp(larger.float()).exponent != torch.frexp(value.float()).exponent
+    value.copy_(torch.where(crosses, value / (1.0 + AWAY), larger))
 
 
 def _rests(steps: list[torch.Tensor | None]) -> bool:

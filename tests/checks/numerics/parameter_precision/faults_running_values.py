@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -98,4 +100,37 @@ pair(
     where="self.spread.lerp_(",
     faulty=standardised(torch.bfloat16),
     fixed=standardised(torch.float32),
+)
+
+
+# An averaged copy of the model, which only the trainer holds.
+
+
+def with_copy(dtype):
+    def make():
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        averaged = copy.deepcopy(model).to(dtype).requires_grad_(False)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                with torch.no_grad():
+                    for a, p in zip(averaged.parameters(), model.parameters(), strict=True):
+                        a.mul_(0.9999).add_(p.to(a.dtype), alpha=1e-4)
+
+        return TrainLoop(model=model, optimizer=optimizer, batch=data.labelled(), fit=fit)
+
+    return make
+
+
+pair(
+    "averaged_copy_in_bfloat16",
+    "parameter_precision",
+    "average_lost",
+    where="a.mul_(0.9999)",
+    faulty=with_copy(torch.bfloat16),
+    fixed=with_copy(torch.float32),
 )
