@@ -65,9 +65,14 @@ CAUSES = {
         "the loss equals a form with another power of one of its parts: squared for plain, or plain for squared",
         "take the power that the form has",
     ),
-    "mean_taken_early": _cause(
-        "the loss equals a form applied to a mean over the batch, and not row by row",
-        "apply the form to each entry, and take the mean last",
+    "mean_taken_early": Cause(
+        proof="the loss equals a form applied to a mean over the batch, and not row by row, or a minimum over permutations "
+        "is taken for all rows, and some rows alone choose another",
+        repair="apply the form to each entry or row, and take the mean last",
+        explains=LEARNING,
+        change=("seen",),
+        settle="rows_interact=False makes one permutation for all rows a fault, rows_interact=True says that it is "
+        "meant",
     ),
     "turned_round": _cause(
         "the loss equals a form with two arguments, labels or directions changed round, and not the textbook form",

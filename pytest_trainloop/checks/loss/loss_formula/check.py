@@ -29,6 +29,12 @@ How it decides
     length no other has they lie in another order. Errors cancel where any errors of mean 0 may be added to the
     differences and the loss stays the same. A distance is made larger where the loss falls as each difference grows,
     above 0 and below. The last two count only where nothing else trains these outputs.
+    Labels meet scores of other positions where scores have one axis more than labels, and after a reshape, whichever
+    axis holds the classes, some label meets another position's scores. A label says nothing where label * a and
+    (1 - label) * b are added, and a equals b at random outputs and batches. One permutation is chosen for all rows
+    where a minimum is over means over rows of one cost with the outputs permuted, and a row alone chooses another: a
+    fault where a shuffling loader stacks the rows, or rows_interact=False is declared. A pinball loss one of whose
+    sides pays is a fault where nothing else trains these entries: it falls without bound.
 
 Faulty
     >>> head = nn.Linear(8, 1)

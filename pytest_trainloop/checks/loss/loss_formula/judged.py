@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop import nested
+from pytest_trainloop.batches.row_axis import drawn_by_a_loader
+from pytest_trainloop.checks.loss.loss_formula.assignments import chosen_together
 from pytest_trainloop.checks.loss.loss_formula.branches import equal_branches
 from pytest_trainloop.checks.loss.loss_formula.distances import cancelling, growing, misaligned
 from pytest_trainloop.checks.loss.loss_formula.excuses import trained_otherwise
@@ -145,6 +147,20 @@ def _compared(part: Slice, evidence: Evidence) -> Iterator[Finding]:
             where=str(call.place),
             repair="give the other label its own term",
         )
+    together = () if evidence.declared("rows_interact") else chosen_together(part)
+    for call, rows, count in together:
+        yield Finding(
+            cause="mean_taken_early",
+            level="fault" if _rows_are_apart(evidence) else "advice",
+            summary=f"{call.name} chooses one permutation for all rows: {len(rows)} of {count} rows alone choose "
+            f"another (row {rows[0]} first)",
+            measured=f"the costs of each permutation, of all {count} rows and of each row alone",
+            shown_by="the loop's own calls made again with one row each: their mean is the cost of all, and each cost "
+            "is the first one with the outputs permuted",
+            culprits=_culprits_of(part, call.inputs) or (call.name,),
+            where=str(call.place),
+            repair="keep one cost per row and permutation, take the minimum along the permutations, and then the mean",
+        )
     for call in cancelling(part):
         yield Finding(
             cause="errors_cancel",
@@ -168,6 +184,12 @@ def _compared(part: Slice, evidence: Evidence) -> Iterator[Finding]:
                 where=str(call.place),
                 repair="between this line and backward() the sign is turned: leave that minus out",
             )
+
+
+def _rows_are_apart(evidence: Evidence) -> bool:
+    """Whether rows are samples of their own, and not the frames of one."""
+    loop = evidence.fresh_loop()
+    return loop.rows_interact is False or (loop.batch is None and drawn_by_a_loader(loop.batches))
 
 
 def _all_worse(of_form: Sequence[Match], evidence: Evidence) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from pytest_trainloop.loop import TrainLoop
 from tests.checks.loss.loss_formula.faults_likelihoods import regression
@@ -118,6 +119,39 @@ pair(
     where="(seen + left).mean()",
     faulty=survival(lambda at: at),
     fixed=survival(lambda at: 1 - at.cumsum(1)),
+)
+
+
+def separator(cost):
+    """Two sources of a mixture, in either order."""
+
+    def make():
+        sources = torch.randn(12, 2, 10) * torch.tensor([1.0, 0.2])[:, None]
+        sources[::2] = sources[::2].flip(1)
+        model = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 20), nn.Unflatten(1, (2, 10)))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        batches = DataLoader(TensorDataset(sources.sum(1), sources), batch_size=6, shuffle=True)
+
+        def fit(loader):
+            for mixed, parts in loader:
+                out = model(mixed)
+                costs = torch.stack([cost(out, parts), cost(out[:, [1, 0]], parts)], -1)
+                optimizer.zero_grad()
+                costs.amin(-1).mean().backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batches=batches, fit=fit)
+
+    return make
+
+
+pair(
+    "one_permutation_for_all_rows",
+    "loss_formula",
+    "mean_taken_early",
+    where="costs.amin(-1)",
+    faulty=separator(lambda out, parts: (out - parts).square().mean()),
+    fixed=separator(lambda out, parts: (out - parts).square().mean((1, 2))),
 )
 
 

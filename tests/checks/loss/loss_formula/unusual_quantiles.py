@@ -76,3 +76,20 @@ def mixed_labels_by_share():
             optimizer.step()
 
     return TrainLoop(model=model, optimizer=optimizer, batch=(x, labels, share), fit=fit)
+
+
+@odd(notes="rows are the frames of one utterance, which have one order of the speakers between them")
+def one_order_for_all_frames():
+    frames = torch.randn(9, 2, 5)
+    model = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 10), nn.Unflatten(1, (2, 5)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def fit(batches):
+        for mixed, parts in batches:
+            out = model(mixed)
+            costs = torch.stack([F.mse_loss(out, parts), F.mse_loss(out.flip(1), parts)])
+            optimizer.zero_grad()
+            costs.min().backward()
+            optimizer.step()
+
+    return TrainLoop(model=model, optimizer=optimizer, batch=(frames.sum(1), frames), fit=fit, rows_interact=True)
