@@ -66,8 +66,8 @@ CAUSES = {
         "take the power that the form has",
     ),
     "mean_taken_early": Cause(
-        proof="the loss equals a form applied to a mean over the batch, and not row by row, or a minimum over permutations "
-        "is taken for all rows, and some rows alone choose another",
+        proof="the loss equals a form applied to a mean over the batch, and not row by row, or a minimum over "
+        "permutations is taken for all rows, and some rows alone choose another",
         repair="apply the form to each entry or row, and take the mean last",
         explains=LEARNING,
         change=("seen",),
