@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 NOT_CLAMPED = Mistake(
     "clamp_missing",
     "the sides of the intersection are not clamped at 0: two boxes that are apart in both directions overlap",
-    "w = (x2 - x1).clamp(min=0); h = (y2 - y1).clamp(min=0)",
+    "where the intersection is made: w = (x2 - x1).clamp(min=0); h = (y2 - y1).clamp(min=0)",
 )
 UNION_OF_BOTH = Mistake(
     "term_missing",
     "the union is the sum of both areas, in which the intersection counts twice",
-    "union = area_1 + area_2 - intersection",
+    "where the union is made: union = area_1 + area_2 - intersection",
 )
 OVER_UNION = Mistake(
     "ingredient_differs",

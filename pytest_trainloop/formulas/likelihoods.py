@@ -100,7 +100,7 @@ _GIVEN = (
 )
 
 GAUSSIAN = Form(
-    "the negative logarithm of a normal density",
+    "the negative log-likelihood of a normal density",
     "https://docs.pytorch.org/docs/stable/generated/torch.nn.GaussianNLLLoss.html",
     _GIVEN,
     tuple(
@@ -114,7 +114,7 @@ GAUSSIAN = Form(
 )
 
 LAPLACE = Form(
-    "the negative logarithm of a Laplace density",
+    "the negative log-likelihood of a Laplace density",
     "https://docs.pytorch.org/docs/stable/distributions.html#laplace",
     _GIVEN,
     tuple(Variant(functools.partial(_laplace, logs=logs), _read_laplace) for logs in (True, False)),
@@ -166,7 +166,7 @@ def _counts(cut: Cut) -> bool:
 
 
 POISSON = Form(
-    "the negative logarithm of Poisson's probabilities",
+    "the negative log-likelihood of Poisson counts",
     "https://docs.pytorch.org/docs/stable/generated/torch.nn.PoissonNLLLoss.html",
     (Argument("rate", learned=True), Argument("target", learned=False)),
     (
@@ -234,7 +234,7 @@ _DEVIATION = Mistake(
 )
 
 DIVERGENCE = Form(
-    "the divergence of a normal density from the standard normal",
+    "the KL divergence of a normal density from the standard normal",
     "https://arxiv.org/abs/1312.6114",
     (Argument("mean", learned=True), Argument("spread", learned=True)),
     (

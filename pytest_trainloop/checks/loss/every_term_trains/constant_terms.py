@@ -63,7 +63,7 @@ def derivatives_beside(survey: Survey) -> Iterator[Finding]:
                 summary="a derivative is added to what trains, and is itself a constant to the weights: it was taken "
                 "without a graph",
                 measured=f"added at {found.added.partition('   ')[0]}",
-                shown_by="it was computed of weights that the loss trains, and has no history where it is added",
+                shown_by="it was computed from weights that the loss trains, and has no gradient where it is added",
                 culprits=("grad",),
                 where=found.taken,
                 change=found.taken,

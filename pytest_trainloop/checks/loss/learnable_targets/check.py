@@ -238,7 +238,7 @@ def _contained(found: Contained) -> Finding:
     return Finding(
         cause="input_contains_target",
         level="advice",
-        summary=f"{found.target} stands in {found.input}, which the prediction is made of",
+        summary=f"{found.target} stands in {found.input}, which the prediction is computed from",
         measured=f"column {columns} of {found.of} is the target, in each of {found.rows} rows",
         shown_by="with these entries in other rows the prediction differs",
         culprits=(found.input, found.target),

@@ -40,7 +40,7 @@ def boxes(call: Call, _known: Known, name: str) -> Iterator[Judgement]:
             shown_by="the boxes of the data"
             + (": all their last two numbers are at least 0, as widths and heights are" if _are_sizes(given) else ""),
             culprit=name,
-            repair="box_convert(boxes, in_fmt='cxcywh', out_fmt='xyxy'), or 'xywh', as the data has them"
+            repair="box_convert(boxes, in_fmt='cxcywh', out_fmt='xyxy'); in_fmt='xywh' if the first two are the corner"
             if _are_sizes(given)
             else "order the corners: x1 <= x2 and y1 <= y2",
         )

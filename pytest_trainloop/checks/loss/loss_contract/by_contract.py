@@ -13,6 +13,7 @@ from pytest_trainloop.checks.loss.loss_contract.call import Call, Judgement, as_
 from pytest_trainloop.checks.loss.loss_contract.distributions import asked_value, entropy_minimised
 from pytest_trainloop.checks.loss.loss_contract.value_tests import bounds, exceeds_one, sums_to_one
 from pytest_trainloop.tracing.provenance_queries import LAYERS, behind, by_weights
+from pytest_trainloop.wording import count, share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -199,8 +200,8 @@ def _row_labels(call: Call, _known: Known, name: str) -> Iterator[Judgement]:
             measured=f"{kinds} different labels in {len(labels)} rows; loss 0",
             shown_by="the labels and the loss of every call",
             culprit=name,
-            repair="sample several rows of each class (MPerClassSampler), or give both views of a row one label: "
-            "torch.arange(n).repeat(2)"
+            repair="sample several rows of each class (MPerClassSampler), or where labels are made give both views of "
+            "a row one: torch.arange(n).repeat(2)"
             if kinds > 1
             else "sample rows of several classes in a batch",
         )
@@ -221,8 +222,9 @@ def _images(call: Call, known: Known, name: str) -> Iterator[Judgement]:
             "value_range",
             f"{call.name} is told a range of {upper:g}, and is given images in {bounds(given)}",
             in_every_call=True,
-            measured=f"the images span {span:.4g}",
-            shown_by="the images of every call; the constants that keep its quotients stable follow from the range",
+            measured=f"the values go up to {float(given.max()):.4g}; from 0 on they take {share(span / upper)} of "
+            "the range",
+            shown_by="the images of every call; the constants that are added in its fractions grow with the range",
             culprit=name,
             repair=f"pass {known.contract.value_range}={1 if span <= 1 else 255}",
         )
@@ -233,7 +235,7 @@ def _untrained(call: Call) -> Judgement:
     return call.judged(
         "criterion_not_trained",
         f"{call.name} has weights of its own ({names}), and no step changes them",
-        measured=f"{len(call.unstepped)} tensors require gradients and are the same after three steps",
+        measured=f"{count(len(call.unstepped), 'tensor')} with a gradient, the same after three steps",
         shown_by=f"they have not been written to since the first call of {call.name}",
         culprit=call.unstepped[0],
         repair="torch.optim.Adam([*model.parameters(), *criterion.parameters()]), or an optimizer of their own",

@@ -246,7 +246,7 @@ CAUSES = {
         change=("seen",),
     ),
     "class_without_weight": Cause(
-        proof="a class that occurs has weight 0 beside whole numbers, or the only class that costs anything is one",
+        proof="a class that occurs has weight 0, and all others have whole numbers, or only one class costs anything",
         repair="divide as floats: total / (classes * counts)",
         explains=(*LEARNING, "every_row_teaches"),
         change=("seen",),
@@ -362,7 +362,7 @@ CAUSES = {
         change=("optimizer", "seen"),
     ),
     "value_range": Cause(
-        proof="the images span less than a hundredth, or more than a hundred times, of the range that the call is told",
+        proof="the images take less than a hundredth, or more than a hundred times, of the range that the call is told",
         repair="pass the range that the images have: 1 for [0, 1], 255 for bytes",
         explains=(*LEARNING, "loss_formula:scores_as_probabilities"),
         change=("seen",),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-import torch
-
 from pytest_trainloop.checks.loss.loss_contract.call import Call, Judgement, as_list, judges
 from pytest_trainloop.checks.loss.loss_contract.value_tests import bounds
 from pytest_trainloop.tracing.provenance_queries import behind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import torch
 
 _POSITIVE = frozenset({"exp", "softplus", "relu", "sigmoid", "square", "abs", "expm1"})
 """Functions whose results are never below 0, or hardly."""
@@ -45,11 +45,11 @@ def classes_without_weight(call: Call) -> Iterator[Judgement]:
     only = int(weight.argmax())
     yield call.judged(
         "class_without_weight",
-        f"{call.name} weighs class {as_list(torch.tensor(idle, dtype=torch.float64))} with 0, and it occurs: "
+        f"{call.name} gives weight 0 to {_classes(idle)}: "
         + (
-            f"only class {only} costs anything, so that the best answer is always {only}"
+            f"only class {only} costs anything, so that always answering {only} is best"
             if constant
-            else "it never teaches"
+            else "their rows teach nothing"
         ),
         level="fault" if constant else "advice",
         in_every_call=True,
@@ -57,8 +57,13 @@ def classes_without_weight(call: Call) -> Iterator[Judgement]:
         shown_by="the gradient at the scores of all other rows is exactly 0"
         if constant
         else "the weights are whole numbers, as an integer division leaves them, and the labels hold the class",
-        repair="divide as floats: total / (classes * counts); // makes 0 of every weight below 1",
+        repair="where the weights are made: if they are divided with //, use /: total / (classes * counts)",
     )
+
+
+def _classes(idle: list[int]) -> str:
+    shown = ", ".join(map(str, idle[:3])) + (f" and {len(idle) - 3} more" if len(idle) > 3 else "")
+    return f"class {shown}, which occurs" if len(idle) == 1 else f"classes {shown}, which occur"
 
 
 def _rows_teach_nothing(call: Call, target: torch.Tensor, idle: torch.Tensor) -> bool:

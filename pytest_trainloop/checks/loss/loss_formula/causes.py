@@ -27,7 +27,7 @@ CAUSES = {
     ),
     "box_format": _cause(
         "the loss equals a form that reads boxes by their corners, and what the batch holds is no such box",
-        "convert boxes from (centre, width, height) to corners first",
+        "convert boxes from (centre, width, height) to corners before they are given to this function",
     ),
     "sign_flipped": _cause(
         "the loss holds a textbook form, or a distance from the target, and its gradient makes that worse",
@@ -55,7 +55,7 @@ CAUSES = {
     ),
     "entries_misaligned": _cause(
         "both sides are reshaped copies of tensors with the same axes, and entries of different places meet",
-        "bring the axes into one order before both are flattened: one_hot(y, C).movedim(-1, 1) for (N, C, ...)",
+        "before both are reshaped, bring the axes into one order: one_hot(y, C).movedim(-1, 1) for (N, C, ...)",
     ),
     "errors_cancel": _cause(
         "with any errors of mean 0 added to the differences the loss is the same",

@@ -147,15 +147,15 @@ CAUSES = {
         change=("seen",),
     ),
     "scale_in_loss": Cause(
-        proof="with every autocast block off, in float32, the gradient that the step reads changes as the scale is "
-        "halved: something computed of a scaled gradient enters the loss or the weights",
-        repair="divide a gradient by scaler.get_scale() before it is used, or call scaler.unscale_(optimizer) before",
+        proof="the gradient that the step reads changes when only the scale is halved, in float32 without autocast",
+        repair="divide a gradient by scaler.get_scale() before it is used; where it is read from .grad, call "
+        "scaler.unscale_(optimizer) before",
         explains=(*_AND_PARITY, "loss_at_init"),
         change=("seen",),
     ),
     "another_scaler": Cause(
         proof="with the scale of one scaler alone halved, the gradient that the step reads is half, or twice, as large",
-        repair="scale a loss and step its optimizer with the same scaler; one scaler for all optimizers does",
+        repair="scale the loss and step its optimizer with the same scaler; one scaler for all optimizers will do",
         explains=_AND_PARITY,
         change=("seen",),
     ),

@@ -14,7 +14,7 @@ from pytest_trainloop.checks.numerics.grad_scaler.call_windows import (
 )
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.recording.events import Backward
-from pytest_trainloop.wording import some
+from pytest_trainloop.wording import share, some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -207,11 +207,12 @@ def scale_in_loss(record: Record, found: ScaleDependence, change: float) -> Find
     return Finding(
         cause="scale_in_loss",
         summary=f"the gradient that {record.optimizers[found.optimizer].kind} reads depends on the loss scale: {use}",
-        measured=f"with the scale halved from 1024 it changes by {change:.2g} of its length, in float32"
+        measured=f"with the scale halved from 1024 it changes by {share(change)} of its length, in float32"
         + (", and weights are moved by hand before the step" if moved and used is None else ""),
         shown_by="two runs without autocast at two scales, all else equal: halving the scale is exact there",
         culprits=("scaler.scale(loss)",),
         where=record.step_line() if place is None else str(place),
+        repair="divide it by the scale before it is used: slope / scaler.get_scale()" if used is not None else "",
     )
 
 
@@ -220,13 +221,13 @@ def another_scaler(record: Record, optimizer: int, nth: int, factor: float) -> F
     scaled = [c for c in record.scaler_calls() if c.what == "scale" and c.enabled and step and c.at < step.at]
     return Finding(
         cause="another_scaler",
-        summary=f"the gradients that {kind} {optimizer} reads are scaled by one GradScaler and unscaled by "
-        "another: they are right only while both have the same scale",
-        measured=f"with the scale of scaler {nth} alone halved, the step reads {factor:.3g} times the gradient",
+        summary=f"the gradients that this step of {kind} reads are scaled by one GradScaler and unscaled by another: "
+        "they are right only while both have the same scale",
+        measured=f"with the scale of one scaler alone halved (number {nth + 1} of those built), the step reads "
+        f"{factor:.3g} times the gradient" + (f"\nscaled at {scaled[-1].place}" if scaled else ""),
         shown_by="two runs that differ in the scale of one scaler",
         culprits=(f"scaler.step({kind})",),
         where=record.step_line() if step is None else str(step.place),
-        change=str(scaled[-1].place) if scaled else "",
     )
 
 

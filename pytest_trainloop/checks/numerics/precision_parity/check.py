@@ -94,6 +94,7 @@ from typing import TYPE_CHECKING
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, check
+from pytest_trainloop.wording import share
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -151,13 +152,13 @@ CAUSES = {
     ),
     "angles_lost": Cause(
         proof="angles of positions or timesteps, which come from no weight, are half a radian or more from float64",
-        repair="compute positions, frequencies and their product in float32: with torch.autocast(device, "
+        repair="where positions meet frequencies, compute in float32: with torch.autocast(device, "
         "enabled=False): angles = positions.float() * frequencies.float(); round sin and cos, not the angles",
         explains=_EXPLAINS,
         change=("seen",),
     ),
     "weights_cast_once": Cause(
-        proof="with the casts that autocast keeps dropped after each update of the weights, the losses are others",
+        proof="with the casts that autocast keeps dropped after each update of the weights, the losses differ",
         repair="enter torch.autocast(...) anew for each forward pass, around model and loss, and leave it before "
         "backward() and step(); cache_enabled=False where one block must span several steps",
         explains=(*_EXPLAINS, "every_param_moves", "precision_parity:backward_under_autocast"),
@@ -258,9 +259,10 @@ def _lost_angles(runs: LowPrecisionRuns, lost: LostAngles) -> Finding:
     return Finding(
         cause="angles_lost",
         level="advice" if runs.imposed else "fault",
-        summary=f"{angles.name.rstrip('_')}{at} is given angles that {name} moves by up to {lost.largest:.2g} radians: "
-        "neighbouring positions cannot be told apart" + (f" ({runs.name})" if runs.name != "as it is" else ""),
-        measured=f"{lost.share:.0%} of the angles are off by half a radian or more, the worst of them {lost.at:.6g}",
+        summary=f"{angles.name.rstrip('_')}{at} is given angles that {name} moves by half a radian or more"
+        + (f" ({runs.name})" if runs.name != "as it is" else ""),
+        measured=f"{share(lost.share)} of the angles are off by half a radian or more; the worst, {lost.at:.6g}, is "
+        f"off by {lost.largest:.2g} rad",
         shown_by="the same angles in a float64 run from the same start; they come from no weight",
         culprits=tuple(c for c in (angles.module, angles.name) if c),
         where=str(angles.place),
