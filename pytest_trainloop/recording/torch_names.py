@@ -143,7 +143,7 @@ DRAWS = _names(
 )
 """Fresh random numbers, whatever the values of what they are given."""
 
-ORDERINGS = _names("sort argsort topk msort cdist pdist argmax argmin linear_sum_assignment")
+ORDERINGS = _names("sort argsort topk msort cdist pdist argmax argmin")
 """Entries get another partner by their values, or every other one as a partner."""
 
 # No computation
