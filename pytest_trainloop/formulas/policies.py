@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.formulas.form import Argument, Form, Mistake, Variant, cost, score, single
-from pytest_trainloop.recording.torch_names import ADDITIONS, MULTIPLICATIONS, SUBTRACTIONS
+from pytest_trainloop.recording.torch_names import ADDITIONS, CLAMPS, DISTANCE_LOSSES, MULTIPLICATIONS, SUBTRACTIONS
 
 if TYPE_CHECKING:
     from pytest_trainloop.formulas.cut import Cut
     from pytest_trainloop.tracing.loss_slice import Slice, Value
 
 _EXTREMES = frozenset({"min", "max", "minimum", "maximum"})
-_CLAMPS = frozenset({"clamp", "clip", "clamp_min", "clamp_max"})
 _LOGARITHMS = frozenset({"log_softmax", "logsumexp", "log", "logsigmoid", "log_sigmoid"})
 _REDUCTIONS = frozenset({"mean", "sum", "mse_loss", "smooth_l1_loss", "huber_loss"})
-_REGRESSIONS = frozenset({"mse_loss", "smooth_l1_loss", "huber_loss", "l1_loss"}) | SUBTRACTIONS
+_REGRESSIONS = DISTANCE_LOSSES | SUBTRACTIONS
 
 
 def _clipped(
@@ -78,7 +77,7 @@ def _objective(variants: tuple[Variant, ...], low: float, high: float, among: ob
         ),
         variants,
         ops=_EXTREMES,
-        needs=(_EXTREMES, _CLAMPS),
+        needs=(_EXTREMES, CLAMPS),
         numbers={"low": (low,), "high": (high,)},
         among=_around_one if among is None else (lambda name, number: number < 0 if name == "low" else 0 < number < 1),
         suits=lambda cut: cut.recorded[0].shape == cut.recorded[1].shape == cut.recorded[2].shape,

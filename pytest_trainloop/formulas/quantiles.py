@@ -6,7 +6,15 @@ import functools
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.formulas.form import Argument, Coefficients, Form, Mistake, Reading, Variant, cost, same, single
-from pytest_trainloop.recording.torch_names import ADDITIONS, DISTANCE_LOSSES, MASKING, MULTIPLICATIONS, SUBTRACTIONS
+from pytest_trainloop.recording.torch_names import (
+    ADDITIONS,
+    CLAMPS,
+    DISTANCE_LOSSES,
+    MASKING,
+    MULTIPLICATIONS,
+    ORDER_COMPARISONS,
+    SUBTRACTIONS,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,9 +23,8 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.formulas.cut import Cut
 
-_SIDES = MASKING | frozenset(
-    {"maximum", "max", "minimum", "min", "relu", "clamp", "clamp_min", "clamp_max", "clip", "abs", "__abs__"}
-    | {"lt", "gt", "le", "ge", "__lt__", "__gt__", "__le__", "__ge__"}
+_SIDES = (
+    MASKING | CLAMPS | ORDER_COMPARISONS | frozenset({"maximum", "max", "minimum", "min", "relu", "abs", "__abs__"})
 )
 """What tells an error above 0 from one below."""
 

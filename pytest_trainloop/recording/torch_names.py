@@ -123,6 +123,7 @@ EXTREME_PLACES = _names("argmax argmin")
 """They give the place of an extreme."""
 
 CLAMPS = _names("clamp clip clamp_min clamp_max")
+ORDER_COMPARISONS = _names("gt lt ge le __gt__ __lt__ __ge__ __le__")
 ROUNDINGS = _names("round round_ floor floor_ ceil ceil_ trunc trunc_ fix sign sign_ sgn heaviside")
 """Constant but for jumps."""
 

@@ -25,6 +25,7 @@ from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import has_values, tree_map, writes_in_place
 from pytest_trainloop.recording.torch_names import (
     ACTIVATIONS,
+    AUTOGRAD_CALLS,
     CASTS,
     EQUALITIES,
     IN_PLACE_OPERATORS,
@@ -60,7 +61,7 @@ LARGEST = 1 << 22
 
 MOST_SLICES = 12
 
-_NO_RESULT = TO_PYTHON | {"backward", "grad", "register_hook", "retain_grad"}
+_NO_RESULT = TO_PYTHON | AUTOGRAD_CALLS
 _SOURCES = SHAPE_ONLY | SAMPLES
 """Their results are drawn or constant: no gradient passes, and another run would draw others."""
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.recording.torch_names import (
-    ATEN_COMPARISONS,
     CASTS,
     EQUALITIES,
     EXTREME_PLACES,
     INDEXING,
     JOINS,
+    ORDER_COMPARISONS,
     TO_PYTHON,
     VIEWS,
 )
@@ -34,7 +34,7 @@ _TAKES_PARTS = {
     "__iter__",
     "index_select",
 }
-_ASKS = EQUALITIES | EXTREME_PLACES | ATEN_COMPARISONS | {"__gt__", "__lt__", "__ge__", "__le__"}
+_ASKS = EQUALITIES | EXTREME_PLACES | ORDER_COMPARISONS
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from pytest_trainloop.recording.torch_names import (
     EQUALITIES,
     MULTIPLICATIONS,
     NEGATIONS,
+    ORDER_COMPARISONS,
     RESHAPES,
     SUBTRACTIONS,
     TRANSPOSES,
@@ -33,7 +34,7 @@ _PICKS = frozenset({"__getitem__"})
 _ENTRYWISE = (
     CASTS | ACTIVATIONS | CLAMPS | NEGATIONS | EQUALITIES
     | frozenset({"log", "log1p", "exp", "sqrt", "square", "pow", "__pow__", "abs", "long", "int", "bool"})
-    | frozenset({"gt", "lt", "ge", "le", "__gt__", "__lt__", "__ge__", "__le__", "rsub", "__rsub__"})
+    | ORDER_COMPARISONS | frozenset({"rsub", "__rsub__"})
 )  # fmt: skip
 """Functions whose entries belong to the same position as those that they were computed from."""
 
