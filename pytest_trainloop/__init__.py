@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pytest_trainloop.api import Observation, card, check_loop, check_loss, observe
+    from pytest_trainloop.callcontract import CallContract
     from pytest_trainloop.cards.page import Card
     from pytest_trainloop.errors import CheckFailed, TrainLoopError, UsageError
     from pytest_trainloop.finding import Finding, Result
     from pytest_trainloop.loop import Padding, TrainLoop
-    from pytest_trainloop.losscontract import CallContract, LossContract
+    from pytest_trainloop.losscontract import LossContract
     from pytest_trainloop.losses.table import register_contract
     from pytest_trainloop.registry import Cause, check
     from pytest_trainloop.report import Report
@@ -44,7 +45,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CallContract": "losscontract",
+    "CallContract": "callcontract",
     "Card": "cards.page",
     "Cause": "registry",
     "CheckFailed": "errors",

@@ -129,8 +129,13 @@ def check_loss(
     UsageError
         the contract cannot be judged
     """
+    from pytest_trainloop.losscontract import LossContract
     from pytest_trainloop.registry import of
 
+    if not isinstance(make, LossContract) and (
+        not callable(make) or isinstance(make, type) or hasattr(make, "forward")
+    ):
+        raise UsageError(f"check_loss got {_kind(make)}; a LossContract, or a function that returns one, is needed")
     plan = _plan("check_loss", of("loss"), only, skip, xfail, options, strict)
     given = make if callable(make) else lambda: make
     name = getattr(make, "__name__", "loss")

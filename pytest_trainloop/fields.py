@@ -7,17 +7,14 @@ import math
 import numbers
 import operator
 import re
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import nn
 
-from pytest_trainloop import nested, places
+from pytest_trainloop import nested
 from pytest_trainloop.errors import UsageError
-from pytest_trainloop.knobs import nearest
 
 CALLS = {
     "fit": ("fit(batches)", 1),
@@ -137,23 +134,6 @@ def require_dimensions(loop: Any, batch: Any) -> None:
                 f"{name} is {number}, and no tensor of the batch has such a dimension ({nested.describe(batch)}); "
                 f"{needed} is needed"
             )
-
-
-def slip_in_the_call(error: BaseException, kind: type, required: Mapping[str, str]) -> UsageError | None:
-    """The refusal of a call of ``kind``, a dataclass, that Python refuses: a field that it does not have or that is not
-    given, or fields by position. None for any other exception."""
-    raised, name = str(error), kind.__name__
-    if not isinstance(error, TypeError) or f"{name}.__init__()" not in raised:
-        return None
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    named = re.findall(r"'(\w+)'", raised)
-    if "unexpected keyword" in raised:
-        message = f"{name} has no field {named[0]!r}; {nearest(named[0], [f.name for f in fields(kind) if f.init])}"
-    elif "missing" in raised and named:
-        message = f"{name}.{named[0]} is not given; {required.get(named[0], 'a value is needed')}"
-    else:
-        message = f"{name} takes its fields by keyword only, as in {name}({', '.join(f'{f}=...' for f in required)})"
-    return UsageError(message, place=places.shown(last.filename, last.lineno or 0))
 
 
 def is_whole(value: Any) -> bool:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from pytest_trainloop import places
 from pytest_trainloop.errors import UsageError
-from pytest_trainloop.knobs import nearest
+from pytest_trainloop.refusals import is_range, is_whole, one_of, refused, refusing_slips, validated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     import torch
 
+
+_refused, _one_of = partial(refused, "LossContract"), partial(one_of, "LossContract")
+
+_REQUIRED = {
+    "criterion": "a function criterion(output, target) or a module is needed",
+    "expects": "what the output is is needed, as in expects='logits'",
+}
 
 TARGETS: Mapping[str, tuple[str, ...]] = {
     "logits": ("index", "distribution", "binary", "pair"),
@@ -28,6 +35,7 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
 REDUCTIONS = ("mean", "sum", "none")
 
 
+@refusing_slips(_REQUIRED)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossContract:
     """What a loss function promises, for ``@pytest.mark.trainloop_loss``.
@@ -91,20 +99,19 @@ class LossContract:
     min_rows: int = 1
 
     def __post_init__(self) -> None:
-        try:
-            _validate(self)
-        except UsageError as error:
-            field = str(error).removeprefix("LossContract.").partition(" ")[0]
-            place = places.of_keyword(*places.caller(), "LossContract", field)
-            raise UsageError(str(error), place=place) from None
+        validated(self, _validate)
 
 
 def _validate(contract: LossContract) -> None:
     """Raise ``UsageError`` for the first field that cannot be judged."""
     if not callable(contract.criterion) or isinstance(contract.criterion, type):
-        raise _refused("criterion", _an(contract.criterion), "a function criterion(output, target) or a module")
+        raise refused(
+            "LossContract", "criterion", _an(contract.criterion), "a function criterion(output, target) or a module"
+        )
     _one_of("expects", contract.expects, TARGETS)
-    _one_of("target", contract.target, dict.fromkeys(word for words in TARGETS.values() for word in words))
+    one_of(
+        "LossContract", "target", contract.target, dict.fromkeys(word for words in TARGETS.values() for word in words)
+    )
     if contract.target not in TARGETS[contract.expects]:
         fitting = " or ".join(repr(word) for word in TARGETS[contract.expects])
         raise UsageError(
@@ -130,155 +137,53 @@ def _sizes(contract: LossContract) -> None:
                 f"LossContract.num_classes is not given; expects={contract.expects!r} with target={contract.target!r} "
                 "needs the number of classes, as in num_classes=10"
             )
-    elif not _whole(contract.num_classes, least=2):
+    elif not is_whole(contract.num_classes, least=2):
         raise _refused("num_classes", repr(contract.num_classes), "a whole number from 2 on")
     elif contract.expects == "values":
         raise UsageError("LossContract.num_classes is given, but values have no classes; num_outputs says how many "
                          "numbers the output has for one target value")  # fmt: skip
     if contract.num_outputs is not None and contract.expects != "values":
         raise UsageError(f"LossContract.num_outputs is given; it goes with expects='values', not {contract.expects!r}")
-    if contract.ignore_index is not None and not _whole(contract.ignore_index):
-        raise _refused("ignore_index", repr(contract.ignore_index), "a whole number, the target that does not count")
+    if contract.ignore_index is not None and not is_whole(contract.ignore_index):
+        raise refused(
+            "LossContract",
+            "ignore_index",
+            repr(contract.ignore_index),
+            "a whole number, the target that does not count",
+        )
     if contract.ignore_index is not None and contract.target not in ("index", "binary", "value"):
         raise UsageError(f"LossContract.ignore_index is given, but no entry of target={contract.target!r} can equal it")
     for name, least in (("num_outputs", 1), ("embedding_dim", 1), ("views", 1), ("min_rows", 1)):
         given = getattr(contract, name)
-        if given is not None and not _whole(given, least=least):
+        if given is not None and not is_whole(given, least=least):
             raise _refused(name, repr(given), f"a whole number from {least} on")
     if contract.views == 1 and contract.expects == "embeddings" and contract.target != "index":
         raise UsageError("LossContract.views is 1, but a pair is two tensors of embeddings; where your criterion takes "
                          "them as one, give criterion=lambda a, b: loss(torch.cat([a, b]))")  # fmt: skip
-    if not isinstance(contract.shape, (tuple, list)) or not all(_whole(n, least=1) for n in contract.shape):
-        raise _refused("shape", repr(contract.shape), "the sizes of one row's positions: (), (6,) or (4, 4)")
+    if not isinstance(contract.shape, (tuple, list)) or not all(is_whole(n, least=1) for n in contract.shape):
+        raise refused(
+            "LossContract", "shape", repr(contract.shape), "the sizes of one row's positions: (), (6,) or (4, 4)"
+        )
     if contract.shape and contract.expects == "embeddings":
         raise UsageError("LossContract.shape is given, but embeddings are (rows, embedding_dim)")
     axes = 2 + len(contract.shape)
-    if not _whole(contract.class_dim) or contract.class_dim % axes == 0 or not -axes <= contract.class_dim < axes:
-        raise _refused("class_dim", repr(contract.class_dim), f"an axis of the output's {axes} other than the rows'")
+    if not is_whole(contract.class_dim) or contract.class_dim % axes == 0 or not -axes <= contract.class_dim < axes:
+        raise refused(
+            "LossContract",
+            "class_dim",
+            repr(contract.class_dim),
+            f"an axis of the output's {axes} other than the rows'",
+        )
 
 
 def _numbers(contract: LossContract) -> None:
     for name in ("labels", "output_range", "target_range"):
         pair = getattr(contract, name)
-        good = isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(n, (int, float)) for n in pair)
-        if not good or not pair[0] < pair[1]:
-            raise _refused(name, repr(pair), "two numbers, the smaller one first")
-
-
-def _one_of(field: str, given: Any, known: Mapping[str, Any]) -> None:
-    if given not in known if isinstance(given, str) else True:
-        hint = nearest(str(given), known)
-        raise UsageError(f"LossContract.{field} is {given!r}; one of {', '.join(known)} is needed; {hint}")
-
-
-def _whole(value: Any, least: int | None = None) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
-
-
-def _refused(field: str, given: str, needed: str) -> UsageError:
-    return UsageError(f"LossContract.{field} is {given}; {needed} is needed")
+        if not is_range(pair):
+            raise _refused(name, repr(pair), "a tuple of two numbers, the smaller one first,")
 
 
 def _an(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__qualname__}"
     return "None" if value is None else f"of type {type(value).__name__}"
-
-
-HOLDS: Mapping[str, str] = {
-    "logits": "raw scores",
-    "class_logits": "raw scores of classes",
-    "log_probabilities": "log-probabilities",
-    "probabilities": "probabilities",
-    "values": "plain numbers",
-    "variance": "variances",
-    "embeddings": "embeddings",
-    "boxes": "boxes as (x1, y1, x2, y2)",
-    "images": "images in a range",
-    "distribution_value": "what a distribution is asked of",
-    "index": "class indices",
-    "one_hot": "zeros and ones, one 1 along the class axis",
-    "distribution": "probabilities over the classes",
-    "binary": "one of two labels",
-    "value": "plain numbers",
-    "labels": "a label for each embedding",
-}
-"""What an argument of a loss function can hold, in words."""
-
-OF_TARGETS = ("index", "one_hot", "distribution", "binary", "value", "labels")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallContract:
-    """What a function takes, argument by argument, for ``register_contract``.
-
-    >>> CallContract(arguments={"scores": "logits", "mask": "binary"})
-
-    Parameters
-    ----------
-    arguments
-        by the name of a parameter of the function (of ``forward`` for a module) what it holds: ``"logits"``,
-        ``"class_logits"``, ``"probabilities"``, ``"log_probabilities"``, ``"values"``, ``"variance"``,
-        ``"embeddings"``, ``"boxes"`` (x1, y1, x2, y2), ``"images"``; of targets ``"index"``, ``"one_hot"``,
-        ``"distribution"``, ``"binary"``, ``"value"``, ``"labels"`` (one for each embedding). Scores are over classes
-        beside an index, a one-hot or a distribution, else each is a yes or no
-    when
-        flags, by the name of another parameter or of an attribute of the module, and the values with which this
-        contract holds; several contracts may be registered for one function, and the first that fits counts
-    class_dim
-        the class axis of scores and probabilities
-    ignore_index
-        the target that does not count, or the name of the parameter or attribute that holds it
-    labels
-        the two values of a binary target
-    value_range
-        bounds of images, or the name of the parameter or attribute that holds the upper one
-    gives
-        ``"loss"``, or ``"similarity"``: larger is better, and its negative, or 1 minus it, is the loss
-    pairwise
-        whether each row of one argument is compared with each row of the other: the result is a table (N, M)
-    page
-        the page that says so, for the failure text
-
-    Raises
-    ------
-    UsageError
-        a word that is not known
-    """
-
-    arguments: Mapping[str, str]
-    when: Mapping[str, object] = field(default_factory=dict)
-    class_dim: int = 1
-    ignore_index: int | str | None = None
-    labels: tuple[float, float] = (0.0, 1.0)
-    value_range: tuple[float, float] | str | None = None
-    gives: Literal["loss", "similarity"] = "loss"
-    pairwise: bool = False
-    page: str = ""
-
-    def __post_init__(self) -> None:
-        for word in self.arguments.values():
-            if word not in HOLDS:
-                hint = nearest(str(word), HOLDS)
-                raise UsageError(
-                    f"CallContract.arguments holds {word!r}; one of {', '.join(HOLDS)} is needed; {hint}",
-                    place=places.of_keyword(*places.caller(), "CallContract", "arguments"),
-                )
-        if self.gives not in ("loss", "similarity"):
-            raise UsageError(f"CallContract.gives is {self.gives!r}; 'loss' or 'similarity' is needed")
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """The arguments that a model gives, in order."""
-        return tuple(name for name, word in self.arguments.items() if word not in OF_TARGETS)
-
-    @property
-    def target(self) -> str | None:
-        """The argument that holds the target."""
-        return next((name for name, word in self.arguments.items() if word in OF_TARGETS), None)
-
-    @property
-    def over_classes(self) -> bool:
-        """Whether scores are over classes: one of several is right."""
-        words = set(self.arguments.values())
-        return bool(words & {"index", "one_hot", "distribution", "class_logits"})

@@ -20,7 +20,7 @@ GENERATED = "<string>"
 def caller() -> tuple[str, int]:
     """File and line of the nearest frame outside this package; an empty file where there is none."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _ours(frame.f_code.co_filename):
+    while frame is not None and is_ours(frame.f_code.co_filename):
         frame = frame.f_back
     return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
 
@@ -83,9 +83,10 @@ def code_of(function: object) -> CodeType | None:
     return getattr(wrapped, "__code__", None)
 
 
-def _ours(file: str) -> bool:
+def is_ours(file: str) -> bool:
+    """Whether a file is one of this package, or of what ``dataclass`` generates."""
     return file.startswith(PACKAGE) or file == GENERATED
 
 
 def _of_the_user(file: str) -> bool:
-    return not _ours(file) and "site-packages" not in file
+    return not is_ours(file) and "site-packages" not in file

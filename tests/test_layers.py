@@ -31,7 +31,18 @@ FLOORS = (
     ("runs",),
     ("reach",),
     ("recording",),
-    ("loop", "fields", "losscontract", "nested", "selection", "knobs", "report", "registry"),
+    (
+        "loop",
+        "fields",
+        "losscontract",
+        "callcontract",
+        "refusals",
+        "nested",
+        "selection",
+        "knobs",
+        "report",
+        "registry",
+    ),
     ("errors", "finding", "wording", "paths", "places"),
 )
 """From the top down. A module imports from its own package, its own floor or a lower one, also for typing."""

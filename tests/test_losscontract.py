@@ -28,7 +28,7 @@ REFUSED = {
     "unknown reduction": ({"reduction": "avg"}, "reduction is 'avg'; one of mean, sum, none is needed"),
     "shape": ({"shape": 3}, "shape is 3; the sizes of one row's positions"),
     "class axis": ({"class_dim": 0}, "class_dim is 0; an axis of the output's 2"),
-    "labels": ({"labels": (1, -1)}, r"labels is \(1, -1\); two numbers, the smaller one first"),
+    "labels": ({"labels": (1, -1)}, r"labels is \(1, -1\); a tuple of two numbers, the smaller one first"),
     "views": ({"expects": "embeddings", "target": "pair", "views": 1}, "views is 1, but a pair is two tensors"),
     "rows": ({"min_rows": 0}, "min_rows is 0; a whole number from 1 on"),
 }

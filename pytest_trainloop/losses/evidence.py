@@ -17,7 +17,6 @@ from torch import nn
 
 from pytest_trainloop import places
 from pytest_trainloop.errors import UsageError, UserCodeError
-from pytest_trainloop.fields import slip_in_the_call
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.losscontract import LossContract
 from pytest_trainloop.losses.calls import Caller, CriterionRaised, kind
@@ -30,12 +29,6 @@ from pytest_trainloop.strategies.losses import MOST_ROWS, cases
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
-
-
-_REQUIRED = {
-    "criterion": "a function criterion(output, target) or a module is needed",
-    "expects": "what the output is is needed, as in expects='logits'",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +150,6 @@ class LossEvidence:
         except UsageError:
             raise
         except (Exception, SystemExit) as error:
-            if slip := slip_in_the_call(error, LossContract, _REQUIRED):
-                raise slip from None
             raise UserCodeError(user_error(error, "building the loss")) from error
         if not isinstance(contract, LossContract):
             name = getattr(getattr(self._make, "func", self._make), "__qualname__", "the function")

@@ -9,10 +9,11 @@ from torch import nn
 
 from pytest_trainloop import nested, places
 from pytest_trainloop.errors import UsageError, UserCodeError
-from pytest_trainloop.fields import require_dimensions, slip_in_the_call
+from pytest_trainloop.fields import require_dimensions
 from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.losscontract import LossContract
 from pytest_trainloop.recording.record import within
+from pytest_trainloop.refusals import slip_in_the_call
 from pytest_trainloop.runs.process_state import seed_all
 from pytest_trainloop.runs.user_traceback import user_error
 from pytest_trainloop.wording import some

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_trainloop.losscontract import CallContract
+from pytest_trainloop.callcontract import CallContract
 from pytest_trainloop.losses.table.entry import Entry
 
 _PAGE = "https://docs.pytorch.org/docs/stable/distributions.html"

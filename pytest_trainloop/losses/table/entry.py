@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from pytest_trainloop.losscontract import CallContract
+    from pytest_trainloop.callcontract import CallContract
 
 Chance = Literal["", "zeros", "halves", "log_uniform", "log_uniform_last", "constants"]
 """What an uninformed model gives: equal scores (zeros), even odds (halves), the logarithm of equal probabilities along

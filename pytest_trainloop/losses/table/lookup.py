@@ -22,7 +22,7 @@ from pytest_trainloop.losses.table.registered import code_of, plain, registered
 if TYPE_CHECKING:
     from types import FrameType
 
-    from pytest_trainloop.losscontract import CallContract
+    from pytest_trainloop.callcontract import CallContract
     from pytest_trainloop.losses.table.entry import Entry
 
 OF_TORCH: dict[str, Entry] = {entry.name: entry for entry in torch_losses.ENTRIES}

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop import places
+from pytest_trainloop.callcontract import CallContract
 from pytest_trainloop.errors import UsageError
-from pytest_trainloop.losscontract import CallContract, LossContract
+from pytest_trainloop.losscontract import LossContract
 from pytest_trainloop.losses.table.entry import Entry
+from pytest_trainloop.losses.table.flags import require_names
+from pytest_trainloop.refusals import an
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -42,7 +45,8 @@ def register_contract(function: Any, contract: LossContract | CallContract) -> N
     Parameters
     ----------
     function
-        a function, or a class of modules, whose ``forward`` is meant; functions in C and compiled ones cannot be seen
+        a function; or a class of modules or an instance of it, whose ``forward`` is meant: the contract holds for every
+        instance of the class. Functions in C and compiled ones cannot be seen
     contract
         what it takes: a ``CallContract``, argument by argument; or the ``LossContract`` with which it is tested, which
         holds for calls with the same flags as its criterion's
@@ -50,9 +54,13 @@ def register_contract(function: Any, contract: LossContract | CallContract) -> N
     Raises
     ------
     UsageError
-        the function has no code of Python's, or the contract names a parameter that it has not
+        the function has no code of Python's; the contract names a parameter or a flag that it has not; or the criterion
+        of the ``LossContract`` is another function
     """
-    code, row = _row(function, contract)
+    try:
+        code, row = _row(function, contract)
+    except UsageError as error:
+        raise UsageError(str(error), place=places.shown(*places.caller())) from None
     known = _REGISTERED.get(code, Registered((), ()))
     if row[0] not in known.entries:
         _REGISTERED[code] = Registered((*known.entries, row[0]), (*known.like, row[1]))
@@ -80,11 +88,14 @@ def beside(contracts: Iterable[LossContract]) -> Iterator[None]:
 
 def _row(function: Any, contract: LossContract | CallContract) -> tuple[CodeType, tuple[Entry, Mapping[str, object]]]:
     """The code of a function, its row, and the flags that a call must share."""
-    code = code_of(function)
-    if code is None:
-        raise UsageError(f"register_contract got {function!r}; a function or a class of modules is needed")
+    code = _seen_code(function, contract)
     flags: Mapping[str, object] = {}
     if isinstance(contract, LossContract):
+        if code_of(contract.criterion) is not code:
+            raise UsageError(
+                f"register_contract got {_name(function)} with a LossContract of another criterion, "
+                f"{_name(contract.criterion)}; a contract of {_name(function)} itself is needed, or a CallContract"
+            )
         flags = flags_of(contract.criterion)
         made = call_contract(contract, code)
         if made is None:
@@ -93,14 +104,31 @@ def _row(function: Any, contract: LossContract | CallContract) -> tuple[CodeType
                 "position; give a CallContract, argument by argument"
             )
         contract = made
-    elif not isinstance(contract, CallContract):
-        raise UsageError(f"register_contract got {type(contract).__name__}; a LossContract or CallContract is needed")
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    for name in contract.arguments:
-        if name not in names:
-            raise UsageError(f"CallContract.arguments names {name!r}; {code.co_name} has {', '.join(names)}")
+    require_names(function, code, contract)
     name = getattr(function, "__qualname__", code.co_name)
     return code, (Entry(names=(name,), contracts=(contract,), page=contract.page), flags)
+
+
+def _seen_code(function: Any, contract: object) -> CodeType:
+    """The code by which calls of a function are recognised; refuses what has none, and what is no contract."""
+    code = code_of(function)
+    if isinstance(function, (LossContract, CallContract)) and not isinstance(contract, (LossContract, CallContract)):
+        kind = type(function).__name__
+        raise UsageError(f"register_contract got the {kind} first; the function is needed first, then the contract")
+    if code is None:
+        given = f"{_name(function)}, which has no Python code" if callable(function) else an(function)
+        raise UsageError(f"register_contract got {given}; a function or a class of modules is needed")
+    if not isinstance(contract, (LossContract, CallContract)):
+        raise UsageError(
+            f"register_contract got {an(contract)} for {_name(function)}; a LossContract or CallContract is needed"
+        )
+    return code
+
+
+def _name(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def registered(code: CodeType) -> Registered | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.losscontract import CallContract
+from pytest_trainloop.callcontract import CallContract
 from pytest_trainloop.losses.table.entry import Entry
 
 if TYPE_CHECKING:

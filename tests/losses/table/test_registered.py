@@ -99,8 +99,8 @@ def test_contracts_beside_a_loop_count_meanwhile():
 @pytest.mark.parametrize(
     ("function", "contract", "words"),
     [
-        (torch.relu, CallContract(arguments={}), "a function or a class of modules"),
-        (overlap, CallContract(arguments={"score": "logits"}), "overlap has scores, mask, from_logits"),
+        (torch.relu, CallContract(arguments={"input": "logits"}), "a function or a class of modules"),
+        (overlap, CallContract(arguments={"score": "logits"}), "overlap takes scores, mask, from_logits"),
         (overlap, {"scores": "logits"}, "a LossContract or CallContract"),
     ],
 )

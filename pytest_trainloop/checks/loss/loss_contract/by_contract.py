@@ -18,7 +18,7 @@ from pytest_trainloop.wording import count, share
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pytest_trainloop.losscontract import CallContract
+    from pytest_trainloop.callcontract import CallContract
     from pytest_trainloop.losses.table.lookup import Known
     from pytest_trainloop.tracing.provenance_queries import Found
 
