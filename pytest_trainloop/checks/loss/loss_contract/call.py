@@ -36,6 +36,14 @@ class Compared(NamedTuple):
     place: Place
 
 
+class PairTable(NamedTuple):
+    """A difference of each row of the output with each of the data, and the gradient of the loop's loss there."""
+
+    target: torch.Tensor
+    weights: torch.Tensor
+    values: torch.Tensor
+
+
 @dataclass(slots=True, kw_only=True)
 class Call:
     """A call of a loss function, or of an operation that losses are written with."""
@@ -74,6 +82,8 @@ class Call:
     """Weights of the criterion itself that no step has changed since it was first called, three steps ago at least."""
     with_itself: set[int] = field(default_factory=set)
     """Tensors of this step, by identity, of which all pairs of rows are compared with one another too."""
+    pair_tables: list[PairTable] = field(default_factory=list)
+    """The differences of this step that compare every row with every other, as far as they were judged."""
     log_probs: list[Node] = field(default_factory=list)
     """The results of ``log_prob`` in this step."""
     beside: list[Call] = field(default_factory=list)

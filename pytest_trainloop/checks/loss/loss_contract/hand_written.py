@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop.checks.loss.loss_contract.call import Call, Judgement, judges
+from pytest_trainloop.checks.loss.loss_contract.call import Call, Judgement, PairTable, judges
 from pytest_trainloop.checks.loss.loss_contract.class_targets import over_the_wrong_axis
 from pytest_trainloop.checks.loss.loss_contract.kl_div import sharpened
 from pytest_trainloop.checks.loss.loss_contract.value_tests import logs_of_one, sums_to_one
@@ -98,7 +98,11 @@ def differences(call: Call) -> Iterator[Judgement]:
         return
     if id(column) in call.with_itself:
         return  # an energy distance: pairs with the data less pairs among its own
-    if _sum_over_pairs(call.weights.double(), call.out.detach().double()):
+    table = PairTable(row, call.weights.double(), call.out.detach().double())
+    chosen = (_larger_of(table, other) for other in call.pair_tables if torch.equal(other.target, row))
+    by_pairs = [t for t in (table, *chosen) if t is not None and _sum_over_pairs(t.weights, t.values)]
+    call.pair_tables.append(table)
+    if by_pairs:
         rows = column.shape[0]
         left, right = tuple(call.given["input"].shape), tuple(call.given["target"].shape)
         yield call.judged(
@@ -149,6 +153,29 @@ def _inserted(node: Node | None) -> bool:
 def _of_one_output(node: Node) -> bool:
     """Whether a column comes from a layer with one output, directly or through a loss for each row."""
     return any(n.op in LAYERS and n.shape == node.shape for n in ancestors(node, 40))
+
+
+def _larger_of(one: PairTable, other: PairTable) -> PairTable | None:
+    """The table of which the loss is made where it takes the larger, or everywhere the smaller, of two differences, as
+    a clipped value loss does; None where it does not.
+
+    The gradient at an entry that is not taken is 0. Where both get one the two are equal but for their rounding.
+    """
+    if one.weights.shape != other.weights.shape or one.values.shape != one.weights.shape:
+        return None
+    mine, theirs = one.weights != 0, other.weights != 0
+    gap = one.values.abs() - other.values.abs()
+    equal = gap.abs() <= _ROUNDING * torch.maximum(one.values.abs(), other.values.abs())
+    if not bool((mine | theirs).all()) or bool((mine & theirs & ~equal).any()):
+        return None
+    sign = torch.where(mine, gap, -gap)[~equal].sign()
+    if not bool((sign == 1).all()) and not bool((sign == -1).all()):
+        return None
+    return PairTable(one.target, one.weights + other.weights, torch.where(mine, one.values, other.values))
+
+
+_ROUNDING = 4 * torch.finfo(torch.float32).eps
+"""How far two sizes are apart at most, in parts of the larger one, whose squares are equal after rounding."""
 
 
 def _sum_over_pairs(weights: torch.Tensor, values: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ from pytest_trainloop.batches.padding import Ids
 from pytest_trainloop.checks.loss.dead_values import never_read
 from pytest_trainloop.checks.loss.loss_contract import loss_terms, refused_calls
 from pytest_trainloop.checks.loss.loss_contract.by_contract import by_contract
-from pytest_trainloop.checks.loss.loss_contract.call import Call, Compared
+from pytest_trainloop.checks.loss.loss_contract.call import Call, Compared, PairTable
 from pytest_trainloop.checks.loss.loss_contract.contracts import JUDGES
 from pytest_trainloop.checks.loss.loss_contract.label_shifts import LabelShifts
 from pytest_trainloop.checks.loss.loss_contract.named_sides import NamedSides
@@ -106,6 +106,7 @@ class LossCallRecorder(WatchingMode):
         self._of_owner: dict[int, list[Call]] = {}
         self._log_probs: list[Node] = []
         self._with_itself: set[int] = set()
+        self._pair_tables: list[PairTable] = []
         self._versions: dict[int, tuple[int, int]] = {}
 
     @classmethod
@@ -228,6 +229,7 @@ class LossCallRecorder(WatchingMode):
         self._tokens.embedded.clear()
         self._running.forget()
         self._compared, self._of_owner, self._log_probs, self._with_itself = [], {}, [], set()
+        self._pair_tables.clear()
 
     def _backpropagated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         roots = list(tensors_in(args[:1], kwargs.get("tensors", ())))
@@ -270,6 +272,7 @@ class LossCallRecorder(WatchingMode):
             name=name, given=given, place=place, site=site, out=torch.empty(0),
             module=watch.module_path(), tokens=self._tokens, embedded=tuple(self._tokens.embedded), rows=self._rows,
             log_probs=self._log_probs, with_itself=self._with_itself,
+            pair_tables=self._pair_tables,
         )  # fmt: skip
         sides = given.get("input"), given.get("target")
         if name == "difference" and all(isinstance(s, torch.Tensor) and s.requires_grad for s in sides):

@@ -72,6 +72,37 @@ for title, criterion in (
     )
 
 
+def clipped_values(squeeze=False):
+    """A critic that may move 0.2 from the values with which the rollout was collected."""
+
+    def make():
+        features, returns = data.table()
+        old = 0.3 * torch.sin(7 * features[:, :1])
+
+        def loss_of(model, batch):
+            values, old_values, returns = model(batch["observations"]), batch["values"], batch["returns"]
+            if squeeze:
+                values, old_values = values.squeeze(-1), old_values.squeeze(-1)
+            clipped = old_values + (values - old_values).clamp(-0.2, 0.2)
+            return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2).mean()
+
+        rollout = {"observations": features, "values": old, "returns": returns.squeeze(-1)}
+        return loop(mlp(6, 32, 1), rollout, loss_of)
+
+    return make
+
+
+pair(
+    "column_of_values_against_returns_in_a_clipped_value_loss",
+    "loss_contract",
+    "broadcast",
+    mentions=("(16, 1)", "(16,)", "256"),
+    where="return 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2).mean()",
+    faulty=clipped_values(),
+    fixed=clipped_values(squeeze=True),
+)
+
+
 # Means and variances.
 
 

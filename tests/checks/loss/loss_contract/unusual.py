@@ -224,6 +224,16 @@ def pairs_of_scores() -> TrainLoop:
     return loop(relu_mlp(8, 24, 1), curves, loss_of)
 
 
+@odd(notes="each score is 1 above every lower level of the data, 1 below every higher one; the worse of two counts")
+def pairs_of_scores_and_levels() -> TrainLoop:
+    def loss_of(model, batch):
+        scores, levels = model(batch[0]), batch[1].squeeze(1)
+        gaps = (levels[:, None] - levels[None]).sign()
+        return torch.max((scores - levels - gaps) ** 2, (0.5 * scores - levels - gaps) ** 2).mean()
+
+    return loop(relu_mlp(8, 24, 1), curves, loss_of)
+
+
 @odd(notes="one target for all rows, (N, D) against (D,), as in one-class learning")
 def one_target_for_all() -> TrainLoop:
     centre = torch.linspace(-1, 1, 4)
