@@ -171,7 +171,7 @@ CAUSES = {
     "class_without_weight": Cause(
         proof="a class that occurs has weight 0, and all others have whole numbers, or only one class costs anything",
         repair="divide as floats: total / (classes * counts)",
-        explains=(*LEARNING, "every_row_teaches"),
+        explains=(*LEARNING, "every_row_teaches:class_costs_a_constant", "every_row_teaches:rows_left_out"),
         change=("seen",),
     ),
     "deviation_for_variance": Cause(

@@ -161,7 +161,7 @@ CAUSES = {
         proof="with the casts that autocast keeps dropped after each update of the weights, the losses differ",
         repair="enter torch.autocast(...) anew for each forward pass, around model and loss, and leave it before "
         "backward() and step(); cache_enabled=False where one block must span several steps",
-        explains=(*_EXPLAINS, "every_param_moves", "precision_parity:backward_under_autocast"),
+        explains=(*_EXPLAINS, "every_param_moves:not_updated", "precision_parity:backward_under_autocast"),
         change=("seen",),
     ),
     "backward_under_autocast": Cause(
