@@ -17,7 +17,7 @@ from pytest_trainloop.fields import named_modules
 from pytest_trainloop.reach.sorts import sort_of
 from pytest_trainloop.reach.walk import Reach
 from pytest_trainloop.recording.patches import patched
-from pytest_trainloop.recording.source import here
+from pytest_trainloop.recording.source import here, user_frames
 from pytest_trainloop.runs.halves import same_tensor
 
 if TYPE_CHECKING:
@@ -57,9 +57,7 @@ class Loading:
         def around(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def load_state_dict(module: nn.Module, state: Any, *args: Any, **kwargs: Any) -> Any:
-                where = str(here()[0])
-                if where.startswith("site-packages"):
-                    where = ""  # a library restores the project's modules
+                where = str(here()[0]) if user_frames(1) else ""  # else a library restores the project's modules
                 depth[0] += 1
                 try:
                     keys = original(module, state, *args, **kwargs)
