@@ -170,6 +170,7 @@ def test_adapters_behind_a_checkpoint_without_grad(tmp_path, root_fault):
     assert len(fault.culprits) > 0
 
 
+@pytest.mark.corpus
 def test_adapters_frozen_after_injection(tmp_path, root_fault):
     make = partial(frozen_after_injection, tmp_path, spare=("modules_to_save",))
     fault = root_fault(make, "gradient_reaches_every_param:adapters_frozen")

@@ -238,6 +238,7 @@ def test_a_correct_trainer_is_silent(make, tmp_path, assert_silent):
     assert_silent(partial(make, tmp_path))
 
 
+@pytest.mark.corpus
 def test_features_detached_in_compute_loss(tmp_path, root_fault):
     make = partial(reweighted, tmp_path, trainer_class=ReweightedCut)
     fault = root_fault(make, "gradient_reaches_every_param:graph_cut")
