@@ -34,6 +34,8 @@ class Arguments:
 
     slice: Slice
     numbers: tuple[int, ...]
+    in_unit: bool = False
+    """Whether learned arguments are drawn from [0, 1] at every setting, and not in the range of the run."""
     parts: dict[tuple[Any, ...], Mapping[str, torch.Tensor] | None] = field(default_factory=dict)
     """What forms made of them, by variant, free numbers and setting."""
     _settings: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
@@ -41,7 +43,10 @@ class Arguments:
     def at(self, index: int) -> tuple[torch.Tensor, ...]:
         if index not in self._settings:
             self._settings[index] = tuple(
-                _leaf(self.slice, n, index and 1000 * index + place) for place, n in enumerate(self.numbers)
+                _in_unit(self.slice, n, 1000 * index + place)
+                if self.in_unit and self.slice.values[n].requires_grad
+                else _leaf(self.slice, n, index and 1000 * index + place)
+                for place, n in enumerate(self.numbers)
             )
         return self._settings[index]
 
@@ -149,6 +154,12 @@ def _leaf(found: Slice, number: int, seed: int) -> torch.Tensor:
         of_layer = origin(found, number)[0].kind == "layer" and tensor.is_floating_point()
         tensor = other(tensor, seed, UNBOUNDED if of_layer else 0.0)
     return tensor.detach().clone().requires_grad_(value.requires_grad and tensor.is_floating_point())
+
+
+def _in_unit(found: Slice, number: int, seed: int) -> torch.Tensor:
+    tensor = found.values[number].tensor
+    drawn = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return drawn.to(tensor.dtype).requires_grad_()
 
 
 def other(tensor: torch.Tensor, seed: int, bound: float = 0.0) -> torch.Tensor:

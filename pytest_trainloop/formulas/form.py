@@ -145,6 +145,9 @@ class Form:
     """Whether the arguments are those of this form, by shapes and values."""
     farthest: bool = False
     """Whether the values farthest from the value are tried first: many lie between."""
+    on_unit: bool = False
+    """Whether agreement for predictions in [0, 1] is enough where those of the run lie outside and a clamp lies
+    between: a divisor that is kept above 0 is cut there."""
 
 
 def single(form: Callable[..., torch.Tensor | None]) -> Basis:

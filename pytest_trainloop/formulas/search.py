@@ -13,6 +13,7 @@ from pytest_trainloop.formulas.roles import plays
 from pytest_trainloop.recording.torch_names import (
     ADDITIONS,
     CASTS,
+    CLAMPS,
     DIVISIONS,
     MULTIPLICATIONS,
     NEGATIONS,
@@ -23,6 +24,8 @@ from pytest_trainloop.tracing.loss_slice import CannotReplay, Ref
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    import torch
 
     from pytest_trainloop.formulas.form import Form, Reading, Variant
     from pytest_trainloop.tracing.loss_slice import Slice, Value
@@ -225,6 +228,7 @@ def _cuts(found: Slice, number: int, form: Form, known: _Known) -> Iterator[Cut]
     most = MOST_ARGUMENTS if len(form.arguments) < 3 else MOST_OF_THREE
     ordered = ordered[::-1] if form.farthest else ordered
     choices = [[v for v in ordered if plays(v, a)][:most] for a in form.arguments]
+    taken: list[tuple[int, ...]] = []
     for chosen in _products(choices):
         numbers = tuple(v.number for v in chosen)
         if len(set(numbers)) < len(numbers):
@@ -236,7 +240,17 @@ def _cuts(found: Slice, number: int, form: Form, known: _Known) -> Iterator[Cut]
             continue
         cut = _cut(found, number, numbers, known)
         if all(cut.ops & needed for needed in form.needs) and _suits(form, cut):
+            taken.append(numbers)
             yield cut
+    for numbers in taken if form.on_unit else ():
+        cut = _cut(found, number, numbers, known)
+        if cut.ops & CLAMPS and _leaves_unit(cut.recorded[0]):
+            given = known.given.setdefault((*numbers, -1), Arguments(found, numbers, in_unit=True))
+            yield known.cuts.setdefault((number, (*numbers, -1)), Cut(found, number, given))
+
+
+def _leaves_unit(prediction: torch.Tensor) -> bool:
+    return prediction.is_floating_point() and bool((prediction < 0).any() or (prediction > 1).any())
 
 
 def _suits(way: Form | Variant, cut: Cut) -> bool:

@@ -156,6 +156,7 @@ OVERLAP = Form(
     ),
     needs=(DIVISIONS, _PRODUCTS, frozenset({"sum", "mean", "einsum", "dot", "matmul", "tensordot"})),
     suits=lambda cut: cut.divides_by(0),
+    on_unit=True,
 )
 
 

@@ -15,6 +15,7 @@ How it decides
     settings of the arguments (those of the run and others drawn in the same range, through the loop's own calls made
     again) and gradients, to half of the digits of float64. Nothing else that is learned or data may reach the value.
     Constants (smoothing, weights, a margin) are found by least squares, with more equations than constants.
+    Where a clamp keeps a divisor above 0, an overlap of masks has to agree for predictions in [0, 1] only.
     A right form that agrees is silent, unless what it is given is not what it takes: the output of a layer, below 0
     or above 1, for probabilities; 0 and 1 for -1 and 1; boxes that are none when read by their corners. A form with
     one wrong ingredient counts only where no right form agrees with the same value. A sign is judged by the gradient of

@@ -145,3 +145,21 @@ pair(
     faulty=segmentation(jaccard_loss(2.0)),
     fixed=segmentation(jaccard_loss(1.0)),
 )
+
+
+def dice_above_zero(squash):
+    def loss_of(out, mask):
+        p, t = squash(out), mask
+        both, areas = (p * t).sum((2, 3)), p.sum((2, 3)) + t.sum((2, 3))
+        return -((2 * both + EPS) / torch.clip(areas + EPS, 1e-8)).mean()
+
+    return loss_of
+
+
+pair(
+    "dice_of_scores_with_a_divisor_kept_above_zero",
+    "loss_formula",
+    "scores_as_probabilities",
+    faulty=segmentation(dice_above_zero(lambda z: z)),
+    fixed=segmentation(dice_above_zero(torch.sigmoid)),
+)

@@ -294,3 +294,13 @@ def asymmetric_exponents_with_a_weight():
         return (-2.0 * y * (1 - p) * torch.log(p) - (1 - y) * p**2.0 * torch.log(1 - p)).mean()
 
     return classifier(loss_of)()
+
+
+@odd(notes="a hard sigmoid before the Dice: probabilities, although the outputs of the layer are none")
+def dice_of_clamped_scores():
+    def loss_of(out, mask):
+        p, t = (0.5 + out / 2).clamp(0, 1), mask
+        both, areas = (p * t).sum((2, 3)), p.sum((2, 3)) + t.sum((2, 3))
+        return 1 - ((2 * both + 1) / (areas + 1).clamp(min=1e-6)).mean()
+
+    return segmentation(loss_of)()
