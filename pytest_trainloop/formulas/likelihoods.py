@@ -149,10 +149,6 @@ _SIGN_OF_COUNTS = Mistake(
 )
 
 
-def _rate_without_logarithm(rate: torch.Tensor, target: torch.Tensor) -> Mapping[str, torch.Tensor] | None:
-    return None if rate.shape != target.shape else {"rate": rate, "product": target.double() * rate}
-
-
 def _counts(cut: Cut) -> bool:
     """Whether the target holds whole numbers from 0 on, more than two of them."""
     rate, target = cut.recorded

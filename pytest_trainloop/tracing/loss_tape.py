@@ -66,8 +66,6 @@ class Tapes:
     """The slices of a loop's backpropagated values, in order."""
 
     slices: tuple[Slice, ...]
-    too_large: bool = False
-    """Whether some were left out for their size."""
 
     @classmethod
     def of(cls, evidence: Evidence) -> Tapes:
@@ -85,7 +83,7 @@ class Tapes:
             enough=lambda record: record.rounds >= STEPS,
             may_raise=True,
         )
-        return cls(tuple(tape.slices), tape.too_large)
+        return cls(tuple(tape.slices))
 
 
 class LossTape(WatchingMode):
@@ -94,7 +92,6 @@ class LossTape(WatchingMode):
     def __init__(self) -> None:
         super().__init__()
         self.slices: list[Slice] = []
-        self.too_large = False
         self._live: dict[int, Live] = {}
         self._by_storage: dict[int, list[Live]] = {}
         self._batch: list[tuple[Path, torch.Tensor]] = []
@@ -220,7 +217,6 @@ class LossTape(WatchingMode):
     def _slice(self, root: Live, place: Place) -> Slice | None:
         lives, seen = behind(root)
         if len(seen) > LONGEST or sum(v.tensor.numel() for v in lives) > LARGEST:
-            self.too_large = True
             return None
         if not all(is_plain(v.tensor) for v in lives):
             return None

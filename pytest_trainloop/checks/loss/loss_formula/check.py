@@ -80,6 +80,6 @@ if TYPE_CHECKING:
 
 @check(needs={"run"}, causes=CAUSES, rank=12)
 def loss_formula(evidence: Evidence) -> Iterator[Finding]:
-    from pytest_trainloop.checks.loss.loss_formula.judged import Judged
+    from pytest_trainloop.checks.loss.loss_formula.judged import judged
 
-    yield from evidence.shared(Judged.of).findings
+    yield from judged(evidence)

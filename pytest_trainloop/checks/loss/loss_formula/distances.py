@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pytest_trainloop.checks.loss.loss_formula.excuses import others_train
 from pytest_trainloop.formulas.cut import close, slope
 from pytest_trainloop.recording.torch_names import (
     BINARY_LOSSES,
@@ -95,7 +96,7 @@ def cancelling(found: Slice) -> Iterator[Call]:
     for call, _, _ in meetings(found, SUBTRACTIONS):
         (number,) = call.outputs
         error = found.values[number].tensor
-        if error.numel() < 2 or not error.is_floating_point() or not _alone(found, number):
+        if error.numel() < 2 or not error.is_floating_point() or others_train(found, number):
             continue
         if any(_is_reduced(found, side) for side in call.inputs[:2]):
             continue  # a difference of costs, as a logarithm of one less a logarithm of another
@@ -152,18 +153,9 @@ def growing(found: Slice) -> Iterator[tuple[Call, int]]:
         along = gradient * error.flatten()
         counted = along != 0
         signs = torch.sign(error.flatten()[counted])
-        if bool((along <= 0).all()) and bool((signs > 0).any() and (signs < 0).any()) and _alone(found, number):
+        if (
+            bool((along <= 0).all())
+            and bool((signs > 0).any() and (signs < 0).any())
+            and not others_train(found, number)
+        ):
             yield call, int(counted.sum())
-
-
-def _alone(found: Slice, number: int) -> bool:
-    """Whether all that what is backpropagated trains is trained by way of this value."""
-    layers = {v.number: v.tensor.clone().requires_grad_() for v in found.trained(found.root)}
-    try:
-        (root,) = found.replay({**layers, number: found.values[number].tensor}, [found.root])
-    except CannotReplay:
-        return False
-    if not root.requires_grad:
-        return True
-    gradients = torch.autograd.grad(root.sum(), list(layers.values()), allow_unused=True)
-    return not any(g is not None and bool((g != 0).any()) for g in gradients)

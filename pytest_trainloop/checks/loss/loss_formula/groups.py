@@ -8,18 +8,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pytest_trainloop.checks.loss.loss_formula.distances import MEETINGS
 from pytest_trainloop.recording.torch_names import (
     ACTIVATIONS,
-    BINARY_LOSSES,
     CASTS,
     CLAMPS,
-    DISTANCE_LOSSES,
     EQUALITIES,
-    MULTIPLICATIONS,
     NEGATIONS,
     ORDER_COMPARISONS,
     RESHAPES,
-    SUBTRACTIONS,
     TRANSPOSES,
 )
 from pytest_trainloop.tracing.loss_slice import CannotReplay, Ref
@@ -38,7 +35,6 @@ _ENTRYWISE = (
 )  # fmt: skip
 """Functions whose entries belong to the same position as those that they were computed from."""
 
-_MEETINGS = SUBTRACTIONS | MULTIPLICATIONS | DISTANCE_LOSSES | BINARY_LOSSES
 _LOOKUPS = frozenset({"gather", "take_along_dim"})
 
 
@@ -93,7 +89,7 @@ def _met(found: Slice, call: Call) -> tuple[_Entries, _Entries] | None:
             return None
         return _Entries(scores.source, scores.places.gather(axis, index.long()), scores.reshaped), labels
     shapes = {found.values[n].tensor.shape for n in (learned, data)}
-    if call.name not in _MEETINGS or len(shapes) > 1:
+    if call.name not in MEETINGS or len(shapes) > 1:
         return None
     scores, labels = _entries(found, learned), _entries(found, data)
     return None if scores is None or labels is None else (scores, labels)

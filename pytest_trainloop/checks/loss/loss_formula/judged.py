@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_trainloop import nested
-from pytest_trainloop.batches.row_axis import drawn_by_a_loader
-from pytest_trainloop.checks.loss.loss_formula.assignments import chosen_together
-from pytest_trainloop.checks.loss.loss_formula.branches import equal_branches
-from pytest_trainloop.checks.loss.loss_formula.distances import cancelling, growing, misaligned
-from pytest_trainloop.checks.loss.loss_formula.excuses import trained_otherwise
-from pytest_trainloop.checks.loss.loss_formula.groups import split_groups
+from pytest_trainloop.checks.loss.loss_formula.compared import compared, culprits_of, layer_of
+from pytest_trainloop.checks.loss.loss_formula.excuses import others_train, plays_a_game, trained_otherwise
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.formulas.catalogue import FORMS
 from pytest_trainloop.formulas.cut import close, slope
@@ -29,7 +23,6 @@ if TYPE_CHECKING:
     from pytest_trainloop.finding import Level
     from pytest_trainloop.formulas.form import Mistake
     from pytest_trainloop.runs.evidence import Evidence
-    from pytest_trainloop.tracing.loss_slice import Slice
 
 _ROLES = {
     ("probabilities", "scores"): (
@@ -63,43 +56,34 @@ _INSTEAD = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """What was found, and how many forms agreed with something."""
-
-    findings: tuple[Finding, ...]
-    agreed: int
-    too_large: bool
-
-    @classmethod
-    def of(cls, evidence: Evidence) -> Judged:
-        tapes = evidence.shared(Tapes.of)
-        found: dict[tuple[str, str], Finding] = {}
-        agreed = 0
-        alone: dict[str, list[Match]] = {}
-        known: Ruled = {}
-        for part in tapes.slices:
-            formed = list(matches(part, FORMS, known))
-            agreed += len(formed)
-            for match in formed:
-                if match.form.always_judged:
-                    alone.setdefault(match.form.name, []).append(match)
-            mistakes = [finding for match in formed for finding in _judge(match, evidence)]
-            if not mistakes:
-                mistakes = list(_compared(part, evidence))
-            wrong = [f for f in mistakes if f.cause != "sign_flipped"] or mistakes[:1]
-            for finding in wrong:
-                found.setdefault((finding.cause, finding.where), finding)
-        for of_form in alone.values():
-            for finding in _all_worse(of_form, evidence):
-                found.setdefault((finding.cause, finding.where), finding)
-        return cls(tuple(found.values()), agreed, tapes.too_large)
+def judged(evidence: Evidence) -> tuple[Finding, ...]:
+    """What is wrong with the losses of the first steps, each line and cause once."""
+    found: dict[tuple[str, str], Finding] = {}
+    alone: dict[str, list[Match]] = {}
+    known: Ruled = {}
+    for part in evidence.shared(Tapes.of).slices:
+        formed = list(matches(part, FORMS, known))
+        for match in formed:
+            if match.form.always_judged:
+                alone.setdefault(match.form.name, []).append(match)
+        mistakes = [finding for match in formed for finding in _judge(match, evidence)]
+        if not mistakes:
+            mistakes = list(compared(part, evidence))
+        wrong = [f for f in mistakes if f.cause != "sign_flipped"] or mistakes[:1]
+        for finding in wrong:
+            found.setdefault((finding.cause, finding.where), finding)
+    for of_form in alone.values():
+        for finding in _all_worse(of_form, evidence):
+            found.setdefault((finding.cause, finding.where), finding)
+    return tuple(found.values())
 
 
 def _judge(match: Match, evidence: Evidence) -> Iterator[Finding]:
     mistake = match.reading.mistake or match.variant.mistake
     if mistake is not None:
-        excused = (mistake.alone and _others_train(match)) or (mistake.linear and not _is_added(match))
+        excused = (mistake.alone and others_train(match.cut.slice, match.cut.number)) or (
+            mistake.linear and not _is_added(match)
+        )
         excused = excused or (mistake.apart and trained_otherwise(match))
         if not excused:
             yield _mistaken(match, mistake)
@@ -108,88 +92,8 @@ def _judge(match: Match, evidence: Evidence) -> Iterator[Finding]:
     yield from wrong_role
     if wrong_role or match.form.always_judged or not match.form.judges_direction:
         return
-    if _rises(match) and not _others_train(match) and not _is_meant(match, evidence):
+    if _rises(match) and not others_train(match.cut.slice, match.cut.number) and not _is_meant(match, evidence):
         yield _flipped(match, "advice" if evidence.shared(pretrained) else "fault")
-
-
-def _compared(part: Slice, evidence: Evidence) -> Iterator[Finding]:
-    """What is wrong with differences and products of predictions and targets, whatever is made of them."""
-    for call, mine, theirs in misaligned(part):
-        yield Finding(
-            cause="entries_misaligned",
-            summary=f"{call.name}() compares entries of different places: one side is laid out as {mine}, the other as "
-            f"{theirs}",
-            measured=f"{part.values[call.outputs[0]].tensor.numel()} pairs of entries, in two orders",
-            shown_by="the same reshapes and transposes, applied to the places of the entries",
-            culprits=_culprits_of(part, call.inputs) or (call.name,),
-            where=str(call.place),
-        )
-    for call, moved in split_groups(part):
-        yield Finding(
-            cause="entries_misaligned",
-            summary=f"{call.name} compares labels with the scores of other positions: {moved}, which spreads the "
-            "scores of one position over several",
-            measured=f"{part.values[call.outputs[0]].tensor.numel()} pairs of entries",
-            shown_by="the same reshapes, applied to the places of the entries: whichever axis holds the classes, some "
-            "label meets another position's scores",
-            culprits=_culprits_of(part, call.inputs) or (call.name,),
-            where=str(call.place),
-            repair="scores.movedim(1, -1).reshape(-1, classes)",
-        )
-    for call, label in equal_branches(part):
-        yield Finding(
-            cause="ingredient_differs",
-            summary="what is multiplied by the label and what is multiplied by 1 - label are the same function: the "
-            "label says nothing",
-            measured="equal in the run, and at other settings of all that both are computed of",
-            shown_by="the loop's own calls made again, with other outputs of layers and other batches",
-            culprits=_culprits_of(part, (label,)) or (call.name,),
-            where=str(call.place),
-            repair="give the other label its own term",
-        )
-    together = () if evidence.declared("rows_interact") else chosen_together(part)
-    for call, rows, count in together:
-        yield Finding(
-            cause="mean_taken_early",
-            level="fault" if _rows_are_apart(evidence) else "advice",
-            summary=f"{call.name} chooses one permutation for all rows: {len(rows)} of {count} rows alone choose "
-            f"another (row {rows[0]} first)",
-            measured=f"the costs of each permutation, of all {count} rows and of each row alone",
-            shown_by="the loop's own calls made again with one row each: their mean is the cost of all, and each cost "
-            "is the first one with the outputs permuted",
-            culprits=_culprits_of(part, call.inputs) or (call.name,),
-            where=str(call.place),
-            repair="keep one cost per row and permutation, take the minimum along the permutations, and then the mean",
-        )
-    for call in cancelling(part):
-        yield Finding(
-            cause="errors_cancel",
-            summary="only the mean of the differences counts: errors of opposite sign cancel",
-            measured=f"{part.values[call.outputs[0]].tensor.numel()} differences",
-            shown_by="the loss is the same with random errors of mean 0 added to them, and another with all raised by "
-            "1; nothing else trains these outputs",
-            culprits=_culprits_of(part, call.inputs) or (call.name,),
-            where=str(call.place),
-        )
-    for call, counted in growing(part):
-        if not _plays_a_game(part, call.outputs[0], evidence):
-            yield Finding(
-                cause="sign_flipped",
-                level="advice" if evidence.shared(pretrained) else "fault",
-                summary="the distance between prediction and target is made larger",
-                measured=f"all {counted} entries with a gradient, above and below the target",
-                shown_by="the gradient of what is backpropagated with respect to the differences; nothing else trains "
-                "these outputs",
-                culprits=_culprits_of(part, call.inputs) or (call.name,),
-                where=str(call.place),
-                repair="between this line and backward() the sign is turned: leave that minus out",
-            )
-
-
-def _rows_are_apart(evidence: Evidence) -> bool:
-    """Whether rows are samples of their own, and not the frames of one."""
-    loop = evidence.fresh_loop()
-    return loop.rows_interact is False or (loop.batch is None and drawn_by_a_loader(loop.batches))
 
 
 def _all_worse(of_form: Sequence[Match], evidence: Evidence) -> Iterator[Finding]:
@@ -229,7 +133,7 @@ def _wrong_roles(match: Match) -> Iterator[Finding]:
             continue
         cause, words = _ROLES[role, instead]
         entries = found.values[number].tensor
-        name = _layer(found, number)
+        name = layer_of(found, number)
         layer = f"module {name!r}" if name else "the model"
         text = words.format(low=float(entries.min()), high=float(entries.max()), layer=layer, rows=_inverted(entries))
         yield Finding(
@@ -310,20 +214,7 @@ def _where(match: Match) -> str:
 
 def _culprits(match: Match) -> tuple[str, ...]:
     """The layer that gave the prediction, and the tensors of the batch."""
-    return _culprits_of(match.cut.slice, match.cut.arguments) or (match.form.name,)
-
-
-def _culprits_of(found: Slice, numbers: Sequence[int]) -> tuple[str, ...]:
-    names = [name for n in numbers if (name := _layer(found, n))]
-    leaves = [nested.shown(v.path) for n in numbers for v in found.from_batch(n) if v.path is not None]
-    return tuple(dict.fromkeys((*names, *leaves)))
-
-
-def _layer(found: Slice, number: int) -> str:
-    """The module whose weights gave a value."""
-    layers = [v for v in found.trained(number) if v.parameters]
-    names = [name for v in layers[:1] for name in v.parameters]
-    return names[0].rpartition(".")[0] if names else ""
+    return culprits_of(match.cut.slice, match.cut.arguments) or (match.form.name,)
 
 
 def _rises(match: Match) -> bool:
@@ -340,23 +231,6 @@ def _rises(match: Match) -> bool:
     if gradient is None or not bool((gradient != 0).any()):
         return False
     return bool((gradient * match.reading.direction <= 0).all())
-
-
-def _others_train(match: Match) -> bool:
-    """Whether anything else of what is backpropagated trains a layer."""
-    found = match.cut.slice
-    if match.cut.number == found.root:
-        return False
-    layers = {v.number: v.tensor.clone().requires_grad_() for v in found.trained(found.root)}
-    given = {**layers, match.cut.number: match.cut.value}
-    try:
-        (root,) = found.replay(given, [found.root])
-    except CannotReplay:
-        return True
-    if not root.requires_grad:
-        return False
-    gradients = torch.autograd.grad(root.sum(), list(layers.values()), allow_unused=True)
-    return any(g is not None and bool((g != 0).any()) for g in gradients)
 
 
 def _is_added(match: Match) -> bool:
@@ -378,15 +252,7 @@ def _is_meant(match: Match, evidence: Evidence) -> bool:
     found = match.cut.slice
     targets = [n for n in match.cut.arguments if not found.values[n].requires_grad]
     told = any(found.from_batch(n) and _varies(found.values[n].tensor) for n in targets)
-    return not told or _plays_a_game(found, match.cut.number, evidence)
-
-
-def _plays_a_game(found: Slice, number: int, evidence: Evidence) -> bool:
-    """Whether an optimizer maximises, or none holds the layers that gave the prediction."""
-    record = evidence.run()
-    held = {record.parameters[i].name for i in record.held}
-    holds = any(name in held for v in found.trained(number) for name in v.parameters)
-    return not holds or any(o.maximizes for o in record.optimizers)
+    return not told or plays_a_game(found, match.cut.number, evidence)
 
 
 def _varies(tensor: torch.Tensor) -> bool:
