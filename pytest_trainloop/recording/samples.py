@@ -106,6 +106,17 @@ def readable(tensor: torch.Tensor) -> bool:
     return not wraps and not nn.parameter.is_lazy(tensor) and has_values(tensor)
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """The address of a tensor's memory, which all views of it share; 0 where it has none of its own."""
+    plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+    if not plain or nn.parameter.is_lazy(tensor) or tensor.numel() == 0:
+        return 0
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # a wrapper of a library's own, without a storage
+        return 0
+
+
 def spaced(values: torch.Tensor) -> torch.Tensor:
     """All of up to 128 entries, at most 64 of more, at even spacing: a view where the layout allows."""
     flat = _flat(values)

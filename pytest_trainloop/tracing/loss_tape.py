@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 from pytest_trainloop import nested
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
+from pytest_trainloop.recording.samples import storage_of
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import has_values, tree_map, writes_in_place
 from pytest_trainloop.recording.torch_names import (
@@ -145,7 +146,7 @@ class LossTape(WatchingMode):
             name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES
         )
         if writes and args and isinstance(args[0], torch.Tensor):
-            for live in self._by_storage.get(_storage(args[0]), ()):
+            for live in self._by_storage.get(_memory(args[0]), ()):
                 if live.kept is None:
                     live.kept = live.tensor.detach().clone()
         place, _ = here()
@@ -175,7 +176,7 @@ class LossTape(WatchingMode):
 
     def _register(self, tensor: torch.Tensor, live: Live) -> None:
         self._live[id(tensor)] = live
-        self._by_storage.setdefault(_storage(tensor), []).append(live)
+        self._by_storage.setdefault(_memory(tensor), []).append(live)
 
     def _of(self, tensor: torch.Tensor) -> Live:
         live = self._live.get(id(tensor))
@@ -183,7 +184,7 @@ class LossTape(WatchingMode):
         if live is not None and live.tensor is tensor:
             if live.version == version or live.weights:
                 return live
-            before = tuple(dict.fromkeys((live, *self._by_storage.get(_storage(tensor), ())[-1:])))
+            before = tuple(dict.fromkeys((live, *self._by_storage.get(_memory(tensor), ())[-1:])))
             place, _ = here()
             unseen = Seen(self._count, "write", None, (), {}, before, place, self.watch.module_path())
             live = Live(tensor, version, live.kind if live.kind == "batch" else "unknown", unseen, live.path)
@@ -260,5 +261,5 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() or not is_plain(tensor) else writes_in_place(tensor)
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if is_plain(tensor) else id(tensor)
+def _memory(tensor: torch.Tensor) -> int:
+    return storage_of(tensor) or id(tensor)

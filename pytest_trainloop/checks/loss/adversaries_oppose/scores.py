@@ -78,8 +78,6 @@ class Game:
     """What the steps of a critic and of what plays with it do to one of its outputs."""
 
     critic: str
-    critic_optimizer: int
-    maker_optimizer: int
     given: Pushed
     """The critic's step, on what no other trained weights made."""
     made: Pushed
@@ -249,7 +247,7 @@ def games(record: Record, calls: list[ScoreCall]) -> Iterator[Game]:
         given = pushed.get((critic, owner, number, None, owner), [])
         if maker is not None and by == maker and made and given:
             beside = all(call.beside_data for call, _ in made)
-            yield Game(critic, owner, maker, _all(given), _all(made), _all(back), beside)
+            yield Game(critic, _all(given), _all(made), _all(back), beside)
 
 
 def _all(pushed: list[tuple[ScoreCall, float]]) -> Pushed:

@@ -12,6 +12,7 @@ from pytest_trainloop import nested
 from pytest_trainloop.paths import FIT_CALLER
 from pytest_trainloop.recording.as_caller import is_stand_in
 from pytest_trainloop.recording.function_mode import tensors_in
+from pytest_trainloop.recording.samples import storage_of
 from pytest_trainloop.recording.source import layer
 
 if TYPE_CHECKING:
@@ -73,13 +74,13 @@ class BatchWrites:
                 write.returned = call.number
                 if write.call.number == self.restores:
                     self.leaves[write.leaf].data.copy_(self.copies[write.leaf])
-            storage = _storage(self.leaves[write.leaf])
-            if any(_storage(t) == storage for t in tensors_in(args, kwargs)):
+            storage = storage_of(self.leaves[write.leaf])
+            if any(storage_of(t) == storage for t in tensors_in(args, kwargs)):
                 write.reads.append(call)
 
     def _written(self, call: Call, tensor: torch.Tensor) -> None:
-        storage = _storage(tensor)
-        leaf = next((i for i, t in reversed(list(enumerate(self.leaves))) if _storage(t) == storage), None)
+        storage = storage_of(tensor)
+        leaf = next((i for i, t in reversed(list(enumerate(self.leaves))) if storage_of(t) == storage), None)
         frame = _writer()
         if leaf is None or frame is None:
             return
@@ -89,11 +90,6 @@ class BatchWrites:
         argument = _argument(frame, storage)
         if argument:
             self.writes.append(Write(call, leaf, *key, _name(frame), argument))
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    plain = tensor.layout is torch.strided and not tensor.is_nested and tensor.numel() > 0
-    return tensor.untyped_storage().data_ptr() if plain else 0
 
 
 def _writer() -> FrameType | None:
@@ -123,7 +119,7 @@ def _argument(frame: FrameType, storage: int) -> str:
         value = frame.f_locals.get(name)
         if isinstance(value, torch.nn.Module):
             continue
-        if any(_storage(t) == storage for t in nested.tensors(value)):
+        if any(storage_of(t) == storage for t in nested.tensors(value)):
             return name if isinstance(value, torch.Tensor) else f"{name}[...]"
     return ""
 

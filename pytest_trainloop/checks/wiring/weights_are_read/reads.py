@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.recording.function_mode import tensors_in
+from pytest_trainloop.recording.samples import storage_of
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import ATTRIBUTES, AUTOGRAD_CALLS, CONSTANT_ATTRIBUTES, SIZES
 from pytest_trainloop.tracing.mode import WatchingMode
@@ -101,12 +102,12 @@ class Reads(WatchingMode):
         self._known = len(watch.table.tensors)
         self._storages.clear()
         for index, tensor in enumerate(watch.table.tensors):
-            at = _storage(tensor)
+            at = storage_of(tensor)
             if at:
                 self._storages.setdefault(at, []).append(index)
 
     def _note(self, watch: Watch, tensor: torch.Tensor, *, attribute: bool) -> None:
-        at = _storage(tensor)
+        at = storage_of(tensor)
         for index in self._storages.get(at, ()):
             self.last[index] = watch.tick()
         fresh = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad and not attribute
@@ -136,16 +137,6 @@ class Reads(WatchingMode):
         return [made[0][1] for made in self.anew.values() if len({step for step, _ in made}) >= min(2, STEPS - 1)]
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
-    if not plain or torch.nn.parameter.is_lazy(tensor) or tensor.numel() == 0:
-        return 0
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # a wrapper of a library's own, without a storage
-        return 0
-
-
 def _one_place(watch: Watch) -> Iterator[SharedStorage]:
     """Pairs of held parameters whose entries lie at the same places in memory."""
     held = watch.record.held
@@ -153,7 +144,7 @@ def _one_place(watch: Watch) -> Iterator[SharedStorage]:
     places: dict[object, int] = {}
     for index in sorted(held):
         tensor = tensors[index]
-        if _storage(tensor) and tensor.is_leaf:
+        if storage_of(tensor) and tensor.is_leaf:
             key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
             if key in places:
                 yield SharedStorage(places[key], index)
