@@ -21,7 +21,7 @@ NAME = "pytest_trainloop"
 FLOORS = (
     ("plugin",),
     ("api", "explain"),
-    ("cards",),
+    ("cards", "pictures"),
     ("battery",),
     ("checks",),
     ("compositions",),

@@ -1,0 +1,139 @@
+"""A picture as plain data: axes with units, what is drawn, what to look for, and the checks that it belongs to.
+
+Nothing here draws. Numbers are finite or None: where a value is not finite, the drawing has a gap, and a mark says so.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+DIGITS = 4
+"""Significant digits of a number: more than any screen shows."""
+
+Scale = Literal["linear", "log"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """What an axis, or the colour of a map, counts."""
+
+    title: str
+    unit: str = ""
+    """Empty for a number without one."""
+    scale: Scale = "linear"
+    """"log" only where every value is above 0."""
+
+
+STEPS = Axis(title="optimizer step")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """One curve: as many ``x`` as ``y``; None in ``y`` is a gap."""
+
+    name: str
+    x: tuple[float, ...]
+    y: tuple[float | None, ...]
+    role: Literal["own", "reference", "each", "faint", "event"] = "own"
+    """"own": the loop's; "reference": another run, to compare with; "each": one of several of the same rank; "faint":
+    the single values behind a mean; "event": single moments, drawn as points."""
+    stepped: bool = False
+    """Whether a value holds until the next one: drawn as stairs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """The bars of one kind, one for each label; None where there is none."""
+
+    name: str
+    values: tuple[float | None, ...]
+    role: Literal["own", "reference"] = "own"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a step, or several of the same line in a row."""
+
+    lane: str
+    """What is called: "zero", "forward", "backward", "clip", "step", ... with the name of the module or optimizer where
+    there are several."""
+    where: str
+    """``train.py:31``, relative to the project; empty where no line of the project's made it."""
+    code: str
+    """The source of that line."""
+    times: int = 1
+    """Calls of this line in a row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A line across the drawing at one value, with its text."""
+
+    axis: Literal["x", "y"]
+    at: float
+    text: str
+    where: str = ""
+    """The line of the user's that sets it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """What one drawing shows. ``kind`` says which of ``curves``, ``bars``, ``cells`` and ``calls`` it has."""
+
+    key: str
+    """Its stable name: "rates"."""
+    kind: Literal["curves", "bars", "map", "calls"]
+    title: str
+    look: str
+    """What to look for, in one sentence."""
+    of: str
+    """The run that it is of, in words."""
+    checks: tuple[str, ...] = ()
+    """The checks, or ``check:cause``, whose failure it belongs to, those that it shows best first."""
+    where: str = ""
+    """The line of the user's that what is drawn comes from."""
+    x: Axis = STEPS
+    y: Axis = Axis(title="")
+    curves: tuple[Curve, ...] = ()
+    labels: tuple[str, ...] = ()
+    """Of the bars, or of the rows of a map from the top down: names of tensors or modules, or sizes ("1e-3")."""
+    bars: tuple[Bar, ...] = ()
+    columns: tuple[float | str, ...] = ()
+    """Of a map: what each column stands for on the x axis."""
+    cells: tuple[tuple[float | None, ...], ...] = ()
+    """Of a map: a row for each label, a value for each column."""
+    colour: Axis = Axis(title="")
+    """Of a map: what the values are."""
+    calls: tuple[Call, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    note: str = ""
+    """What is left out, or else must be known: "60 of 148 tensors"."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The picture as plain data, without the fields of the other kinds."""
+        others = frozenset().union(*FIELDS.values()) - FIELDS[self.kind]
+        return {name: value for name, value in asdict(self).items() if name not in others}
+
+
+FIELDS = {
+    "curves": frozenset({"x", "y", "curves"}),
+    "bars": frozenset({"x", "labels", "bars"}),
+    "map": frozenset({"x", "y", "labels", "columns", "cells", "colour"}),
+    "calls": frozenset({"calls"}),
+}
+"""What pictures of each kind have beside what all have. The values of bars lie along ``x``."""
+
+
+def number(value: float | None) -> float | None:
+    """A number to a few digits; None for one that is not finite."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.{DIGITS}g}")
+
+
+def numbers(values: Iterable[float | None]) -> tuple[float | None, ...]:
+    return tuple(map(number, values))
