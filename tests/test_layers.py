@@ -26,7 +26,7 @@ FLOORS = (
     ("checks",),
     ("compositions",),
     ("losses", "formulas"),
-    ("strategies", "optimizers", "records"),
+    ("baselines", "strategies", "optimizers", "records"),
     ("gradients", "tracing", "batches", "adapters"),
     ("runs",),
     ("reach",),
