@@ -20,6 +20,7 @@ NAME = "pytest_trainloop"
 
 FLOORS = (
     ("plugin",),
+    ("htmlreport",),
     ("api", "explain"),
     ("cards", "pictures"),
     ("battery",),

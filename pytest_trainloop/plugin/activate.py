@@ -1,4 +1,4 @@
-"""What ``--trainloop`` and ``--trainloop-json`` switch on."""
+"""What ``--trainloop`` and the options that write files switch on."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_trainloop.errors import UsageError
+from pytest_trainloop.plugin import outputs
 from pytest_trainloop.plugin.settings import read_selections, read_settings
 from pytest_trainloop.plugin.summary import Ledger
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pytest_trainloop.plugin.cards import Cards
 
 
@@ -38,7 +37,7 @@ def configure(config: pytest.Config) -> None:
             config.pluginmanager.register(module)
     cards = _cards(config)
     if not worker:
-        config.pluginmanager.register(Ledger(config, settings, _json_file(config), cards))
+        config.pluginmanager.register(Ledger(config, settings, tuple(outputs.asked_for(config)), cards))
 
 
 def _cards(config: pytest.Config) -> Cards | None:
@@ -54,16 +53,6 @@ def _cards(config: pytest.Config) -> Cards | None:
 
     config.pluginmanager.register(cards)
     return cards.Cards(config.rootpath, update=update)
-
-
-def _json_file(config: pytest.Config) -> Path | None:
-    given = config.getoption("trainloop_json")
-    if given is None:
-        return None
-    file: Path = config.invocation_params.dir / given
-    if not given or file.is_dir():
-        raise pytest.UsageError(f"--trainloop-json is {given!r}, a folder; a file to write is needed")
-    return file
 
 
 def _cuda(config: pytest.Config, *, worker: bool) -> bool:

@@ -1,9 +1,9 @@
-"""The closing section and the JSON file, from the reports of all items; under xdist in the controller only."""
+"""The closing section and the files of a session, from the reports of all items; under xdist in the controller only."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,13 +15,14 @@ from pytest_trainloop.plugin.outcomes import PROPERTY
 from pytest_trainloop.report import Report
 from pytest_trainloop.report.entry import Entry
 from pytest_trainloop.report.json import document, environment
-from pytest_trainloop.report.section import checked_nothing, section
+from pytest_trainloop.report.section import Line, checked_nothing, section
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Sequence
 
     from pytest_trainloop.battery import Settings
     from pytest_trainloop.plugin.cards import Cards
+    from pytest_trainloop.plugin.outputs import Output
 
 _COLOURS = {
     "plain": {},
@@ -36,11 +37,12 @@ class Ledger:
     """Collects the results of a session and writes them out at its end."""
 
     def __init__(
-        self, config: pytest.Config, settings: Settings, file: Path | None, cards: Cards | None = None
+        self, config: pytest.Config, settings: Settings, outputs: Sequence[Output], cards: Cards | None = None
     ) -> None:
         self._config = config
         self._settings = settings
-        self._file = file
+        self._outputs = outputs
+        self._written: list[Line] = []
         self._cards = cards
         self._entries: dict[str, list[Entry]] = {}
         self._refused = False
@@ -86,17 +88,19 @@ class Ledger:
             return
         if self._cards is not None:
             self._cards.settle()
-        if self._file is None:
-            return
+        if self._outputs:
+            data = self._document()
+            self._written = [line for output in self._outputs if (line := output.write(data))]
+
+    def _document(self) -> dict[str, Any]:
         cards = None if self._cards is None else self._cards.to_json()
-        data = document(self._report(), environment(device=self._settings.device, seed=self._settings.seed), cards)
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        return document(self._report(), environment(device=self._settings.device, seed=self._settings.seed), cards)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
         for sentence in paths_taken(self._config):
             terminalreporter.write_line(f"trainloop: {sentence}", **_COLOURS["loud"])
         if not self._config.getoption("trainloop") or self._config.getoption("collectonly"):
+            self._tell_of_files(terminalreporter)
             return
         report = self._report()
         terminalreporter.write_sep("=", "trainloop")
@@ -117,3 +121,8 @@ class Ledger:
             terminalreporter.write_sep("-", f"card of {loop}")
             for text in lines:
                 terminalreporter.write_line(text)
+        self._tell_of_files(terminalreporter)
+
+    def _tell_of_files(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for line in self._written:
+            terminalreporter.write_line(f"trainloop: {line.text}", **_COLOURS[line.style])
