@@ -276,8 +276,8 @@ class Observation:
         plan = _plan("record.check()", of("loop"), list(names) or None, skip, xfail, options, strict)
         return self.judged(plan, raises=raises)
 
-    def judged(self, plan: Plan, *, raises: bool = True) -> Report:
-        """The report by this plan; raises as ``check`` does."""
+    def judged(self, plan: Plan, *, raises: bool = True, name: str = "observed") -> Report:
+        """The report by this plan, on a loop of this name; raises as ``check`` does."""
         from pytest_trainloop.registry import of
         from pytest_trainloop.runs.single_run import SingleRun
 
@@ -288,13 +288,13 @@ class Observation:
         results = _by_plan(plan, lambda name, options: _once(checks[name], evidence, options))
         if results:  # the observed steps count once, as those of the watched run do for the first check that needs it
             results[0] = replace(results[0], steps=self._watch.record.steps)
-        if not any(result.faults for result in results) and _nothing_trained(self._watch.record):
+        if not any(result.faults for result in results) and nothing_trained(self._watch.record):
             raise UsageError(
                 f"nothing trained in the observed block: {len(self._watch.record.backwards())} backward passes and no "
                 "optimizer step were seen, and no weight changed; run the training code inside the block, in this "
                 "process"
             )
-        return _reported("observed", results, raises)
+        return _reported(name, results, raises)
 
 
 def require_names(names: Sequence[str], known: Collection[str]) -> None:
@@ -309,7 +309,7 @@ def require_names(names: Sequence[str], known: Collection[str]) -> None:
             raise UsageError(f"there is no check named {name!r}; {hint}")
 
 
-def _nothing_trained(record: Record) -> bool:
+def nothing_trained(record: Record) -> bool:
     """Whether no step was made or tried and no weight changed; not where what trains is not known (plain tensors)."""
     unknown = bool(record.backwards()) and not record.parameters
     tried = record.steps or record.scaler_calls()
@@ -351,10 +351,17 @@ def observe(model: Any = None, optimizer: Any = None) -> Iterator[Observation]:
         to be judged by its ``check()`` after the block
     """
     from pytest_trainloop.recording.watch import Watch
-    from pytest_trainloop.registry import of
 
     modules, optimizers = _declared(model, optimizer)
-    watch = Watch(modules, optimizers)
+    with observed(Watch(modules, optimizers)) as observation:
+        yield observation
+
+
+@contextlib.contextmanager
+def observed(watch: Watch) -> Iterator[Observation]:
+    """What ``observe`` does, by this watch."""
+    from pytest_trainloop.registry import of
+
     kinds = [pkgutil.resolve_name(check.instrument) for check in of("loop").values() if check.instrument]
     instruments = {kind.of: kind() for kind in kinds}
     with watch, contextlib.ExitStack() as around:

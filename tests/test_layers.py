@@ -19,7 +19,7 @@ ROOT = Path(pytest_trainloop.__file__).parent
 NAME = "pytest_trainloop"
 
 FLOORS = (
-    ("plugin",),
+    ("plugin", "watching", "__main__"),
     ("htmlreport",),
     ("api", "explain"),
     ("cards", "pictures"),
@@ -57,8 +57,8 @@ LIGHT = ("plugin", "api", "explain", "battery", "selection", "knobs", "report", 
 PRIVATE_NAMES = "recording.torch_internals"
 """The only module that names anything of torch which begins with an underscore."""
 
-PRIVATE_BY_PYTHON = frozenset({"_getframe", "_exit", "_fields", "_asdict"})
-"""What ``sys``, ``os`` and named tuples offer to everyone in spite of the underscore."""
+PRIVATE_BY_PYTHON = frozenset({"_getframe", "_exit", "_fields", "_asdict", "_run_exitfuncs"})
+"""What ``sys``, ``os``, ``atexit`` and named tuples offer to everyone in spite of the underscore."""
 
 OF_FRAMEWORKS = ("adapters.", "runs.accelerate_state")
 """Modules that read private names of the training frameworks that they serve."""

@@ -51,8 +51,8 @@ class Watch:
     """Watches whatever trains inside its ``with`` block; ``record`` is complete once the block is left.
 
     ``modules`` and ``optimizers`` that are not given are found from what runs. ``before_step`` is called before each
-    optimizer step and may raise to end the run. ``schedulers`` are those that were built before. Hooks are removed
-    after an exception too.
+    optimizer step and ``before_backward`` before each backward pass; both may raise to end the run. ``schedulers`` are
+    those that were built before. Hooks are removed after an exception too.
     """
 
     def __init__(
@@ -61,11 +61,13 @@ class Watch:
         optimizers: Sequence[Any] = (),
         *,
         before_step: Callable[[Watch], None] | None = None,
+        before_backward: Callable[[Watch], None] | None = None,
         full_rounds: int = FULL_ROUNDS,
         schedulers: BuiltSchedulers | None = None,
     ) -> None:
         self._declared = (dict(modules or {}), list(optimizers))
         self._before_step = before_step
+        self._before_backward = before_backward
         self._full_rounds = full_rounds
         self._clock = itertools.count(1)
         self._counts: dict[int, int] = {}
@@ -79,7 +81,7 @@ class Watch:
         self.over = False
         """Whether the run was told to end: what a loop that swallows the exception still does is not recorded, since
         how much that is depends on when a timer ends it."""
-        self._backwards = 0
+        self.backward_passes = 0
         self.thread = Thread()
         self.steps_on: dict[int, int] = defaultdict(int)
         self.steps_at_forward: dict[int, int] = {}
@@ -279,9 +281,11 @@ class Watch:
 
     def backward_opened(self) -> None:
         """Count a backward pass: a run that makes an optimizer for every batch changes to light density too."""
-        self._backwards += 1
-        if self.full and self._backwards > FULL_BACKWARDS:
+        self.backward_passes += 1
+        if self.full and self.backward_passes > FULL_BACKWARDS:
             self._lighten()
+        if self._before_backward is not None:
+            self._before_backward(self)
 
     def _lighten(self) -> None:
         """Record roots, learning rates and counts only from here on."""

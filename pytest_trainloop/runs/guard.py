@@ -49,8 +49,8 @@ class StopFit(BaseException):
     """Ends ``fit`` once enough was seen; not an Exception, so that ``except Exception`` in a loop lets it pass."""
 
 
-class _Exited(BaseException):
-    """``os._exit`` was called."""
+class Exited(BaseException):
+    """``os._exit`` was called, with the status that is its argument."""
 
 
 class Guard:
@@ -93,7 +93,7 @@ class Guard:
         """
         pid, tracer = os.getpid(), sys.gettrace()
         self._at_end = at_end
-        with self._deadline(), _no_hard_exit(pid):
+        with self._deadline(), no_hard_exit(pid):
             try:
                 raised = next(_fenced(fit))
             except BaseException as error:
@@ -124,11 +124,11 @@ class Guard:
         if isinstance(error, StopFit):
             self.stopped = True
             return None
-        if self.stopped and isinstance(error, (SystemExit, _Exited)):
+        if self.stopped and isinstance(error, (SystemExit, Exited)):
             return None
         if isinstance(error, SystemExit):
             raise UsageError(f"fit called sys.exit({_code(error)}) {_after(steps)}; return from fit instead") from None
-        if isinstance(error, _Exited):
+        if isinstance(error, Exited):
             raise UsageError(f"fit called os._exit({error}) {_after(steps)}; return from fit instead") from None
         if error is not None and not isinstance(error, Exception) and type(error).__module__ == "builtins":
             raise error  # KeyboardInterrupt, and what pytest.skip raises, are for the session
@@ -248,14 +248,14 @@ def _raise_again(frames: list[FrameType], after: int) -> None:
 
 
 @contextlib.contextmanager
-def _no_hard_exit(pid: int) -> Iterator[None]:
+def no_hard_exit(pid: int) -> Iterator[None]:
     """``os._exit`` raises in this process for the time of a run; in forked children it works as ever."""
     original = os._exit
 
     def refused(status: int) -> Any:
         if os.getpid() != pid:
             original(status)
-        raise _Exited(status)
+        raise Exited(status)
 
     os._exit = refused
     try:

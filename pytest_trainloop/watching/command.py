@@ -1,0 +1,59 @@
+"""What ``python -m pytest_trainloop`` does: run, watch, judge, say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.errors import UsageError
+from pytest_trainloop.watching import options as command_line
+from pytest_trainloop.watching.outcome import refuse
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_trainloop.selection import Plan
+    from pytest_trainloop.watching.options import Options
+
+
+def command(args: Sequence[str]) -> int:
+    """Run the command; its exit status."""
+    try:
+        options = command_line.read(args)
+        plan = _plan(options)
+        _require_places(options)
+    except UsageError as error:
+        return refuse(str(error))
+    from pytest_trainloop.watching.session import Session
+
+    return Session(options, plan).run()
+
+
+def _plan(options: Options) -> Plan:
+    """Which checks judge. Raises ``UsageError`` for a name that no check has."""
+    from pytest_trainloop.registry import of
+    from pytest_trainloop.selection import Selection, choose
+
+    known = {name: tuple(check.causes) for name, check in of("loop").items()}
+    skip: dict[str, str] = {}
+    for line in options.skip:
+        name, colon, reason = line.partition(": ")
+        if not colon or not reason.strip():
+            raise UsageError(f"--trainloop-skip={line!r}: 'name: why' is needed, with a blank after the colon")
+        skip[name.strip()] = reason.strip()
+    selections = (
+        Selection(where="--trainloop-only", only=list(options.only) or None),
+        Selection(where="--trainloop-skip", skip=skip),
+    )
+    return choose(known, *selections, strict=options.strict)
+
+
+def _require_places(options: Options) -> None:
+    """Raise ``UsageError`` for a file that is not to be written: it is known before the script runs for long."""
+    if options.write_test and Path(options.write_test).exists():
+        raise UsageError(f"--write-test={options.write_test}: this file exists, and is not overwritten; name another")
+    if options.write_test and not options.write_test.endswith(".py"):
+        raise UsageError(f"--write-test={options.write_test}: a file name that ends in .py is needed")
+    for option, file in (("--write-test", options.write_test), ("--trainloop-json", options.json)):
+        if file and Path(file).is_dir():
+            raise UsageError(f"{option}={file} is a folder; the name of a file is needed")
