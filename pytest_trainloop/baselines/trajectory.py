@@ -183,6 +183,9 @@ class Course:
     batches: tuple[tuple[Leaf, ...], ...]
     """The batches in the order in which the loop took them."""
     steps: tuple[Step, ...]
+    lower: tuple[str, ...] = ()
+    """Of a course in float64 the operations that gave a lower precision all the same, "aten.mm gave bfloat16": its
+    numbers are then as exact as these."""
     repeatable: bool = True
     """Whether a second run under the same seed came to the same bits when it was recorded."""
 
