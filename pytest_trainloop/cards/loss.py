@@ -26,7 +26,7 @@ def loss(facts: Facts) -> Iterator[Line]:
     for backward in passes:
         for number, root in enumerate(backward.roots):
             roots.setdefault((backward.place, number), []).append(root.value)
-    chance = _chances(facts)
+    chance = chances(facts)
     calls: dict[tuple[str, Place], list[LossCall]] = {}
     for call in facts.record.of(LossCall):
         calls.setdefault((call.name, call.place), []).append(call)
@@ -50,7 +50,7 @@ def loss(facts: Facts) -> Iterator[Line]:
         yield none_seen("loss", "nothing was backpropagated", odd=True)
 
 
-def _chances(facts: Facts) -> dict[tuple[str, str], float]:
+def chances(facts: Facts) -> dict[tuple[str, str], float]:
     """The loss of an uninformed input, by function and line."""
     from pytest_trainloop.checks.loss.loss_at_init.chance_level import InitialRuns
 

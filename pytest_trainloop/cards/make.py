@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.battery import Subject
     from pytest_trainloop.finding import Result
+    from pytest_trainloop.runs.evidence import Evidence
 
 LINES: tuple[Callable[[Facts], Iterator[Line]], ...] = (
     model.model,
@@ -37,6 +38,9 @@ LINES: tuple[Callable[[Facts], Iterator[Line]], ...] = (
 )
 """Each gives the lines of one label, in the order of the page."""
 
+CANNOT_RUN = (UsageError, UserCodeError, TimeRanOut, BrokenRun, CannotDecide)
+"""What says that a loop cannot be run, and why."""
+
 
 def card_of(subject: Subject, results: Mapping[str, Result] | None = None, *, base: Path | None = None) -> Card:
     """The card of this loop; ``results`` are those of the checks that were run, by check, and ``base`` is the
@@ -45,13 +49,33 @@ def card_of(subject: Subject, results: Mapping[str, Result] | None = None, *, ba
     A loop that cannot be run has a card of one line that says why.
     """
     try:
-        evidence = subject.evidence
-        record = evidence.run()
-    except (UsageError, UserCodeError, TimeRanOut, BrokenRun, CannotDecide) as reason:
-        return Card((Line(label="run", text=f"none seen: {str(reason).splitlines()[0]}", odd=True),))
-    facts = Facts(evidence, record, evidence.shared(Measured.of), dict(results or {}), base or Path.cwd())
+        facts = facts_of(subject, results, base=base)
+    except CANNOT_RUN as reason:
+        return card_of_none(reason)
+    return card_from(facts)
+
+
+def facts_of(
+    subject: Subject,
+    results: Mapping[str, Result] | None = None,
+    *,
+    base: Path | None = None,
+    measured: Callable[[Evidence], Measured] = lambda evidence: evidence.shared(Measured.of),
+) -> Facts:
+    """What the lines are made from. Raises one of ``CANNOT_RUN`` for a loop that cannot be run."""
+    evidence = subject.evidence
+    record = evidence.run()
+    return Facts(evidence, record, measured(evidence), dict(results or {}), base or Path.cwd())
+
+
+def card_of_none(reason: Exception) -> Card:
+    """The card of a loop that cannot be run."""
+    return Card((Line(label="run", text=f"none seen: {str(reason).splitlines()[0]}", odd=True),))
+
+
+def card_from(facts: Facts) -> Card:
     lines = [line for kind in LINES for line in kind(facts)]
-    if record.raised is not None:
-        text = f"fit raised {record.raised.summary} *"
-        lines.insert(0, Line(label="run", text=text, where=facts.where(record.raised.place), odd=True))
+    if (raised := facts.record.raised) is not None:
+        text = f"fit raised {raised.summary} *"
+        lines.insert(0, Line(label="run", text=text, where=facts.where(raised.place), odd=True))
     return Card(tuple(lines))

@@ -19,11 +19,12 @@ from pytest_trainloop.runs.hooks import around_steps
 from pytest_trainloop.tracing.made_at import MadeAt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
+    from pytest_trainloop.tracing.made_at import Contexts
 
 HASHED = 1 << 20
 """Bytes of a batch that its identity is read from."""
@@ -81,21 +82,36 @@ class Measured:
 
     @classmethod
     def of(cls, evidence: Evidence) -> Measured:
+        return cls.along(evidence)
+
+    @classmethod
+    def along(
+        cls,
+        evidence: Evidence,
+        look: Contexts = lambda watch: (),
+        note: Callable[[int, Any], None] = lambda number, item: None,
+    ) -> Measured:
+        """What the run shows in which ``look`` is entered too, and ``note`` is called with each batch."""
         found = cls(given=evidence.offers)
+
+        def before_item(number: int, item: Any) -> None:
+            found._note(item)
+            note(number, item)
+
         if not evidence.repeatable:
             found.why = "watched once"
             return found
         last = max((o.steps for o in evidence.run().optimizers), default=1)
         try:
             found.record = found.made.along(
-                evidence, lambda watch: (_Looking(found, watch, last).on(),), before_item=found._note
+                evidence, lambda watch: (*look(watch), _Looking(found, watch, last).on()), before_item=before_item
             )
             found._read_declared(evidence)
         except (CannotDecide, UsageError, UserCodeError) as reason:
             found.why = str(reason)
         return found
 
-    def _note(self, _number: int, item: Any) -> None:
+    def _note(self, item: Any) -> None:
         digest = hashlib.sha256()
         leaves = []
         counts: dict[int, dict[str, int]] = {}

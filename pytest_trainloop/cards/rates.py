@@ -81,7 +81,7 @@ def _ahead(facts: Facts) -> Iterator[Line]:
             text = f"{one.kind} ahead: built in fit by the batches that it is given; give steps= to see where it goes"
             yield Line(label="", text=text, where=where)
             continue
-        end, until, odd = _end(one)
+        end, until, odd = end_of(one)
         peak = f"peak {two(max(one.curve.group(one.curve.leading)))} at call {one.curve.peak_at(one.curve.leading):,}"
         plan = f"plan: {one.planned:,} calls" if one.planned is not None else "give steps= to see it against the plan"
         yield Line(label="", text=f"{one.kind} ahead: {peak}, {marked(end, odd)}; {plan}", where=where, odd=odd)
@@ -90,7 +90,7 @@ def _ahead(facts: Facts) -> Iterator[Line]:
         yield Line(label="", text=f"not projected: {found.why}")
 
 
-def _end(one: Projected) -> tuple[str, int, bool]:
+def end_of(one: Projected) -> tuple[str, int, bool]:
     """How a schedule ends, the call up to which it is worth drawing, and whether that is unusual."""
     from pytest_trainloop.runs.projection import CYCLIC, turns_at
 

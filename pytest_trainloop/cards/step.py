@@ -45,28 +45,47 @@ class Call:
     place: Place
 
 
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """The windows of a run by what they are made of, the commonest first, each with how many there are."""
+
+    kinds: tuple[tuple[tuple[Call, ...], int], ...]
+
+    @classmethod
+    def of(cls, facts: Facts) -> Windows:
+        calls = _without_first_zeros(list(_calls(facts)))
+        windows = list(_windows(calls))
+        if len(windows) > 1 and _names(windows[-1]) == _names(windows[-2])[: len(windows[-1])]:
+            windows[-1] = windows[-2]  # what was watched in full ended in it
+        as_made = {_names(window): window for window in reversed(windows)}
+        return cls(tuple((as_made[names], often) for names, often in Counter(map(_names, windows)).most_common()))
+
+    @property
+    def same(self) -> str:
+        """How often the commonest is made, in words."""
+        most, often = self.kinds[0]
+        several = sum(c.name.startswith("step") for c in most) > 1
+        return f"the same in {often} of {self.windows} {'rounds' if several else 'steps'}"
+
+    @property
+    def windows(self) -> int:
+        return sum(often for _, often in self.kinds)
+
+
 def one_step(facts: Facts) -> Iterator[Line]:
-    calls = _without_first_zeros(list(_calls(facts)))
-    windows = list(_windows(calls))
-    if not windows:
+    windows = Windows.of(facts)
+    if not windows.kinds:
         yield none_seen("one step", "no optimizer stepped", odd=True)
         return
-    if len(windows) > 1 and _names(windows[-1]) == _names(windows[-2])[: len(windows[-1])]:
-        windows[-1] = windows[-2]  # what was watched in full ended in it
-    kinds = Counter(map(_names, windows)).most_common()
-    as_made = {_names(window): window for window in reversed(windows)}
-    most, often = as_made[kinds[0][0]], kinds[0][1]
+    most = windows.kinds[0][0]
     last = next((c for c in reversed(most) if c.name.startswith("step")), most[-1])
     where = facts.where(last.place)
     file = where.rpartition(":")[0]
     written = " ".join(_texts(most, facts, file))
-    several = sum(c.name.startswith("step") for c in most) > 1
-    same = f"the same in {often} of {len(windows)} {'rounds' if several else 'steps'}"
-    yield Line(label="one step", text=f"{written}   {same}", where=where)
-    for other, times in kinds[1:3]:
-        yield Line(
-            label="", text=f"{times} of {len(windows)}: {_difference(most, as_made[other], facts, file)}", where=where
-        )
+    yield Line(label="one step", text=f"{written}   {windows.same}", where=where)
+    for other, times in windows.kinds[1:3]:
+        text = f"{times} of {windows.windows}: {_difference(most, other, facts, file)}"
+        yield Line(label="", text=text, where=where)
 
 
 def _calls(facts: Facts) -> Iterator[tuple[Event, Call]]:
@@ -147,11 +166,17 @@ def _round(optimizers: Sequence[int]) -> int:
 
 def _texts(window: Sequence[Call], facts: Facts, file: str) -> Iterator[str]:
     """The calls with their lines; a block of calls that follows itself once, with the number of times."""
+    for calls, times in blocks(window):
+        block = " ".join(f"{c.name}({facts.line_in(file, c.place)})" for c in calls)
+        yield block if times == 1 else f"{times} x [{block}]"
+
+
+def blocks(window: Sequence[Call]) -> Iterator[tuple[Sequence[Call], int]]:
+    """The calls in order, in blocks that follow themselves so many times."""
     at = 0
     while at < len(window):
         size, times = _repeated(window, at)
-        block = " ".join(f"{c.name}({facts.line_in(file, c.place)})" for c in window[at : at + size])
-        yield block if times == 1 else f"{times} x [{block}]"
+        yield window[at : at + size], times
         at += size * times
 
 

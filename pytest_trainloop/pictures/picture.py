@@ -11,12 +11,16 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
 
 DIGITS = 4
 """Significant digits of a number: more than any screen shows."""
 
 Scale = Literal["linear", "log"]
+
+Role = Literal["own", "reference", "each", "faint", "event"]
+"""Of a curve. "own": the loop's; "reference": another run, to compare with; "each": one of several of the same rank;
+"faint": the single values behind a mean; "event": single moments, drawn as points."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +44,7 @@ class Curve:
     name: str
     x: tuple[float, ...]
     y: tuple[float | None, ...]
-    role: Literal["own", "reference", "each", "faint", "event"] = "own"
-    """"own": the loop's; "reference": another run, to compare with; "each": one of several of the same rank; "faint":
-    the single values behind a mean; "event": single moments, drawn as points."""
+    role: Role = "own"
     stepped: bool = False
     """Whether a value holds until the next one: drawn as stairs."""
 
@@ -128,6 +130,49 @@ FIELDS = {
     "calls": frozenset({"calls"}),
 }
 """What pictures of each kind have beside what all have. The values of bars lie along ``x``."""
+
+
+POINTS = 200
+"""Points of one curve at most: as many as a phone shows."""
+
+
+def curve(
+    name: str, x: Iterable[float], y: Iterable[float | None], role: Role = "own", *, stepped: bool = False
+) -> Curve:
+    """A curve whose numbers are finite or None; of more points than are seen the first, the last, the highest and the
+    lowest of each stretch."""
+    points = [(at, number(value)) for at, value in zip(x, y, strict=True)]
+    if len(points) > POINTS:
+        points = [points[i] for i in _seen([value for _, value in points])]
+    return Curve(name=name, x=tuple(at for at, _ in points), y=tuple(v for _, v in points), role=role, stepped=stepped)
+
+
+def _seen(values: Sequence[float | None]) -> list[int]:
+    """The numbers of the points that are kept: of each stretch those between which all others lie."""
+    stretches = POINTS // 2 - 1
+    kept = {0, len(values) - 1}
+    for n in range(stretches):
+        stretch = range(n * len(values) // stretches, (n + 1) * len(values) // stretches)
+        known = [i for i in stretch if values[i] is not None]
+        kept |= (
+            {min(known, key=lambda i: values[i] or 0.0), max(known, key=lambda i: values[i] or 0.0)} if known else set()
+        )
+    return sorted(kept)
+
+
+def scale_of(curves: Iterable[Curve], *, span: float = 10.0) -> Scale:
+    """ "log" where all values are above 0 and the highest is ``span`` times the lowest or more."""
+    known = [value for one in curves for value in one.y if value is not None]
+    return "log" if known and min(known) > 0 and max(known) >= span * min(known) else "linear"
+
+
+def gaps(curves: Iterable[Curve]) -> Iterator[Mark]:
+    """A mark where a curve begins to be no number."""
+    for one in curves:
+        first = next((x for x, y in zip(one.x, one.y, strict=True) if y is None), None)
+        if first is not None and one.role != "faint":
+            yield Mark(axis="x", at=first, text=f"{one.name}: not finite from here")
+            return
 
 
 def number(value: float | None) -> float | None:

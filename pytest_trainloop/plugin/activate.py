@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_trainloop.errors import UsageError
-from pytest_trainloop.plugin import outputs
+from pytest_trainloop.plugin import outputs, pictures
 from pytest_trainloop.plugin.settings import read_selections, read_settings
 from pytest_trainloop.plugin.summary import Ledger
 
@@ -42,17 +42,18 @@ def configure(config: pytest.Config) -> None:
 
 def _cards(config: pytest.Config) -> Cards | None:
     """The cards of the session, where they are asked for."""
-    wanted, update = config.getoption("trainloop_card"), config.getoption("trainloop_update")
-    if update and not wanted:
+    shown, update = config.getoption("trainloop_card"), config.getoption("trainloop_update")
+    if update and not shown:
         raise pytest.UsageError("--trainloop-update stores cards: it is needed together with --trainloop-card")
-    if not wanted:
-        return None
-    if not config.getoption("trainloop"):
+    if shown and not config.getoption("trainloop"):
         raise pytest.UsageError("--trainloop-card takes the cards of loops that are run: it is needed with --trainloop")
+    if not shown and not pictures.wanted(config):
+        return None
     from pytest_trainloop.plugin import cards
 
-    config.pluginmanager.register(cards)
-    return cards.Cards(config.rootpath, update=update)
+    for module in (cards, pictures):
+        config.pluginmanager.register(module)
+    return cards.Cards(config.rootpath, update=update, shown=shown)
 
 
 def _cuda(config: pytest.Config, *, worker: bool) -> bool:

@@ -18,6 +18,7 @@ import pytest
 
 from pytest_trainloop.cards.page import Card, Line
 from pytest_trainloop.errors import BrokenCheck
+from pytest_trainloop.plugin import pictures
 from pytest_trainloop.plugin.collect import marked_function
 from pytest_trainloop.plugin.nodeids import CARD, loop_of
 
@@ -56,11 +57,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
 
 
 def take(item: pytest.Function, loop: str, subject: Subject, results: Mapping[str, Result]) -> None:
-    """Note the card of a loop on its item. Whatever goes wrong is a warning: a card fails nobody's session."""
+    """Note the card of a loop on its item, and its pictures where they are drawn. Whatever goes wrong is a warning: it
+    fails nobody's session."""
     from pytest_trainloop.cards.make import card_of
+    from pytest_trainloop.pictures.make import card_and_pictures
 
+    base = item.config.rootpath
     try:
-        card = card_of(subject, results, base=item.config.rootpath)
+        if pictures.wanted(item.config):
+            card, drawn = card_and_pictures(subject, results, base=base)
+            pictures.note(item, loop, drawn)
+        else:
+            card = card_of(subject, results, base=base)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         warnings.warn(f"the card could not be made; {reason}; please report it", BrokenCheck, stacklevel=2)
@@ -103,9 +111,10 @@ class Taken:
 class Cards:
     """The cards of a session: compared with the stored ones, stored where that is asked for, and shown."""
 
-    def __init__(self, root: Path, *, update: bool) -> None:
+    def __init__(self, root: Path, *, update: bool, shown: bool = True) -> None:
         self._root = root
         self._update = update
+        self._in_terminal = shown
         self._taken: dict[str, Taken] = {}
         self._changes: dict[str, list[str] | None] = {}
 
@@ -132,6 +141,8 @@ class Cards:
 
     def shown(self) -> list[tuple[str, list[str]]]:
         """The lines for the terminal, by loop: the page; where a card is stored what changed since."""
+        if not self._in_terminal:
+            return []
         return [(loop, self._shown(taken)) for loop, taken in sorted(self._taken.items())]
 
     def _shown(self, taken: Taken) -> list[str]:

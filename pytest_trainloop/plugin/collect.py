@@ -146,7 +146,8 @@ def one_item_per_check(metafunc: pytest.Metafunc) -> None:
     cuda = read_settings(metafunc.config).device == "cuda" and _judges(metafunc) == "loop"
     metafunc.fixturenames.append(HIDDEN)
     items = [_parameter(check, plan, cuda=cuda) for check in plan.checks] or [_no_check_left()]
-    if metafunc.config.getoption("trainloop_card") and plan.checks and _judges(metafunc) == "loop":
+    carded = metafunc.config.getoption("trainloop_card") or metafunc.config.getoption("trainloop_report")
+    if carded and plan.checks and _judges(metafunc) == "loop":
         items.append(_parameter(CARD, plan, cuda=cuda))
     metafunc.parametrize(HIDDEN, items)
 

@@ -12,6 +12,7 @@ from pytest_trainloop.plugin.collect import REFUSED
 from pytest_trainloop.plugin.inifile import paths_taken
 from pytest_trainloop.plugin.nodeids import check_in, loop_of
 from pytest_trainloop.plugin.outcomes import PROPERTY
+from pytest_trainloop.plugin.pictures import Pictures
 from pytest_trainloop.report import Report
 from pytest_trainloop.report.entry import Entry
 from pytest_trainloop.report.json import document, environment
@@ -44,6 +45,7 @@ class Ledger:
         self._outputs = outputs
         self._written: list[Line] = []
         self._cards = cards
+        self._pictures = Pictures()
         self._entries: dict[str, list[Entry]] = {}
         self._refused = False
 
@@ -56,6 +58,7 @@ class Ledger:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if self._cards is not None:
             self._cards.note(report)
+            self._pictures.note(report)
         self._refused = self._refused or any(name == REFUSED for name, _ in report.user_properties)
         if report.when == "call" or (report.when == "setup" and not report.passed):
             found = [Entry.from_json(json.loads(str(v))) for name, v in report.user_properties if name == PROPERTY]
@@ -94,7 +97,12 @@ class Ledger:
 
     def _document(self) -> dict[str, Any]:
         cards = None if self._cards is None else self._cards.to_json()
-        return document(self._report(), environment(device=self._settings.device, seed=self._settings.seed), cards)
+        return document(
+            self._report(),
+            environment(device=self._settings.device, seed=self._settings.seed),
+            cards,
+            self._pictures.to_json(),
+        )
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
         for sentence in paths_taken(self._config):

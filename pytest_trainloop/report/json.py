@@ -18,9 +18,12 @@ VERSION = 1
 
 
 def document(
-    report: Report, environment: dict[str, Any], cards: Mapping[str, dict[str, Any]] | None = None
+    report: Report,
+    environment: dict[str, Any],
+    cards: Mapping[str, dict[str, Any]] | None = None,
+    pictures: Mapping[str, list[dict[str, Any]]] | None = None,
 ) -> dict[str, Any]:
-    """The whole report as plain data; ``cards`` are those of the loops, where they were asked for.
+    """The whole report as plain data; ``cards`` and ``pictures`` are those of the loops, where they were asked for.
 
     ``rates`` of a loop are those of its watched run: for each optimizer its class and its groups, and for each group
     the learning rate at every step.
@@ -37,6 +40,7 @@ def document(
                 "checks": [_check(entry) for entry in entries],
                 "rates": next((list(entry.result.rates) for entry in entries if entry.result.rates), []),
                 **({"card": cards[loop]} if cards and loop in cards else {}),
+                **({"pictures": pictures[loop]} if pictures and loop in pictures else {}),
             }
             for loop, entries in loops.items()
         ],

@@ -121,6 +121,11 @@ class OneBatchRuns:
         self._evidence = evidence
         self._made: dict[int, OneBatch] = {}
 
+    @property
+    def made(self) -> OneBatch | None:
+        """Those of the most own steps among all that were asked for."""
+        return self._made[max(self._made)] if self._made else None
+
     def of(self, steps: int = OWN_STEPS) -> OneBatch:
         """Those of this many own steps at most."""
         evidence = self._evidence
@@ -157,6 +162,11 @@ class OneBatch:
     _made: dict[object, Curve] = field(default_factory=dict)
     _rows: dict[str, OtherRows] = field(default_factory=dict)
     reached: bool = False
+
+    @property
+    def made(self) -> dict[object, Curve]:
+        """The runs that were made: the loop as it is is "own", one with plain Adam at a rate is that rate."""
+        return dict(self._made)
 
     @property
     def curve(self) -> Curve:

@@ -1,0 +1,124 @@
+"""The loss over the watched run, and on one fixed batch."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.cards.loss import MOST_CALLS, chances
+from pytest_trainloop.cards.words import numbered, two
+from pytest_trainloop.checks.learning.loss_curve import PHASES, SPAN, Losses, mean
+from pytest_trainloop.checks.learning.one_batch import REFERENCE_RATES, OneBatchRuns
+from pytest_trainloop.pictures.picture import Axis, Curve, Mark, Picture, curve, gaps, number, scale_of
+from pytest_trainloop.recording.events import LossCall
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pytest_trainloop.cards.facts import Facts
+    from pytest_trainloop.checks.learning.one_batch import Curve as Run
+    from pytest_trainloop.pictures.looked import Looked
+    from pytest_trainloop.pictures.picture import Role
+
+LOSS = "loss"
+
+
+def loss(facts: Facts, _looked: Looked) -> Iterator[Picture]:
+    """What is backpropagated for each step, and the loss functions whose sum or part it is."""
+    whole = Losses(facts.record).read()
+    if len(whole) < 2:
+        return
+    calls = _calls(facts)
+    drawn = [curve("backpropagated", range(1, len(whole) + 1), whole)]
+    own = [curve(name, steps, values, "each") for name, (steps, values) in calls.items()]
+    if len(own) > 1 or any(not _same(one, drawn[0]) for one in own):
+        drawn += own
+    marks = [
+        Mark(axis="y", at=float(two(level).replace(",", "")), text=f"{name} of a guess: {two(level)}", where=where)
+        for (name, where), level in chances(facts).items()
+        if math.isfinite(level)
+    ]
+    backward = next(iter(facts.record.backwards() or facts.record.autograd_passes()), None)
+    yield Picture(
+        key="loss",
+        kind="curves",
+        title="Loss",
+        look="It begins near the loss of a guess, and moves; batches differ, so it need not fall in so few steps.",
+        of=f"the watched run, {numbered(len(whole), 'step')}",
+        checks=("loss_at_init", "finite", "loss_components", "adversaries_oppose", "every_term_trains"),
+        where=facts.where(backward.place) if backward is not None else "",
+        y=Axis(title=LOSS, scale=scale_of(drawn, span=100.0)),
+        curves=tuple(drawn),
+        marks=(*marks[:MOST_CALLS], *gaps(drawn)),
+    )
+
+
+def _calls(facts: Facts) -> dict[str, tuple[list[int], list[float]]]:
+    """The mean value of each call of a loss function, by the step that follows it."""
+    ends = [step.until or step.at for step in facts.record.innermost_steps()]
+    found: dict[str, dict[int, list[float]]] = {}
+    for call in facts.record.of(LossCall):
+        at = 1 + bisect.bisect_left(ends, call.at)
+        if call.value is not None and at <= len(ends):
+            where = facts.where(call.place)
+            name = f"{call.name} ({where})" if where else call.name
+            found.setdefault(name, {}).setdefault(at, []).append(call.value)
+    return {
+        name: (list(steps), [sum(values) / len(values) for values in steps.values()])
+        for name, steps in list(found.items())[:MOST_CALLS]
+    }
+
+
+def _same(one: Curve, other: Curve) -> bool:
+    return one.x == other.x and one.y == other.y
+
+
+def one_batch(facts: Facts, _looked: Looked) -> Iterator[Picture]:
+    """The run of ``overfit_one_batch``, with the plain Adam that it was compared with, where it was."""
+    made = facts.evidence.shared(OneBatchRuns).made
+    runs = {} if made is None else made.made
+    own = runs.get("own")
+    if own is None or own.steps < 2:
+        return
+    drawn = [_steps(own.losses, "each step", "faint"), _mean(own, "the loop", "own")]
+    adam = {max(REFERENCE_RATES) if key == "quick" else key: run for key, run in runs.items() if _is_adam(key)}
+    if adam:
+        rate, best = min(adam.items(), key=lambda pair: _or_inf(pair[1].end))
+        drawn.append(_mean(best, f"plain Adam at {two(float(rate))}", "reference"))  # type: ignore[arg-type]
+    marks = []
+    if own.start > 0:
+        marks.append(Mark(axis="y", at=number(own.start / 2) or 0.0, text="half of the first loss"))
+    reference = "" if len(drawn) > 2 else "; plain Adam was not needed for comparison"
+    yield Picture(
+        key="one_batch",
+        kind="curves",
+        title="Loss on one fixed batch",
+        look="It falls to half of where it began, or goes on falling as plain Adam does from the same start.",
+        of=f"overfit_one_batch's run: {numbered(own.steps, 'step')} on one batch{reference}",
+        checks=("overfit_one_batch", "update_ratio"),
+        y=Axis(title=LOSS, scale=scale_of(drawn, span=100.0)),
+        curves=tuple(drawn),
+        marks=(*marks, *gaps(drawn)),
+        note=f"batches are drawn under {PHASES} seeds in turn; a thick line is the mean of {SPAN} steps",
+    )
+
+
+def _is_adam(key: object) -> bool:
+    return key == "quick" or isinstance(key, float)
+
+
+def _or_inf(value: float) -> float:
+    return value if math.isfinite(value) else math.inf
+
+
+def _steps(losses: Sequence[float], name: str, role: Role) -> Curve:
+    return curve(name, range(1, len(losses) + 1), losses, role)
+
+
+def _mean(run: Run, name: str, role: Role) -> Curve:
+    """The mean over up to ``SPAN`` steps, fewer at the start, always whole turns of the seeds."""
+    losses = run.losses
+    ends = range(min(PHASES, len(losses)), len(losses) + 1)
+    means = [mean(losses[max(0, end - min(SPAN, end - end % PHASES or PHASES)) : end]) for end in ends]
+    return curve(name, ends, means, role)

@@ -1,0 +1,54 @@
+"""All pictures of one loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.cards.make import CANNOT_RUN, card_from, card_of_none, facts_of
+from pytest_trainloop.pictures import batches, gradients, losses, rates, step, tensors
+from pytest_trainloop.pictures.looked import Looked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from pytest_trainloop.battery import Subject
+    from pytest_trainloop.cards.facts import Facts
+    from pytest_trainloop.cards.page import Card
+    from pytest_trainloop.finding import Result
+    from pytest_trainloop.pictures.picture import Picture
+
+KINDS: tuple[Callable[[Facts, Looked], Iterator[Picture]], ...] = (
+    step.one_step,
+    losses.one_batch,
+    losses.loss,
+    rates.rates,
+    rates.rates_ahead,
+    gradients.gradient_norm,
+    tensors.updates,
+    gradients.loss_scale,
+    tensors.units,
+    tensors.output_sizes,
+    tensors.gradient_sizes,
+    tensors.weight_sizes,
+    batches.padding,
+    batches.shapes,
+)
+"""Each gives the pictures of one thing, none where the loop does not have it, in the order of the report."""
+
+
+def card_and_pictures(
+    subject: Subject, results: Mapping[str, Result], *, base: Path | None = None
+) -> tuple[Card, list[Picture]]:
+    """The card of this loop as ``card_of`` makes it, and its pictures, from one further run for both."""
+    try:
+        facts = facts_of(subject, results, base=base, measured=lambda evidence: evidence.shared(Looked.of).measured)
+    except CANNOT_RUN as reason:
+        return card_of_none(reason), []
+    card = card_from(facts)
+    return card, pictures_of(facts, facts.evidence.shared(Looked.of))
+
+
+def pictures_of(facts: Facts, looked: Looked) -> list[Picture]:
+    """The pictures of the loop that these facts are about."""
+    return [picture for kind in KINDS for picture in kind(facts, looked)]

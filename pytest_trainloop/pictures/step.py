@@ -1,0 +1,42 @@
+"""The calls of one step, in order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.cards.step import Windows, blocks
+from pytest_trainloop.pictures.picture import Call, Picture
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.cards.facts import Facts
+    from pytest_trainloop.pictures.looked import Looked
+
+MOST = 60
+"""Calls that are drawn."""
+
+
+def one_step(facts: Facts, _looked: Looked) -> Iterator[Picture]:
+    """The calls from one step to the next, of the commonest kind."""
+    windows = Windows.of(facts)
+    if not windows.kinds:
+        return
+    most = windows.kinds[0][0]
+    calls = [
+        Call(lane=call.name, where=facts.where(call.place), code=call.place.code, times=times)
+        for block, times in blocks(most)
+        for call in block
+    ]
+    last = next((c for c in reversed(calls) if c.lane.startswith("step")), calls[-1])
+    yield Picture(
+        key="one_step",
+        kind="calls",
+        title="The calls of one step",
+        look="Gradients are cleared before backward, and clipped between backward and the step; a schedule comes last.",
+        of=f"the watched run; {windows.same}",
+        checks=("step_order", "grad_scaler", "train_mode", "schedule", "accumulation_equivalence"),
+        where=last.where,
+        calls=tuple(calls[:MOST]),
+        note=f"{MOST} of {len(calls)} calls" if len(calls) > MOST else "",
+    )
