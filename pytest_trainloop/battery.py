@@ -25,6 +25,7 @@ from pytest_trainloop.knobs import nearest
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from pytest_trainloop.baseline_file import BaselineFile
     from pytest_trainloop.losses.evidence import LossEvidence
     from pytest_trainloop.registry import Cause, Check, Judged
     from pytest_trainloop.runs.evidence import Evidence, Progress
@@ -65,7 +66,8 @@ class Subject:
     reference to it.
 
     ``make`` builds a fresh loop when called with the user's keywords; ``knobs`` maps the plugin's knob names to these.
-    ``progress`` is called in long runs with step, number of steps and loss.
+    ``baseline`` is the file of the loop's baseline. ``progress`` is called in long runs with step, number of steps and
+    loss.
     """
 
     def __init__(
@@ -76,8 +78,10 @@ class Subject:
         settings: Settings,
         knobs: Mapping[str, str] | None = None,
         judges: Judged = "loop",
+        baseline: BaselineFile | None = None,
     ) -> None:
         self.name = name
+        self.baseline = baseline
         self._judges = judges
         self._make = make
         self._settings = settings
@@ -256,6 +260,7 @@ class Subject:
             hypothesis_seed=settings.hypothesis_seed,
         )
         evidence.root_causes = self._root_causes
+        evidence.baseline = self.baseline
         evidence.progress = lambda *at: self.progress(*at)
         return evidence
 

@@ -43,6 +43,7 @@ FLOORS = (
         "knobs",
         "report",
         "registry",
+        "baseline_file",
     ),
     ("errors", "finding", "wording", "paths", "places"),
 )
@@ -51,7 +52,10 @@ FLOORS = (
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 
 HEAVY = ("torch", "hypothesis", "numpy")
-LIGHT = ("plugin", "api", "explain", "battery", "selection", "knobs", "report", "registry", "records", *FLOORS[-1])
+LIGHT = (
+    *("plugin", "api", "explain", "battery", "selection", "knobs", "report", "registry", "records", "baseline_file"),
+    *FLOORS[-1],
+)
 """Packages and modules without torch, Hypothesis or NumPy at module top."""
 
 PRIVATE_NAMES = "recording.torch_internals"

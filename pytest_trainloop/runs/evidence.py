@@ -17,6 +17,7 @@ from pytest_trainloop.runs.run import ENOUGH_ROUNDS, READ_AHEAD_BUDGETS, RunPlan
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from pytest_trainloop.baseline_file import BaselineFile
     from pytest_trainloop.finding import Finding
     from pytest_trainloop.recording.record import Record
 
@@ -80,6 +81,8 @@ class Evidence:
         """Optimizer steps of the loop that were made for its checks so far."""
         self.root_causes: Callable[[str], Sequence[Finding]] = lambda check: ()
         """Faults that other checks found and that explain a failure of the named one."""
+        self.baseline: BaselineFile | None = None
+        """The file of the loop's baseline, where one was given."""
         self.progress: Progress = lambda step, most, loss: None
         """Called in long runs with step, number of steps and loss."""
 

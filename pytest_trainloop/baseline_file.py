@@ -1,0 +1,88 @@
+"""The file of one loop's baseline: where it lies, and what this run does with it. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pytest_trainloop.errors import UsageError
+
+Mode = Literal["check", "update", "new"]
+"""Compare with the file; write it in any case; write it where there is none, else compare."""
+
+Done = Literal["recorded", "updated", "unchanged"]
+
+FOLDER = "trainloop_baselines"
+"""The folder beside a test file that holds what is stored of its loops."""
+
+
+@dataclass(slots=True)
+class BaselineFile:
+    """The file of one loop."""
+
+    path: Path
+    shown: str
+    """The path as it is told."""
+    mode: Mode = "check"
+    command: str = "check_loop(..., update=True)"
+    """What writes the file."""
+    flag: str = "update=True"
+    """What a skip names where there is no file yet."""
+    text: str | None = None
+    """What the check recorded, to be written by whoever asked for it."""
+
+    @property
+    def is_there(self) -> bool:
+        return self.path.is_file()
+
+    @property
+    def is_to_be_recorded(self) -> bool:
+        """Whether this run records the baseline instead of comparing it."""
+        return self.mode == "update" or (self.mode == "new" and not self.is_there)
+
+    def read(self) -> str:
+        """The text of the file. Raises ``UsageError`` where it cannot be read."""
+        try:
+            return self.path.read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text in UTF-8"
+            raise UsageError(f"the baseline {self.shown} cannot be read: {reason}; {self.repair}") from None
+
+    @property
+    def repair(self) -> str:
+        """What to do about a file that is no baseline."""
+        return f"restore it from version control, or record it anew: {self.command}"
+
+
+def write(path: Path, text: str) -> Done:
+    """Write a text whole or not at all, folders included; a file that has it already is left alone.
+
+    Raises ``OSError`` where the file cannot be written.
+    """
+    there = path.is_file()
+    with contextlib.suppress(OSError, UnicodeError):
+        if there and path.read_text(encoding="utf-8") == text:
+            return "unchanged"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name[:40]}.", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+        temporary.chmod(path.stat().st_mode & 0o777 if there else 0o666 & ~_umask())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    return "updated" if there else "recorded"
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
