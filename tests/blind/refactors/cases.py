@@ -1,7 +1,7 @@
-"""Refactors of training code: pairs of loops from before and after, some that keep the mathematics and some that do not.
+"""Refactors of training code: loops from before and after, some that keep the mathematics and some that do not.
 
-They were written from public threads by someone who knew the documentation only. Each ``before`` and ``after`` returns a
-fresh ``TrainLoop``.
+They were written from public threads by someone who knew the documentation only. Each ``before`` and ``after`` returns
+a fresh ``TrainLoop``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Keeps:
     before: Make
     after: Make
     renamed: dict[str, str] = field(default_factory=dict)
-    """Names of modules or parameters, old to new. Several old ones with one new one: it holds them one behind the other."""
+    """Modules or parameters, old name to new. Where several have one new name, it holds them one behind the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Breaks:
     first: str
     """The first thing that differs, in the order of the run: one of ``FIRSTS``."""
     place: str
-    """The module, parameter, group option or call that it is about, in the names of ``after``; empty for the model itself."""
+    """The module, parameter, group option or call that it is about, as ``after`` names it; empty for the model or its loss."""
 
 
 KEEPS: list[Keeps] = []

@@ -1,6 +1,6 @@
 """Training loops around small classifiers."""
 
-# ruff: noqa: N801
+# ruff: noqa: N801, N805
 from __future__ import annotations
 
 import logging
