@@ -1,29 +1,269 @@
-"""What is known of a script's loop, for the test that hands it over."""
+"""What is known of a script's loop, for the test that hands it over.
+
+Looked at once, before the first optimizer step: the user's frames are still there then, with all that made the loop.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from typing import TYPE_CHECKING
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from pytest_trainloop.watching.slices import Slices
+from pytest_trainloop.watching.stack import ABSENT, Frame, call_at, is_guarded, user_stack
+from pytest_trainloop.watching.values import Imports, Unknown, batch_code
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    import ast
+    from collections.abc import Sequence
 
     from pytest_trainloop.recording.watch import Watch
-    from pytest_trainloop.watching.target import Target
+
+
+@dataclass(slots=True)
+class Loop:
+    """What the written test returns."""
+
+    statements: list[str] = field(default_factory=list)
+    fields: dict[str, str] = field(default_factory=dict)
+    """Of ``TrainLoop``, as code; none where an adapter makes the loop."""
+    adapter: str = ""
+    """The call of the framework's adapter."""
+    missing: list[str] = field(default_factory=list)
+    """What a human has to fill in, a sentence each."""
+    fit: list[str] = field(default_factory=list)
+    """The body of ``fit``, where it takes more than one expression."""
 
 
 class Handover:
     """Looks at the script while it runs."""
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+    def __init__(self, alias: str) -> None:
+        self._frames: list[Frame] = []
+        self._optimizers: list[Any] = []
+        self._models: list[Any] = []
+        self._seen = False
+        self.alias = alias
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Around the run of the script."""
-        yield
+    def look(self, watch: Watch) -> None:
+        """Called before each step: keep the frames of the first, and the optimizers of all."""
+        for _, optimizer in watch.optimizers.indexed():
+            if not any(optimizer is known for known in self._optimizers):
+                self._optimizers.append(optimizer)
+        if not self._seen:
+            self._seen = True
+            self._frames = user_stack()
+            self._models = _outermost([module for _, module in watch.table.named_modules()])
 
-    def write(self, file: Path, target: Target) -> list[str]:
-        """Write the test; what is missing in it."""
-        return ["everything"]
+    def loop(self) -> tuple[Loop, Imports]:
+        """What is known, as code."""
+        imports = Imports(sys.modules["__main__"], self.alias)
+        if not self._frames:
+            loop = Loop(missing=["model, optimizer, batch and fit: no optimizer step was seen"])
+        elif trainer := _framework_call(self._frames):
+            loop = _of_framework(self._frames, *trainer, imports)
+        else:
+            loop = self._of_function(imports)
+        return loop, imports
+
+    def _of_function(self, imports: Imports) -> Loop:
+        """A loop of the project's own, in a function that is called with its data."""
+        loop = Loop()
+        found = _training_function(self._frames)
+        if found is None:
+            at = next((f for f in reversed(self._frames) if not f.through_library), self._frames[-1])
+            loop.missing.append(_no_function(at))
+        caller, called, loader = found or (self._frames[0], self._frames[-1], None)
+        slices = Slices(self._frames, imports, {} if loader is None else {id(loader): "batches"})
+        # the model first: what else is made may be made of it
+        names = self._add_models(loop, slices)
+        names |= self._add_optimizers(loop, slices)
+        if loader is not None:
+            self._add_batch(loop, loader, imports)
+            self._add_fit(loop, slices, caller, called, loader)
+        if self._frames[0].at_module_level and imports.script_used and not is_guarded(self._frames[0]):
+            loop.missing.append(
+                f"the script trains as soon as it is imported: put {self._frames[0].place} and what follows under "
+                'if __name__ == "__main__":'
+            )
+        loop.statements = slices.statements
+        return loop
+
+    def _add_models(self, loop: Loop, slices: Slices) -> dict[int, str]:
+        made: dict[int, str] = {}
+        for model in self._models:
+            if not any(p.requires_grad for p in model.parameters()):
+                continue
+            try:
+                made[id(model)] = _found_by_name(slices, self._frames, model)
+            except Unknown as what:
+                loop.missing.append(f"model: how {type(model).__name__} was built is not known ({what})")
+        names = list(dict.fromkeys(made.values()))
+        if len(names) == 1:
+            loop.fields["model"] = names[0]
+        elif names:
+            loop.fields["model"] = "{" + ", ".join(f'"{n}": {n}' for n in names) + "}"
+        elif not loop.missing:
+            loop.missing.append("model: no module was seen")
+        return made
+
+    def _add_optimizers(self, loop: Loop, slices: Slices) -> dict[int, str]:
+        made: dict[int, str] = {}
+        for optimizer in self._optimizers:
+            try:
+                made[id(optimizer)] = _found_by_name(slices, self._frames, optimizer)
+            except Unknown as what:
+                loop.missing.append(f"optimizer: how {type(optimizer).__name__} was built is not known ({what})")
+        names = list(dict.fromkeys(made.values()))
+        if names:
+            loop.fields["optimizer"] = names[0] if len(names) == 1 else f"[{', '.join(names)}]"
+        return made
+
+    def _add_batch(self, loop: Loop, loader: Any, imports: Imports) -> None:
+        try:
+            loop.fields["batch"] = batch_code(next(iter(loader)), imports)
+        except (Unknown, StopIteration, TypeError) as what:
+            loop.missing.append(f"batch: an example batch as the loader gives it ({what})")
+
+    def _add_fit(self, loop: Loop, slices: Slices, caller: Frame, called: Frame, loader: Any) -> None:
+        """The call of the training function with ``batches`` in the place of its loader."""
+        call = call_at(caller, called)
+        if call is None:
+            loop.missing.append(f"fit: a call of {called.name} with batches in place of its data")
+            return
+        try:
+            held = _holder_of(called, loader)
+            before = []
+            if held is not None:
+                owner = slices.name(called.parameters[0], called)
+                before.append(f"{owner}.{held} = batches")
+            for name in _globals_used(called):
+                value = called.value(name)
+                if value is loader or slices.known(value) in loop.fields.values():
+                    slices_module = slices.known(sys.modules.get(str(called.globals.get("__name__"))))
+                    before.append(f"{slices_module}.{name} = {'batches' if value is loader else slices.known(value)}")
+            text = slices.expression(call, caller)
+        except Unknown as what:
+            loop.missing.append(
+                f"fit: the call of {called.name} at {caller.place} needs {what}, which is not plain data"
+            )
+            return
+        if before:
+            loop.fit = [*before, text]
+            loop.fields["fit"] = "fit"
+        else:
+            loop.fields["fit"] = f"lambda batches: {text}"
+
+
+def _outermost(modules: Sequence[Any]) -> list[Any]:
+    """The modules that no other one holds."""
+    held = {id(inner) for module in modules for inner in module.modules() if inner is not module}
+    return [module for module in modules if id(module) not in held]
+
+
+def _found_by_name(slices: Slices, frames: list[Frame], thing: Any) -> str:
+    """Code for an object that some frame holds by a name, or in an attribute of what it holds by a name."""
+    for frame in frames[::-1]:
+        for name, value in (*frame.locals.items(), *(frame.globals.items() if frame.at_module_level else ())):
+            if value is thing:
+                return slices.name(name, frame)
+    for frame in frames[::-1]:
+        for name in _globals_used(frame):
+            if frame.value(name) is thing:
+                return slices.name(name, frame)
+        for name, value in frame.locals.items():
+            attribute = next((a for a, v in getattr(value, "__dict__", {}).items() if v is thing), None)
+            if attribute is not None and isinstance(name, str) and name.isidentifier():
+                return f"{slices.name(name, frame)}.{attribute}"
+    raise Unknown("no variable holds it")
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, DataLoader)
+
+
+def _training_function(frames: list[Frame]) -> tuple[Frame, Frame, Any] | None:
+    """The innermost function that is given a DataLoader, with its caller: by a parameter, by an attribute of the object
+    whose method it is, or as a name of its module."""
+    for caller, called in zip(frames[-2::-1], frames[:0:-1], strict=True):
+        if called.at_module_level:
+            continue
+        given = [called.value(name) for name in called.parameters]
+        own = [v for value in given[:1] for v in getattr(value, "__dict__", {}).values()]
+        shared = [called.value(name) for name in _globals_used(called)]
+        trained_on = [v for v in (*given, *own, *shared) if _is_data(v)]
+        if trained_on:
+            return caller, called, trained_on[0]
+    return None
+
+
+def _holder_of(called: Frame, loader: Any) -> str | None:
+    """The attribute of a method's own object that holds the loader."""
+    if any(called.value(name) is loader for name in called.parameters) or not called.parameters:
+        return None
+    own = getattr(called.value(called.parameters[0]), "__dict__", {})
+    return next((name for name, value in own.items() if value is loader), None)
+
+
+def _globals_used(frame: Frame) -> list[str]:
+    if frame.at_module_level:
+        return []
+    return [n for n in frame.code.co_names if n in frame.globals and frame.globals[n] is not ABSENT]
+
+
+def _no_function(at: Frame) -> str:
+    where = "at the top of the script" if at.at_module_level else f"in {at.name}()"
+    return (
+        f"fit: the loop stands {where} ({at.place}), and no function takes its batches: put it into one, "
+        "train(model, optimizer, batches), and call that from both places"
+    )
+
+
+_METHODS = {"transformers": "train", "lightning": "fit", "pytorch_lightning": "fit"}
+
+
+def _framework_call(frames: list[Frame]) -> tuple[Frame, ast.Call, Any] | None:
+    """The call that hands the loop to a framework's trainer: its frame, its node and the trainer."""
+    import ast
+
+    for frame in frames:
+        for node in ast.walk(ast.Module(frame.body(), [])):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            if not node.lineno <= frame.line <= (node.end_lineno or node.lineno):
+                continue
+            trainer = frame.evaluated(node.func.value)
+            packages = {kind.__module__.partition(".")[0] for kind in type(trainer).__mro__}
+            if any(node.func.attr == _METHODS.get(package) for package in packages):
+                return frame, node, trainer
+    return None
+
+
+def _of_framework(frames: list[Frame], frame: Frame, node: ast.Call, trainer: Any, imports: Imports) -> Loop:
+    loop = Loop()
+    slices = Slices(frames, imports, {})
+    packages = {kind.__module__.partition(".")[0] for kind in type(trainer).__mro__}
+    try:
+        made = slices.expression(node.func.value, frame)  # type: ignore[attr-defined]
+        if "transformers" in packages:
+            imports.lines["from pytest_trainloop.adapters import from_trainer"] = None
+            loop.adapter = f"from_trainer({made})"
+        else:
+            imports.lines["from pytest_trainloop.adapters import from_lightning"] = None
+            model = slices.expression(node.args[0], frame) if node.args else "..."
+            given = {
+                k.arg: slices.expression(k.value, frame) for k in node.keywords if k.arg in ("model", "datamodule")
+            }
+            model = given.get("model", model)
+            data = f", datamodule={given['datamodule']}" if "datamodule" in given else ""
+            loop.adapter = f"from_lightning({model}, {made}{data})"
+            if len(node.args) > 1 or any(k.arg == "train_dataloaders" for k in node.keywords):
+                loop.missing.append(
+                    "batch: the loaders are given to trainer.fit(); give from_lightning a datamodule, or batch= of one"
+                )
+    except Unknown as what:
+        loop.missing.append(f"the {type(trainer).__name__} at {frame.place}: it is made of {what}, which is not known")
+    loop.statements = slices.statements
+    return loop

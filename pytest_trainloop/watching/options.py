@@ -37,6 +37,7 @@ class Options:
     json: str = ""
     write_test: str = ""
     torchrun: bool = False
+    verbose: bool = False
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,6 +67,7 @@ def read(args: Sequence[str]) -> Options:
     )
     add("--trainloop-strict", action="store_true", help="advice fails")
     add("--trainloop-json", default="", metavar="FILE", help="write all results to FILE")
+    add("-v", "--verbose", action="store_true", help="name the checks that could not decide, with the reasons")
     add("--version", action="version", version=f"pytest-trainloop {__version__}")
     add("script", nargs="?", default="", help="the script, or a folder with __main__.py")
     own, rest = _split(args)
@@ -83,6 +85,7 @@ def read(args: Sequence[str]) -> Options:
         json=given.trainloop_json,
         write_test=given.write_test,
         torchrun=given.torchrun,
+        verbose=given.verbose,
     )
 
 

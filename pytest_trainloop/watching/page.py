@@ -13,7 +13,7 @@ from pytest_trainloop.report.text import failure_texts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_trainloop.recording.record import Record
+    from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.report import Report
 
 MOST_FILES = 12
@@ -27,17 +27,23 @@ _COLOURS = {"good": "32", "bad": "31", "warn": "33", "loud": "31;1"}
 class Page:
     """Prints to where the standard output went when the command began: a script may redirect it."""
 
-    def __init__(self, out: TextIO, name: str) -> None:
+    def __init__(self, out: TextIO, name: str, *, verbose: bool = False) -> None:
+        self._verbose = verbose
         self._out = out
         self._name = name
         self._coloured = out.isatty() and not os.environ.get("NO_COLOR")
         self.remarks: list[str] = []
 
-    def steps(self, record: Record, *, stopped: bool) -> None:
+    def steps(self, watch: Watch, *, stopped: bool, failed: bool) -> None:
         """The heading, and how much was seen."""
         self._rule("trainloop")
-        seen = f"{record.steps} optimizer step{'s' * (record.steps != 1)}"
-        how = "then it was stopped (--steps=N for more)" if stopped else "to its own end"
+        steps, passes = watch.record.steps, watch.backward_passes
+        seen = f"{steps} optimizer step{'s' * (steps != 1)}"
+        if not steps:
+            seen = f"{passes} backward pass{'es' * (passes != 1)} and no optimizer's step"
+        how = (
+            "then it was stopped (--steps=N for more)" if stopped else "then it failed" if failed else "to its own end"
+        )
         self._say(f"{self._name}: {seen} watched, {how}")
         for remark in self.remarks:
             self._say(f"  {remark}")
@@ -54,7 +60,7 @@ class Page:
             self._say(failure_texts(bad, {r.check: registered()[r.check].proofs for r in bad}))
             self._say("")
         for line in section(report.entries):
-            if not line.text.startswith(_OPEN):
+            if self._verbose or not line.text.startswith(_OPEN):
                 self._say(line.text, line.style)
 
     def files(self, written: Sequence[str]) -> None:
@@ -76,8 +82,8 @@ class Page:
         needing = [r.check for r in report.results if r.outcome == "skipped" and r.applies]
         if needing and not written:
             self._say(
-                f"  {len(needing)} checks run a loop again, with one thing changed each time: --write-test=FILE writes "
-                "the test that hands it over"
+                f"  {len(needing)} checks run a loop again, with one thing changed each time (-v names them): "
+                "--write-test=FILE writes the test that hands it over"
             )
         self._out.flush()
 

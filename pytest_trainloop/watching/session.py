@@ -20,9 +20,10 @@ from pytest_trainloop.runs.user_traceback import raised
 from pytest_trainloop.watching import target
 from pytest_trainloop.watching.files import WrittenFiles
 from pytest_trainloop.watching.handover import Handover
-from pytest_trainloop.watching.outcome import FAULT, NOTHING, refuse, write_json
+from pytest_trainloop.watching.outcome import FAULT, refuse, write_json, write_whole
 from pytest_trainloop.watching.page import Page
 from pytest_trainloop.watching.stopping import Ending, Stopped, end, leave
+from pytest_trainloop.watching.written import alias_of, test_file
 
 if TYPE_CHECKING:
     import types
@@ -42,9 +43,9 @@ class Session:
         self._folder = Path.cwd()
         self._name = ("-m " if options.target.is_module else "") + options.target.name
         self._ending = Ending(options.steps, self._give_up)
-        self._watch = Watch(before_step=self._ending.before_step, before_backward=self._ending.before_backward)
-        self._page = Page(sys.stdout, self._name)
-        self._handover = Handover(self._watch) if options.write_test else None
+        self._handover = Handover(alias_of(options.target)) if options.write_test else None
+        self._watch = Watch(before_step=self._before_step, before_backward=self._ending.before_backward)
+        self._page = Page(sys.stdout, self._name, verbose=options.verbose)
         self._children = 0
         self._closing = contextlib.ExitStack()
         self._error: BaseException | None = None
@@ -71,12 +72,16 @@ class Session:
         with self._ending.around(), self._closing:
             self._observation = self._closing.enter_context(api.observed(self._watch))
             self._closing.enter_context(self._counting_children())
-            if self._handover is not None:
-                self._closing.enter_context(self._handover.watching())
             try:
                 target.run(code)
             except BaseException as error:
                 self._error = error
+
+    def _before_step(self, watch: Watch) -> None:
+        if self._handover is not None:
+            with watch.suspended():
+                self._handover.look(watch)
+        self._ending.before_step(watch)
 
     def _give_up(self) -> None:
         """Judge and end where the script goes on in spite of being stopped."""
@@ -92,13 +97,14 @@ class Session:
         record = self._watch.record
         if isinstance(self._error, Exception):
             record.raised = raised(self._error)
+        record.cut_short = self._ending.stopped
         if api.nothing_trained(record):
             return self._nothing(own_failure)
         report = self._observation.judged(self._plan, raises=False, name=self._name)
         if self._is_quiet() and report.ok:
             return 0
         os.chdir(self._folder)
-        self._page.steps(record, stopped=self._ending.stopped)
+        self._page.steps(self._watch, stopped=self._ending.stopped, failed=bool(own_failure))
         if own_failure:
             self._page.failed(own_failure)
         self._page.report(report)
@@ -111,11 +117,16 @@ class Session:
             write_json(self._folder / self._options.json, report)
         if self._handover is not None:
             file = self._folder / self._options.write_test
-            missing = self._handover.write(file, self._options.target)
-            self._page.wrote(self._options.write_test, missing)
+            loop, imports = self._handover.loop()
+            write_whole(file, test_file(loop, imports, self._options.target, file))
+            self._page.wrote(self._options.write_test, loop.missing)
         self._page.closing(report, written=bool(self._options.write_test))
 
     def _nothing(self, own_failure: str) -> int:
+        self._files.listed()
+        if isinstance(self._error, Exception):
+            self._page.failed(own_failure)
+            return FAULT
         passes = self._watch.backward_passes
         seen = f"{passes} backward passes and no optimizer step were" if passes else "no backward pass and no step was"
         sentence = f"{self._name}: nothing trained in this process, so nothing is judged: {seen} seen"
@@ -126,13 +137,12 @@ class Session:
             )
         if own_failure:
             self._page.failed(own_failure)
-        self._files.listed()
-        refuse(sentence)
-        return FAULT if isinstance(self._error, Exception) else NOTHING
+        return refuse(sentence)
 
     def _own_failure(self) -> str:
         """How the script ended, where it failed by itself: a sentence, with its own traceback below."""
-        error, at = self._error, f"after {self._watch.record.steps} optimizer steps"
+        steps = self._watch.record.steps
+        error, at = self._error, f"after {steps} optimizer step{'s' * (steps != 1)}" if steps else "before any step"
         if error is None or isinstance(error, Stopped) or self._ending.stopped:
             return ""
         if isinstance(error, SystemExit):

@@ -42,7 +42,7 @@ def uncalled(evidence: Evidence) -> Iterator[Finding]:
         if optimizer.steps < 2 or any(g.moves for g in groups) or _another_drives(record, scheduler):
             continue
         proof = _proof(evidence, scheduler)
-        if not proof and (scheduler.plateau or evidence.shared(WholeFit.of).calls(scheduler)):
+        if not proof and (scheduler.plateau or _still_to_come(evidence, scheduler)):
             continue
         certain = _is_gone(record, scheduler) or (bool(proof) and not evidence.shared(WholeFit.of).may_call)
         twice = _called_in_its_place(record, scheduler)
@@ -110,6 +110,13 @@ def _proof(evidence: Evidence, scheduler: Scheduler) -> str:
     if whole.passes > 1:
         return f"fit makes {whole.passes} passes over the batches by itself, and came to its end"
     return ""
+
+
+def _still_to_come(evidence: Evidence, scheduler: Scheduler) -> bool:
+    """Whether a longer run calls it, or may: one that was watched once and ended from outside shows no epoch's end."""
+    if not evidence.repeatable:
+        return evidence.run().cut_short
+    return evidence.shared(WholeFit.of).calls(scheduler)
 
 
 def _is_gone(record: Record, scheduler: Scheduler) -> bool:

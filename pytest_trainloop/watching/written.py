@@ -1,0 +1,117 @@
+"""The test file that hands a script's loop over, from what is known of it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_trainloop.watching.handover import Loop
+    from pytest_trainloop.watching.target import Target
+    from pytest_trainloop.watching.values import Imports
+
+
+def alias_of(target: Target) -> str:
+    """The name by which the test refers to the script: one that neither Python nor the test uses."""
+    stem = target.name.rpartition(".")[2] if target.is_module else Path(target.name).resolve().stem
+    return f"{re.sub(r'[^0-9a-zA-Z_]', '_', stem)}_script"
+
+
+def test_file(loop: Loop, imports: Imports, target: Target, file: Path) -> str:
+    """The text of the file."""
+    name = re.sub(r"\W", "_", alias_of(target).removesuffix("_script"))
+    body = "\n".join(f"    {line}".rstrip() for line in _body(loop, imports, target))
+    parts = [_loading(target, file)] if imports.script_used else []
+    parts.append(f"@pytest.mark.trainloop\ndef test_{name}():\n{body}")
+    code = "\n\n\n".join(parts)
+    return f"{_docstring(loop, target)}\n\n{_imports(loop, imports, code)}\n\n\n{code}\n"
+
+
+def _docstring(loop: Loop, target: Target) -> str:
+    shown = f"-m {target.name}" if target.is_module else target.name
+    text = f'"""The loop of {shown}, handed to all checks: pytest --trainloop.'
+    text += (
+        "\n\nWritten by python -m pytest_trainloop --write-test from what the script made when it ran. Look it through:"
+    )
+    text += "\nvalues stand as they were in that run."
+    if loop.missing:
+        text += "\n\nTODO, by hand:\n" + "\n".join(f"- {sentence}" for sentence in loop.missing)
+    return text + '\n"""\n\nfrom __future__ import annotations'
+
+
+def _imports(loop: Loop, imports: Imports, code: str) -> str:
+    """The imports of what the code names: of what was tried and given up there are more."""
+    lines = set(imports.lines) | {"import pytest", "import functools", "import importlib.util", "import importlib"}
+    lines |= {"import sys", "from pathlib import Path", "from unittest import mock"}
+    if not loop.adapter:
+        lines.add("from pytest_trainloop import TrainLoop")
+    used = {line for line in lines if re.search(rf"\b{re.escape(line.split()[-1])}\b[.(]", code)}
+    used.add("import pytest")
+    if "import importlib.util" in used:
+        used.discard("import importlib")
+    plain = sorted(line for line in used if line.startswith("import"))
+    return "\n".join([*plain, *sorted(line for line in used if line.startswith("from"))])
+
+
+def _loading(target: Target, file: Path) -> str:
+    """A function that imports the script: what stands under its ``if __name__ == "__main__"`` does not run."""
+    alias = alias_of(target)
+    argv = [target.name, *target.args]
+    if target.is_module:
+        folder = os.path.relpath(Path.cwd(), file.parent)
+        load = [f'    sys.path.insert(0, str(Path(__file__).parent / "{_plain(folder)}"))']
+        load += [
+            f'    with mock.patch.object(sys, "argv", {argv!r}):',
+            f'        return importlib.import_module("{target.name}")',
+        ]
+    else:
+        script = Path(target.name).resolve()
+        script = script / "__main__.py" if script.is_dir() else script
+        path = os.path.relpath(script, file.parent)
+        load = [
+            f'    path = Path(__file__).parent / "{_plain(path)}"',
+            "    sys.path.insert(0, str(path.parent))",
+            f'    spec = importlib.util.spec_from_file_location("{alias}", path)',
+            "    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)",
+            f'    with mock.patch.object(sys, "argv", {argv!r}):',
+            "        spec.loader.exec_module(module)",
+            "    return module",
+        ]
+    return "\n".join(
+        [
+            "@functools.cache",
+            "def load():",
+            '    """The script, imported with the arguments that it was run with."""',
+            *load,
+        ]
+    )
+
+
+def _plain(path: str) -> str:
+    return path.replace(os.sep, "/").replace('"', '\\"')
+
+
+def _body(loop: Loop, imports: Imports, target: Target) -> Sequence[str]:
+    lines: list[str] = []
+    if loop.missing:
+        lines += ['pytest.skip("TODO: fill in what the docstring of this file names")', ""]
+    if imports.script_used:
+        lines.append(f"{alias_of(target)} = load()")
+    lines += loop.statements
+    if loop.adapter or (loop.missing and not loop.fields):
+        return [*lines, f"return {loop.adapter or 'TrainLoop()  # TODO'}"]
+    if loop.fit:
+        lines += ["", "def fit(batches):", *(f"    {line}" for line in loop.fit), ""]
+    given = {name: loop.fields.get(name, "...,  # TODO") for name in ("model", "optimizer", "batch", "fit")}
+    if not any(sentence.startswith("optimizer") for sentence in loop.missing) and "optimizer" not in loop.fields:
+        del given["optimizer"]
+    return [
+        *lines,
+        "return TrainLoop(",
+        *(f"    {name}={code}," if "TODO" not in code else f"    {name}={code}" for name, code in given.items()),
+        ")",
+    ]
