@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from pytest_trainloop import registry
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.knobs import near, nearest
+from pytest_trainloop.report.sarif import Rule
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -78,6 +79,23 @@ def _described(cause: registry.Cause) -> str:
     if cause.explains:
         lines.append(f"May fail with it: {', '.join(cause.explains)}")
     return "".join(textwrap.indent(textwrap.fill(line, _WIDTH - 4), "    ") + "\n" for line in lines)
+
+
+def rule(check: str, cause: str) -> Rule | None:
+    """What SARIF tells of a cause; None where this process does not know the check, or it the cause."""
+    found = registry.registered().get(check)
+    if found is None or cause not in found.causes:
+        return None
+    about = found.causes[cause]
+    lines = [f"{_sentence(_inline(about.proof, ()))}\n"]
+    lines += [f"*Repair*: {_sentence(_inline(about.repair, ()))}\n"] if about.repair else []
+    lines += [f"*Where it may be meant*: {_sentence(_inline(about.settle, ()))}\n"] if about.settle else []
+    lines.append(f"The check `{check}` holds that: {_inline(found.headline, ())}.\n")
+    lines += [f"## {heading}\n\n{_section(heading, body, ())}" for heading, body in _sections(found.page)]
+    name = f"{check}:{cause}"
+    return Rule(
+        headline=found.headline, proof=about.proof, page=page(name), markdown="\n".join(lines), family=found.family
+    )
 
 
 def markdown_table(subject: registry.Judged, folder: str = "") -> str:

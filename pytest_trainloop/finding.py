@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 Level = Literal["fault", "advice", "note"]
 """A fault fails the test; advice fails it under ``--trainloop-strict``; a note never does."""
+
+_ACCEPTED = re.compile(r" \((?:suppressed|xfail): (?P<reason>.+)\)$")
+"""What ``selection.Plan`` puts behind the summary of a finding that the project knows of."""
 
 Outcome = Literal["passed", "failed", "skipped", "xfailed", "unreliable", "error"]
 
@@ -61,6 +65,12 @@ class Finding:
     def accounts_for(self, check: str, cause: str) -> bool:
         """Whether a failure of that check by that cause follows from this one."""
         return check in self.explains or f"{check}:{cause}" in self.explains
+
+    @property
+    def accepted(self) -> str:
+        """The project's reason, where it suppresses the cause or expects it to be found; else empty."""
+        found = _ACCEPTED.search(self.summary)
+        return found["reason"] if found else ""
 
     def to_json(self) -> dict[str, Any]:
         """The finding as plain data, fields in the order of the JSON report."""

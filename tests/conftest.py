@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import pytest_trainloop
+from tests.helpers import reports
 
 # An in-process run of pytester drops every module that it was the first to import, and torch can't be imported twice in
 # one process. The adapters stay out: they import what they adapt.
@@ -41,3 +42,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(autouse=True)
+def no_runner_of_github_reads_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions inside of tests write no annotations and no summary of the job that runs the tests."""
+    for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "GITHUB_WORKSPACE", "CI_PROJECT_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def every_report_conforms(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The JSON reports and SARIF files that sessions of a test wrote are valid by their schemas."""
+    pytester = request.getfixturevalue("pytester") if "pytester" in request.fixturenames else None
+    yield
+    if pytester is not None:
+        reports.assert_valid(pytester.path)

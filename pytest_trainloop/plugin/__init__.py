@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "trainloop_cuda: set by pytest-trainloop on its tests that run on CUDA",
     ):
         config.addinivalue_line("markers", marker)
-    if any(config.getoption(f"trainloop{name}") for name in ("", "_json", "_report", "_card", "_update")):
+    if any(config.getoption(f"trainloop{name}") for name in ("", "_json", "_sarif", "_report", "_card", "_update")):
         from pytest_trainloop.plugin import activate
 
         activate.configure(config)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_trainloop.errors import UsageError
-from pytest_trainloop.plugin import outputs, pictures
+from pytest_trainloop.plugin import github, outputs, pictures
 from pytest_trainloop.plugin.settings import read_selections, read_settings
 from pytest_trainloop.plugin.summary import Ledger
 
@@ -38,6 +38,8 @@ def configure(config: pytest.Config) -> None:
     cards = _cards(config)
     if not worker:
         config.pluginmanager.register(Ledger(config, settings, tuple(outputs.asked_for(config)), cards))
+        if config.getoption("trainloop") and github.is_runner() and config.pluginmanager.hasplugin(github.ANNOTATOR):
+            config.pluginmanager.register(github.AtTheLine(config))
 
 
 def _cards(config: pytest.Config) -> Cards | None:

@@ -28,6 +28,7 @@ def add(parser: pytest.Parser) -> None:
         metavar="FILE",
         help="write all results to FILE, with the = (pytest takes a separate word for a path)",
     )
+    option("--trainloop-sarif", metavar="FILE", help="write the findings to FILE for code scanning (SARIF 2.1.0)")
     option("--trainloop-report", metavar="FILE.html", help="write a page with all results to FILE.html, with the =")
     option("--trainloop-card", action="store_true", help="show the card of each loop, or what changed in it")
     option("--trainloop-update", action="store_true", help="with --trainloop-card: store the cards beside their tests")

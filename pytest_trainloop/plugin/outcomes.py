@@ -48,6 +48,11 @@ def _raise_in(function: Any, result: Result, error: CheckFailed) -> None:
     exec(raising, user.__globals__, {"result": result, "error": error})
 
 
+def entries_in(report: pytest.TestReport) -> list[Entry]:
+    """The results that a report carries."""
+    return [Entry.from_json(json.loads(str(value))) for name, value in report.user_properties if name == PROPERTY]
+
+
 def skip_reason(result: Result) -> str:
     return f"unreliable: {result.reason}" if result.outcome == "unreliable" else result.reason
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_trainloop.report import files
 from pytest_trainloop.report.section import Line
 
 if TYPE_CHECKING:
@@ -31,16 +30,8 @@ class Output:
     def write(self, document: Mapping[str, Any]) -> Line | None:
         """Write the file, whole or not at all, with the folders that it needs; what the terminal shall say of it."""
         try:
-            text = self.text(document)
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            beside = self.file.with_name(f".{self.file.name}.{os.getpid()}")
-            try:
-                # A lone surrogate, as of a file name that is no UTF-8, is no reason to write nothing.
-                beside.write_text(text, encoding="utf-8", errors="backslashreplace")
-                beside.replace(self.file)
-            finally:
-                beside.unlink(missing_ok=True)
-        except OSError as error:
+            files.write(self.file, self.text(document))
+        except (OSError, Withheld) as error:
             return Line(f"{self.option} was not written: {error}", "loud")
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
@@ -48,11 +39,20 @@ class Output:
         return Line(f"{self.told}: {self.file.absolute().as_uri()}") if self.told else None
 
 
+class Withheld(Exception):
+    """Why a file is better not written."""
+
+
 def asked_for(config: pytest.Config) -> Iterator[Output]:
     """The files that the options name. Raises ``pytest.UsageError`` for what cannot be written."""
     file = named_file(config, "--trainloop-json")
     if file is not None:
         yield Output(option="--trainloop-json", file=file, text=_as_json)
+    file = named_file(config, "--trainloop-sarif")
+    if file is not None:
+        if not config.getoption("trainloop"):
+            raise pytest.UsageError("--trainloop-sarif tells of loops that are run: it is needed with --trainloop")
+        yield Output(option="--trainloop-sarif", file=file, text=_as_sarif(config))
     file = named_file(config, "--trainloop-report")
     if file is not None:
         _can_draw(config)
@@ -65,13 +65,30 @@ def named_file(config: pytest.Config, option: str) -> Path | None:
     if given is None:
         return None
     file: Path = config.invocation_params.dir / given
-    if not given or file.is_dir():
-        raise pytest.UsageError(f"{option} is {given!r}, a folder; a file to write is needed")
+    if refusal := files.refusal(file):
+        raise pytest.UsageError(f"{option} is {given!r}, {refusal}")
     return file
 
 
 def _as_json(document: Mapping[str, Any]) -> str:
-    return json.dumps(document, indent=2) + "\n"
+    from pytest_trainloop.report import json
+
+    return json.text(document)
+
+
+def _as_sarif(config: pytest.Config) -> Callable[[Mapping[str, Any]], str]:
+    def text(document: Mapping[str, Any]) -> str:
+        from pytest_trainloop.explain import rule
+        from pytest_trainloop.plugin.github import alerts_of
+        from pytest_trainloop.report import json, sarif
+        from pytest_trainloop.report.entry import entries_of
+        from pytest_trainloop.report.section import checked_nothing
+
+        if nothing := checked_nothing(entries_of(document)):
+            raise Withheld(f"nothing was checked, and an empty file would close the alerts ({nothing})")
+        return json.text(sarif.document(alerts_of(config, document), document["environment"], rule))
+
+    return text
 
 
 def _can_draw(config: pytest.Config) -> None:

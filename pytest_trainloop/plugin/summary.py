@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_trainloop.finding import Result
+from pytest_trainloop.plugin import github
 from pytest_trainloop.plugin.collect import REFUSED
 from pytest_trainloop.plugin.inifile import paths_taken
 from pytest_trainloop.plugin.nodeids import check_in, loop_of
-from pytest_trainloop.plugin.outcomes import PROPERTY
+from pytest_trainloop.plugin.outcomes import entries_in
 from pytest_trainloop.plugin.pictures import Pictures
 from pytest_trainloop.report import Report
 from pytest_trainloop.report.entry import Entry
 from pytest_trainloop.report.json import document, environment
+from pytest_trainloop.report.lines import Line as SourceLine
 from pytest_trainloop.report.section import Line, checked_nothing, section
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ class Ledger:
         self._cards = cards
         self._pictures = Pictures()
         self._entries: dict[str, list[Entry]] = {}
-        self._refused = False
+        self._tests: dict[str, tuple[str, int]] = {}
+        self._refused: github.Refused = {}
+        self._interrupted = False
 
     def pytest_report_header(self) -> str | None:
         if not self._config.getoption("trainloop"):
@@ -59,9 +62,13 @@ class Ledger:
         if self._cards is not None:
             self._cards.note(report)
             self._pictures.note(report)
-        self._refused = self._refused or any(name == REFUSED for name, _ in report.user_properties)
+        file, line, _ = report.location
+        self._tests[report.nodeid] = (file.replace("\\", "/"), (line or 0) + 1)
+        for name, sentence in report.user_properties:
+            if name == REFUSED:
+                self._refused.setdefault(str(sentence), (report.nodeid, SourceLine(*self._tests[report.nodeid])))
         if report.when == "call" or (report.when == "setup" and not report.passed):
-            found = [Entry.from_json(json.loads(str(v))) for name, v in report.user_properties if name == PROPERTY]
+            found = entries_in(report)
             if found:
                 self._entries[report.nodeid] = found
         elif report.when not in ("setup", "teardown"):
@@ -86,25 +93,44 @@ class Ledger:
         return Report(entries).in_causal_order(list(registry.registered()))
 
     @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        self._interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
         if self._config.getoption("collectonly"):
             return
         if self._cards is not None:
             self._cards.settle()
-        if self._outputs:
-            data = self._document()
-            self._written = [line for output in self._outputs if (line := output.write(data))]
+        runner = self._config.getoption("trainloop") and github.is_runner()
+        if not self._outputs and not runner:
+            return
+        data = self._document()
+        self._written = [line for output in self._outputs if (line := output.write(data))]
+        if runner:
+            self._written += github.tell(self._config, data, self._refused, self._nothing(self._report()))
+        if session.exitstatus == pytest.ExitCode.OK and any(line.style == "loud" for line in self._written):
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR  # what was asked for is not there
 
     def _document(self) -> dict[str, Any]:
         cards = None if self._cards is None else self._cards.to_json()
-        return document(
-            self._report(),
-            environment(device=self._settings.device, seed=self._settings.seed),
-            cards,
-            self._pictures.to_json(),
-        )
+        ran = environment(device=self._settings.device, seed=self._settings.seed)
+        return document(self._report(), ran, cards, self._pictures.to_json(), self._tests)
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
+    def _nothing(self, report: Report) -> str:
+        """Why the session checked nothing; empty where it did check something."""
+        nothing = checked_nothing(report.entries)
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if not nothing or terminal is None:
+            return nothing
+        if self._interrupted and not terminal.stats.get("error"):
+            return "the session was interrupted"
+        if report.entries:
+            return nothing
+        if self._refused:
+            return "every marked function was refused"
+        if terminal.stats.get("error"):
+            return "the session met errors before any check ran"
+        return "the tests failed before any check ran" if terminal.stats.get("failed") else nothing
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for sentence in paths_taken(self._config):
             terminalreporter.write_line(f"trainloop: {sentence}", **_COLOURS["loud"])
         if not self._config.getoption("trainloop") or self._config.getoption("collectonly"):
@@ -114,16 +140,7 @@ class Ledger:
         terminalreporter.write_sep("=", "trainloop")
         for line in section(report.entries):
             terminalreporter.write_line(line.text, **_COLOURS[line.style])
-        nothing = checked_nothing(report.entries)
-        if nothing:
-            if exitstatus == pytest.ExitCode.INTERRUPTED and not terminalreporter.stats.get("error"):
-                nothing = "the session was interrupted"
-            elif not report.entries and self._refused:
-                nothing = "every marked function was refused"
-            elif not report.entries and terminalreporter.stats.get("error"):
-                nothing = "the session met errors before any check ran"
-            elif not report.entries and terminalreporter.stats.get("failed"):
-                nothing = "the tests failed before any check ran"
+        if nothing := self._nothing(report):
             terminalreporter.write_line(f"trainloop: NOTHING WAS CHECKED: {nothing}", **_COLOURS["loud"])
         for loop, lines in self._cards.shown() if self._cards is not None else ():
             terminalreporter.write_sep("-", f"card of {loop}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_trainloop.finding import Result
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +25,15 @@ class Entry:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Entry:
         return cls(loop=data["loop"], nodeid=data["nodeid"], result=Result.from_json(data))
+
+
+def entries_of(document: Mapping[str, Any]) -> list[Entry]:
+    """The entries in the data of a JSON report."""
+    return [
+        Entry(loop=loop["nodeid"], nodeid=check["nodeid"], result=Result.from_json(check))
+        for loop in document["loops"]
+        for check in loop["checks"]
+    ]
 
 
 def by_loop(entries: Sequence[Entry]) -> Iterator[tuple[str, list[Entry]]]:

@@ -43,7 +43,7 @@ def section(entries: Sequence[Entry]) -> list[Line]:
     lines.extend(_open_questions(loops))
     if len(loops) > 1:
         results = [entry.result for entry in entries]
-        lines.append(Line(f"{len(loops)} in all: {_counts(results)}", _style(results)))
+        lines.append(Line(f"{len(loops)} in all: {counts(results)}", _style(results)))
     return lines
 
 
@@ -71,7 +71,7 @@ def _style(results: Sequence[Result]) -> Style:
 
 
 def _loop(loop: str, results: Sequence[Result]) -> Iterator[Line]:
-    yield Line(f"{loop}  {_counts(results)}", _style(results))
+    yield Line(f"{loop}  {counts(results)}", _style(results))
     yield from _root_causes([r for r in results if r.outcome == "failed"])
     yield from _errors([r for r in results if r.outcome == "error"])
     for result in results:
@@ -80,14 +80,14 @@ def _loop(loop: str, results: Sequence[Result]) -> Iterator[Line]:
     for result in results:
         for advice in result.advice:
             yield Line(f"  advice  {result.check}: {advice.summary}", "warn")
-            if advice.repair and "(suppressed: " not in advice.summary:
+            if advice.repair and not advice.accepted:
                 yield Line(f"    settled by: {advice.repair}")
     for result in results:
         for note in result.notes:
             yield Line(f"  note  {result.check}: {note.summary}")
 
 
-def _counts(results: Sequence[Result]) -> str:
+def counts(results: Sequence[Result]) -> str:
     """How many checks came to which end, and what they cost."""
     of = Counter(r.outcome for r in results)
     skipped = [r for r in results if r.outcome == "skipped"]

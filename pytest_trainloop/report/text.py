@@ -32,7 +32,7 @@ def failure_texts(results: Sequence[Result], proofs: Mapping[str, Mapping[str, s
 def failure_text(result: Result, causes: Mapping[str, str]) -> str:
     """One block for each fault, or the user's own traceback under one sentence; ``causes`` are the check's texts."""
     if result.outcome == "error":
-        return _error_text(result)
+        return error_text(result)
     blocks = [finding_text(fault, causes) for fault in result.faults]
     if result.reason or not blocks:
         blocks.insert(0, result.reason or f"{result.check} failed")
@@ -73,7 +73,8 @@ def _field(label: str, text: str) -> str:
     return "\n".join([label.ljust(_LABEL) + first, *(" " * _LABEL + line for line in rest)])
 
 
-def _error_text(result: Result) -> str:
+def error_text(result: Result) -> str:
+    """An error in one sentence, and below it the user's own frames."""
     if result.error is None:
         return result.reason or f"{result.check} met an error"
     sentence = f"{result.error.stage} raised {result.error.summary}"

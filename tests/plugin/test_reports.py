@@ -109,7 +109,7 @@ def test_json(pytester, run):
     pytester.makepyfile(test_a=LOOPS)
     run("--trainloop", "--trainloop-json", "out/result.json", "--trainloop-seed=3")
     data = json.loads((pytester.path / "out" / "result.json").read_text(encoding="utf-8"))
-    assert list(data) == ["version", "environment", "loops"]
+    assert list(data) == ["$schema", "version", "environment", "loops"]
     assert data["version"] == 1
     assert data["environment"]["python"] == platform.python_version()
     assert data["environment"]["torch"] == version("torch")
@@ -122,6 +122,7 @@ def test_json(pytester, run):
         "test_a.py::test_root",
         "test_a.py::test_wrong",
     ]
+    assert [loop["at"] for loop in (more, right, root, wrong)] == [f"test_a.py:{line}" for line in (13, 20, 4, 23)]
     assert right["steps"] == 12
     assert [set(rates) for rates in right["rates"]] == [{"optimizer", "groups"}]
     assert [len(group["lr"]) for group in right["rates"][0]["groups"]] == [12]

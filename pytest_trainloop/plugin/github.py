@@ -1,0 +1,118 @@
+"""What the runner of GitHub Actions reads: annotations at the user's lines, and the summary of the job.
+
+Under xdist the controller tells it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_trainloop.plugin.outcomes import entries_in
+from pytest_trainloop.report import jobsummary
+from pytest_trainloop.report.alerts import Alert, alerts
+from pytest_trainloop.report.annotations import commands
+from pytest_trainloop.report.entry import entries_of
+from pytest_trainloop.report.lines import Line as SourceLine
+from pytest_trainloop.report.lines import Places
+from pytest_trainloop.report.section import Line
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+
+ANNOTATOR = "pytest_github_actions_annotate_failures"
+"""The plugin that annotates every failed test, where it is installed."""
+
+
+Refused = dict[str, tuple[str, SourceLine]]
+
+
+def is_runner() -> bool:
+    return os.environ.get("GITHUB_ACTIONS") == "true"
+
+
+def alerts_of(config: pytest.Config, document: Mapping[str, Any]) -> list[Alert]:
+    """The alerts in the data of a report, with the files of this session."""
+    from pytest_trainloop import registry
+
+    proofs = {name: check.proofs for name, check in registry.registered().items()}
+    return alerts(document, places_of(config), proofs)
+
+
+def places_of(config: pytest.Config) -> Places:
+    """The files of this session by the names that messages give them."""
+    return Places(config.invocation_params.dir, config.rootpath)
+
+
+def tell(config: pytest.Config, document: Mapping[str, Any], refused: Refused, nothing: str) -> list[Line]:
+    """Write the commands and the summary; what could not be written, for the terminal.
+
+    ``refused`` has the node id and line of the first marked function that was refused, by the sentence that says why.
+    """
+    found = [*_refusals(config, refused), *alerts_of(config, document)]
+    for command in commands(found, errors=not config.pluginmanager.hasplugin(ANNOTATOR)):
+        print(command, file=sys.stderr)  # noqa: T201  the runner reads it, at the beginning of a line
+    given = os.environ.get("GITHUB_STEP_SUMMARY")
+    if not given:
+        return []
+    file = Path(given)
+    try:
+        room = jobsummary.LIMIT - (file.stat().st_size if file.exists() else 0)
+        text = jobsummary.markdown(entries_of(document), found, nothing=nothing, room=room)
+        with file.open("a", encoding="utf-8", errors="backslashreplace") as stream:
+            stream.write(text)  # behind what other steps' tools have written there
+    except OSError as error:
+        return [Line(f"the summary of the job was not written: {error}", "warn")]
+    return []
+
+
+def _refusals(config: pytest.Config, refused: Refused) -> list[Alert]:
+    places = places_of(config)
+    return [
+        Alert(check="trainloop", level="error", summary=text, text=text, loops=(nodeid,), at=places.at(line))
+        for text, (nodeid, line) in refused.items()
+    ]
+
+
+class AtTheLine:
+    """Has the other plugin annotate our failures at the line to change; alone it would annotate the test."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._places = places_of(config)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, object, object]:
+        line = self._line(report) if report.when == "call" and report.failed else None
+        path = self._places.find(line) if line else None
+        if line is None or path is None or not isinstance(report.longrepr, str):
+            return (yield)
+        text = report.longrepr
+        report.longrepr = _Located((os.path.relpath(path), line.number, text))
+        try:
+            return (yield)
+        finally:
+            report.longrepr = text
+
+    def _line(self, report: pytest.TestReport) -> SourceLine | None:
+        for entry in entries_in(report):
+            raised = entry.result.error
+            named = [text for fault in entry.result.faults for text in (fault.change, fault.where)]
+            lines = [SourceLine.read(text) for text in named]
+            lines += [SourceLine.of_traceback(raised.traceback)] if raised else []
+            if first := next(filter(None, lines), None):
+                return first
+        return None
+
+
+class _Located(tuple[str, int, str]):
+    """File, line and text of a failure, for readers who know such a tuple; for all others its text."""
+
+    def __str__(self) -> str:
+        return self[2]
+
+    def toterminal(self, writer: Any) -> None:
+        writer.line(self[2])

@@ -1,0 +1,51 @@
+"""Files that are written whole or not at all. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+
+def write(file: Path, text: str) -> None:
+    """Write ``text`` in UTF-8, with the folders that are missing; whoever reads meanwhile sees the old file or the new.
+
+    A lone surrogate, as of a file name that is no UTF-8, is written as its escape.
+
+    Raises ``OSError`` where that is not possible; the old file is then as it was.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    target = file.resolve()  # of a link, the file that it leads to
+    if target.exists() and not target.is_file():  # /dev/stdout, a pipe: nothing there can be replaced
+        target.write_text(text, encoding="utf-8", errors="backslashreplace")
+        return
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:100]}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as stream:
+            stream.write(text)
+        Path(name).chmod(target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask())
+        Path(name).replace(target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+        raise
+
+
+def _umask() -> int:
+    """The mask of new files, which can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def refusal(file: Path) -> str:
+    """Why nothing can be written there, in the words of a sentence's end; empty where it can."""
+    if file.is_dir():
+        return "a folder; a file to write is needed"
+    above = next((folder for folder in file.parents if folder.exists()), None)
+    if above is not None and not above.is_dir():
+        return f"inside of {above.name}, which is a file; a folder is needed there"
+    if above is not None and not os.access(above if not file.exists() else file, os.W_OK):
+        return "a place that must not be written to"
+    return ""
