@@ -22,6 +22,9 @@ Proofs = Mapping[str, Mapping[str, str]]
 
 _LEVELS: Mapping[str, Level] = {"fault": "error", "advice": "warning", "note": "note"}
 
+_MOST_DECORATORS = 20
+"""Lines of decorators above a test."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
@@ -129,5 +132,11 @@ class _Loop:
         )
 
     def _test(self) -> At | None:
+        """The ``def`` of the test; pytest gives the line of its first decorator."""
         file = self.data["nodeid"].partition("::")[0]
-        return self.places.at(Line.read(self.data.get("at", "")) or Line(file, 1))
+        first = Line.read(self.data.get("at", "")) or Line(file, 1)
+        path = self.places.find(first)
+        below = range(first.number, first.number + _MOST_DECORATORS) if path else ()
+        text = {number: self.places.text(path, number).lstrip() for number in below} if path else {}
+        own = next((number for number in below if text[number].startswith(("def ", "async def "))), first.number)
+        return self.places.at(Line(first.file, own))

@@ -122,7 +122,7 @@ def test_json(pytester, run):
         "test_a.py::test_root",
         "test_a.py::test_wrong",
     ]
-    assert [loop["at"] for loop in (more, right, root, wrong)] == [f"test_a.py:{line}" for line in (13, 20, 4, 23)]
+    assert [loop["at"] for loop in (more, right, root, wrong)] == [f"test_a.py:{line}" for line in (12, 18, 4, 21)]
     assert right["steps"] == 12
     assert [set(rates) for rates in right["rates"]] == [{"optimizer", "groups"}]
     assert [len(group["lr"]) for group in right["rates"][0]["groups"]] == [12]
