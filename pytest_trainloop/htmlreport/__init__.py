@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
-import html
+import base64
+import hashlib
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from markupsafe import Markup
+
+PACKAGES = ("jinja2", "matplotlib", "pygments")
+"""What a page is made with: the extra ``report``."""
+
 
 def page(document: Mapping[str, Any], *, folders: Sequence[Path]) -> str:
     """The page of a JSON report; source lines are read in ``folders``, the first that has a file."""
-    folders = tuple(folders)
-    loops = "".join(f"<h2>{html.escape(loop['nodeid'])}</h2>" for loop in document["loops"])
-    return f"<!doctype html><title>Training loops</title>{loops}"
+    import jinja2
+    import markupsafe
+
+    from pytest_trainloop.htmlreport.view import view
+
+    loader = jinja2.PackageLoader(__name__)
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["breakable"] = _breakable
+    script = loader.get_source(environment, "script.js")[0]
+    shown = view(document, folders)
+    return environment.get_template("page.html").render(
+        page=shown,
+        rules={check for check, _ in shown.rules},
+        script=markupsafe.Markup(script),  # ours, without a field: nothing of the user's is in it
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+_JOINTS = re.compile(r"(?<=\w)(::|[/_.:=])(?=\w)")
+
+
+def _breakable(text: str) -> Markup:
+    """A text whose long names may be broken where they are joined."""
+    from markupsafe import Markup, escape
+
+    return Markup(_JOINTS.sub(r"\1<wbr>", str(escape(text))))

@@ -41,6 +41,12 @@ def failure_text(result: Result, causes: Mapping[str, str]) -> str:
 
 def finding_text(finding: Finding, causes: Mapping[str, str]) -> str:
     """One fault or piece of advice: what was found, what shows it, and what to write where."""
+    fields = finding_fields(finding, causes)
+    return "\n".join([finding.summary, *(_field(label, text) for label, text in fields.items())])
+
+
+def finding_fields(finding: Finding, causes: Mapping[str, str]) -> dict[str, str]:
+    """What is said of a finding below its summary, by label, in the order in which it is shown."""
     proof = causes.get(finding.cause, "")
     fields = {
         "measured": finding.measured,
@@ -54,7 +60,7 @@ def finding_text(finding: Finding, causes: Mapping[str, str]) -> str:
         "tried": finding.tried,
         "do not": finding.do_not,
     }
-    return "\n".join([finding.summary, *(_field(label, text) for label, text in fields.items() if text)])
+    return {label: text for label, text in fields.items() if text}
 
 
 def _names(finding: Finding) -> dict[str, str]:

@@ -1,0 +1,342 @@
+"""Draws curves, bars and maps as SVG, with matplotlib: text stays text, and colours are those of the page.
+
+A drawing names its colours by CSS variables, so that the page can change them; names of the user's are never read as
+mathematics, and settings of the user's for matplotlib do not count.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import dataclass
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+from markupsafe import Markup
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, Formatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+
+WIDTH = 420
+"""Units of a drawing's width; the page scales it. Text has 11 of them."""
+
+HEIGHT = 220
+
+_ROW = 15
+"""Height of a bar or of a row of a map."""
+
+_LETTER = 6.1
+"""Width of a letter at the size of tick labels."""
+
+_LONGEST_LABEL = 26
+
+SERIES = 8
+"""Colours for curves of equal rank; a further one begins anew with another dash."""
+
+COLOURS = {
+    "text": "#0a0001",
+    "muted": "#0a0002",
+    "grid": "#0a0003",
+    "bad": "#0a0004",
+    "own": "#0a0005",
+    "reference": "#0a0006",
+    **{f"series-{i}": f"#0a01{i:02x}" for i in range(SERIES)},
+}
+"""A stand-in for each colour of the page, by the name of its CSS variable."""
+
+_HUE = (0.22, 0.53, 0.93)
+"""Of a map, whose cells differ in opacity: visible on white and on black."""
+
+_DASHES = ("solid", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
+
+_SETTINGS = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "text.usetex": False,
+    "axes.unicode_minus": False,
+    "font.size": 10,
+    "axes.linewidth": 0.8,
+    "path.simplify": True,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """An entry of a drawing's legend: its name, the colour's variable, and how the line is dashed."""
+
+    name: str
+    colour: str
+    dash: str = "solid"
+
+
+def draw(picture: Mapping[str, Any], name: str) -> Markup:
+    """The picture as one ``<svg>``; ``name`` is its own on the page."""
+    with warnings.catch_warnings(), mpl.rc_context():
+        warnings.simplefilter("ignore")  # a sign that the font lacks is the browser's to find
+        mpl.rcdefaults()
+        mpl.rcParams.update({**_SETTINGS, "svg.hashsalt": name})
+        figure = {"curves": _curves, "bars": _bars, "map": _map}[picture["kind"]](picture)
+        FigureCanvasSVG(figure)
+        stream = StringIO()
+        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
+    return Markup(_for_the_page(stream.getvalue()))  # matplotlib has escaped what it was given
+
+
+def keys(picture: Mapping[str, Any]) -> list[Key]:
+    """The legend; none for a single curve whose name the axis has."""
+    drawn = [*picture.get("curves", ()), *picture.get("bars", ())]
+    return [Key(each["name"], *_style(drawn, i)) for i, each in enumerate(drawn)] if len(drawn) > 1 else []
+
+
+def in_words(picture: Mapping[str, Any]) -> str:
+    """Title and values of a picture in a sentence."""
+    parts = [picture["title"]]
+    for curve in picture.get("curves", ()):
+        values = [value for value in curve["y"] if value is not None]
+        if values:
+            parts.append(f"{curve['name']}: {values[0]:g} to {values[-1]:g}")
+    for bar in picture.get("bars", ()):
+        parts.extend(
+            f"{label}: {value:g}" for label, value in zip(picture["labels"], bar["values"], strict=False) if value
+        )
+    return "; ".join(parts[:12])
+
+
+def _style(drawn: Sequence[Mapping[str, Any]], index: int) -> tuple[str, str]:
+    role = drawn[index].get("role", "own")
+    if role == "each":
+        rank = sum(other.get("role") == "each" for other in drawn[:index])
+        return f"series-{rank % SERIES}", ("solid", "dashed", "dotted")[rank // SERIES % 3]
+    return {"own": ("own", "solid"), "reference": ("reference", "dashed"), "event": ("bad", "points")}.get(
+        role, ("muted", "solid")
+    )
+
+
+_LINE_STYLES = {"solid": _DASHES[0], "dashed": _DASHES[1], "dotted": _DASHES[2], "points": "none"}
+
+
+def _canvas(height: float, left: float, right: float = 8, top: float = 8, bottom: float = 34) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72)
+    axes = figure.add_axes((left / WIDTH, bottom / height, 1 - (left + right) / WIDTH, 1 - (top + bottom) / height))
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(COLOURS["grid"])
+    axes.tick_params(length=0, pad=4, labelcolor=COLOURS["muted"], labelsize=10)
+    figure.patch.set_visible(False)
+    axes.patch.set_visible(False)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _titled(axis: Mapping[str, Any]) -> str:
+    return f"{axis['title']} ({axis['unit']})" if axis.get("unit") and axis["title"] else axis["title"]
+
+
+def _curves(picture: Mapping[str, Any]) -> Figure:
+    figure, axes = _canvas(HEIGHT, left=58)
+    drawn = picture["curves"]
+    for i, curve in enumerate(drawn):
+        colour, dash = _style(drawn, i)
+        faint = curve.get("role") == "faint"
+        axes.plot(
+            curve["x"],
+            [float("nan") if value is None else value for value in curve["y"]],
+            color=COLOURS[colour],
+            linestyle=_LINE_STYLES[dash],
+            linewidth=0.8 if faint else 1.6,
+            alpha=0.45 if faint else None,
+            marker="o" if dash == "points" or sum(v is not None for v in curve["y"]) == 1 else None,
+            markersize=4,
+            drawstyle="steps-post" if curve.get("stepped") else "default",
+            zorder={"faint": 2, "event": 5}.get(curve.get("role", ""), 3),
+        )
+    axes.grid(True, color=COLOURS["grid"], linewidth=0.6, clip_on=False)
+    _scaled(axes.xaxis, picture["x"], whole=all(float(x).is_integer() for curve in drawn for x in curve["x"]))
+    _scaled(axes.yaxis, picture["y"])
+    _marks(axes, picture)
+    axes.set_xlabel(_titled(picture["x"]), color=COLOURS["muted"])
+    axes.set_ylabel(_titled(picture["y"]), color=COLOURS["muted"])
+    return figure
+
+
+def _bars(picture: Mapping[str, Any]) -> Figure:
+    labels = [_short(label) for label in picture["labels"]]
+    groups = picture["bars"]
+    height = max(90, len(labels) * max(_ROW, 9 * len(groups)) + 44)
+    figure, axes = _canvas(height, left=_room(labels), right=14)
+    for i, bar in enumerate(groups):
+        size = 0.8 / len(groups)
+        axes.barh(
+            [row - 0.4 + size * (i + 0.5) for row in range(len(labels))],
+            [value or 0 for value in bar["values"]],
+            height=size * 0.92,
+            color=COLOURS[_style(groups, i)[0]],
+        )
+    axes.grid(True, axis="x", color=COLOURS["grid"], linewidth=0.6, clip_on=False)
+    _named(axes.yaxis, labels)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    _scaled(axes.xaxis, picture["x"])
+    _marks(axes, picture)
+    axes.set_xlabel(_titled(picture["x"]), color=COLOURS["muted"])
+    return figure
+
+
+def _map(picture: Mapping[str, Any]) -> Figure:
+    labels = [_short(label) for label in picture["labels"]]
+    columns = picture["columns"]
+    height = max(90, len(labels) * _ROW + 44)
+    figure, axes = _canvas(height, left=_room(labels))
+    opacity = _opacity(picture["cells"], picture["colour"])
+    axes.imshow([[(*_HUE, value) for value in row] for row in opacity], aspect="auto", interpolation="none")
+    _named(axes.yaxis, labels)
+    every = max(1, -(-len(columns) // 8))
+    ticks = range(0, len(columns), every)
+    axes.xaxis.set_major_locator(FixedLocator(list(ticks)))
+    axes.set_xticklabels([_plain(columns[i]) for i in ticks])
+    axes.set_xlabel(_titled(picture["x"]), color=COLOURS["muted"])
+    return figure
+
+
+def span(picture: Mapping[str, Any]) -> tuple[str, str]:
+    """The smallest and the largest value of a map."""
+    values = [value for row in picture["cells"] for value in row if value is not None]
+    return (_plain(min(values)), _plain(max(values))) if values else ("", "")
+
+
+def _opacity(cells: Sequence[Sequence[float | None]], colour: Mapping[str, Any]) -> list[list[float]]:
+    """Each cell's share of the span of values; 0 for a gap, and a little for the smallest value."""
+    import math
+
+    log = colour.get("scale") == "log"
+
+    def value(cell: float) -> float:
+        return math.log10(cell) if log else cell
+
+    known = [value(cell) for row in cells for cell in row if cell is not None and (cell > 0 or not log)]
+    low, high = min(known, default=0.0), max(known, default=1.0)
+    if not log:
+        low = min(low, 0.0)
+    width = high - low or 1.0
+    return [
+        [0.0 if cell is None or (log and cell <= 0) else 0.04 + 0.96 * (value(cell) - low) / width for cell in row]
+        for row in cells
+    ]
+
+
+def _marks(axes: Axes, picture: Mapping[str, Any]) -> None:
+    for mark in picture.get("marks", ()):
+        vertical = mark["axis"] == "x"
+        line = axes.axvline if vertical else axes.axhline
+        line(mark["at"], color=COLOURS["bad"], linewidth=1, linestyle=_DASHES[1], zorder=4)
+        place = (mark["at"], 0.98) if vertical else (0.99, mark["at"])
+        axes.annotate(
+            mark["text"],
+            place,
+            xycoords=axes.get_xaxis_transform() if vertical else axes.get_yaxis_transform(),
+            xytext=(4, 0) if vertical else (0, 3),
+            textcoords="offset points",
+            va="top" if vertical else "bottom",
+            ha="left" if vertical else "right",
+            fontsize=10,
+            color=COLOURS["text"],
+            zorder=6,
+        )
+
+
+def _scaled(axis: Axis, given: Mapping[str, Any], *, whole: bool = False) -> None:
+    if given.get("scale") == "log":
+        (axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale)("log")
+        low, high = axis.get_view_interval()
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 30 * low else (1,), numticks=6))
+        axis.set_minor_locator(NullLocator())
+        axis.set_minor_formatter(NullFormatter())
+    else:
+        axis.set_major_locator(MaxNLocator(5, integer=whole, steps=[1, 2, 2.5, 5, 10]))
+    axis.set_major_formatter(_Numbers())
+
+
+class _Numbers(Formatter):
+    """As few digits as tell the ticks apart."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return _plain(x)
+
+    def format_ticks(self, values: Sequence[float]) -> list[str]:
+        for digits in range(3, 9):
+            texts = [_plain(value, digits) for value in values]
+            if len(set(texts)) == len(texts):
+                break
+        return texts if len(values) else []
+
+
+def _plain(value: float | str, digits: int = 3) -> str:
+    """A number as one writes it: 0.003, 3e-4, 12,000."""
+    if isinstance(value, str):
+        return value
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        text = f"{value:.{max(digits, 5)}g}" if float(value).is_integer() else f"{value:.{digits}g}"
+        return f"{int(value):,}" if float(value).is_integer() else text
+    mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+    return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(exponent)}"
+
+
+def _named(axis: Axis, labels: Sequence[str]) -> None:
+    axis.set_major_locator(FixedLocator(list(range(len(labels)))))
+    axis.set_ticklabels(labels)
+
+
+def _short(label: str) -> str:
+    """The end of a long name tells more than its beginning."""
+    return label if len(label) <= _LONGEST_LABEL else f"…{label[1 - _LONGEST_LABEL :]}"
+
+
+def _room(labels: Sequence[str]) -> float:
+    return 14 + _LETTER * max(map(len, labels), default=4)
+
+
+_LEFT_OUT = re.compile(
+    r"^.*?(?=<svg\b)"
+    r"|<metadata>.*?</metadata>"
+    r"|<defs>\s*<style\b.*?</style>\s*</defs>"  # it would hold for the whole page
+    r"|<!--.*?-->",
+    re.DOTALL,
+)
+"""What the file of a drawing has and a part of a page does not need. Text of the user's is escaped in it."""
+
+_TAG = re.compile(r"<[^>]*>")
+
+_ATTRIBUTES_LEFT_OUT = re.compile(
+    r"(?<=<g) id=\"[^\"]*\""
+    r"|(?<=<image) id=\"[^\"]*\""
+    r"| (?:width|height)=\"[\d.]+pt\""  # the page scales it
+    r"| version=\"[^\"]*\""
+    r"| xmlns(?::xlink)?=\"[^\"]*\""
+    r"| transform=\"rotate\(-0 [^\"]*\""
+    r"| font-family: [^;\"]*;?"
+    r"|(?<=[:;]) "
+)
+
+
+def _for_the_page(svg: str) -> str:
+    """The drawing without what a page has already, its colours by the names of their variables."""
+    svg = _TAG.sub(lambda tag: _shortened(tag[0]), _LEFT_OUT.sub("", svg))
+    svg = re.sub(r">\s+<", "><", svg).strip()
+    while "<g/>" in svg or "<g></g>" in svg:
+        svg = svg.replace("<g/>", "").replace("<g></g>", "")
+    for name, colour in COLOURS.items():
+        svg = svg.replace(colour, f"var(--{name})")
+    return svg.replace("<svg", '<svg aria-hidden="true" focusable="false"', 1)
+
+
+def _shortened(tag: str) -> str:
+    """A tag with one digit behind the point: a hundredth of the page's pixel is enough."""
+    if "base64" in tag:
+        return _ATTRIBUTES_LEFT_OUT.sub("", tag.replace("\n", ""))
+    return _ATTRIBUTES_LEFT_OUT.sub("", re.sub(r"(\d\.\d)\d+", r"\1", re.sub(r"\s+", " ", tag)))
