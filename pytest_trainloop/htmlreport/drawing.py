@@ -56,7 +56,7 @@ _HUE = (0.22, 0.53, 0.93)
 
 _DASHES = ("solid", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
 
-_SETTINGS = {
+_SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,
     "text.usetex": False,
@@ -250,9 +250,9 @@ def _marks(axes: Axes, picture: Mapping[str, Any]) -> None:
         )
 
 
-def _scaled(axis: Axis, given: Mapping[str, Any], *, whole: bool = False) -> None:
+def _scaled(axis: Any, given: Mapping[str, Any], *, whole: bool = False) -> None:
     if given.get("scale") == "log":
-        (axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale)("log")
+        (axis.axes.set_xscale if axis is axis.axes.xaxis else axis.axes.set_yscale)("log")
         low, high = axis.get_view_interval()
         axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 30 * low else (1,), numticks=6))
         axis.set_minor_locator(NullLocator())

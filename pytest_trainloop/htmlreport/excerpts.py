@@ -84,7 +84,8 @@ class Sources:
             if same:
                 found.append((file, min(same, key=lambda number: abs(number - line))))
         exact = [at for at in found if at[1] == line]
-        return (exact or found or [None])[0] if len(exact) == 1 or len(found) == 1 else None
+        only = exact if len(exact) == 1 else found
+        return only[0] if len(only) == 1 else None
 
     def _files(self, shown: str) -> list[Path]:
         if shown not in self._found:
@@ -106,9 +107,7 @@ class Sources:
         if file not in self._coloured:
             text = self._text(file).rstrip("\n")
             plain = len(text) > _LARGEST or file.suffix not in (".py", ".pyi")
-            self._coloured[file] = (
-                [(("", line[:_LONGEST]),) for line in text.split("\n")] if plain else _coloured(text)
-            )
+            self._coloured[file] = [(("", line[:_LONGEST]),) for line in text.split("\n")] if plain else _coloured(text)
         lines = self._coloured[file]
         numbers = range(max(1, group[0] - AROUND), min(len(lines), group[-1] + AROUND) + 1)
         indent = min(found for n in numbers if (found := _indent(lines[n - 1])) is not None)  # a line named has text

@@ -7,7 +7,7 @@ import itertools
 import re
 import shlex
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop import registry
@@ -213,8 +213,8 @@ class _Reader:
                 found.append(self._bare(result, "failed", result.reason or f"{result.check} failed"))
             for fault, followed in zip(result.faults, root.followed, strict=True):
                 own = self._block(result, fault, "failed")
-                below = [self._block(by_check[check], f, "failed") for check in followed for f in by_check[check].faults]
-                found.append(_with(own, below))
+                below = [self._block(by_check[name], f, "failed") for name in followed for f in by_check[name].faults]
+                found.append(replace(own, follows=below))
         return found + [self._error(r) for r in results if r.outcome == "error"]
 
     def _xfailed(self, result: Result) -> list[Block]:
@@ -269,12 +269,6 @@ class _Reader:
     def _row(self, result: Result, detail: str, needs: str = "") -> Row:
         known = self._known.get(result.check)
         return Row(check=result.check, text=known.headline if known else "", detail=f"{needs} {detail}".strip())
-
-
-def _with(block: Block, follows: Sequence[Block]) -> Block:
-    from dataclasses import replace
-
-    return replace(block, follows=follows)
 
 
 def _entries(loop: Mapping[str, Any]) -> list[Entry]:

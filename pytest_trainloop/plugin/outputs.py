@@ -94,10 +94,12 @@ def _as_sarif(config: pytest.Config) -> Callable[[Mapping[str, Any]], str]:
 def _can_draw(config: pytest.Config) -> None:
     if not config.getoption("trainloop"):
         raise pytest.UsageError("--trainloop-report shows loops that are run: it is needed with --trainloop")
-    missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
+    from pytest_trainloop.htmlreport import PACKAGES
+
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise pytest.UsageError(
-            f"--trainloop-report needs {' and '.join(missing)}: pip install 'pytest-trainloop[report]'"
+            f"--trainloop-report needs {', '.join(missing)}: pip install 'pytest-trainloop[report]'"
         )
 
 
