@@ -13,7 +13,7 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, Formatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
 
-WIDTH = 420
-"""Units of a drawing's width; the page scales it. Text has 11 of them."""
+WIDTH = 330
+"""Units of a drawing's width, about the pixels that a phone has for it; a letter has 10. The page scales it."""
 
-HEIGHT = 220
+HEIGHT = 185
 
-_ROW = 15
+_ROW = 14
 """Height of a bar or of a row of a map."""
 
-_LETTER = 6.1
+_LETTER = 5.7
 """Width of a letter at the size of tick labels."""
 
-_LONGEST_LABEL = 26
+_LONGEST_LABEL = 24
 
 SERIES = 8
 """Colours for curves of equal rank; a further one begins anew with another dash."""
@@ -83,10 +83,14 @@ def draw(picture: Mapping[str, Any], name: str) -> Markup:
         mpl.rcdefaults()
         mpl.rcParams.update({**_SETTINGS, "svg.hashsalt": name})
         figure = {"curves": _curves, "bars": _bars, "map": _map}[picture["kind"]](picture)
-        FigureCanvasSVG(figure)
         stream = StringIO()
-        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
-    return Markup(_for_the_page(stream.getvalue()))  # matplotlib has escaped what it was given
+        FigureCanvasSVG(figure).print_svg(stream, metadata={"Date": None})
+    svg = _for_the_page(stream.getvalue())
+    for label in picture.get("labels", ()):
+        if _short(label) != label:
+            text = f">{escape(_short(label))}</text>"
+            svg = svg.replace(text, f">{escape(_short(label))}<title>{escape(label)}</title></text>", 1)
+    return Markup(svg)  # matplotlib has escaped what it was given
 
 
 def keys(picture: Mapping[str, Any]) -> list[Key]:
@@ -122,7 +126,7 @@ def _style(drawn: Sequence[Mapping[str, Any]], index: int) -> tuple[str, str]:
 _LINE_STYLES = {"solid": _DASHES[0], "dashed": _DASHES[1], "dotted": _DASHES[2], "points": "none"}
 
 
-def _canvas(height: float, left: float, right: float = 8, top: float = 8, bottom: float = 34) -> tuple[Figure, Axes]:
+def _canvas(height: float, left: float, right: float = 8, top: float = 8, bottom: float = 32) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72)
     axes = figure.add_axes((left / WIDTH, bottom / height, 1 - (left + right) / WIDTH, 1 - (top + bottom) / height))
     for side, spine in axes.spines.items():
@@ -140,7 +144,7 @@ def _titled(axis: Mapping[str, Any]) -> str:
 
 
 def _curves(picture: Mapping[str, Any]) -> Figure:
-    figure, axes = _canvas(HEIGHT, left=58)
+    figure, axes = _canvas(HEIGHT, left=52)
     drawn = picture["curves"]
     for i, curve in enumerate(drawn):
         colour, dash = _style(drawn, i)
@@ -234,16 +238,18 @@ def _marks(axes: Axes, picture: Mapping[str, Any]) -> None:
     for mark in picture.get("marks", ()):
         vertical = mark["axis"] == "x"
         line = axes.axvline if vertical else axes.axhline
+        low, high = axes.get_xlim()
+        before = vertical and mark["at"] > (low + high) / 2  # the text stays inside of the drawing
         line(mark["at"], color=COLOURS["bad"], linewidth=1, linestyle=_DASHES[1], zorder=4)
         place = (mark["at"], 0.98) if vertical else (0.99, mark["at"])
         axes.annotate(
             mark["text"],
             place,
             xycoords=axes.get_xaxis_transform() if vertical else axes.get_yaxis_transform(),
-            xytext=(4, 0) if vertical else (0, 3),
+            xytext=(-4 if before else 4, 0) if vertical else (0, 3),
             textcoords="offset points",
             va="top" if vertical else "bottom",
-            ha="left" if vertical else "right",
+            ha="left" if vertical and not before else "right",
             fontsize=10,
             color=COLOURS["text"],
             zorder=6,
@@ -258,7 +264,7 @@ def _scaled(axis: Any, given: Mapping[str, Any], *, whole: bool = False) -> None
         axis.set_minor_locator(NullLocator())
         axis.set_minor_formatter(NullFormatter())
     else:
-        axis.set_major_locator(MaxNLocator(5, integer=whole, steps=[1, 2, 2.5, 5, 10]))
+        axis.set_major_locator(MaxNLocator(7 if whole else 5, integer=whole, steps=[1, 2, 2.5, 5, 10]))
     axis.set_major_formatter(_Numbers())
 
 
@@ -298,7 +304,7 @@ def _short(label: str) -> str:
 
 
 def _room(labels: Sequence[str]) -> float:
-    return 14 + _LETTER * max(map(len, labels), default=4)
+    return 10 + _LETTER * max(map(len, labels), default=4)
 
 
 _LEFT_OUT = re.compile(
