@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 from markupsafe import Markup, escape
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, Formatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
@@ -84,7 +83,7 @@ def draw(picture: Mapping[str, Any], name: str) -> Markup:
         mpl.rcParams.update({**_SETTINGS, "svg.hashsalt": name})
         figure = {"curves": _curves, "bars": _bars, "map": _map}[picture["kind"]](picture)
         stream = StringIO()
-        FigureCanvasSVG(figure).print_svg(stream, metadata={"Date": None})
+        figure.savefig(stream, format="svg", metadata={"Date": None})
     svg = _for_the_page(stream.getvalue())
     for label in picture.get("labels", ()):
         if _short(label) != label:
