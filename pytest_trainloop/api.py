@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import pkgutil
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_trainloop.battery import Settings, Subject, checked, skipped
 from pytest_trainloop.errors import CannotDecide, CheckFailed, UsageError
@@ -13,6 +13,7 @@ from pytest_trainloop.finding import Result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from os import PathLike
 
     from pytest_trainloop.cards.page import Card
     from pytest_trainloop.losscontract import LossContract
@@ -35,6 +36,8 @@ def check_loop(
     hypothesis_seed: str = "",
     timeout: float = 120.0,
     device: str = "auto",
+    baseline: str | PathLike[str] | None = None,
+    update: bool | Literal["new"] = False,
     strict: bool = False,
     raises: bool = True,
 ) -> Report:
@@ -65,6 +68,11 @@ def check_loop(
         seconds that one run of ``fit`` may take
     device
         "cpu" or "cuda": what the knob ``device`` is set to; "auto": its default
+    baseline
+        the file of the loop's baseline, which the check ``baseline`` compares the loop with; default: none, and the
+        check is skipped
+    update
+        whether the check records the loop in this file instead: True in any case, "new" where there is no file yet
     strict
         whether advice fails
     raises
@@ -82,12 +90,16 @@ def check_loop(
     UsageError
         what was given cannot be judged; one sentence says what was given and what is needed
     """
+    from pytest_trainloop.baselines.given import given, store
     from pytest_trainloop.registry import of
 
     settings = Settings(seed=seed, hypothesis_seed=hypothesis_seed, timeout=timeout, device=device)
     subject = _subject("check_loop", make, settings, knobs)
     plan = _plan("check_loop", of("loop"), only, skip, xfail, options, strict)
-    return _reported(subject.name, _battery(subject, plan), raises)
+    subject.baseline = given(baseline, update, plan)
+    results = _battery(subject, plan)
+    store(subject.baseline, results)
+    return _reported(subject.name, results, raises)
 
 
 def check_loss(

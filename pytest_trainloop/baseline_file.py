@@ -29,7 +29,9 @@ class BaselineFile:
     """The path as it is told."""
     mode: Mode = "check"
     command: str = "check_loop(..., update=True)"
-    """What writes the file."""
+    """What writes the file anew."""
+    first: str = "check_loop(..., update=True)"
+    """What writes it where there is none yet."""
     flag: str = "update=True"
     """What a skip names where there is no file yet."""
     text: str | None = None

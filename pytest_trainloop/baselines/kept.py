@@ -29,9 +29,16 @@ def stored_and_fresh(evidence: Evidence) -> tuple[Trajectory, Trajectory] | None
         place.text = text_of(thinned(_recorded(evidence)))
         return None
     if not place.is_there:
-        raise CannotDecide(f"no baseline is recorded yet: {place.command} writes {place.shown}", needs=place.flag)
+        raise CannotDecide(f"no baseline is recorded yet: {place.first} records the loop as it is", needs=place.flag)
     stored = trajectory_of(place.read(), place.shown, place.repair)
-    return stored, captured(evidence, stored.made)
+    fresh = captured(evidence, stored.made)
+    then, now = stored.environment.device, fresh.environment.device
+    if then != now:
+        raise CannotDecide(
+            f"{place.shown} was recorded on {then} and the loop runs on {now}, where other random numbers are drawn",
+            needs="the same device",
+        )
+    return stored, fresh
 
 
 def _recorded(evidence: Evidence) -> Trajectory:

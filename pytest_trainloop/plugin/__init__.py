@@ -45,7 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "trainloop_cuda: set by pytest-trainloop on its tests that run on CUDA",
     ):
         config.addinivalue_line("markers", marker)
-    if any(config.getoption(f"trainloop{name}") for name in ("", "_json", "_sarif", "_report", "_card", "_update")):
+    switches = ("", "_json", "_sarif", "_report", "_card", "_update", "_update_new")
+    if any(config.getoption(f"trainloop{name}") for name in switches):
         from pytest_trainloop.plugin import activate
 
         activate.configure(config)

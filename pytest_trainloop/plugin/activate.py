@@ -10,6 +10,7 @@ import pytest
 
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.plugin import github, outputs, pictures
+from pytest_trainloop.plugin.baselines import Baselines, Collected, mode_of
 from pytest_trainloop.plugin.settings import read_selections, read_settings
 from pytest_trainloop.plugin.summary import Ledger
 
@@ -36,6 +37,7 @@ def configure(config: pytest.Config) -> None:
         for module in (xdist, outcomes, runtest):
             config.pluginmanager.register(module)
     cards = _cards(config)
+    _baselines(config, worker=worker)
     if not worker:
         config.pluginmanager.register(Ledger(config, settings, tuple(outputs.asked_for(config)), cards))
         if config.getoption("trainloop") and github.is_runner() and config.pluginmanager.hasplugin(github.ANNOTATOR):
@@ -44,9 +46,7 @@ def configure(config: pytest.Config) -> None:
 
 def _cards(config: pytest.Config) -> Cards | None:
     """The cards of the session, where they are asked for."""
-    shown, update = config.getoption("trainloop_card"), config.getoption("trainloop_update")
-    if update and not shown:
-        raise pytest.UsageError("--trainloop-update stores cards: it is needed together with --trainloop-card")
+    shown = config.getoption("trainloop_card")
     if shown and not config.getoption("trainloop"):
         raise pytest.UsageError("--trainloop-card takes the cards of loops that are run: it is needed with --trainloop")
     if not shown and not pictures.wanted(config):
@@ -55,7 +55,22 @@ def _cards(config: pytest.Config) -> Cards | None:
 
     for module in (cards, pictures):
         config.pluginmanager.register(module)
-    return cards.Cards(config.rootpath, update=update, shown=shown)
+    return cards.Cards(config.rootpath, mode=mode_of(config), shown=shown)
+
+
+def _baselines(config: pytest.Config, *, worker: bool) -> None:
+    """Register what records baselines, looks for stored files without a test, and writes."""
+    for option in ("--trainloop-update", "--trainloop-update-new"):
+        if config.getoption(option.lstrip("-").replace("-", "_")) and not config.getoption("trainloop"):
+            raise pytest.UsageError(
+                f"{option} records the baselines of loops that are run: it is needed with --trainloop"
+            )
+    if not config.getoption("trainloop"):
+        return
+    collected = Collected()
+    config.pluginmanager.register(collected)
+    if not worker:
+        config.pluginmanager.register(Baselines(config, collected))
 
 
 def _cuda(config: pytest.Config, *, worker: bool) -> bool:

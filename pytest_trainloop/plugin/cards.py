@@ -7,31 +7,29 @@ report to whoever prints it: a stored card is read and written there, by one pro
 from __future__ import annotations
 
 import json
-import os
-import re
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_trainloop.baseline_file import write
 from pytest_trainloop.cards.page import Card, Line
 from pytest_trainloop.errors import BrokenCheck
-from pytest_trainloop.plugin import pictures
+from pytest_trainloop.plugin import pictures, stored
 from pytest_trainloop.plugin.collect import marked_function
 from pytest_trainloop.plugin.nodeids import CARD, loop_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
+    from pathlib import Path
 
+    from pytest_trainloop.baseline_file import Mode
     from pytest_trainloop.battery import Subject
     from pytest_trainloop.finding import Result
 
 PROPERTY = "trainloop-card"
 """The key in an item's user properties; the value is one JSON string."""
-
-FOLDER = "trainloop_baselines"
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -78,16 +76,9 @@ def take(item: pytest.Function, loop: str, subject: Subject, results: Mapping[st
 
 def note(item: pytest.Item, loop: str, card: Card) -> None:
     """Put a card on the item's report."""
-    taken = Taken(loop=loop, file=_stored(item, loop), card=card)
+    file = stored.shown(stored.file_of(item, loop, stored.CARD), item.config.rootpath)
+    taken = Taken(loop=loop, file=file, card=card)
     item.user_properties.append((PROPERTY, json.dumps(taken.to_json())))
-
-
-def _stored(item: pytest.Item, loop: str) -> str:
-    """Where the card of a loop is stored, relative to the root directory: beside its test file."""
-    inside = loop.partition("::")[2].replace("::", ".") or item.name
-    name = re.sub(r"[^\w.\[\]=,+-]", "_", inside)
-    file = item.path.parent / FOLDER / item.path.stem / f"{name}.card.txt"
-    return Path(os.path.relpath(file, item.config.rootpath)).as_posix()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +102,9 @@ class Taken:
 class Cards:
     """The cards of a session: compared with the stored ones, stored where that is asked for, and shown."""
 
-    def __init__(self, root: Path, *, update: bool, shown: bool = True) -> None:
+    def __init__(self, root: Path, *, mode: Mode, shown: bool = True) -> None:
         self._root = root
-        self._update = update
+        self._mode = mode
         self._in_terminal = shown
         self._taken: dict[str, Taken] = {}
         self._changes: dict[str, list[str] | None] = {}
@@ -126,11 +117,13 @@ class Cards:
         """Compare each card with the stored one, and store it with ``--trainloop-update``."""
         for loop, taken in sorted(self._taken.items()):
             file = self._root / taken.file
-            stored = file.read_text(encoding="utf-8") if file.is_file() else None
-            self._changes[loop] = None if stored is None else taken.card.changes(stored)
-            if self._update and (stored is None or taken.card.text(stored) != stored.rstrip("\n")):
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(f"{taken.card.text(stored or '')}\n", encoding="utf-8")
+            text = file.read_text(encoding="utf-8") if file.is_file() else None
+            self._changes[loop] = None if text is None else taken.card.changes(text)
+            if self._updates(is_stored=text is not None) and taken.card.text(text or "") != (text or "").rstrip("\n"):
+                write(file, f"{taken.card.text(text or '')}\n")
+
+    def _updates(self, *, is_stored: bool) -> bool:
+        return self._mode == "update" or (self._mode == "new" and not is_stored)
 
     def to_json(self) -> dict[str, dict[str, Any]]:
         """By loop: the lines, the file of the stored card, and the difference from it (None where none is stored)."""
@@ -148,8 +141,10 @@ class Cards:
     def _shown(self, taken: Taken) -> list[str]:
         changes = self._changes.get(taken.loop)
         if changes is None:
-            done = "stored in" if self._update else "not stored yet; --trainloop-card --trainloop-update writes"
+            done = (
+                "stored in" if self._mode != "check" else "not stored yet; --trainloop-card --trainloop-update writes"
+            )
             return [*str(taken.card).splitlines(), f"{done} {taken.file}"]
         if not changes:
             return [f"unchanged: {taken.file}"]
-        return [*changes, f"{'stored in' if self._update else 'differs from'} {taken.file}"]
+        return [*changes, f"{'stored in' if self._mode == 'update' else 'differs from'} {taken.file}"]

@@ -12,7 +12,7 @@ from pytest_trainloop import api, battery, registry
 from pytest_trainloop.errors import CheckFailed, TrainLoopError, UsageError
 from pytest_trainloop.finding import Result
 from pytest_trainloop.knobs import nearest, read_knobs, require_defaults
-from pytest_trainloop.plugin import cards
+from pytest_trainloop.plugin import baselines, cards
 from pytest_trainloop.plugin.outcomes import PROPERTY, causes, location, skip_reason
 from pytest_trainloop.plugin.settings import is_strict, read_selections, read_settings
 from pytest_trainloop.report.entry import Entry
@@ -22,11 +22,13 @@ from pytest_trainloop.selection import choose, marker_selection, validate
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
+    from pytest_trainloop.baseline_file import BaselineFile
     from pytest_trainloop.cards.page import Card
     from pytest_trainloop.report import Report
     from pytest_trainloop.selection import Plan
 
 _RESULTS = pytest.StashKey[list[Result]]()
+_HAS_BASELINE = pytest.StashKey[bool]()
 _OBSERVED = pytest.StashKey[list["Observed"]]()
 
 
@@ -67,8 +69,12 @@ class TrainloopFixture:
             if judges == "loop":
                 require_defaults(make, "trainloop.check()")
             own = read_knobs(make, knobs) if judges == "loop" else {}
-            subject = battery.Subject(self._item.nodeid, make, settings=settings, knobs=own, judges=judges)
+            file = self._baseline() if name == baselines.CHECK else None
+            subject = battery.Subject(
+                self._item.nodeid, make, settings=settings, knobs=own, judges=judges, baseline=file
+            )
             result = subject.run_check(name, options=options, reporter=self._item.nodeid)
+            baselines.note(self._item, file)
         except UsageError as error:
             raise UsageError(str(error)) from None  # the sentence is enough: nobody reads our frames
         result = choose({name: tuple(known[name].causes)}, strict=is_strict(self._item.config)).judge(result)
@@ -79,10 +85,26 @@ class TrainloopFixture:
             raise CheckFailed(failure_text(result, causes(name)), [result])
         return result
 
+    def _baseline(self) -> BaselineFile:
+        """The file of this test's baseline, once."""
+        if self._item.stash.get(_HAS_BASELINE, False):
+            raise UsageError(
+                "trainloop.check('baseline', ...) is called twice in one test, which has one file; parametrize the "
+                "test, or give each call its own: trainloop.check_loop(make, only=['baseline'], baseline=FILE)"
+            )
+        self._item.stash[_HAS_BASELINE] = True
+        return baselines.file_of(self._item, self._item.nodeid)
+
     def check_loop(self, make: Callable[..., Any], **choice: Any) -> Report:
-        """All checks on loops from ``make``, with the keywords of :func:`pytest_trainloop.check_loop`."""
+        """All checks on loops from ``make``, with the keywords of :func:`pytest_trainloop.check_loop`.
+
+        A file that is given with ``baseline=`` is written by ``--trainloop-update`` and ``--trainloop-update-new``.
+        """
         __tracebackhide__ = True
-        return self._all(api.check_loop, make, {"timeout": read_settings(self._item.config).timeout}, choice)
+        own: dict[str, Any] = {"timeout": read_settings(self._item.config).timeout}
+        if choice.get("baseline") is not None:
+            own["update"] = {"update": True, "new": "new", "check": False}[baselines.mode_of(self._item.config)]
+        return self._all(api.check_loop, make, own, choice)
 
     def card(self, make: Callable[..., Any], **choice: Any) -> Card:
         """The card of a loop, with the keywords of :func:`pytest_trainloop.card`; with ``--trainloop-card`` it is shown

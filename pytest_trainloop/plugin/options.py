@@ -31,7 +31,16 @@ def add(parser: pytest.Parser) -> None:
     option("--trainloop-sarif", metavar="FILE", help="write the findings to FILE for code scanning (SARIF 2.1.0)")
     option("--trainloop-report", metavar="FILE.html", help="write a page with all results to FILE.html, with the =")
     option("--trainloop-card", action="store_true", help="show the card of each loop, or what changed in it")
-    option("--trainloop-update", action="store_true", help="with --trainloop-card: store the cards beside their tests")
+    option(
+        "--trainloop-update",
+        action="store_true",
+        help="record the baselines of the selected loops anew; with --trainloop-card store the cards too",
+    )
+    option(
+        "--trainloop-update-new",
+        action="store_true",
+        help="record the baselines (and with --trainloop-card the cards) that are not stored yet",
+    )
     ini = parser.addini
     ini("trainloop_only", "checks to run, one name or pattern a line", type="linelist")
     ini(

@@ -12,7 +12,7 @@ import pytest
 
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.finding import Result
-from pytest_trainloop.plugin import cards, outcomes, progress
+from pytest_trainloop.plugin import baselines, cards, outcomes, progress
 from pytest_trainloop.plugin.collect import RETURNED, MarkedFunction, marked_function
 from pytest_trainloop.plugin.nodeids import CARD, loop_of
 from pytest_trainloop.plugin.settings import read_settings
@@ -39,8 +39,9 @@ class _Loops:
             from pytest_trainloop import battery
 
             settings = read_settings(item.config)
+            file = baselines.file_of(item, loop) if marked.judges == "loop" else None
             self.subjects[loop] = battery.Subject(
-                loop, make, settings=settings, knobs=marked.knobs, judges=marked.judges
+                loop, make, settings=settings, knobs=marked.knobs, judges=marked.judges, baseline=file
             )
         self.subjects[loop].bind(make)
         return self.subjects[loop]
@@ -110,6 +111,8 @@ def _judged(item: pytest.Function, check: str, marked: MarkedFunction) -> Result
             result = subject.run_check(check, options=marked.plan.options.get(check), reporter=item.nodeid)
     except UsageError as error:
         return loops.refuse(loop, check, item.nodeid, str(error))
+    if check == baselines.CHECK:
+        baselines.note(item, subject.baseline)
     result = marked.plan.judge(result)
     loops.results.setdefault(loop, {})[check] = result
     return result

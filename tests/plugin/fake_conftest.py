@@ -57,7 +57,9 @@ class Subject:
         settings: battery.Settings,
         knobs: Mapping[str, str] | None = None,
         judges: str = "loop",
+        baseline: object = None,
     ) -> None:
+        self.baseline = baseline
         self.name, self.make, self.log = name, make, os.environ["FAKE_LOG"]
         _log("subject", name, knobs, settings.seed, settings.timeout, settings.device)
 

@@ -133,7 +133,7 @@ def test_a_loop_that_is_refused_has_a_card_that_says_so(run, pytester):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--trainloop-update", "--trainloop"), "*--trainloop-update stores cards*"),
+        (("--trainloop-update",), "*--trainloop-update records the baselines of loops that are run*"),
         (("--trainloop-card",), "*--trainloop-card takes the cards of loops that are run*"),
     ],
 )

@@ -1,0 +1,173 @@
+"""``--trainloop-update`` and ``--trainloop-update-new``: baselines are recorded in the items, and written at the end.
+
+What an item recorded travels on its report to the process that writes: under xdist the controller. Files that belong to
+no test are looked for where tests are collected.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_trainloop.baseline_file import BaselineFile, Done, Mode, write
+from pytest_trainloop.plugin import stored
+from pytest_trainloop.plugin.collect import marked_function
+from pytest_trainloop.plugin.nodeids import loop_of
+from pytest_trainloop.plugin.settings import read_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable
+    from pathlib import Path
+
+CHECK = "baseline"
+"""The check whose item records."""
+
+_REPORTED = "trainloop_baseline"
+"""The attribute of a test report that carries what was recorded, as text: a property would go to JUnit XML too."""
+
+_STRAYS = "trainloop_strays"
+"""The key in what a worker of xdist gives back."""
+
+_RECORDED = pytest.StashKey[BaselineFile]()
+
+
+def mode_of(config: pytest.Config) -> Mode:
+    """What this session does with baselines."""
+    if config.getoption("trainloop_update"):
+        return "update"
+    return "new" if config.getoption("trainloop_update_new") else "check"
+
+
+def file_of(item: pytest.Item, loop: str) -> BaselineFile:
+    """The file of a loop's baseline."""
+    on_cuda = read_settings(item.config).device == "cuda"
+    path = stored.file_of(item, loop, stored.ON_CUDA if on_cuda else stored.BASELINE)
+    return BaselineFile(
+        path=path,
+        shown=stored.shown(path, item.config.rootpath),
+        mode=mode_of(item.config),
+        command="pytest --trainloop --trainloop-update",
+        first="pytest --trainloop --trainloop-update-new",
+        flag="--trainloop-update-new",
+    )
+
+
+def note(item: pytest.Item, file: BaselineFile | None) -> None:
+    """Keep what the item recorded for its report."""
+    if file is not None and file.text is not None:
+        item.stash[_RECORDED] = file
+
+
+class Collected:
+    """Where items are made and run: puts what was recorded on reports, and looks for files without a test."""
+
+    def __init__(self) -> None:
+        self.strays: list[str] = []
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        file = item.stash.get(_RECORDED, None)
+        if report.when == "call" and report.passed and file is not None:
+            setattr(report, _REPORTED, json.dumps({"file": file.shown, "text": file.text}))
+            del item.stash[_RECORDED]
+        return report
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Before -k and its like take items away."""
+        if not config.getoption("lf", False):
+            self.strays = [stored.shown(file, config.rootpath) for file in _without_test(config, items)]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        given_back = getattr(session.config, "workeroutput", None)
+        if given_back is not None:
+            given_back[_STRAYS] = self.strays
+
+
+def _without_test(config: pytest.Config, items: Iterable[pytest.Item]) -> list[Path]:
+    """The stored files that belong to no test, in the folders of modules that were collected whole, and the folders of
+    modules that are gone."""
+    names: dict[Path, set[str]] = defaultdict(set)
+    for item in items:
+        found = marked_function(item)
+        names[item.path].add(stored.name_of(loop_of(item.nodeid, found[0]) if found else item.nodeid, item.name))
+    parts = {(config.invocation_params.dir / arg.partition("::")[0]).resolve() for arg in config.args if "::" in arg}
+    strays = []
+    for folder in sorted({stored.folder_of(module).parent for module in names}):
+        for inside in sorted(folder.iterdir()) if folder.is_dir() else ():
+            module = folder.parent / f"{inside.name}.py"
+            whole = module in names and module.resolve() not in parts
+            if inside.is_dir() and (whole or not module.exists()):
+                strays += _unnamed(inside, names.get(module, set()))
+    return strays
+
+
+def _unnamed(folder: Path, names: set[str]) -> list[Path]:
+    """The files of one folder that carry no name of these."""
+    suffixes = (stored.CARD, stored.ON_CUDA, stored.BASELINE)
+    found = []
+    for file in sorted(folder.iterdir()):
+        suffix = next((suffix for suffix in suffixes if file.name.endswith(suffix)), "")
+        if suffix and not file.name.startswith(".") and file.name.removesuffix(suffix) not in names:
+            found.append(file)
+    return found
+
+
+class Baselines:
+    """The baselines of a session, in the process that writes them."""
+
+    def __init__(self, config: pytest.Config, collected: Collected) -> None:
+        self._root = config.rootpath
+        self._mode = mode_of(config)
+        self._texts: dict[str, str] = {}
+        self._done: dict[str, Done] = {}
+        self._failed: dict[str, str] = {}
+        self._collected = collected
+        self._strays: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        carried = getattr(report, _REPORTED, None)
+        if carried is not None:
+            recorded = json.loads(carried)
+            self._texts[recorded["file"]] = recorded["text"]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        given_back = getattr(node, "workeroutput", None) or {}  # a worker that crashed has none
+        self._strays.update(given_back.get(_STRAYS, ()))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if session.config.getoption("collectonly"):
+            return
+        for file, text in sorted(self._texts.items()):
+            try:
+                self._done[file] = write(self._root / file, text)
+            except OSError as error:
+                self._failed[file] = error.strerror or str(error)
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+        if config.getoption("collectonly"):
+            return
+        lines = list(self._lines())
+        if lines:
+            terminalreporter.write_sep("-", "baselines")
+        for text, colour in lines:
+            terminalreporter.write_line(text, **colour)
+
+    def _lines(self) -> Generator[tuple[str, dict[str, bool]]]:
+        for file, done in self._done.items():
+            yield f"{done:<10} {file}", {}
+        for file, reason in self._failed.items():
+            yield f"not written: {file}: {reason}", {"red": True, "bold": True}
+        if self._mode == "update" and not self._texts:
+            yield f"no baseline was recorded: the check {CHECK} of no selected loop passed", {"yellow": True}
+        for file in sorted({*self._strays, *self._collected.strays}):
+            yield f"belongs to no test: {file}; delete it, or rename it as its test", {"yellow": True}
