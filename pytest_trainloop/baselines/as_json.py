@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 ABOUT = "The trajectory of a training loop, recorded by pytest --trainloop --trainloop-update (pytest-trainloop)"
 
 _WIDTH = 160
+_ROW = 320
+"""Characters of a line; of one that is a row of a table: a tensor, a call, a step."""
 
 
 def text_of(trajectory: Trajectory) -> str:
@@ -176,7 +178,9 @@ def _laid_out(value: Any, indent: str = "") -> str:
     """Plain data as JSON, on one line where that is short or holds values only."""
     line = json.dumps(value, ensure_ascii=False)
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    if not inside or len(line) + len(indent) <= _WIDTH or not any(isinstance(one, (dict, list)) for one in inside):
+    nests = [one for one in inside if isinstance(one, (dict, list))]
+    is_row = len(nests) < len(inside) and not any(isinstance(one, (dict, list)) for nest in nests for one in nest)
+    if not nests or len(line) + len(indent) <= (_ROW if is_row else _WIDTH):
         return line
     deeper = f"{indent} "
     if isinstance(value, dict):

@@ -55,6 +55,7 @@ class Looking:
         self._calls: list[Call] = []
         self._steps: dict[int, int] = {}
         self._started: set[int] = set()
+        self._open: tuple[Moment, dict[str, torch.Tensor]] | None = None
 
     @contextlib.contextmanager
     def on(self, watch: Watch) -> Iterator[None]:
@@ -109,9 +110,12 @@ class Looking:
         if watch is None or watch.over or not watch.thread.open:
             return None
         event = watch.thread.open[-1]
+        if self._open is not None and self._open[0].event is event:
+            return self._open  # the closure again: the first gradient is that of the weights before the step
         self._note_starts(watch)
         moment = Moment(event, len(self.batches))
         before: dict[str, torch.Tensor] = {}
+        self._open = moment, before
         if not self._is_recorded(self._steps.get(event.optimizer, 0) + 1):
             return moment, before
         for group in getattr(optimizer, "param_groups", ()):
@@ -127,7 +131,7 @@ class Looking:
 
     def _use(self, _optimizer: Any, taken: tuple[Moment, dict[str, torch.Tensor]]) -> None:
         moment, before = taken
-        watch = self._watch
+        watch, self._open = self._watch, None
         if watch is None or moment.event.nested:
             return  # the step inside is the one that reads gradients
         optimizer = moment.event.optimizer

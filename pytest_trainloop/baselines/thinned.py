@@ -14,7 +14,7 @@ from pytest_trainloop.baselines.trajectory import IN_FULL, LATER, Course, Digest
 NUMBERS = 8_000
 """Numbers of gradients, updates and weights that are kept at most, where fewer steps are enough for that."""
 
-CALL_NUMBERS = 3_000
+CALL_NUMBERS = 1_200
 """The same of calls of modules."""
 
 ALL = (*range(1, IN_FULL + 1), *LATER)
