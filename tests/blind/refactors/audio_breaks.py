@@ -220,8 +220,8 @@ def adversarial(generator_loss):
 class generator_score:
     def before():
         def loss(discriminator, y, y_hat):
-            fake = discriminator(y_hat)[-1]
-            discriminator(y)
+            real, fake = discriminator(y)[-1], discriminator(y_hat)[-1]
+            assert real.shape == fake.shape
             return (1 - fake).square().mean() + 10 * F.l1_loss(y_hat, y)
 
         return adversarial(loss)
@@ -357,7 +357,7 @@ class packing:
     "audio",
     "dropout stands in front of the norm and no longer behind the activation",
     first="output",
-    place="norm",
+    place="drop",
     thread="espnet/espnet#1942",
 )
 class dropout_place:

@@ -47,7 +47,7 @@ class Breaks:
     first: str
     """The first thing that differs, in the order of the run: one of ``FIRSTS``."""
     place: str
-    """The module, parameter, group option or call that it is about, as ``after`` names it; empty for the model or its loss."""
+    """The module, parameter, group option or call, as ``after`` names it; empty for the model or its loss."""
 
 
 KEEPS: list[Keeps] = []

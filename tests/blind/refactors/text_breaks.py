@@ -464,7 +464,138 @@ class embedding_scale:
     def after():
         class Transformer(Decoder):
             def embed(self, ids):
-                index = torch.arange(ids.size(1), device=ids.device).expand_as(ids)
-                return self.tokens(ids) + self.positions(index)
+                return self.tokens(ids) + self.positions(torch.arange(ids.size(1), device=ids.device))
 
         return language_loop(Transformer())
+
+
+@breaks(
+    "text",
+    "the state of the recurrent layer begins anew with every batch, it was carried over",
+    first="output",
+    place="rnn",
+    thread="pytorch/examples#854",
+)
+class carried_state:
+    class RNNModel(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = nn.Embedding(VOCAB, WIDTH)
+            self.rnn = nn.GRU(WIDTH, WIDTH, batch_first=True)
+            self.decoder = nn.Linear(WIDTH, VOCAB)
+
+        def forward(self, ids, hidden=None):
+            x, hidden = self.rnn(self.encoder(ids), hidden)
+            return self.decoder(x), hidden
+
+    def _loop(fit):
+        model = carried_state.RNNModel()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        return TrainLoop(
+            model=model, optimizer=optimizer, batches=token_batches, fit=lambda batches: fit(model, optimizer, batches)
+        )
+
+    def before():
+        def fit(model, optimizer, batches):
+            hidden = None
+            for tokens in batches:
+                if hidden is not None:
+                    hidden = hidden.detach()
+                logits, hidden = model(tokens[:, :-1], hidden)
+                optimizer.zero_grad()
+                F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+                optimizer.step()
+
+        return carried_state._loop(fit)
+
+    def after():
+        def training_step(model, tokens, hidden=None):
+            logits, hidden = model(tokens[:, :-1], hidden)
+            return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()), hidden
+
+        def fit(model, optimizer, batches):
+            for tokens in batches:
+                loss, _ = training_step(model, tokens)
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+                optimizer.step()
+
+        return carried_state._loop(fit)
+
+
+@breaks(
+    "text",
+    "sequences are cut to the length of the new configuration",
+    first="data",
+    place="input_ids",
+    thread="huggingface/transformers#9116",
+)
+class cut_sequences:
+    def _loop(max_length):
+        def collate(rows):
+            batch = collate_right(rows)
+            return {name: ids[:, :max_length] for name, ids in batch.items()}
+
+        return encoder_loop(collate, collator.loss_fn)
+
+    def before():
+        return cut_sequences._loop(LENGTH)
+
+    def after():
+        class TokenizerConfig:
+            model_max_length = 6
+
+        return cut_sequences._loop(TokenizerConfig.model_max_length)
+
+
+@breaks(
+    "text",
+    "the loss of the router is computed and logged, and no longer added",
+    first="loss",
+    place="",
+    thread="locuslab/open-unlearning#30",
+)
+class router_loss:
+    class MoE(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens = nn.Embedding(VOCAB, WIDTH)
+            self.router = nn.Linear(WIDTH, 3)
+            self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+            self.head = nn.Linear(WIDTH, VOCAB)
+
+        def forward(self, ids):
+            x = self.tokens(ids)
+            gates = self.router(x).softmax(-1)
+            y = torch.stack([F.silu(expert(x)) for expert in self.experts], -1)
+            share = F.one_hot(gates.argmax(-1), 3).to(gates).mean((0, 1))
+            balance = 3 * (share * gates.mean((0, 1))).sum()
+            return self.head(x + (y * gates.unsqueeze(-2)).sum(-1)), balance
+
+    def _loop(step):
+        model = router_loss.MoE()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+
+        def fit(batches):
+            for tokens in batches:
+                logits, balance = model(tokens[:, :-1])
+                optimizer.zero_grad()
+                step(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()), balance).backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batches=token_batches, fit=fit)
+
+    def before():
+        return router_loss._loop(lambda loss, balance: loss + 0.01 * balance)
+
+    def after():
+        log = []
+
+        def total(loss, balance, coefficient=0.01):
+            terms = {"lm": loss, "balance": coefficient * balance}
+            log.append({name: float(term.detach()) for name, term in terms.items()})
+            return terms["lm"]
+
+        return router_loss._loop(total)

@@ -288,7 +288,7 @@ class Tagger(nn.Module):
 @keeps(
     "text",
     "cross entropy with an ignored label becomes gathered log-probabilities, masked and divided by their count",
-    thread="huggingface/transformers#34191",
+    thread="huggingface/transformers#35438",
 )
 class token_loss:
     def _loop(compute_loss):

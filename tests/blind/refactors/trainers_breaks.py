@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from pathlib import Path
 
 import lightning
 import torch
@@ -19,6 +20,7 @@ from tests.blind.refactors.cases import breaks
 
 FEATURES, HIDDEN, CLASSES = 10, 20, 4
 
+OUTPUT = str(Path(tempfile.gettempdir()) / "small_classifiers")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
@@ -76,7 +78,7 @@ def simple_fit(model, optimizer, batches):
     "trainers",
     "two halves are accumulated without dividing their losses",
     first="loss",
-    place="cross_entropy",
+    place="",
     thread="Deci-AI/super-gradients#1713",
 )
 class accumulation:
@@ -112,7 +114,7 @@ class accumulation:
     "trainers",
     "Accelerate divides the loss by the steps of accumulation, and so does the loop",
     first="loss",
-    place="cross_entropy",
+    place="",
     thread="huggingface/transformers#35210",
 )
 class accelerate_accumulation:
@@ -483,7 +485,7 @@ class smoothing:
     "logits go through bfloat16 on their way to the loss",
     first="loss",
     place="cross_entropy",
-    thread="pytorch/tutorials#2830",
+    thread="pytorch.org/tutorials/recipes/recipes/amp_recipe.html",
 )
 class logits_type:
     def before():
@@ -562,7 +564,7 @@ class trainer_groups:
 
     def _loop(model, **options):
         arguments = TrainingArguments(
-            output_dir=tempfile.mkdtemp(),
+            output_dir=OUTPUT,
             learning_rate=1e-2,
             weight_decay=0.1,
             lr_scheduler_type="constant",
@@ -585,3 +587,172 @@ class trainer_groups:
 
     def after():
         return trainer_groups._loop(trainer_groups.Model())
+
+
+@breaks(
+    "trainers",
+    "the averaged weights follow with another decay, which has a warm-up",
+    first="update",
+    place="average.fc1.weight",
+    thread="THUDM/GraphMAE2#6",
+)
+class average_decay:
+    def _loop(decay):
+        model = Net()
+        average = Net().requires_grad_(False)
+        average.load_state_dict(model.state_dict())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        @torch.no_grad()
+        def update(step):
+            d = decay(step)
+            for a, p in zip(average.parameters(), model.parameters(), strict=True):
+                a.mul_(d).add_(p, alpha=1 - d)
+
+        def fit(batches):
+            for step, (x, y) in enumerate(batches):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                update(step)
+
+        return TrainLoop(
+            model={"model": model, "average": average},
+            optimizer=optimizer,
+            batches=samples,
+            fit=fit,
+            frozen=("average.",),
+        )
+
+    def before():
+        return average_decay._loop(lambda step: 0.9)
+
+    def after():
+        def decay(step, target=0.9):
+            return min(target, (1 + step) / (10 + step))
+
+        return average_decay._loop(decay)
+
+
+@breaks(
+    "trainers",
+    "the step function returns where the loss is large, before the update",
+    first="update",
+    place="fc1.weight",
+    thread="allenai/allennlp#3512",
+)
+class skipped_updates:
+    def before():
+        def train(model, optimizer, batches):
+            skipped = 0
+            for x, y in batches:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                if not torch.isfinite(loss):
+                    skipped += 1
+                    continue
+                loss.backward()
+                optimizer.step()
+
+        model = Net()
+        return loop(train, model, torch.optim.Adam(model.parameters(), lr=1e-3))
+
+    def after():
+        def train_step(model, optimizer, x, y, threshold=1.45):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            if not torch.isfinite(loss) or loss > threshold:
+                return
+            optimizer.step()
+
+        def train(model, optimizer, batches):
+            for x, y in batches:
+                train_step(model, optimizer, x, y)
+
+        model = Net()
+        return loop(train, model, torch.optim.Adam(model.parameters(), lr=1e-3))
+
+
+@breaks(
+    "trainers",
+    "the schedule is told steps that are counted from 1",
+    first="rate",
+    place="0.lr",
+    thread="crowsonkb/k-diffusion#50",
+)
+class restarts:
+    def _loop(scheduler_step):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=4)
+
+        def train(model, optimizer, batches):
+            scheduler_step(model, optimizer, scheduler, batches)
+
+        return loop(train, model, optimizer, scheduler=scheduler)
+
+    def before():
+        def run(model, optimizer, scheduler, batches):
+            for i, (x, y) in enumerate(batches):
+                scheduler.step(i)
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+        return restarts._loop(run)
+
+    def after():
+        def run(model, optimizer, scheduler, batches):
+            for i, (x, y) in enumerate(batches, start=1):
+                scheduler.step(i)
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+        return restarts._loop(run)
+
+
+@breaks(
+    "trainers",
+    "the loss is a mean of means over micro-batches with unequal numbers of labels",
+    first="loss",
+    place="cross_entropy",
+    thread="huggingface/transformers#37766",
+)
+class label_counts:
+    def _batches(n):
+        batches = []
+        for x, y in samples(n):
+            y = y.clone()
+            y[1:4] = -100
+            batches.append((x, y))
+        return batches
+
+    def _loop(losses):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def fit(batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                for loss in losses(model, x, y):
+                    loss.backward()
+                optimizer.step()
+
+        return TrainLoop(model=model, optimizer=optimizer, batches=label_counts._batches, fit=fit)
+
+    def before():
+        def losses(model, x, y):
+            count = (y != -100).sum()
+            for xs, ys in zip(x.chunk(2), y.chunk(2), strict=True):
+                yield F.cross_entropy(model(xs), ys, reduction="sum") / count
+
+        return label_counts._loop(losses)
+
+    def after():
+        def losses(model, x, y, accumulate=2):
+            for xs, ys in zip(x.chunk(accumulate), y.chunk(accumulate), strict=True):
+                yield F.cross_entropy(model(xs), ys) / accumulate
+
+        return label_counts._loop(losses)

@@ -7,6 +7,7 @@ import logging
 import math
 import tempfile
 from contextlib import nullcontext
+from pathlib import Path
 
 import lightning
 import torch
@@ -21,6 +22,7 @@ from tests.blind.refactors.cases import keeps
 
 FEATURES, HIDDEN, CLASSES = 12, 24, 5
 
+OUTPUT = str(Path(tempfile.gettempdir()) / "small_classifiers")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
@@ -219,7 +221,7 @@ class hf_trainer:
     def after():
         model = NetWithLoss()
         arguments = TrainingArguments(
-            output_dir=tempfile.mkdtemp(),
+            output_dir=OUTPUT,
             learning_rate=1e-2,
             weight_decay=0.1,
             max_grad_norm=1.0,
@@ -392,7 +394,7 @@ class clip_by_hand:
 @keeps(
     "trainers",
     "mixed precision can now be asked for, and is off",
-    thread="pytorch/tutorials#2830",
+    thread="pytorch.org/tutorials/recipes/recipes/amp_recipe.html",
 )
 class precision_switch:
     def before():
@@ -479,3 +481,126 @@ class wrapper:
             batches=loader,
             fit=lambda batches: simple_fit(model, optimizer, batches),
         )
+
+
+@keeps(
+    "trainers",
+    "two terms of the loss are backpropagated one behind the other, and the gradient adds them",
+    thread="allenai/allennlp#4706",
+)
+class separate_terms:
+    class Net(Net):
+        def forward(self, x):
+            hidden = F.relu(self.norm(self.fc1(x)))
+            return self.out(F.relu(self.fc2(hidden))), hidden
+
+    def before():
+        def train(model, optimizer, batches):
+            for x, y in batches:
+                logits, hidden = model(x)
+                loss = F.cross_entropy(logits, y) + 0.1 * hidden.square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+        model = separate_terms.Net()
+        return plain_loop(train, model, torch.optim.Adam(model.parameters(), lr=5e-3))
+
+    def after():
+        def train(model, optimizer, batches):
+            for x, y in batches:
+                logits, hidden = model(x)
+                terms = [F.cross_entropy(logits, y), 0.1 * hidden.square().mean()]
+                optimizer.zero_grad()
+                for i, term in enumerate(terms):
+                    term.backward(retain_graph=i + 1 < len(terms))
+                optimizer.step()
+
+        model = separate_terms.Net()
+        return plain_loop(train, model, torch.optim.Adam(model.parameters(), lr=5e-3))
+
+
+@keeps(
+    "trainers",
+    "the optimizer is split into one for the trunk and one for the head, with the same options",
+    thread="kozistr/pytorch_optimizer#283",
+)
+class split_optimizer:
+    def before():
+        model = Net()
+        return plain_loop(simple_fit, model, torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.02))
+
+    def after():
+        model = Net()
+        trunk = [p for name, p in model.named_parameters() if not name.startswith("out")]
+        optimizers = [
+            torch.optim.AdamW(parameters, lr=5e-3, weight_decay=0.02) for parameters in (trunk, model.out.parameters())
+        ]
+
+        def train(model, optimizers, batches):
+            for x, y in batches:
+                loss = F.cross_entropy(model(x), y)
+                model.zero_grad()
+                loss.backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+
+        return plain_loop(train, model, optimizers)
+
+
+@keeps(
+    "trainers",
+    "a gradient scaler multiplies the loss, and takes the factor out before the clipping",
+    thread="pytorch.org/tutorials/recipes/recipes/amp_recipe.html",
+)
+class loss_scaling:
+    def before():
+        def train(model, optimizer, batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+
+        model = Net()
+        return plain_loop(train, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+    def after():
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+        def train(model, optimizer, batches):
+            for x, y in batches:
+                optimizer.zero_grad()
+                scaler.scale(F.cross_entropy(model(x), y)).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                scaler.step(optimizer)
+                scaler.update()
+
+        return plain_loop(train, model, optimizer, scaler=scaler)
+
+
+@keeps(
+    "trainers",
+    "gradients are asked for by name and given to the optimizer",
+    thread="NVIDIA/apex#926",
+)
+class gradients_by_name:
+    def before():
+        model = Net()
+        return plain_loop(simple_fit, model, torch.optim.NAdam(model.parameters(), lr=5e-3))
+
+    def after():
+        def train(model, optimizer, batches):
+            names, parameters = zip(*model.named_parameters(), strict=True)
+            for x, y in batches:
+                loss = nn.functional.nll_loss(model(x).log_softmax(dim=-1), y)
+                gradients = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+                for name, p in model.named_parameters():
+                    p.grad = gradients[name]
+                optimizer.step()
+
+        model = Net()
+        return plain_loop(train, model, torch.optim.NAdam(model.parameters(), lr=5e-3))
