@@ -1,6 +1,6 @@
 """Language models."""
 
-# ruff: noqa: N801
+# ruff: noqa: N801, N805
 from __future__ import annotations
 
 import math
