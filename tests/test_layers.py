@@ -28,7 +28,7 @@ FLOORS = (
     ("compositions",),
     ("losses", "formulas"),
     ("baselines", "strategies", "optimizers", "records"),
-    ("gradients", "tracing", "batches", "adapters"),
+    ("gradients", "tracing", "batches", "adapters", "timing"),
     ("runs",),
     ("reach",),
     ("recording",),

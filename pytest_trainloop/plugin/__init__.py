@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.plugin.fixture import TrainloopFixture
 
+_SWITCHES = ("", "_json", "_sarif", "_report", "_card", "_update", "_update_new", "_benchmark", "_bundle")
+"""The ends of the options that load the other modules."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     options.add(parser)
@@ -45,8 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "trainloop_cuda: set by pytest-trainloop on its tests that run on CUDA",
     ):
         config.addinivalue_line("markers", marker)
-    switches = ("", "_json", "_sarif", "_report", "_card", "_update", "_update_new")
-    if any(config.getoption(f"trainloop{name}") for name in switches):
+    if any(config.getoption(f"trainloop{name}") for name in _SWITCHES):
         from pytest_trainloop.plugin import activate
 
         activate.configure(config)
@@ -79,7 +81,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, object, 
 
     collect.refuse_misuse(metafunc)
     done = yield
-    if metafunc.config.getoption("trainloop"):
+    if metafunc.config.getoption("trainloop") or metafunc.config.getoption("trainloop_benchmark"):
         collect.one_item_per_check(metafunc)  # after everybody else, so that the check comes last in the id
     return done
 
@@ -102,7 +104,13 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    if not item.config.getoption("trainloop") and isinstance(item, pytest.Function) and _is_ours(item):
+    if not isinstance(item, pytest.Function) or not _is_ours(item):
+        return
+    if item.config.getoption("trainloop_benchmark") and item.get_closest_marker("trainloop_check"):
+        from pytest_trainloop.plugin import benchmark
+
+        benchmark.prepare(item)
+    elif not item.config.getoption("trainloop"):
         item.add_marker(pytest.mark.skip(reason="needs --trainloop"))
 
 

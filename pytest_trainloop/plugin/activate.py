@@ -26,7 +26,10 @@ def configure(config: pytest.Config) -> None:
     except UsageError as error:
         raise pytest.UsageError(str(error)) from None
     worker = hasattr(config, "workerinput")
-    if config.getoption("trainloop"):
+    timed = config.getoption("trainloop_benchmark")
+    if timed:
+        _require_benchmark(config)
+    if config.getoption("trainloop") or timed:
         from pytest_trainloop.plugin import outcomes, runtest, xdist
 
         if settings.device == "cuda" and not _cuda(config, worker=worker):
@@ -71,6 +74,14 @@ def _baselines(config: pytest.Config, *, worker: bool) -> None:
     config.pluginmanager.register(collected)
     if not worker:
         config.pluginmanager.register(Baselines(config, collected))
+
+
+def _require_benchmark(config: pytest.Config) -> None:
+    """Raise a usage error where pytest-benchmark is not at work."""
+    if not config.pluginmanager.hasplugin("benchmark"):
+        blocked = config.pluginmanager.is_blocked("benchmark")
+        how = "take '-p no:benchmark' out" if blocked else "pip install 'pytest-trainloop[benchmark]'"
+        raise pytest.UsageError(f"--trainloop-benchmark needs pytest-benchmark, which is not loaded; {how}")
 
 
 def _cuda(config: pytest.Config, *, worker: bool) -> bool:

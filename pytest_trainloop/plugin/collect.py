@@ -10,7 +10,7 @@ import pytest
 
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.knobs import read_knobs
-from pytest_trainloop.plugin.nodeids import CARD, ON_CUDA
+from pytest_trainloop.plugin.nodeids import CARD, ON_CUDA, STEP_TIME
 from pytest_trainloop.plugin.settings import is_strict, read_selections, read_settings
 from pytest_trainloop.selection import Plan, Selection, choose, marker_selection, validate
 
@@ -144,12 +144,17 @@ def one_item_per_check(metafunc: pytest.Metafunc) -> None:
     marked = metafunc.config.stash.setdefault(_MARKED, {})
     marked[metafunc.definition.nodeid] = MarkedFunction(plan=plan, knobs=knobs, judges=_judges(metafunc))
     cuda = read_settings(metafunc.config).device == "cuda" and _judges(metafunc) == "loop"
-    metafunc.fixturenames.append(HIDDEN)
-    items = [_parameter(check, plan, cuda=cuda) for check in plan.checks] or [_no_check_left()]
+    items = []
+    if metafunc.config.getoption("trainloop"):
+        items = [_parameter(check, plan, cuda=cuda) for check in plan.checks] or [_no_check_left()]
     carded = metafunc.config.getoption("trainloop_card") or metafunc.config.getoption("trainloop_report")
     if carded and plan.checks and _judges(metafunc) == "loop":
         items.append(_parameter(CARD, plan, cuda=cuda))
-    metafunc.parametrize(HIDDEN, items)
+    if metafunc.config.getoption("trainloop_benchmark") and _judges(metafunc) == "loop":
+        items.append(_parameter(STEP_TIME, plan, cuda=cuda))
+    if items:
+        metafunc.fixturenames.append(HIDDEN)
+        metafunc.parametrize(HIDDEN, items)
 
 
 def _plan(metafunc: pytest.Metafunc) -> Plan:

@@ -11,6 +11,12 @@ if TYPE_CHECKING:
 CARD = "card"
 """In the place of the check's name in the item that takes the card of a loop."""
 
+STEP_TIME = "step_time"
+"""In the place of the check's name in the item that times the steps of a loop."""
+
+NO_CHECKS = (CARD, STEP_TIME)
+"""Items of a loop that judge nothing."""
+
 ON_CUDA = "-cuda"
 """The suffix of the check's name where loops are on a CUDA device: ``[precision_parity-cuda]``."""
 

@@ -12,7 +12,7 @@ from pytest_trainloop.errors import CheckFailed
 from pytest_trainloop.finding import Result
 from pytest_trainloop.knobs import KNOBS, without_default
 from pytest_trainloop.plugin.collect import marked_function
-from pytest_trainloop.plugin.nodeids import CARD, loop_of
+from pytest_trainloop.plugin.nodeids import NO_CHECKS, loop_of
 from pytest_trainloop.report.entry import Entry
 from pytest_trainloop.report.text import failure_text
 
@@ -76,7 +76,9 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     found = marked_function(item)
-    if found is None or found[0] == CARD:
+    if found is None or found[0] in NO_CHECKS:
+        if found is not None and isinstance(report.longrepr, tuple):
+            report.longrepr = (*location(item), report.longrepr[2])
         return report
     if report.when == "setup" and not report.passed:
         result = _never_called(item, found[0], report, call)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_trainloop.errors import UsageError
+from pytest_trainloop.errors import UsageError, UserCodeError
 from pytest_trainloop.finding import Result
 from pytest_trainloop.plugin import baselines, cards, outcomes, progress
 from pytest_trainloop.plugin.collect import RETURNED, MarkedFunction, marked_function
-from pytest_trainloop.plugin.nodeids import CARD, loop_of
+from pytest_trainloop.plugin.nodeids import CARD, STEP_TIME, loop_of
 from pytest_trainloop.plugin.settings import read_settings
 from pytest_trainloop.plugin.tested_losses import contracts_beside
+from pytest_trainloop.report.text import failure_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -96,6 +97,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     if found[0] == CARD:
         _take_card(pyfuncitem, found[1])
+    elif found[0] == STEP_TIME:
+        _take_time(pyfuncitem, found[1])
     else:
         outcomes.settle(pyfuncitem, _judged(pyfuncitem, *found))
     return True
@@ -132,6 +135,23 @@ def _take_card(item: pytest.Function, marked: MarkedFunction) -> None:
     results = loops.results.get(loop, {})
     ordered = {check: results[check] for check in marked.plan.checks if check in results}
     cards.take(item, loop, loops.subject(item, loop, marked), ordered)
+
+
+def _take_time(item: pytest.Function, marked: MarkedFunction) -> None:
+    __tracebackhide__ = True
+    from pytest_trainloop.plugin import benchmark
+
+    loops, loop = item.config.stash[_LOOPS], loop_of(item.nodeid, STEP_TIME)
+    try:
+        benchmark.take(item, loops.subject(item, loop, marked))
+        return
+    except (UsageError, UserCodeError) as error:
+        refused = loops.refuse(loop, STEP_TIME, item.nodeid, str(error))
+        result = replace(refused, error=getattr(error, "error", None))
+    reported = [r.check for r in loops.results.get(loop, {}).values() if r.outcome in ("failed", "error")]
+    if reported or result.outcome == "skipped":
+        pytest.skip(f"{result.reason} (see {reported[0]})" if reported else result.reason)
+    benchmark.fail(item, failure_text(result, {}))
 
 
 def _make(item: pytest.Function) -> Callable[..., Any]:

@@ -1,0 +1,47 @@
+"""The most memory that tensors hold at once, where the device keeps no count: the CPU."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from pytest_trainloop.recording.torch_internals import DispatchMode, tree_leaves
+
+
+class TensorMemory(DispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of each storage from the first operation that gives a tensor on it until it is freed.
+
+    The count is the same on every machine. It is blind to what a kernel needs for itself while it runs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._live = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def hold(self, tensors: Any) -> None:
+        """Count these tensors of a nest: weights and batches, which no operation makes."""
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
+                self._count(tensor.untyped_storage())
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        address, size = storage.data_ptr(), storage.nbytes()
+        if not size or address in self._known:
+            return
+
+        def freed(_reference: Any) -> None:
+            self._known.pop(address, None)
+            self._live -= size
+
+        self._known[address] = weakref.ref(storage, freed)
+        self._live += size
+        self.peak = max(self.peak, self._live)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.hold(out)
+        return out
