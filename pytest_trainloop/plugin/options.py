@@ -42,7 +42,7 @@ def add(parser: pytest.Parser) -> None:
         help="record the baselines (and with --trainloop-card the cards) that are not stored yet",
     )
     option("--trainloop-benchmark", action="store_true", help="time the steps of each loop, by pytest-benchmark")
-    option("--trainloop-bundle", metavar="DIR", help="write a folder to DIR for each failure, with a script that shows it")
+    option("--trainloop-bundle", metavar="DIR", help="write a folder for each failure, with a script that shows it")
     ini = parser.addini
     ini("trainloop_only", "checks to run, one name or pattern a line", type="linelist")
     ini(
