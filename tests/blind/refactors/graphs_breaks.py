@@ -180,7 +180,7 @@ class SAGEConv(nn.Module):
     "neighbours are added up and no longer averaged",
     first="output",
     place="conv1.lin",
-    thread="pyg-team/pytorch_geometric#1683",
+    thread="pyg-team/pytorch_geometric#4379",
 )
 class aggregation:
     def before():
@@ -231,7 +231,7 @@ class clip_line:
     "the weight decay of the first convolution is now that of all",
     first="group",
     place="weight_decay",
-    thread="pyg-team/pytorch_geometric#129",
+    thread="pyg-team/pytorch_geometric#1468",
 )
 class first_layer_decay:
     def before():
@@ -252,7 +252,7 @@ class first_layer_decay:
     "the loss takes the nodes of the test set too",
     first="loss",
     place="cross_entropy",
-    thread="pyg-team/pytorch_geometric#9840",
+    thread="theislab/geome#16",
 )
 class node_mask:
     def before():

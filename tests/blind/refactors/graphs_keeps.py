@@ -109,7 +109,7 @@ class message_passing:
 @keeps(
     "graphs",
     "the linear map of a convolution is applied to the nodes in place of their sums",
-    thread="pyg-team/pytorch_geometric#549",
+    thread="pyg-team/pytorch_geometric#798",
 )
 class linear_first:
     class Conv(nn.Module):

@@ -174,7 +174,7 @@ class decayed_norms:
     "the weight of the positive class is kept as an attribute that nobody reads",
     first="loss",
     place="binary_cross_entropy_with_logits",
-    thread="innat/medic-ai#30",
+    thread="flatironinstitute/DeepFRI#11",
 )
 class class_weight:
     def before():

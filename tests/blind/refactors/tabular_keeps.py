@@ -238,7 +238,7 @@ class binary_loss:
 @keeps(
     "tabular",
     "products of all pairs of features are one einsum, of which the upper triangle is taken",
-    thread="gsbDBI/torch-choice#22",
+    thread="facebookresearch/dlrm#183",
     renamed={"bottom": "towers.dense", "tables": "towers.sparse", "top": "predictor"},
 )
 class pair_products:

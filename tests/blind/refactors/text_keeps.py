@@ -378,7 +378,7 @@ class LMBatch:
 @keeps(
     "text",
     "batches are a dataclass in place of a dict, and the model returns an output object with its loss",
-    thread="allenai/allennlp#3512",
+    thread="VectorInstitute/mmlearn#26",
 )
 class batch_object:
     def before():

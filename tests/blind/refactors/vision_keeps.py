@@ -326,7 +326,7 @@ class dice:
 @keeps(
     "vision",
     "the convolutions of a pyramid are held in a dict by level in place of a list",
-    thread="open-mmlab/mmcv#1294",
+    thread="open-mmlab/mmengine#357",
     renamed={
         **{f"lateral.{i}": f"lateral.p{i + 2}" for i in range(2)},
         **{f"output.{i}": f"output.p{i + 2}" for i in range(2)},
