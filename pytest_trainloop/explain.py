@@ -93,9 +93,7 @@ def rule(check: str, cause: str) -> Rule | None:
     lines.append(f"The check `{check}` holds that: {_inline(found.headline, ())}.\n")
     lines += [f"## {heading}\n\n{_section(heading, body, ())}" for heading, body in _sections(found.page)]
     name = f"{check}:{cause}"
-    return Rule(
-        headline=found.headline, proof=about.proof, page=page(name), markdown="\n".join(lines), family=found.family
-    )
+    return Rule(proof=_sentence(about.proof), page=page(name), markdown="\n".join(lines), family=found.family)
 
 
 def markdown_table(subject: registry.Judged, folder: str = "") -> str:
@@ -202,6 +200,6 @@ def _link(name: str, checks: Collection[str]) -> str:
 
 
 def _sentence(text: str) -> str:
-    """Text as a sentence; a name of code that it begins with (``model.eval()``) keeps its case."""
-    capital = re.sub(r"^[a-z](?=[a-z'-]*([ ,;:]|$))", lambda m: m[0].upper(), text)
+    """Text as a sentence; a name of code that it begins with (``model.eval()``, ``loss = ...``) keeps its case."""
+    capital = re.sub(r"^[a-z](?=[a-z'-]*([ ,;:](?!=)|$))", lambda m: m[0].upper(), text)
     return capital + ("" if text.endswith(".") else ".")

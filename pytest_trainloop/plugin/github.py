@@ -73,7 +73,7 @@ def tell(config: pytest.Config, document: Mapping[str, Any], refused: Refused, n
 def _refusals(config: pytest.Config, refused: Refused) -> list[Alert]:
     places = places_of(config)
     return [
-        Alert(check="trainloop", level="error", summary=text, text=text, loops=(nodeid,), at=places.at(line))
+        Alert(level="error", summary=text, text=text, loops=(nodeid,), at=places.definition(line))
         for text, (nodeid, line) in refused.items()
     ]
 

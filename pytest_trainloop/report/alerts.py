@@ -22,17 +22,15 @@ Proofs = Mapping[str, Mapping[str, str]]
 
 _LEVELS: Mapping[str, Level] = {"fault": "error", "advice": "warning", "note": "note"}
 
-_MOST_DECORATORS = 20
-"""Lines of decorators above a test."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
     """One fault, piece of advice, note or error, with the loops that have it."""
 
-    check: str
+    check: str = ""
+    """Empty for an error of the user's code and for a loop that is refused."""
     cause: str = ""
-    """Empty for an error of the user's code, and for a check that failed without a finding."""
+    """Empty also for a check that failed without a finding."""
     level: Level
     summary: str
     text: str
@@ -49,9 +47,9 @@ class Alert:
     """The project's reason, where it expects or suppresses the fault."""
 
     @property
-    def rule(self) -> str:
-        """``check:cause``, as in ``skip=``; of an error the check alone."""
-        return f"{self.check}:{self.cause}" if self.cause else self.check
+    def title(self) -> str:
+        """``check:cause``, as in ``skip=``; the check alone where it gave no cause."""
+        return f"{self.check}:{self.cause}" if self.cause else self.check or "loop not judged"
 
     @property
     def culprits(self) -> tuple[str, ...]:
@@ -59,7 +57,7 @@ class Alert:
 
 
 def alerts(document: Mapping[str, Any], places: Places, proofs: Proofs) -> list[Alert]:
-    """The alerts in the data of a JSON report: errors first, then advice, then notes, each in the order of the report.
+    """The alerts in the data of a JSON report: errors first, then advice, then notes; of each what is accepted last.
 
     ``proofs`` has the texts of the causes.
     """
@@ -67,7 +65,14 @@ def alerts(document: Mapping[str, Any], places: Places, proofs: Proofs) -> list[
     merged: dict[object, Alert] = {}
     for alert in told:
         place = (alert.at.file, alert.at.number) if alert.at else None
-        key = (alert.rule, alert.level, alert.accepted, place, alert.culprits, alert.summary if not alert.cause else "")
+        key = (
+            alert.title,
+            alert.level,
+            alert.accepted,
+            place,
+            alert.culprits,
+            alert.summary if not alert.cause else "",
+        )
         first = merged.setdefault(key, alert)
         merged[key] = replace(
             first,
@@ -75,7 +80,7 @@ def alerts(document: Mapping[str, Any], places: Places, proofs: Proofs) -> list[
             also=tuple(dict.fromkeys((*first.also, *alert.also))),
         )
     order = list(_LEVELS.values())
-    return sorted(merged.values(), key=lambda alert: order.index(alert.level))
+    return sorted(merged.values(), key=lambda alert: (order.index(alert.level), bool(alert.accepted)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,7 @@ class _Loop:
         for cause in root_causes([r for r in results if r.outcome == "failed"]):
             if cause.result.reason or not cause.result.faults:
                 summary = cause.result.reason or f"{cause.result.check} failed"
-                yield self._plain(cause.result, summary, summary)
+                yield self._plain(cause.result, summary, summary, check=cause.result.check)
             for fault, followed in zip(cause.result.faults, cause.followed, strict=True):
                 yield self._found(cause.result, fault, also=followed)
         for result in results:
@@ -120,10 +125,10 @@ class _Loop:
             accepted=accepted or finding.accepted,
         )
 
-    def _plain(self, result: Result, summary: str, text: str) -> Alert:
+    def _plain(self, result: Result, summary: str, text: str, check: str = "") -> Alert:
         raised = Line.of_traceback(result.error.traceback) if result.error else None
         return Alert(
-            check=result.check,
+            check=check,
             level="error",
             summary=summary,
             text=text,
@@ -132,11 +137,5 @@ class _Loop:
         )
 
     def _test(self) -> At | None:
-        """The ``def`` of the test; pytest gives the line of its first decorator."""
         file = self.data["nodeid"].partition("::")[0]
-        first = Line.read(self.data.get("at", "")) or Line(file, 1)
-        path = self.places.find(first)
-        below = range(first.number, first.number + _MOST_DECORATORS) if path else ()
-        text = {number: self.places.text(path, number).lstrip() for number in below} if path else {}
-        own = next((number for number in below if text[number].startswith(("def ", "async def "))), first.number)
-        return self.places.at(Line(first.file, own))
+        return self.places.definition(Line.read(self.data.get("at", "")) or Line(file, 1))

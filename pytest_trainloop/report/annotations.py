@@ -24,7 +24,7 @@ def commands(alerts: Sequence[Alert], *, errors: bool = True) -> Iterator[str]:
         if command is None or alert.accepted or (command == "error" and not errors):
             continue
         place = {"file": alert.at.file, "line": str(alert.at.number)} if alert.at else {}
-        properties = {**place, "title": alert.rule}
+        properties = {**place, "title": alert.title}
         told = ",".join(f"{key}={_property(value)}" for key, value in properties.items())
         yield f"::{command} {told}::{_data(message(alert))}"
 

@@ -22,6 +22,7 @@ LIMIT = 1024 * 1024 - 4096
 """Bytes of all that one step writes; above its limit of 1 MiB GitHub drops the whole summary."""
 
 _HEADINGS = {"error": "To repair", "warning": "Advice"}
+_MOST_LOOPS = 5
 _MOST_TEXT = 8000
 """Characters of one failure."""
 
@@ -44,15 +45,19 @@ def markdown(entries: Sequence[Entry], alerts: Sequence[Alert], *, nothing: str 
 
 
 def _head(entries: Sequence[Entry], alerts: Sequence[Alert], nothing: str) -> Iterator[str]:
-    loops = len({entry.loop for entry in entries})
-    faults = [alert for alert in alerts if alert.level == "error" and not alert.accepted]
-    failed = len({loop for alert in faults for loop in alert.loops})
+    loops = {entry.loop for entry in entries}
+    bad = [alert for alert in alerts if alert.level == "error" and not alert.accepted]
+    faults = sum(bool(alert.check) for alert in bad)
+    told = [_number(faults, "fault")] if faults else []
+    told += [_number(len(bad) - faults, "error")] if len(bad) > faults else []
+    failed = len(loops & {loop for alert in bad for loop in alert.loops})
     if nothing:
         yield f"## Training loops: nothing was checked\n\n{_text(nothing)}\n\n"
-    elif faults:
-        yield f"## Training loops: {_number(len(faults), 'fault')} in {failed} of {_number(loops, 'loop')}\n\n"
+    elif told:
+        share = f"{failed} of {_number(len(loops), 'loop')} fail{'s' * (failed == 1)}"
+        yield f"## Training loops: {' and '.join(told)}; {share}\n\n"
     else:
-        yield f"## Training loops: no fault in {_number(loops, 'loop')}\n\n"
+        yield f"## Training loops: no fault in {_number(len(loops), 'loop')}\n\n"
 
 
 def _alerts(alerts: Sequence[Alert]) -> Iterator[str]:
@@ -66,14 +71,14 @@ def _alerts(alerts: Sequence[Alert]) -> Iterator[str]:
 
 def _alert(alert: Alert, *, folded: bool) -> str:
     where = f" at {_link(alert.at)}" if alert.at else ""
-    told = f"<b>{_html(alert.summary)}</b> (<code>{_html(alert.rule)}</code>)"
-    about = f"{', '.join(_code(loop) for loop in alert.loops[:5])}{_more(alert.loops[5:])}{where}"
+    about = f"{', '.join(_code(loop) for loop in alert.loops[:_MOST_LOOPS])}{_more(alert.loops[_MOST_LOOPS:])}{where}"
     if alert.also:
         about += f"; {', '.join(_code(check) for check in alert.also)} fail{'s' * (len(alert.also) == 1)} for it"
     body = f"{about}\n\n{_fenced(alert.text[:_MOST_TEXT])}\n"
     if folded:
-        return f"<details><summary>{told}</summary>\n\n{body}\n</details>\n\n"
-    return f"{told}\n\n{body}\n"
+        told = f"<b>{_html(alert.summary)}</b> (<code>{_html(alert.title)}</code>)"
+        return f"<details><summary>{told}</summary>\n\n{body}</details>\n\n"
+    return f"**{_text(alert.summary)}** ({_code(alert.title)})\n\n{body}"
 
 
 def _loops(entries: Sequence[Entry]) -> Iterator[str]:
@@ -119,11 +124,11 @@ def _fenced(text: str) -> str:
 
 
 def _code(text: str, *, in_table: bool = False) -> str:
-    """A span of code of any text; HTML, since a span between backticks holds neither backticks nor ``|`` everywhere."""
-    escaped = _html(text)
-    for mark in "`*_[]~" + ("|" if in_table else ""):
-        escaped = escaped.replace(mark, f"&#{ord(mark)};")
-    return f"<code>{escaped}</code>"
+    """A span of code of any text."""
+    text = " ".join(text.split())
+    if "`" in text:
+        return f"<code>{re.sub(r'[`*_|~]|[][]', lambda m: f'&#{ord(m[0])};', _html(text))}</code>"
+    return f"`{text}`".replace("|", r"\|") if in_table else f"`{text}`"
 
 
 def _html(text: str) -> str:

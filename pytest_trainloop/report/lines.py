@@ -19,6 +19,8 @@ _LINE = re.compile(r"(?P<file>[^\n]+?):(?P<line>[1-9]\d*)(?:   (?P<source>.*))?(
 _FRAME = re.compile(r'^ *File "(?P<file>[^"\n]+)", line (?P<line>\d+).*(?:\n +(?P<source>\S.*))?', re.MULTILINE)
 
 _NOT_SEARCHED = frozenset({"site-packages", "node_modules", "__pycache__", "build", "dist"})
+_MOST_DECORATORS = 20
+"""Lines of decorators that are passed over."""
 _MOST_FOLDERS = 5000
 """Folders that are looked into for a file of which only the name is known."""
 
@@ -89,6 +91,16 @@ class Places:
         if line is None or path is None:
             return None
         return At(path, self.relative(path), line.number, self.text(path, line.number) or line.source)
+
+    def definition(self, line: Line) -> At | None:
+        """The ``def`` of a function whose first decorator stands at this line, or the line itself."""
+        path = self.find(line)
+        if path is None:
+            return None
+        for number in range(line.number, line.number + _MOST_DECORATORS):
+            if self.text(path, number).lstrip().startswith(("def ", "async def ")):
+                return self.at(Line(line.file, number))
+        return self.at(line)
 
     def lines(self, path: Path) -> Sequence[str]:
         """The lines of a file, without their ends; none where it cannot be read."""

@@ -34,9 +34,8 @@ _MOST_DESCRIBED = 1000
 class Rule:
     """What is said of a cause, whichever loop has it."""
 
-    headline: str
-    """What its check holds."""
     proof: str
+    """The observation that proves it, as a sentence."""
     page: str
     """As text, for a reader of the terminal."""
     markdown: str
@@ -55,7 +54,7 @@ def document(
     Errors of the project's own code are no results, but notifications: they say nothing about a line of the source.
     """
     found = [alert for alert in alerts if alert.cause]
-    rules = {alert.rule: alert for alert in found}
+    rules = {alert.title: alert for alert in found}
     numbers = {rule: number for number, rule in enumerate(sorted(rules))}
     prints = _fingerprints(found)
     stopped = [_notification("error", alert.text, alert.at) for alert in alerts if not alert.cause]
@@ -76,7 +75,7 @@ def document(
                 "originalUriBaseIds": {ROOT: {"description": {"text": "The root of the repository."}}},
                 "invocations": [{"executionSuccessful": not stopped, "toolExecutionNotifications": stopped}],
                 "results": [
-                    _result(alert, numbers[alert.rule], print_) for alert, print_ in zip(found, prints, strict=True)
+                    _result(alert, numbers[alert.title], print_) for alert, print_ in zip(found, prints, strict=True)
                 ],
                 "properties": {"environment": dict(environment)},
             }
@@ -90,15 +89,15 @@ def _rule(alert: Alert, describe: Callable[[str, str], Rule | None]) -> dict[str
     short = f"{words[0].upper()}{words[1:]} ({alert.check})"
     if known is None:  # a check of the project's own, which the controller of xdist does not load
         return {
-            "id": alert.rule,
+            "id": alert.title,
             "shortDescription": {"text": short},
             "fullDescription": {"text": short},
-            "help": {"text": f"pytest --trainloop-explain {alert.rule}"},
+            "help": {"text": f"pytest --trainloop-explain={alert.title}"},
         }
     return {
-        "id": alert.rule,
+        "id": alert.title,
         "shortDescription": {"text": short},
-        "fullDescription": {"text": f"{known.headline} does not hold: {known.proof}."[:_MOST_DESCRIBED]},
+        "fullDescription": {"text": known.proof[:_MOST_DESCRIBED]},
         "defaultConfiguration": {"level": "error"},
         "help": {"text": known.page, "markdown": known.markdown},
         "properties": {"tags": ["training", known.family], "precision": "very-high", "problem.severity": "error"},
@@ -108,7 +107,7 @@ def _rule(alert: Alert, describe: Callable[[str, str], Rule | None]) -> dict[str
 def _result(alert: Alert, rule: int, fingerprint: str) -> dict[str, Any]:
     finding = alert.finding
     result: dict[str, Any] = {
-        "ruleId": alert.rule,
+        "ruleId": alert.title,
         "ruleIndex": rule,
         "level": alert.level,
         "message": {"text": _message(alert)},
@@ -180,13 +179,15 @@ def _notification(level: str, text: str, at: At | None) -> dict[str, Any]:
 
 
 def _fingerprints(alerts: Sequence[Alert]) -> list[str]:
-    """A digest of each, from what stays as it is when other lines move: its rule, file, the text of its line and the
-    names that it gives. Of equal ones the second ends in ``:2``."""
+    """A digest of each, from what stays as it is when other lines move: its rule, file, the text of its line, the
+    names that it gives, and whether the project knows of it. Of equal ones the second ends in ``:2``."""
     seen: Counter[str] = Counter()
     found = []
     for alert in alerts:
         at = (alert.at.file, alert.at.source.strip()) if alert.at else ("", alert.loops[0])
-        digest = hashlib.sha256("\0".join((alert.rule, *at, *alert.culprits)).encode()).hexdigest()[:32]
+        digest = hashlib.sha256("\0".join((alert.title, alert.accepted, *at, *alert.culprits)).encode()).hexdigest()[
+            :32
+        ]
         seen[digest] += 1
         found.append(f"{digest}:{seen[digest]}")
     return found

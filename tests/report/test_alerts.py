@@ -1,0 +1,87 @@
+"""One entry a fault, at the line to change."""
+
+from __future__ import annotations
+
+from pytest_trainloop.report.lines import At
+from tests.helpers.report_data import plain, raised, report, result, stale
+
+LATE = plain("overfit_one_batch", "nothing_learned")
+
+
+def test_a_fault_stands_at_the_line_to_change_with_what_fails_for_it(told, project):
+    (alert,) = told(report({"t::a": [result(stale()), result(LATE)]}))
+    assert alert.title == "step_order:not_zeroed"
+    assert alert.level == "error"
+    assert alert.at == At(project / "train.py", "train.py", 4, "        loss.backward()")
+    assert (alert.seen.number, alert.seen.source) == (5, "        optimizer.step()")
+    assert alert.also == ("overfit_one_batch",)
+    assert alert.text.startswith(
+        "2 weights are stepped with old gradients\nmeasured   11 of 12 steps\ncause      not_zeroed: "
+    )
+
+
+def test_without_a_line_to_change_it_stands_where_it_was_seen(told):
+    (alert,) = told(report({"t::a": [result(stale(change=""))]}))
+    assert (alert.at.number, alert.seen) == (5, None)
+
+
+def test_without_any_line_it_stands_at_the_test(told):
+    for finding in (LATE, stale(change="gone.py:4   x", where="in the loader")):
+        (alert,) = told(report({"test_train.py::test_gpt": [result(finding)]}))
+        assert (alert.at.file, alert.at.number) == ("test_train.py", 4)  # behind the decorator
+    (alert,) = told(report({"test_train.py::test_gpt": [result(LATE)]}, at=""))
+    assert (alert.at.file, alert.at.number) == ("test_train.py", 4)
+    (alert,) = told(report({"a loop of check_loop": [result(LATE)]}, at=""))
+    assert alert.at is None
+
+
+def test_one_fault_of_several_loops_is_told_once(told):
+    loops = {f"t::a[{depth}]": [result(stale(measured=f"{depth} of 12 steps"))] for depth in (2, 4)}
+    (alert,) = told(report(loops))
+    assert alert.loops == ("t::a[2]", "t::a[4]")
+    assert "measured   2 of 12" in alert.text
+
+
+def test_faults_of_different_lines_or_names_stay_apart(told):
+    loops = {"t::a": [result(stale(), stale(change="train.py:3   loss = model(batch)"), stale(culprits=("1.weight",)))]}
+    assert len(told(report(loops))) == 3
+
+
+def test_faults_come_first_then_advice_then_notes(told):
+    found = [
+        result(plain("finite", "a", level="note"), plain("finite", "b", level="advice")),
+        result(stale()),
+        raised(),
+    ]
+    assert [alert.level for alert in told(report({"t::a": found}))] == ["error", "error", "warning", "note"]
+
+
+def test_what_the_project_knows_of_has_its_reason(told):
+    known = [
+        result(stale(), outcome="xfailed", reason="issue 12"),
+        result(plain("finite", "b", level="advice", summary="it is odd (suppressed: on (two) purposes)")),
+        result(LATE, plain("overfit_one_batch", "x", summary="it is bad (xfail: issue 13)")),
+    ]
+    alerts = told(report({"t::a": known}))
+    assert {alert.cause: alert.accepted for alert in alerts} == {
+        "not_zeroed": "issue 12",
+        "b": "on (two) purposes",
+        "nothing_learned": "",
+        "x": "issue 13",
+    }
+
+
+def test_an_error_of_the_project_stands_at_its_last_frame(told):
+    (alert,) = told(report({"t::a": [raised('  File "train.py", line 3, in train\n    loss = model(batch)\n')]}))
+    assert (alert.title, alert.check, alert.level) == ("loop not judged", "", "error")
+    assert alert.summary == "fit raised ValueError: no data"
+    assert (alert.at.file, alert.at.number) == ("train.py", 3)
+
+
+def test_a_check_that_failed_without_a_finding_says_why(told):
+    (alert,) = told(report({"t::a": [result(check="finite", outcome="failed", reason="xfail(strict): finite passed")]}))
+    assert (alert.title, alert.summary) == ("finite", "xfail(strict): finite passed")
+
+
+def test_skips_and_passes_say_nothing(told):
+    assert told(report({"t::a": [result(check="finite"), result(check="causality", outcome="skipped")]})) == []

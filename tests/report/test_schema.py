@@ -1,0 +1,86 @@
+"""The schema of the JSON report: valid, complete, and what reports are held to."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields
+
+import jsonschema
+import pytest
+
+from pytest_trainloop.finding import Finding, Result, SmallestBatch
+from pytest_trainloop.pictures import picture
+from pytest_trainloop.report.entry import entries_of
+from pytest_trainloop.report.json import text
+from pytest_trainloop.report.schema import NAME, schema
+from tests.helpers.report_data import raised, report, result, stale
+from tests.helpers.reports import assert_valid, of_reports, strict
+
+
+def full():
+    return report(
+        {"t::a": [result(stale(composition=SmallestBatch((0, 1), (1, 1)))), raised(), result(check="causality")]}
+    )
+
+
+def test_the_schema_is_one():
+    jsonschema.Draft202012Validator.check_schema(schema())
+    assert schema()["$id"] == NAME == full()["$schema"]
+
+
+def test_a_report_conforms_and_reads_back():
+    data = strict(text(full()))
+    of_reports().validate(data)
+    first, second, third = entries_of(data)
+    assert first.result.findings == (stale(composition=SmallestBatch((0, 1), (1, 1))),)
+    assert second.result.error.summary == "ValueError: no data"
+    assert third.nodeid == "t::a[causality]"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda data: data.update(version=2),
+        lambda data: data["loops"][0].pop("checks"),
+        lambda data: data["loops"][0]["checks"][0].update(outcome="ok"),
+        lambda data: data["loops"][0]["checks"][0]["findings"][0].pop("repair"),
+        lambda data: data["loops"][0]["checks"][0]["findings"][0].update(new=1),
+        lambda data: data["environment"].pop("torch"),
+    ],
+)
+def test_what_does_not_conform_is_refused(spoil):
+    data = copy.deepcopy(full())
+    spoil(data)
+    with pytest.raises(jsonschema.ValidationError):
+        of_reports().validate(data)
+
+
+def test_every_field_has_its_key():
+    known = schema()["$defs"]
+    assert set(known["finding"]["properties"]) == {field.name for field in fields(Finding)}
+    assert set(known["check"]["properties"]) == {field.name for field in fields(Result)} - {"rates"} | {"nodeid"}
+    assert set(known["picture"]["properties"]) == {field.name for field in fields(picture.Picture)}
+
+
+def test_every_key_says_what_it_is():
+    known = schema()
+    places = [known["properties"]["loops"]["items"], known["$defs"]["finding"], known["$defs"]["check"]]
+    for place in places:
+        for name, about in place["properties"].items():
+            assert "$ref" in about or name in ("findings", "error") or about.get("description"), name
+
+
+def test_numbers_that_are_not_finite_are_null():
+    data = full()
+    data["loops"][0]["rates"] = [{"optimizer": "SGD", "groups": [{"lr": [0.1, float("inf")], "moved_by": []}]}]
+    read = strict(text(data))
+    assert read["loops"][0]["rates"][0]["groups"][0]["lr"] == [0.1, None]
+    of_reports().validate(read)
+
+
+def test_the_helper_finds_a_report_that_does_not_conform(tmp_path):
+    data = full()
+    data["loops"][0]["steps"] = -1
+    (tmp_path / "out.json").write_text(text(data), encoding="utf-8")
+    with pytest.raises(jsonschema.ValidationError):
+        assert_valid(tmp_path)
