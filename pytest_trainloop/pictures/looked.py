@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     Taken = tuple["Moment", dict[int, torch.Tensor]]
     """A step, and the weights before it."""
 
-MOST_STEPS = 48
-"""Steps that are looked at: a run is longer only where several optimizers take turns."""
+MOST_STEPS = 24
+"""Steps of one optimizer that are looked at; few runs are longer."""
 
 
 @dataclass(slots=True)

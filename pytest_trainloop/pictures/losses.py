@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.cards.loss import MOST_CALLS, chances
 from pytest_trainloop.cards.words import numbered, two
-from pytest_trainloop.checks.learning.loss_curve import PHASES, SPAN, Losses, mean
+from pytest_trainloop.checks.learning.loss_curve import PHASES, SPAN, Losses, factor, kind_of, mean
 from pytest_trainloop.checks.learning.one_batch import REFERENCE_RATES, OneBatchRuns
 from pytest_trainloop.pictures.picture import Axis, Curve, Mark, Picture, curve, gaps, number, scale_of
-from pytest_trainloop.recording.events import LossCall
+from pytest_trainloop.recording.events import Backward, LossCall, ScalerCall, Step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,13 +26,16 @@ LOSS = "loss"
 
 def loss(facts: Facts, _looked: Looked) -> Iterator[Picture]:
     """What is backpropagated for each step, and the loss functions whose sum or part it is."""
-    whole = Losses(facts.record).read()
-    if len(whole) < 2:
+    apart = _by_optimizer(facts)
+    drawn = [curve(name, range(1, len(values) + 1), values, "each") for name, values in apart.items()]
+    if not drawn:
+        whole = Losses(facts.record).read()
+        drawn = [curve("backpropagated", range(1, len(whole) + 1), whole)]
+    most = max(len(one.x) for one in drawn)
+    if most < 2:
         return
-    calls = _calls(facts)
-    drawn = [curve("backpropagated", range(1, len(whole) + 1), whole)]
-    own = [curve(name, steps, values, "each") for name, (steps, values) in calls.items()]
-    if len(own) > 1 or any(not _same(one, drawn[0]) for one in own):
+    own = [curve(name, steps, values, "each") for name, (steps, values) in _calls(facts).items()]
+    if not apart and (len(own) > 1 or any(not _same(one, drawn[0]) for one in own)):
         drawn += own
     marks = [
         Mark(axis="y", at=float(two(level).replace(",", "")), text=f"{name} of a guess: {two(level)}", where=where)
@@ -45,13 +48,31 @@ def loss(facts: Facts, _looked: Looked) -> Iterator[Picture]:
         kind="curves",
         title="Loss",
         look="It begins near the loss of a guess, and moves; batches differ, so it need not fall in so few steps.",
-        of=f"the watched run, {numbered(len(whole), 'step')}",
+        of=f"the watched run, {numbered(most, 'step')}",
         checks=("loss_at_init", "finite", "loss_components", "adversaries_oppose", "every_term_trains"),
         where=facts.where(backward.place) if backward is not None else "",
         y=Axis(title=LOSS, scale=scale_of(drawn, span=100.0)),
         curves=tuple(drawn),
         marks=(*marks[:MOST_CALLS], *gaps(drawn)),
     )
+
+
+def _by_optimizer(facts: Facts) -> dict[str, list[float]]:
+    """What was backpropagated since the step before, by the optimizer that steps with it; empty where not each of
+    several has its own."""
+    found: dict[int, list[float]] = {}
+    pending: list[float] = []
+    scale = 1.0
+    for event in facts.record.events:
+        if isinstance(event, ScalerCall) and event.what == "scale" and event.enabled:
+            scale = factor(event)
+        elif isinstance(event, Backward) and event.kind == kind_of(facts.record) and event.roots:
+            pending.append(sum(root.value for root in event.roots) / scale)
+        elif isinstance(event, Step) and not event.nested and pending:
+            found.setdefault(event.optimizer, []).append(sum(pending))
+            pending = []
+    own = len(found) > 1 and set(found) == {s.optimizer for s in facts.record.of(Step) if not s.nested}
+    return {f"loss of {facts.optimizer(i)}": values for i, values in sorted(found.items())} if own else {}
 
 
 def _calls(facts: Facts) -> dict[str, tuple[list[int], list[float]]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.cards.make import CANNOT_RUN, card_from, card_of_none, facts_of
+from pytest_trainloop.errors import BrokenCheck
 from pytest_trainloop.pictures import batches, gradients, losses, rates, step, tensors
 from pytest_trainloop.pictures.looked import Looked
 
@@ -50,5 +52,16 @@ def card_and_pictures(
 
 
 def pictures_of(facts: Facts, looked: Looked) -> list[Picture]:
-    """The pictures of the loop that these facts are about."""
-    return [picture for kind in KINDS for picture in kind(facts, looked)]
+    """The pictures of the loop that these facts are about; one that cannot be made is a warning."""
+    found: list[Picture] = []
+    for kind in KINDS:
+        try:
+            found += kind(facts, looked)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            warnings.warn(f"a picture could not be made; {reason}; please report it", BrokenCheck, stacklevel=2)
+    if looked.why:
+        warnings.warn(
+            f"not all was looked at for the pictures; {looked.why}; please report it", BrokenCheck, stacklevel=2
+        )
+    return found

@@ -60,7 +60,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of a step, or several of the same line in a row."""
+    """One call of a step."""
 
     lane: str
     """What is called: "zero", "forward", "backward", "clip", "step", ... with the name of the module or optimizer where
@@ -69,8 +69,9 @@ class Call:
     """``train.py:31``, relative to the project; empty where no line of the project's made it."""
     code: str
     """The source of that line."""
+    block: int = 0
+    """Calls in a row with the same number are repeated together, as often as ``times`` says."""
     times: int = 1
-    """Calls of this line in a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

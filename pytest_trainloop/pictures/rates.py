@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from typing import TYPE_CHECKING
 
@@ -21,14 +22,17 @@ if TYPE_CHECKING:
 
 RATE = "learning rate"
 
+MOST_SCHEDULES = 3
+"""Optimizers whose schedules are drawn to their end."""
+
 MOST = 8
 """Curves of different groups: more cannot be told apart."""
 
 
 def rates(facts: Facts, _looked: Looked) -> Iterator[Picture]:
-    """The rates as the steps of the watched run read them, where one moves or groups have different ones."""
+    """The rates as the steps of the watched run read them, where one moves or has a schedule that should move it."""
     every = [group for group in rates_of(facts.record) if group.known]
-    if len({rate for group in every for rate in group.known}) < 2 and not facts.record.schedulers:
+    if not any(group.moves for group in every) and not facts.record.schedulers:
         return
     alike: dict[tuple[float, ...], list[GroupRates]] = {}
     for group in every:
@@ -58,7 +62,7 @@ def rates(facts: Facts, _looked: Looked) -> Iterator[Picture]:
 def _name(facts: Facts, groups: Sequence[GroupRates], *, of: int) -> str:
     """What a curve is called: the optimizer and the groups that have these rates."""
     if len(groups) == of:
-        return "all groups" if of > 1 else "the only group"
+        return "all groups" if of > 1 else RATE
     first = groups[0]
     given = facts.measured.groups.get(first.optimizer, [])
     named = given[first.group].name if first.group < len(given) else ""
@@ -72,7 +76,7 @@ def rates_ahead(facts: Facts, _looked: Looked) -> Iterator[Picture]:
     from pytest_trainloop.runs.projection import Projections
 
     found = facts.ask(Projections.of) if facts.record.schedulers and facts.evidence.repeatable else None
-    for number, one in enumerate(found.schedulers if found is not None else ()):
+    for number, one in enumerate(found.schedulers[:MOST_SCHEDULES] if found is not None else ()):
         if len(one.curve.calls) > 1 and not (one.made_in_fit and one.planned is None):
             yield _ahead(facts, one, f"rates_ahead_{number}" if number else "rates_ahead")
 
@@ -81,9 +85,10 @@ def _ahead(facts: Facts, one: Projected, key: str) -> Picture:
     end, until, _ = end_of(one)
     last = min(one.curve.end, max(until, one.planned or 0))
     calls = _points(one, last)
+    at = [one.curve.rates[bisect.bisect_right(one.curve.calls, call) - 1] for call in calls]
     alike: dict[tuple[float, ...], list[int]] = {}
-    for group in range(len(one.curve.rates[0])):
-        alike.setdefault(tuple(one.rate(call)[group] for call in calls), []).append(group)
+    for group in range(len(at[0])):
+        alike.setdefault(tuple(rates[group] for rates in at), []).append(group)
     role: Role = "each" if len(alike) > 1 else "own"
     drawn = [
         curve(_groups(groups, alike), calls, values, role, stepped=last <= POINTS)
@@ -124,5 +129,5 @@ def _points(one: Projected, last: int) -> list[int]:
 
 def _groups(groups: Sequence[int], alike: dict[tuple[float, ...], list[int]]) -> str:
     if len(alike) == 1:
-        return "all groups" if len(groups) > 1 else "the only group"
+        return "all groups" if len(groups) > 1 else RATE
     return f"group {groups[0]}" if len(groups) == 1 else f"group {groups[0]} and {numbered(len(groups) - 1, 'other')}"

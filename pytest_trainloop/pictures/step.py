@@ -24,8 +24,8 @@ def one_step(facts: Facts, _looked: Looked) -> Iterator[Picture]:
         return
     most = windows.kinds[0][0]
     calls = [
-        Call(lane=call.name, where=facts.where(call.place), code=call.place.code, times=times)
-        for block, times in blocks(most)
+        Call(lane=call.name, where=facts.where(call.place), code=call.place.code, block=number, times=times)
+        for number, (block, times) in enumerate(blocks(most))
         for call in block
     ]
     last = next((c for c in reversed(calls) if c.lane.startswith("step")), calls[-1])

@@ -27,7 +27,7 @@ SHARE = Axis(title="share of the entries", unit="%")
 RUN = "a run like the watched one"
 
 
-def updates(_facts: Facts, looked: Looked) -> Iterator[Picture]:
+def updates(facts: Facts, looked: Looked) -> Iterator[Picture]:
     """By how much of its size each tensor moves at each step."""
     known: dict[int, dict[int, float]] = {}
     for moment in looked.moments:
@@ -39,10 +39,13 @@ def updates(_facts: Facts, looked: Looked) -> Iterator[Picture]:
     parameters = looked.measured.record.parameters
     large = [i for i in known if len(parameters[i].shape) > 1]
     of = sorted(large if len(known) > ROWS and large else known)
-    rows = _spread(of)
+    named = {name for result in facts.results.values() for finding in result.findings for name in finding.culprits}
+    rows = sorted({*_spread(of), *[i for i in known if parameters[i].name in named][:ROWS]})
     still = [parameters[i].name for i in sorted(known) if not any(known[i].values())]
     notes = [_out_of(len(rows), len(known), "tensors")]
     notes.append(f"{numbered(len(still), 'tensor')} never moved: {names(still)}" if still else "")
+    empty = any(step not in known[i] for i in rows for step in steps)
+    notes.append("no value where a tensor was 0 before the step, or its optimizer made fewer" if empty else "")
     yield Picture(
         key="updates",
         kind="map",
