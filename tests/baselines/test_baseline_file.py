@@ -1,0 +1,52 @@
+"""The file of a baseline: written whole or not at all, and only where it is another one."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_trainloop.baseline_file import BaselineFile, write
+from pytest_trainloop.errors import UsageError
+
+
+def test_a_file_is_recorded_updated_and_left_alone(tmp_path):
+    file = tmp_path / "new" / "folder" / "a.json"
+    assert write(file, "1\n") == "recorded"
+    assert write(file, "2\n") == "updated"
+    before = file.stat().st_mtime_ns
+    assert write(file, "2\n") == "unchanged"
+    assert file.stat().st_mtime_ns == before
+    assert [path.name for path in file.parent.iterdir()] == ["a.json"]
+
+
+def test_what_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path):
+    file = tmp_path / "a.json"
+    file.write_text("old", encoding="utf-8")
+    with pytest.raises(UnicodeError):
+        write(file, "\ud800")
+    assert file.read_text(encoding="utf-8") == "old"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_the_rights_of_a_file_stay(tmp_path):
+    file = tmp_path / "a.json"
+    file.write_text("old", encoding="utf-8")
+    file.chmod(0o640)
+    write(file, "new")
+    assert file.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path):
+    (tmp_path / "a.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match=r"the baseline a\.json cannot be read: it is no text in UTF-8; restore it"):
+        BaselineFile(path=tmp_path / "a.json", shown="a.json").read()
+
+
+@pytest.mark.parametrize(
+    ("mode", "there", "records"),
+    [("check", False, False), ("update", True, True), ("new", True, False), ("new", False, True)],
+)
+def test_when_it_is_recorded(tmp_path, mode, there, records):
+    file = tmp_path / "a.json"
+    if there:
+        file.touch()
+    assert BaselineFile(path=file, shown="a.json", mode=mode).is_to_be_recorded is records
