@@ -11,7 +11,7 @@ from pytest_trainloop.report.lines import Line, Places, repository
 def project(tmp_path):
     """A repository with a project below its root, in whose tests pytest is called."""
     (tmp_path / ".git").mkdir()
-    for name in ("ml/src/train.py", "ml/tests/test_train.py", "other/train.py", ".venv/lib/site-packages/train.py"):
+    for name in ("ml/src/train.py", "ml/checks/test_train.py", "other/train.py", ".venv/lib/site-packages/train.py"):
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"import torch\n\n    loss.backward()  # {name}\n", encoding="utf-8")
@@ -41,10 +41,10 @@ def test_the_last_frame_of_a_traceback_is_read():
 
 
 def test_a_path_is_looked_for_where_pytest_was_called_then_at_the_roots(project):
-    places = Places(project / "ml" / "tests", project / "ml")
+    places = Places(project / "ml" / "checks", project / "ml")
     assert places.root == project
     for text, file in (
-        ("test_train.py:3", "ml/tests/test_train.py"),
+        ("test_train.py:3", "ml/checks/test_train.py"),
         ("src/train.py:3", "ml/src/train.py"),
         ("other/train.py:3", "other/train.py"),
     ):
@@ -54,7 +54,7 @@ def test_a_path_is_looked_for_where_pytest_was_called_then_at_the_roots(project)
 
 
 def test_of_files_with_one_name_the_line_tells_which(project):
-    places = Places(project / "ml" / "tests")
+    places = Places(project / "ml" / "checks")
     at = places.at(Line("train.py", 3, "loss.backward()  # ml/src/train.py"))
     assert (at.file, at.number, at.source) == ("ml/src/train.py", 3, "    loss.backward()  # ml/src/train.py")
     assert places.at(Line("train.py", 3, "loss.backward()  # other/train.py")).file == "other/train.py"
