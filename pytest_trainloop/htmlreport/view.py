@@ -14,7 +14,8 @@ from pytest_trainloop import registry
 from pytest_trainloop.finding import Result
 from pytest_trainloop.htmlreport.excerpts import Excerpt, Sources
 from pytest_trainloop.htmlreport.shown import Shown
-from pytest_trainloop.report.entry import Entry
+from pytest_trainloop.report.entry import Entry, entries_of
+from pytest_trainloop.report.lines import Line, Places
 from pytest_trainloop.report.roots import root_causes
 from pytest_trainloop.report.section import checked_nothing, counts
 from pytest_trainloop.report.text import finding_fields
@@ -126,13 +127,13 @@ class Page:
 def view(document: Mapping[str, Any], folders: Sequence[Path]) -> Page:
     """What the page of a JSON report shows; source lines are read in ``folders``."""
     known = registry.registered()
-    sources = Sources(tuple(folders))
+    sources = Sources(Places(*folders))
     anchors = _Anchors()
     few = len(document["loops"]) <= FEW_LOOPS
     loops = [_Reader(loop, anchors, sources, known).loop(few=few) for loop in document["loops"]]
     order = ("failed", "advice", "nothing", "passed")
     loops.sort(key=lambda loop: order.index(loop.status))
-    entries = [entry for loop in document["loops"] for entry in _entries(loop)]
+    entries = entries_of(document)
     results = [entry.result for entry in entries]
     return Page(
         verdict=_verdict(loops, entries),
@@ -177,7 +178,7 @@ class _Reader:
 
     def loop(self, *, few: bool) -> Loop:
         data = self._data
-        results = [entry.result for entry in _entries(data)]
+        results = [Result.from_json(check) for check in data["checks"]]
         failures = self._failures(results)
         advice = [self._block(r, f, "advice") for r in results for f in r.advice]
         card = data.get("card") or {}
@@ -225,23 +226,29 @@ class _Reader:
         error: UserError | None = result.error
         summary = f"{error.stage} raised {error.summary}" if error else result.reason
         traceback = _ANSI.sub("", error.traceback.rstrip()) if error else ""
-        return self._bare(result, "error", _ANSI.sub("", summary) or "an error without a text", traceback=traceback)
+        bare = self._bare(result, "error", _ANSI.sub("", summary) or "an error without a text")
+        raised = Line.of_traceback(traceback)
+        return replace(
+            bare,
+            place=f"{raised.file}:{raised.number}" if raised else "",
+            excerpts=self._sources.excerpts({"raised": raised}),
+            traceback=traceback,
+        )
 
-    def _bare(self, result: Result, kind: str, summary: str, traceback: str = "") -> Block:
+    def _bare(self, result: Result, kind: str, summary: str) -> Block:
         return Block(
             anchor=self._anchors.new(self._anchor, result.check),
             check=result.check,
             kind=kind,
             summary=summary,
             fields={},
-            traceback=traceback,
             rerun=self._rerun(result.check),
         )
 
     def _block(self, result: Result, finding: Finding, kind: str, *, reason: str = "") -> Block:
         proofs = self._known[result.check].proofs if result.check in self._known else {}
         fields = finding_fields(finding, proofs)
-        places = {label: fields[label] for label in _PLACES if label in fields}
+        named = {label: Line.read(fields[label]) for label in _PLACES if label in fields}
         return Block(
             anchor=self._anchors.new(self._anchor, result.check, finding.cause),
             check=result.check,
@@ -250,7 +257,7 @@ class _Reader:
             cause=finding.cause,
             place=(finding.change or finding.where).partition("   ")[0],
             fields={"expected": reason, **fields} if reason else fields,
-            excerpts=self._sources.excerpts(places),
+            excerpts=self._sources.excerpts(named),
             pictures=self._taken(result.check, finding.cause),
             rerun=self._rerun(result.check) if kind in ("failed", "advice") else "",
         )
@@ -269,10 +276,6 @@ class _Reader:
     def _row(self, result: Result, detail: str, needs: str = "") -> Row:
         known = self._known.get(result.check)
         return Row(check=result.check, text=known.headline if known else "", detail=f"{needs} {detail}".strip())
-
-
-def _entries(loop: Mapping[str, Any]) -> list[Entry]:
-    return [Entry(loop=loop["nodeid"], nodeid=c["nodeid"], result=Result.from_json(c)) for c in loop["checks"]]
 
 
 def _is_open(result: Result) -> bool:
