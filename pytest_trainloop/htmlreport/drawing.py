@@ -117,12 +117,17 @@ def _style(drawn: Sequence[Mapping[str, Any]], index: int) -> tuple[str, str]:
     if role == "each":
         rank = sum(other.get("role") == "each" for other in drawn[:index])
         return f"series-{rank % SERIES}", ("solid", "dashed", "dotted")[rank // SERIES % 3]
-    return {"own": ("own", "solid"), "reference": ("reference", "dashed"), "event": ("bad", "points")}.get(
-        role, ("muted", "solid")
-    )
+    return _ROLES[role]
 
 
-_LINE_STYLES = {"solid": _DASHES[0], "dashed": _DASHES[1], "dotted": _DASHES[2], "points": "none"}
+_ROLES = {
+    "own": ("own", "solid"),
+    "reference": ("reference", "dashed"),
+    "event": ("bad", "points"),
+    "faint": ("muted", "faint"),
+}
+
+_LINE_STYLES = {"solid": _DASHES[0], "faint": _DASHES[0], "dashed": _DASHES[1], "dotted": _DASHES[2], "points": "none"}
 
 
 def _canvas(height: float, left: float, right: float = 8, top: float = 8, bottom: float = 32) -> tuple[Figure, Axes]:
@@ -147,7 +152,7 @@ def _curves(picture: Mapping[str, Any]) -> Figure:
     drawn = picture["curves"]
     for i, curve in enumerate(drawn):
         colour, dash = _style(drawn, i)
-        faint = curve.get("role") == "faint"
+        faint = dash == "faint"
         axes.plot(
             curve["x"],
             [float("nan") if value is None else value for value in curve["y"]],
@@ -335,13 +340,17 @@ def _for_the_page(svg: str) -> str:
     svg = re.sub(r">\s+<", "><", svg).strip()
     while "<g/>" in svg or "<g></g>" in svg:
         svg = svg.replace("<g/>", "").replace("<g></g>", "")
-    for name, colour in COLOURS.items():
-        svg = svg.replace(colour, f"var(--{name})")
     return svg.replace("<svg", '<svg aria-hidden="true" focusable="false"', 1)
 
 
 def _shortened(tag: str) -> str:
-    """A tag with one digit behind the point: a hundredth of the page's pixel is enough."""
+    """A tag with one digit behind the point: a tenth of the page's pixel is enough."""
     if "base64" in tag:
         return _ATTRIBUTES_LEFT_OUT.sub("", tag.replace("\n", ""))
-    return _ATTRIBUTES_LEFT_OUT.sub("", re.sub(r"(\d\.\d)\d+", r"\1", re.sub(r"\s+", " ", tag)))
+    tag = _ATTRIBUTES_LEFT_OUT.sub("", re.sub(r"(\d\.\d)\d+", r"\1", re.sub(r"\s+", " ", tag)))
+    return _COLOUR.sub(lambda found: f"var(--{_NAMES[found[0]]})", tag)
+
+
+_NAMES = {colour: name for name, colour in COLOURS.items()}
+
+_COLOUR = re.compile("|".join(_NAMES))

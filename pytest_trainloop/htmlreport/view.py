@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 FEW_LOOPS = 3
 """Up to so many loops, cards and pictures are open from the start."""
 
+MOST_PICTURES = 3
+"""Pictures of one finding; further ones are among those of the loop."""
+
 _PLACES = ("seen at", "change")
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -154,7 +157,7 @@ class _Anchors:
         self._given: Counter[str] = Counter()
 
     def new(self, *names: str) -> str:
-        name = ".".join(re.sub(r"[^\w-]+", "-", each, flags=re.ASCII).strip("-") or "x" for each in names)
+        name = ".".join(re.sub(r"[^\w.-]+", "-", each, flags=re.ASCII).strip("-") or "x" for each in names)
         self._given[name] += 1
         return name if self._given[name] == 1 else f"{name}.{self._given[name]}"
 
@@ -263,11 +266,12 @@ class _Reader:
         )
 
     def _taken(self, check: str, cause: str) -> list[Shown]:
-        """The pictures that belong to a finding, each shown once on the page; the one that shows it best first."""
+        """The pictures that show a finding best, the best first; each is on the page once."""
         own = [(rank, p) for p in self._left if (rank := p.rank(check, cause)) is not None]
         own.sort(key=lambda pair: pair[0])
-        self._left = [p for p in self._left if all(p is not taken for _, taken in own)]
-        return [picture for _, picture in own]
+        taken = [picture for _, picture in own[:MOST_PICTURES]]
+        self._left = [picture for picture in self._left if picture not in taken]
+        return taken
 
     def _rerun(self, check: str) -> str:
         nodeid = self._nodeids.get(check, "")

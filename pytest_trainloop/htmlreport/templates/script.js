@@ -20,9 +20,9 @@
     folds.textContent = open ? "Close all" : "Open all";
   });
 
-  // On a phone the list of loops is folded, so that what to repair comes first.
-  const contents = document.getElementById("contents");
-  if (matchMedia("(min-width: 64rem)").matches) contents.open = true;
+  // On a phone the list of loops and the cards of failing ones are folded, so that what to repair comes first.
+  if (matchMedia("(min-width: 64rem)").matches) document.getElementById("contents").open = true;
+  if (!matchMedia("(min-width: 48rem)").matches) for (const card of all(".failed > .facts")) card.open = false;
 
   const reveal = () => {
     let place = null;
