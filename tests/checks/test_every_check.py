@@ -7,6 +7,7 @@ import doctest
 import graphlib
 import re
 import sys
+import tempfile
 import types
 from pathlib import Path
 
@@ -140,10 +141,20 @@ def contract_of(example: str) -> LossContract:
 
 def judge(check: Check, heading: str, **options):
     """The report on the example under this heading."""
+    battery, subject_of = (check_loss, contract_of) if check.subject == "loss" else (check_loop, loop_of)
+    if check.name != "baseline":
+        return battery(subject_of(example(check, heading)), raises=False, **options)
+    with tempfile.TemporaryDirectory() as folder:  # the example under "Fixed" is what was recorded
+        file = Path(folder, "loop.json")
+        battery(subject_of(example(check, "Fixed")), only=["baseline"], baseline=file, update=True)
+        return battery(subject_of(example(check, heading)), raises=False, baseline=file, **options)
+
+
+def example(check: Check, heading: str) -> str:
+    """The code under one heading."""
     code = "".join(e.source for e in doctest.DocTestParser().get_examples(section(check, heading)))
     assert code
-    battery, subject_of = (check_loss, contract_of) if check.subject == "loss" else (check_loop, loop_of)
-    return battery(subject_of(code), raises=False, **options)
+    return code
 
 
 @every_check

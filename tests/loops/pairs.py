@@ -27,7 +27,7 @@ class Pair:
     """Part of the source line at which the finding saw it."""
     change: str | None = None
     """Part of the source line that the finding says to change."""
-    level: Literal["fault", "advice"] = "fault"
+    level: Literal["fault", "advice", "note"] = "fault"
     raises: str | None = None
     """Part of torch's own message where the faulty loop raises."""
     mentions: tuple[str, ...] = ()

@@ -1,0 +1,1 @@
+"""What a loop did before a refactor."""

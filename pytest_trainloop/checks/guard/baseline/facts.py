@@ -1,0 +1,299 @@
+"""What moved apart from the numbers: parameters, who steps them and by which options, schedulers and calls.
+
+A fact is the cause of a difference in training where it can make that difference at the place where it is seen first.
+One that cannot be seen within the recorded steps is a fault where it must show later (a parameter that is no longer
+stepped, a schedule that is gone), and else says nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.checks.guard.baseline.names import plain
+from pytest_trainloop.wording import be, count, some
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from pytest_trainloop.baselines.trajectory import Course, Tensor
+    from pytest_trainloop.checks.guard.baseline.first import First, Kind
+    from pytest_trainloop.checks.guard.baseline.names import Names
+
+IMPLEMENTATION = (
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "swa_lr",
+    "name",
+)
+"""Options that say how a step is computed, or that schedulers note for themselves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """One thing that is another one than in the baseline."""
+
+    cause: str
+    culprits: tuple[str, ...]
+    summary: str
+    measured: str
+    kinds: frozenset[Kind]
+    """The kinds of places at which it can make the first difference."""
+    only: bool = False
+    """Whether it makes a difference to its culprits alone."""
+    alone: bool = False
+    """Whether it is a fault without a difference within the recorded steps."""
+    repair: str = ""
+    where: str = ""
+
+    def accounts_for(self, first: First) -> bool:
+        """Whether it can be what made the first difference."""
+        if first.kind not in self.kinds:
+            return False
+        return not self.only or first.kind == "output" or set(first.names) <= set(self.culprits)
+
+
+def facts(old: Course, new: Course, names: Names) -> list[Fact]:
+    """The facts, those first that others may follow from."""
+    found = [*_parameters(old, new, names), *_trained(old, new, names), *_held(old, new, names)]
+    kinds = list(_optimizers(old, new, names))
+    return [*found, *kinds, *([] if kinds else _options(old, new, names)), *_schedulers(old, new)]
+
+
+def _parameters(old: Course, new: Course, names: Names) -> Iterator[Fact]:
+    every: frozenset[Kind] = frozenset({"output", "loss", "gradient", "update", "buffer"})
+    gone = [name for name in names.gone if name in old.parameters and _used(old, name)]
+    came = [name for name in names.came if name in new.parameters and _used(new, name)]
+    if other := [name for name in came if name in old.parameters and name in gone]:
+        gone, came = ([name for name in own if name not in other] for own in (gone, came))
+        a, b = old.tensors[other[0]], new.tensors[other[0]]
+        more = "" if len(other) == 1 else f", and {count(len(other) - 1, 'more parameter')} another one"
+        yield Fact(
+            cause="parameters_differ",
+            culprits=tuple(other),
+            summary=f"{other[0]} has shape {tuple(b.shape)} where the baseline has {tuple(a.shape)}{more}",
+            measured=f"{math.prod(b.shape)} entries, {math.prod(a.shape)} in the baseline",
+            kinds=every,
+            alone=True,
+        )
+    for name, tensor in [(name, new.tensors[name]) for name in came]:
+        if partner := _tied(name, tensor, old):
+            came.remove(name)
+            yield Fact(
+                cause="parameters_differ",
+                culprits=(name, *names.now(partner)),
+                summary=f"{name} is a tensor of its own; in the baseline it is {partner}, under a second name",
+                measured=f"{count(len(new.parameters), 'parameter')}, {len(old.parameters)} in the baseline",
+                kinds=every,
+                alone=True,
+                repair=f"tie the two again: {name} = {partner}",
+            )
+    for name, tensor in [(name, old.tensors[name]) for name in gone]:
+        if partner := _tied(name, tensor, new):
+            gone.remove(name)
+            yield Fact(
+                cause="parameters_differ",
+                culprits=(name, partner),
+                summary=f"{name} is {partner} under a second name; in the baseline it is a tensor of its own",
+                measured=f"{count(len(new.parameters), 'parameter')}, {len(old.parameters)} in the baseline",
+                kinds=every,
+                alone=True,
+            )
+    if gone or came:
+        parts = [f"{some(gone)} {be(gone)} gone"] if gone else []
+        parts += [f"{some(came)} {be(came)} new"] if came else []
+        yield Fact(
+            cause="parameters_differ",
+            culprits=(*came, *gone),
+            summary=", ".join(parts),
+            measured=f"{count(len(new.parameters), 'parameter')}, {len(old.parameters)} in the baseline; no other name "
+            "holds their values",
+            kinds=every,
+            alone=True,
+        )
+
+
+def _used(course: Course, name: str) -> bool:
+    """Whether a parameter gets gradients, or could."""
+    return course.tensors[name].trains or any(name in step.gradients for step in course.steps)
+
+
+def _tied(name: str, tensor: Tensor, other: Course) -> str:
+    """The tensor of the other course that has this one's name as a second one."""
+    own = {plain(alias) for alias in (name, *tensor.also)}
+    return next((n for n, t in other.parameters.items() if own & {plain(alias) for alias in t.also}), "")
+
+
+def _trained(old: Course, new: Course, names: Names) -> Iterator[Fact]:
+    for now in (False, True):
+        own = [
+            name
+            for match in names.matches
+            for name in match.new
+            if name in new.parameters
+            and new.tensors[name].trains is now
+            and all(old.tensors[before].trains is not now for before in match.old)
+        ]
+        if own:
+            does = "requires" if len(own) == 1 else "require"
+            text = (
+                f"{does} a gradient"
+                if now
+                else f"no longer {does} a gradient"
+                if len(own) == 1
+                else f"no longer {does} gradients"
+            )
+            yield Fact(
+                cause="frozen_differs",
+                culprits=tuple(own),
+                summary=f"{some(own)} {text}; in the baseline {'they do' if len(own) > 1 else 'it does'}"
+                + (" not" if now else ""),
+                measured=f"requires_grad is {now} as the run begins, {not now} in the baseline",
+                kinds=frozenset({"gradient", "update"}),
+                alone=not now,
+            )
+
+
+def _held(old: Course, new: Course, names: Names) -> Iterator[Fact]:
+    before = {name for optimizer in old.optimizers for name in optimizer.options_of()}
+    now = {name for optimizer in new.optimizers for name in optimizer.options_of()}
+    pairs = [(match, name) for match in names.matches for name in match.new if name in new.parameters]
+    left = [name for match, name in pairs if name not in now and all(n in before for n in match.old)]
+    came = [name for match, name in pairs if name in now and not any(n in before for n in match.old)]
+    if left:
+        yield Fact(
+            cause="left_out_of_optimizer",
+            culprits=tuple(left),
+            summary=f"no optimizer holds {some(left)} any more",
+            measured=f"{count(len(left), 'parameter')} of {len(before)} in the optimizers of the baseline",
+            kinds=frozenset({"gradient", "rate", "update"}),
+            alone=True,
+        )
+    if came:
+        yield Fact(
+            cause="group_differs",
+            culprits=tuple(came),
+            summary=f"an optimizer holds {some(came)}, which none does in the baseline",
+            measured=f"{count(len(now), 'parameter')} in the optimizers, {len(before)} in the baseline",
+            kinds=frozenset({"gradient", "rate", "update"}),
+        )
+
+
+def _optimizers(old: Course, new: Course, names: Names) -> Iterator[Fact]:
+    """Another class; the same in all other respects is told by the numbers."""
+    for index, own in _same_optimizers(old, new, names):
+        a, b = old.optimizers[index], new.optimizers[own]
+        if a.kind != b.kind:
+            yield Fact(
+                cause="optimizer_differs",
+                culprits=tuple(b.options_of()),
+                summary=f"the optimizer is {b.kind}; in the baseline it is {a.kind}",
+                measured=f"{b.kind} steps {count(len(b.options_of()), 'parameter')}",
+                kinds=frozenset({"update"}),
+            )
+
+
+def _same_optimizers(old: Course, new: Course, names: Names) -> Iterator[tuple[int, int]]:
+    """Optimizers that hold the same tensors, by number."""
+    for index, optimizer in enumerate(old.optimizers):
+        now = {name for before in optimizer.options_of() for name in names.now(before)}
+        shared = [len(now & set(other.options_of())) for other in new.optimizers]
+        if any(shared):
+            yield index, shared.index(max(shared))
+
+
+def _options(old: Course, new: Course, names: Names) -> Iterator[Fact]:
+    """Options of groups that are others, by option and both values."""
+    before = {n: o for optimizer in old.optimizers for n, o in optimizer.options_of().items()}
+    now = {n: o for optimizer in new.optimizers for n, o in optimizer.options_of().items()}
+    changed: dict[tuple[str, str, str], list[str]] = {}
+    for match in names.matches:
+        for a, b in ((a, b) for a in match.old for b in match.new if a in before and b in now):
+            for option, was, is_ in _other_options(before[a], now[b]):
+                own = changed.setdefault((option, was, is_), [])
+                if b not in own:
+                    own.append(b)
+    for (option, was, is_), own in changed.items():
+        yield Fact(
+            cause="group_differs",
+            culprits=tuple(own),
+            summary=f"{option} of {some(own)} is {is_}; in the baseline it is {was}",
+            measured=f"{count(len(own), 'parameter')} of {len(now)} in the optimizers: {some(_groups(new, own))}",
+            kinds=frozenset({"update", "gradient"}),
+            only=True,
+            repair=f"{option}={was} for {some(own)}",
+        )
+
+
+def _groups(course: Course, own: list[str]) -> list[str]:
+    return [
+        f"group {number} of {optimizer.kind}"
+        for optimizer in course.optimizers
+        for number, group in enumerate(optimizer.groups)
+        if set(group.parameters) & set(own)
+    ]
+
+
+def _other_options(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    for option in [*new, *(name for name in old if name not in new)]:
+        if option in IMPLEMENTATION or option == "lr":
+            continue
+        was, is_ = old.get(option), new.get(option)
+        if was is not None and is_ is not None and not _equal(was, is_):
+            yield option, was, is_
+
+
+def _equal(a: str, b: str) -> bool:
+    if a == b:
+        return True
+    numbers = [text.strip("()[] ").split(",") for text in (a, b)]
+    try:
+        one, other = ([float(part) for part in text if part.strip()] for text in numbers)
+    except ValueError:
+        return False
+    return len(one) == len(other) and all(math.isclose(x, y, rel_tol=1e-12) for x, y in zip(one, other, strict=True))
+
+
+def _schedulers(old: Course, new: Course) -> Iterator[Fact]:
+    if len(old.schedulers) > len(new.schedulers) and not new.schedulers:
+        kinds = [scheduler.kind for scheduler in old.schedulers]
+        flat = len({rate for step in old.steps for rate in step.rates}) <= len(old.optimizers)
+        yield Fact(
+            cause="scheduler_differs",
+            culprits=(f"{kinds[0]}()",),
+            summary=f"{some(kinds)} {be(kinds)} gone: no scheduler is built",
+            measured=f"{count(len(old.schedulers), 'scheduler')} in the baseline, none now",
+            kinds=frozenset({"rate"}),
+            alone=flat,  # rates that moved, and still do so, are set by other means
+        )
+        return
+    for a, b in zip(old.schedulers, new.schedulers, strict=False):
+        if a.kind != b.kind:
+            summary = f"the scheduler is {b.kind}; in the baseline it is {a.kind}"
+            measured = f"{b.kind}({_settings(b.settings)})"
+        elif changed := [
+            name for name in a.settings if name in b.settings and not _equal(a.settings[name], b.settings[name])
+        ]:
+            name = changed[0]
+            summary = f"{name} of {b.kind} is {b.settings[name]}; in the baseline it is {a.settings[name]}"
+            measured = f"{count(len(changed), 'setting')} of {b.kind} changed: {some(changed, most=4)}"
+        else:
+            continue
+        yield Fact(
+            cause="scheduler_differs",
+            culprits=(f"{b.kind}()",),
+            summary=summary,
+            measured=measured,
+            kinds=frozenset({"rate"}),
+            alone=a.kind == b.kind and not any("lambda" in name for name in changed),
+        )
+
+
+def _settings(settings: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={text}" for name, text in list(settings.items())[:3])

@@ -1,0 +1,298 @@
+"""What is said of a difference from the baseline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.finding import Finding
+from pytest_trainloop.wording import be, count, some, verb
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pytest_trainloop.baselines.trajectory import Step
+    from pytest_trainloop.checks.guard.baseline.facts import Fact
+    from pytest_trainloop.checks.guard.baseline.first import First
+    from pytest_trainloop.checks.guard.baseline.start import Begun
+
+ACCEPT = "accept what is meant: pytest --trainloop --trainloop-only=baseline --trainloop-update"
+
+
+def of_fact(fact: Fact, first: First | None, precision: str, *, compared: bool = True) -> Finding:
+    """A fact, with the place at which it shows; not ``compared``: the numbers of the steps were not."""
+    if first is not None:
+        shown = f"the numbers differ first {place(first)}"
+    elif compared:
+        shown = "the recorded steps do not show it yet: their numbers are those of the baseline"
+    else:
+        shown = "it is another one before the first step; from other weights the steps cannot be compared"
+    measured = fact.measured if first is None else f"{fact.measured}; {numbers(first, precision)}"
+    return Finding(
+        cause=fact.cause,
+        summary=fact.summary,
+        measured=measured,
+        shown_by=shown,
+        culprits=fact.culprits,
+        where=fact.where or (first.step.where if first is not None and fact.cause != "parameters_differ" else ""),
+        repair=f"{fact.repair or 'as it was'}; or {ACCEPT}" if fact.repair else "",
+    )
+
+
+def of_first(first: First, precision: str) -> Finding:
+    """The first place that differs, where nothing else explains it."""
+    return _BY_KIND[first.kind](first, precision)
+
+
+def place(first: First) -> str:
+    """``at step 2, in the update of head.weight``."""
+    what = {
+        "data": "in the batch",
+        "output": f"in the output of {first.names[0]}",
+        "loss": "in the loss",
+        "gradient": f"in the gradient of {some(first.names)}",
+        "rate": f"in the learning rate of {some(first.names)}",
+        "update": f"in the update of {some(first.names)}",
+        "buffer": f"in the buffer {some(first.names)}",
+    }[first.kind]
+    return f"at step {first.step.number}, {what}"
+
+
+def numbers(first: First, precision: str) -> str:
+    """The difference against its bound."""
+    if first.kind in ("data",) and not first.apart:
+        return f"step {first.step.number}"
+    return f"relative difference {first.apart:.2g} in {precision}, bound {first.bound:.1g}"
+
+
+def _data(first: First, _precision: str) -> Finding:
+    data = first.data
+    text = data.text if data is not None else "other values"
+    before = (
+        ""
+        if first.step.number == 1
+        else f"; the batches of the {count(first.step.number - 1, 'step')} before are the same"
+    )
+    return Finding(
+        cause="data_differs",
+        summary=f"{first.names[0]} has {text} at step {first.step.number}",
+        measured=f"relative difference {first.apart:.2g}" if first.apart else text,
+        shown_by=f"the batch differs before the model has seen it{before}",
+        culprits=first.names[:1],
+    )
+
+
+def _output(first: First, precision: str) -> Finding:
+    call = first.call
+    if call is None:
+        raise ValueError("a difference in an output has its call")
+    path = call.path or "the model"
+    other = f" ({call.new.kind}; in the baseline {call.old.kind})" if call.old.kind != call.new.kind else ""
+    if call.new.training != call.old.training:
+        other += f" (in {_mode(call.new.training)} mode; in the baseline in {_mode(call.old.training)} mode)"
+    agree = f"{some(call.agree, most=4)} {verb(call.agree, 'give')} what {'they' if len(call.agree) > 1 else 'it'} gave"
+    before = f"; before it {agree}" if call.agree else "; it is the first module that is called"
+    if call.given_too:
+        shown = f"{path} is already given something else{before}: the change lies between"
+    else:
+        shown = f"{path} is given what it was given, and gives something else{before}"
+    return Finding(
+        cause="output_differs",
+        summary=f"{path} gives another output at step {first.step.number}{other}",
+        measured=f"|output| {call.new.gave.norm:.4g}, {call.old.gave.norm:.4g} in the baseline; "
+        f"{numbers(first, precision)}",
+        shown_by=shown,
+        culprits=(path,),
+    )
+
+
+def _mode(training: bool) -> str:
+    return "training" if training else "evaluation"
+
+
+def _loss(first: First, precision: str) -> Finding:
+    factor = _factor(first.ratio)
+    calls = [_losses(step) for step in (first.before, first.step)]
+    changed = (
+        ""
+        if calls[0] == calls[1]
+        else f"; called are {calls[1] or 'none of torch'}, in the baseline {calls[0] or 'none of torch'}"
+    )
+    where = _line(first.step, ("backward",)) if not calls[1] else _line(first.step, tuple(calls[1].split(", ")))
+    passes = ""
+    if len(first.before.losses) != len(first.step.losses):
+        passes = f"; {count(len(first.step.losses), 'backward pass')}, {len(first.before.losses)} in the baseline"
+    return Finding(
+        cause="loss_differs",
+        summary=f"the loss of step {first.step.number} is {first.new:.6g}; in the baseline {first.old:.6g}{factor}",
+        measured=f"{first.new:.6g} against {first.old:.6g}{_ratio(first.ratio)}; {numbers(first, precision)}{passes}",
+        shown_by=f"batch and outputs of all modules are those of the baseline{changed}",
+        culprits=("loss",),
+        where=where or first.step.where,
+    )
+
+
+def _losses(step: Step) -> str:
+    names = [event.what for event in step.events or () if "(" in event.what and "_" in event.what]
+    known = [what for what in names if not what.startswith(("clip_", "forward", "zero_", "scaler"))]
+    return ", ".join(dict.fromkeys(what for what in known if ".step" not in what and ".train" not in what))
+
+
+def _gradient(first: First, precision: str) -> Finding:
+    own, step = first.names, first.step
+    if first.new == 0.0 or first.old == 0.0:
+        has = "no gradient" if first.new == 0.0 else "a gradient"
+        text = f"{some(own)} {verb(own, 'get')} {has} at step {step.number}"
+        text += "" if first.new == 0.0 else ", and none in the baseline"
+    else:
+        of = "every parameter" if not first.agree and len(own) > 1 else some(own)
+        text = f"the gradient of {of} differs from the baseline at step {step.number}{_factor(first.ratio)}"
+    rest = (
+        f"; the gradients of {some(first.agree, most=4)} are the same" if first.agree else "; no gradient is the same"
+    )
+    return Finding(
+        cause="gradient_differs",
+        summary=text,
+        measured=f"|gradient| {first.new:.4g}, {first.old:.4g} in the baseline{_ratio(first.ratio)}; "
+        f"{numbers(first, precision)}",
+        shown_by=f"batch, outputs of all modules and loss of step {step.number} are those of the baseline{rest}",
+        culprits=own,
+        where=_line(step, ("backward", "autograd")) or step.where,
+    )
+
+
+def _rate(first: First, _precision: str) -> Finding:
+    return Finding(
+        cause="rate_differs",
+        summary=f"the learning rate of step {first.step.number} is {first.new:.6g}; in the baseline {first.old:.6g}",
+        measured=f"{first.new:.6g} against {first.old:.6g} for {count(len(first.names), 'parameter')}"
+        f"{_ratio(first.ratio)}",
+        shown_by=f"the gradients of step {first.step.number} are those of the baseline, and so is all before it",
+        culprits=first.names,
+        where=first.step.where,
+    )
+
+
+def _update(first: First, precision: str) -> Finding:
+    own = first.names
+    name = own[0]
+    sizes = ""
+    if name in first.step.updates and name in first.before.updates:
+        sizes = f"|update of {name}| {first.step.updates[name]:.4g}, {first.before.updates[name]:.4g} in the baseline; "
+    return Finding(
+        cause="update_differs",
+        summary=f"step {first.step.number} moves {some(own)} otherwise than in the baseline",
+        measured=f"{sizes}{numbers(first, precision)}",
+        shown_by="the gradients and the learning rate are those of the baseline, and so are class and options of the "
+        "optimizer",
+        culprits=own,
+        where=first.step.where,
+    )
+
+
+def _buffer(first: First, precision: str) -> Finding:
+    return Finding(
+        cause="buffer_differs",
+        summary=f"{some(first.names)} {be(first.names)} another one after step {first.step.number}",
+        measured=f"|{first.names[0]}| {first.new:.4g}, {first.old:.4g} in the baseline; {numbers(first, precision)}",
+        shown_by=f"gradients and updates of step {first.step.number} are those of the baseline",
+        culprits=first.names,
+    )
+
+
+_BY_KIND: dict[str, Callable[[First, str], Finding]] = {
+    "data": _data,
+    "output": _output,
+    "loss": _loss,
+    "gradient": _gradient,
+    "rate": _rate,
+    "update": _update,
+    "buffer": _buffer,
+}
+
+
+def of_start(start: Begun) -> Finding:
+    """Weights that begin with other values."""
+    if start.scaled:
+        own = start.scaled
+        return Finding(
+            cause="initial_weights_differ",
+            summary=f"{some(own)} {verb(own, 'begin')} with another distribution than in the baseline",
+            measured=start.text,
+            shown_by=f"mean and spread are further apart than two draws of one distribution; {_rest(start)}",
+            culprits=own,
+        )
+    own = start.drawn
+    return Finding(
+        cause="initial_weights_differ",
+        summary=f"{some(own)} {verb(own, 'begin')} with other random numbers than in the baseline",
+        measured=f"{count(len(own), 'tensor')}, mean and spread as in the baseline",
+        shown_by=f"the first tensor that differs, in the order of construction, is {own[0]}: before it a random number "
+        "is drawn more or less, or modules are built in another order",
+        culprits=own,
+        repair=(
+            "build modules in the order of the baseline, or load the weights that it began with; the steps cannot be "
+            f"compared from other weights; or {ACCEPT}"
+        ),
+    )
+
+
+def _rest(start: Begun) -> str:
+    if not start.drawn:
+        return "all other weights begin as in the baseline"
+    return f"{some(start.drawn)} {verb(start.drawn, 'begin')} with other random numbers of the same distribution"
+
+
+def renamed(texts: Sequence[str], names: Sequence[str]) -> Finding:
+    """A note on names that a refactor changed."""
+    return Finding(
+        cause="renamed",
+        level="note",
+        summary=f"the same tensors under other names: {some(texts, most=6)}",
+        measured=f"{count(len(names), 'tensor')} under another name or in other pieces",
+        shown_by="they begin with the same values",
+        culprits=tuple(names),
+        repair="pytest --trainloop --trainloop-only=baseline --trainloop-update writes the new names into the baseline",
+    )
+
+
+def _factor(ratio: float | None) -> str:
+    """``, 8 times as large`` where the factor is a whole number or its inverse."""
+    if ratio is None:
+        return ""
+    for value, text in ((ratio, "times as large"), (1 / ratio if ratio else 0.0, "times smaller")):
+        if value > 1.5 and abs(value - round(value)) < 1e-6 * value:
+            return f", {round(value)} {text}"
+    return ""
+
+
+def _ratio(ratio: float | None) -> str:
+    return "" if ratio is None else f", factor {ratio:.6g}"
+
+
+def _line(step: Step, starts: tuple[str, ...]) -> str:
+    """The line of the last event of a step that begins so."""
+    own = [event.where for event in step.events or () if event.what.startswith(starts) and event.where]
+    return own[-1] if own else ""
+
+
+def precision(old: tuple[str, str], new: tuple[str, str]) -> Finding:
+    """Another dtype."""
+    return Finding(
+        cause="precision_differs",
+        summary=f"{new[0]} is in {new[1]}; in the baseline it is in {old[1]}",
+        measured=f"{new[1]} against {old[1]}",
+        shown_by="in float64 both loops make the same steps",
+        culprits=(new[0],),
+    )
+
+
+def in_own(finding: Finding, dtype: str) -> Finding:
+    """A difference that float64 does not show."""
+    return replace(
+        finding,
+        cause="precision_differs",
+        summary=f"in {dtype} {finding.summary}",
+        shown_by="in float64 both loops make the same steps, and the environment is that of the baseline: another "
+        "order of operations loses digits, or a cast moved",
+    )

@@ -1,0 +1,454 @@
+"""Changes that are no refactor: the loop that the baseline was recorded of is the fixed one."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.checks.guard.baseline.projects import (
+    VOCAB,
+    Attention,
+    Block,
+    Decoder,
+    Pictures,
+    Table,
+    adamw,
+    decoder,
+    pictures,
+    table,
+    token_loss,
+    train,
+)
+from tests.checks.guard.baseline.refactors import Tied, by, clipped, cosine
+from tests.loops import data
+from tests.loops.pairs import pair
+
+
+def changed(name, cause, faulty, fixed, *culprits, **fields):
+    pair(name, "baseline", cause, faulty=faulty, fixed=fixed, culprits=culprits, **fields)
+
+
+def of_blocks(block, **options):
+    return functools.partial(Decoder, functools.partial(block, **options))
+
+
+class DroppedBefore(Block):
+    def mlp(self, x):
+        return self.fc2(F.gelu(self.dropout(self.fc1(x))))
+
+
+class PostNorm(Block):
+    def forward(self, x):
+        x = self.norm1(x + self.attention(x))
+        return self.norm2(x + self.mlp(x))
+
+
+class Unscaled(Attention):
+    def mix(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+
+
+changed(
+    "dropout_moved_before_the_activation",
+    "output_differs",
+    decoder(of_blocks(DroppedBefore, dropout=0.3)),
+    decoder(of_blocks(Block, dropout=0.3)),
+    "block.dropout",
+)
+changed(
+    "larger_eps_in_a_norm",
+    "output_differs",
+    decoder(of_blocks(Block, norm=functools.partial(nn.LayerNorm, eps=1e-3))),
+    decoder(),
+    "block.norm1",
+)
+changed("norm_after_the_branch", "output_differs", decoder(of_blocks(PostNorm)), decoder(), "block.attention.q")
+changed(
+    "attention_without_scale",
+    "output_differs",
+    decoder(of_blocks(Block, attention=Unscaled)),
+    decoder(),
+    "block.attention.out",
+)
+changed(
+    "tanh_in_place_of_relu",
+    "output_differs",
+    table(functools.partial(Table, activation=torch.tanh)),
+    table(),
+    "fc2",
+    quick=True,
+)
+
+
+def left_in_evaluation(model, optimizer, batches, criterion):
+    for x, y in batches:
+        model.eval()
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+
+
+changed(
+    "batch_norm_in_evaluation_mode",
+    "output_differs",
+    pictures(fit=left_in_evaluation),
+    pictures(),
+    "norm",
+    mentions=("evaluation",),
+)
+
+
+def from_scratch(std):
+    class Drawn(Table):
+        def __init__(self):
+            super().__init__(width=40)
+            nn.init.normal_(self.fc1.weight, std=std)
+
+    return Drawn
+
+
+class HeadFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc2 = nn.Linear(40, 3)
+        self.fc1 = nn.Linear(6, 40)
+
+    def forward(self, x):
+        return self.fc2(F.relu(self.fc1(x)))
+
+
+wide = functools.partial(Table, width=40)
+changed(
+    "smaller_initial_weights",
+    "initial_weights_differ",
+    table(from_scratch(0.02)),
+    table(from_scratch(0.2)),
+    "fc1.weight",
+    mentions=("spread 0.02",),
+    quick=True,
+)
+changed(
+    "built_in_another_order",
+    "initial_weights_differ",
+    table(HeadFirst),
+    table(wide),
+    "fc1.weight",
+    mentions=("random numbers",),
+)
+
+
+def right_padded():
+    ids = torch.tensor([[5, 6, 7, 0, 0, 0], [3, 4, 5, 6, 0, 0], [9, 8, 0, 0, 0, 0], [2, 3, 4, 5, 6, 7]])
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def left_padded():
+    ids, _ = right_padded()
+    whole = torch.cat([ids, torch.tensor([[0], [0], [0], [7]])], 1)
+    turned = torch.stack([torch.cat([row[row == 0], row[row != 0]]) for row in whole])
+    return turned[:, :-1].contiguous(), turned[:, 1:].contiguous()
+
+
+changed(
+    "padding_on_the_other_side",
+    "data_differs",
+    decoder(batch=left_padded),
+    decoder(batch=right_padded),
+    "batch[0]",
+    quick=True,
+)
+changed(
+    "fewer_rows",
+    "data_differs",
+    table(batch=lambda: data.labelled(rows=8)),
+    table(),
+    "batch[0]",
+    mentions=("shape (8, 6)",),
+)
+
+
+def unshifted(scores, targets):
+    return F.cross_entropy(scores.flatten(0, 1), targets.roll(1, 1).flatten())
+
+
+def summed(scores, targets):
+    return F.cross_entropy(scores, targets, reduction="sum")
+
+
+def smoothed(scores, targets):
+    return F.cross_entropy(scores, targets, label_smoothing=0.1)
+
+
+def undivided(model, optimizer, batches):
+    for x, y in batches:
+        optimizer.zero_grad()
+        for part, targets in zip(x.chunk(2), y.chunk(2), strict=True):
+            token_loss(model(part), targets).backward()
+        optimizer.step()
+
+
+changed("labels_shifted_once_more", "loss_differs", decoder(criterion=unshifted), decoder(), "loss")
+changed(
+    "sum_in_place_of_mean",
+    "loss_differs",
+    table(criterion=summed),
+    table(),
+    "loss",
+    mentions=("16 times as large", "cross_entropy(sum)"),
+    quick=True,
+)
+changed("labels_smoothed", "loss_differs", table(criterion=smoothed), table(), "loss")
+changed("halves_not_divided", "loss_differs", decoder(fit=undivided), decoder(), "loss", mentions=("2 times as large",))
+
+
+class DetachedEmbedding(Decoder):
+    def forward(self, ids):
+        return self.head(self.norm(self.block(self.embed(ids).detach())))
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.relu()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+changed(
+    "embedding_detached",
+    "gradient_differs",
+    decoder(DetachedEmbedding),
+    decoder(),
+    "embed.weight",
+    mentions=("no gradient",),
+)
+changed(
+    "relu_whose_gradient_passes_straight_through",
+    "gradient_differs",
+    table(functools.partial(Table, activation=Straight.apply)),
+    table(),
+    "fc1.weight",
+    "fc1.bias",
+    quick=True,
+)
+
+
+def warm_up(first):
+    return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + first) / 8))
+
+
+def schedule_first(model, optimizer, batches, scheduler):
+    for x, y in batches:
+        optimizer.zero_grad()
+        token_loss(model(x), y).backward()
+        scheduler.step()
+        optimizer.step()
+
+
+def rate_by_hand(first):
+    def fit(model, optimizer, batches, criterion):
+        for number, batch in enumerate(batches):
+            optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, (number + first) / 8)
+            train(model, optimizer, [batch], criterion)
+
+    return fit
+
+
+changed(
+    "rate_by_hand_one_step_late",
+    "rate_differs",
+    table(fit=rate_by_hand(0)),
+    table(fit=rate_by_hand(1)),
+    "fc1.weight",
+    quick=True,
+)
+changed(
+    "another_rate",
+    "rate_differs",
+    table(optimizer=by(adamw, lr=1e-3)),
+    table(optimizer=by(adamw, lr=3e-3)),
+    "fc2.bias",
+    mentions=("0.001",),
+)
+changed(
+    "scheduler_before_the_optimizer",
+    "calls_differ",
+    decoder(fit=schedule_first, scheduler=warm_up(1)),
+    decoder(scheduler=warm_up(1)),
+    mentions=("between backward() and step()",),
+)
+
+
+class Scaled(torch.optim.SGD):
+    """Ours: the decay is taken by the rate twice."""
+
+    def __init__(self, parameters, lr, power):
+        super().__init__(parameters, lr=lr)
+        self.power = power
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(1 - 0.1 * group["lr"] ** self.power)
+        return super().step(closure)
+
+
+changed(
+    "decay_by_the_rate_squared",
+    "update_differs",
+    table(optimizer=by(Scaled, lr=0.1, power=2)),
+    table(optimizer=by(Scaled, lr=0.1, power=1)),
+    "fc1.weight",
+    quick=True,
+)
+
+
+def decayed(biases):
+    def groups(model):
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        others = [p for p in model.parameters() if p.dim() < 2]
+        return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": biases}], lr=3e-3)
+
+    return groups
+
+
+changed(
+    "decay_on_the_biases",
+    "group_differs",
+    table(optimizer=decayed(0.01)),
+    table(optimizer=decayed(0.0)),
+    "fc1.bias",
+    mentions=("weight_decay", "0.01"),
+    quick=True,
+)
+changed("larger_eps_of_adam", "group_differs", decoder(optimizer=by(adamw, eps=1e-6)), decoder(), mentions=("eps",))
+changed("without_betas", "group_differs", table(optimizer=by(adamw, betas=(0.9, 0.95))), table(), mentions=("betas",))
+changed(
+    "adam_in_place_of_sgd",
+    "optimizer_differs",
+    table(optimizer=by(torch.optim.Adam, lr=0.1)),
+    table(optimizer=by(torch.optim.SGD, lr=0.1)),
+    quick=True,
+)
+changed(
+    "head_not_in_the_optimizer",
+    "left_out_of_optimizer",
+    table(optimizer=lambda model: adamw(model.fc1.parameters())),
+    table(),
+    "fc2.weight",
+    quick=True,
+)
+
+
+class Frozen(Table):
+    def __init__(self):
+        super().__init__()
+        self.fc1.requires_grad_(False)
+
+
+changed("first_layer_frozen", "frozen_differs", table(Frozen), table(), "fc1.weight", quick=True)
+
+
+def zeroed_late(model, optimizer, batches, criterion):
+    for x, y in batches:
+        criterion(model(x), y).backward()
+        optimizer.step()
+
+
+def unclipped(model, optimizer, batches):
+    for x, y in batches:
+        optimizer.zero_grad()
+        token_loss(model(x), y).backward()
+        optimizer.step()
+
+
+def clipped_late(model, optimizer, batches):
+    for x, y in batches:
+        optimizer.zero_grad()
+        token_loss(model(x), y).backward()
+        optimizer.step()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+
+
+changed("gradients_not_zeroed", "calls_differ", table(fit=zeroed_late), table(), "zero_grad()", quick=True)
+changed("clip_gone", "calls_differ", decoder(fit=unclipped), decoder(fit=clipped), "clip_grad_norm_()")
+changed(
+    "clip_after_the_step",
+    "calls_differ",
+    decoder(fit=clipped_late),
+    decoder(fit=clipped),
+    "clip_grad_norm_()",
+    mentions=("before backward()",),
+)
+
+
+def after_many_steps(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 100)
+
+
+def no_schedule(model, optimizer, batches, criterion=token_loss, scheduler=None):
+    train(model, optimizer, batches, criterion)
+
+
+changed("scheduler_gone", "scheduler_differs", table(), table(scheduler=after_many_steps), quick=True)
+changed(
+    "shorter_cosine",
+    "scheduler_differs",
+    decoder(scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20)),
+    decoder(scheduler=cosine),
+    mentions=("T_max",),
+)
+changed(
+    "other_momentum_of_running_statistics",
+    "buffer_differs",
+    pictures(functools.partial(Pictures, momentum=0.01)),
+    pictures(),
+    "norm.running_mean",
+    quick=True,
+)
+changed("wider", "parameters_differ", table(wide), table(), "fc1.weight", quick=True)
+changed(
+    "head_untied", "parameters_differ", decoder(Decoder), decoder(Tied), "head.weight", mentions=("tensor of its own",)
+)
+
+
+class WithBias(Decoder):
+    def __init__(self):
+        super().__init__()
+        self.head.bias = nn.Parameter(torch.zeros(VOCAB))
+
+
+changed("bias_added", "parameters_differ", decoder(WithBias), decoder(), "head.bias")
+
+
+def in_bfloat16(model, optimizer, batches, criterion):
+    for x, y in batches:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = criterion(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+changed(
+    "autocast_added", "precision_differs", table(fit=in_bfloat16), table(), "fc1", mentions=("bfloat16",), quick=True
+)
+
+
+class Renamed(Table):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.head = self.fc1, self.fc2
+        del self.fc1, self.fc2
+
+    def forward(self, x):
+        return self.head(self.activation(self.hidden(x)))
+
+
+changed("layers_renamed", "renamed", table(Renamed), table(), "hidden.weight", level="note", quick=True)
