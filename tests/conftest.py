@@ -53,8 +53,8 @@ def no_runner_of_github_reads_along(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def every_report_conforms(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The JSON reports and SARIF files that sessions of a test wrote are valid by their schemas."""
-    pytester = request.getfixturevalue("pytester") if "pytester" in request.fixturenames else None
+    """The JSON reports and SARIF files that a test wrote are valid by their schemas."""
+    made = {name: request.getfixturevalue(name) for name in ("pytester", "tmp_path") if name in request.fixturenames}
     yield
-    if pytester is not None:
-        reports.assert_valid(pytester.path)
+    for name, fixture in made.items():
+        reports.assert_valid(fixture.path if name == "pytester" else fixture)

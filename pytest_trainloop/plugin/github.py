@@ -54,8 +54,10 @@ def tell(config: pytest.Config, document: Mapping[str, Any], refused: Refused, n
     ``refused`` has the node id and line of the first marked function that was refused, by the sentence that says why.
     """
     found = [*_refusals(config, refused), *alerts_of(config, document)]
-    for command in commands(found, errors=not config.pluginmanager.hasplugin(ANNOTATOR)):
-        print(command, file=sys.stderr)  # noqa: T201  the runner reads it, at the beginning of a line
+    told = list(commands(found, errors=not config.pluginmanager.hasplugin(ANNOTATOR), nothing=nothing))
+    if told:
+        # In one piece, from the beginning of a line: the other stream may stand in the middle of one.
+        sys.stderr.write("\n" + "".join(f"{command}\n" for command in told))
     given = os.environ.get("GITHUB_STEP_SUMMARY")
     if not given:
         return []

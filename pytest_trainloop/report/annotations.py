@@ -14,11 +14,14 @@ _MOST = 4096
 """Characters of a message; GitHub shows fewer."""
 
 
-def commands(alerts: Sequence[Alert], *, errors: bool = True) -> Iterator[str]:
+def commands(alerts: Sequence[Alert], *, errors: bool = True, nothing: str = "") -> Iterator[str]:
     """One command for each fault and each piece of advice that the project does not know of, faults first.
 
-    GitHub shows ten of a kind for each step. ``errors`` is False where another plugin annotates failed tests.
+    GitHub shows ten of a kind for each step. ``errors`` is False where another plugin annotates failed tests;
+    ``nothing`` says why nothing was checked.
     """
+    if nothing:
+        yield f"::warning title=NOTHING WAS CHECKED::{_data(nothing)}"
     for alert in alerts:
         command = _COMMANDS.get(alert.level)
         if command is None or alert.accepted or (command == "error" and not errors):

@@ -69,7 +69,8 @@ def test_the_summary_of_the_job_stands_behind_that_of_other_tools(summary, run):
 
 
 def test_nothing_checked_is_the_headline(summary, run):
-    run("--trainloop", *ALONE, "-k", "test_plain")
+    told = commands(run("--trainloop", *ALONE, "-k", "test_plain"))
+    assert told == ["::warning title=NOTHING WAS CHECKED::the tests failed before any check ran"]
     head = "## Training loops: nothing was checked\n\nthe tests failed before any check ran\n"
     assert head in summary.read_text(encoding="utf-8")
 

@@ -84,3 +84,4 @@ def test_the_helper_finds_a_report_that_does_not_conform(tmp_path):
     (tmp_path / "out.json").write_text(text(data), encoding="utf-8")
     with pytest.raises(jsonschema.ValidationError):
         assert_valid(tmp_path)
+    (tmp_path / "out.json").unlink()  # which is looked at behind every test
