@@ -125,6 +125,32 @@ def one_batch(facts: Facts, _looked: Looked) -> Iterator[Picture]:
     )
 
 
+def two_runs(facts: Facts, _looked: Looked) -> Iterator[Picture]:
+    """The loss of two runs under one seed, where ``determinism`` found that they differ."""
+    from pytest_trainloop.checks.state.determinism.repeat import repetition
+
+    found = facts.ask(repetition) if facts.findings("determinism") else None
+    if found is None or found.difference is None or max(map(len, found.losses), default=0) < 2:
+        return
+    roles: tuple[Role, Role] = ("own", "reference")
+    drawn = [
+        _steps(losses, name, role) for losses, name, role in zip(found.losses, ("first", "second"), roles, strict=True)
+    ]
+    difference = found.difference
+    yield Picture(
+        key="two_runs",
+        kind="curves",
+        title="Loss of two runs under one seed",
+        look="The second run lies on the first, bit for bit; where they part, something is not restored by the seed.",
+        of=f"the watched run, and the same again: {numbered(max(map(len, found.losses)), 'step')}",
+        checks=("determinism",),
+        where=facts.where(difference.where),
+        y=Axis(title=LOSS, scale=scale_of(drawn, span=100.0)),
+        curves=tuple(drawn),
+        marks=(Mark(axis="x", at=difference.step + 1, text=f"first difference: {difference.what}"), *gaps(drawn)),
+    )
+
+
 def _is_adam(key: object) -> bool:
     return key == "quick" or isinstance(key, float)
 

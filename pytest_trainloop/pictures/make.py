@@ -24,6 +24,7 @@ KINDS: tuple[Callable[[Facts, Looked], Iterator[Picture]], ...] = (
     step.one_step,
     losses.one_batch,
     losses.loss,
+    losses.two_runs,
     rates.rates,
     rates.rates_ahead,
     gradients.gradient_norm,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.cards.facts import Facts
     from pytest_trainloop.pictures.looked import Looked, Moment
+    from pytest_trainloop.recording.record import Record
 
 T = TypeVar("T")
 
@@ -37,14 +38,18 @@ def updates(facts: Facts, looked: Looked) -> Iterator[Picture]:
     if not known or len(steps) < 2 or looked.measured.record is None:
         return
     parameters = looked.measured.record.parameters
+    unheld = _unheld(looked.measured.record)
+    known.update((i, {}) for i in unheld)
     large = [i for i in known if len(parameters[i].shape) > 1]
     of = sorted(large if len(known) > ROWS and large else known)
     named = {name for result in facts.results.values() for finding in result.findings for name in finding.culprits}
     rows = sorted({*_spread(of), *[i for i in known if parameters[i].name in named][:ROWS]})
-    still = [parameters[i].name for i in sorted(known) if not any(known[i].values())]
+    still = [parameters[i].name for i in sorted(known) if known[i] and not any(known[i].values())]
+    held_by_none = [parameters[i].name for i in unheld]
     notes = [_out_of(len(rows), len(known), "tensors")]
     notes.append(f"{numbered(len(still), 'tensor')} never moved: {names(still)}" if still else "")
-    empty = any(step not in known[i] for i in rows for step in steps)
+    notes.append(f"no optimizer holds {names(held_by_none)}" if held_by_none else "")
+    empty = any(step not in known[i] for i in rows if known[i] for step in steps)
     notes.append("no value where a tensor was 0 before the step, or its optimizer made fewer" if empty else "")
     yield Picture(
         key="updates",
@@ -55,6 +60,7 @@ def updates(facts: Facts, looked: Looked) -> Iterator[Picture]:
         checks=(
             "update_ratio",
             "every_param_moves",
+            "optimizer_holds_every_param",
             "frozen_stays_frozen",
             "weight_decay_groups",
             "parameter_precision",
@@ -68,6 +74,12 @@ def updates(facts: Facts, looked: Looked) -> Iterator[Picture]:
         colour=Axis(title="|update| / |weights|", scale="log"),
         note="; ".join(filter(None, notes)),
     )
+
+
+def _unheld(record: Record) -> list[int]:
+    """The parameters of the model that require grad, and that neither an optimizer holds nor anything else moves."""
+    others = record.held.keys() | record.moved_outside_steps()
+    return [p.index for p in record.parameters if p.role != "foreign" and p.trainable and p.index not in others]
 
 
 def gradient_sizes(_facts: Facts, looked: Looked) -> Iterator[Picture]:

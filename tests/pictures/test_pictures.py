@@ -294,6 +294,39 @@ def test_a_tensor_that_never_moves_is_named():
     assert set(updates.cells[updates.labels.index("0.weight")]) == {0.0}
 
 
+def test_a_tensor_that_no_optimizer_holds_has_an_empty_row():
+    def make():
+        loop = plain()
+        loop.optimizer.param_groups[0]["params"] = list(loop.model[0].parameters())
+        return loop
+
+    updates = taken(make, "optimizer_holds_every_param")["updates"]
+    assert updates.note == "no optimizer holds 2.weight, 2.bias"
+    assert set(updates.cells[updates.labels.index("2.bias")]) == {None}
+
+
+def test_runs_that_differ_are_drawn_beside_each_other():
+    calls = []
+
+    def make():
+        loop = plain()
+
+        def fit(batches):
+            calls.append(1)
+            for n, (x, y) in enumerate(batches):
+                loop.optimizer.zero_grad()
+                (F.mse_loss(loop.model(x), y) * (1 + (n > 3) * len(calls))).backward()
+                loop.optimizer.step()
+
+        loop.fit = fit
+        return loop
+
+    two = taken(make, "determinism")["two_runs"]
+    assert [curve.name for curve in two.curves] == ["first", "second"]
+    assert two.curves[0].y[:4] == two.curves[1].y[:4]
+    assert two.marks[0].at == 5
+
+
 def test_batches_of_changing_lengths_show_their_sizes():
     def batches(count):
         return [(torch.randn(4, 3 + n % 3, 4), torch.randn(4, 1)) for n in range(count)]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from pytest_trainloop.checks.learning.loss_curve import Losses
 from pytest_trainloop.checks.state.determinism.first_difference import CallLog, FirstCall
 from pytest_trainloop.errors import TimeRanOut
 from pytest_trainloop.recording.events import Backward, Event, Step
@@ -59,6 +60,8 @@ class Repetition:
     difference: Difference | None
     source: Source = "unknown"
     first_call: FirstCall | None = None
+    losses: tuple[tuple[float, ...], ...] = ()
+    """Those of the two runs where they differ."""
 
 
 def repetition(evidence: Evidence) -> Repetition:
@@ -70,9 +73,15 @@ def repetition(evidence: Evidence) -> Repetition:
 
 def _repetition(first: Record, plan: RunPlan, run: Callable[[RunPlan], Record]) -> Repetition:
     plan = replace(plan, may_raise=True)  # once and not again is a difference
-    difference = first_difference(first, run(plan))
+    second = run(plan)
+    difference = first_difference(first, second)
     if difference is None:
         return Repetition(None)
+    losses = tuple(tuple(Losses(record).read()) for record in (first, second))
+    return replace(_with_its_source(difference, plan, run), losses=losses)
+
+
+def _with_its_source(difference: Difference, plan: RunPlan, run: Callable[[RunPlan], Record]) -> Repetition:
     with _deterministic():
         pair = [run(plan) for _ in range(2)]
     if first_difference(*pair) is None:
