@@ -37,9 +37,9 @@ class Alert:
     """As the terminal shows it."""
     loops: tuple[str, ...]
     at: At | None
-    """The line to change; else where the fault was seen; else the test."""
-    seen: At | None = None
-    """Where the fault was seen, if that is another line."""
+    """The line to change; else where the fault was seen; else the test. One outside of the repository comes last."""
+    other: At | None = None
+    """Where the fault was seen, or the line to change, if that is another line."""
     finding: Finding | None = None
     also: tuple[str, ...] = ()
     """The checks that fail for it."""
@@ -110,7 +110,8 @@ class _Loop:
 
     def _found(self, result: Result, finding: Finding, also: Iterable[str] = (), accepted: str = "") -> Alert:
         change, seen = self.places.at(Line.read(finding.change)), self.places.at(Line.read(finding.where))
-        at = change or seen or self._test()
+        inside = (line for line in (change, seen) if line is not None and line.inside)
+        at = next(inside, None) or self._test() or change or seen
         return Alert(
             check=result.check,
             cause=finding.cause,
@@ -119,7 +120,7 @@ class _Loop:
             text=finding_text(finding, self.proofs.get(result.check, {})),
             loops=(self.data["nodeid"],),
             at=at,
-            seen=seen if seen != at else None,
+            other=next((line for line in (seen, change) if line not in (None, at)), None),
             finding=finding,
             also=tuple(also),
             accepted=accepted or finding.accepted,

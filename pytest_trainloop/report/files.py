@@ -16,10 +16,10 @@ def write(file: Path, text: str) -> None:
     Raises ``OSError`` where that is not possible; the old file is then as it was.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    target = file.resolve()  # of a link, the file that it leads to
-    if target.exists() and not target.is_file():  # /dev/stdout, a pipe: nothing there can be replaced
-        target.write_text(text, encoding="utf-8", errors="backslashreplace")
+    if file.exists() and not file.is_file():  # /dev/stdout, a pipe: nothing there can be replaced
+        file.write_text(text, encoding="utf-8", errors="backslashreplace")
         return
+    target = file.resolve()  # of a link, the file that it leads to
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:100]}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as stream:

@@ -58,6 +58,11 @@ class At:
     source: str
     """The line as the file has it, with its indent."""
 
+    @property
+    def inside(self) -> bool:
+        """Whether the file lies in the repository."""
+        return not Path(self.file).is_absolute()
+
 
 class Places:
     """Files by the names that messages give them, for one session.

@@ -115,8 +115,12 @@ def _result(alert: Alert, rule: int, fingerprint: str) -> dict[str, Any]:
         "partialFingerprints": {FINGERPRINT: fingerprint},
         "occurrenceCount": len(alert.loops),
     }
-    if alert.seen is not None:
-        seen = {"id": 1, "physicalLocation": _physical(alert.seen), "message": {"text": "seen here"}}
+    if alert.other is not None:
+        seen = {
+            "id": 1,
+            "physicalLocation": _physical(alert.other),
+            "message": {"text": "the other line of this fault"},
+        }
         result["relatedLocations"] = [seen]
     if alert.accepted:
         result["suppressions"] = [{"kind": "external", "status": "accepted", "justification": alert.accepted}]
@@ -138,7 +142,7 @@ def _message(alert: Alert) -> str:
     told += [f"For it also {_fail(alert.also)}."] if alert.also else []
     told += [f"Found in {', '.join(alert.loops)}."]
     text = re.sub(r"\](?=\(\d+\))", "] ", "\n".join(told))  # "[name](1)" would be a link to a location
-    return f"{text}\nIt was [seen at {_in_link(alert.seen)}](1)." if alert.seen is not None else text
+    return f"{text}\nSee also [{_in_link(alert.other)}](1)." if alert.other is not None else text
 
 
 def _fail(checks: Sequence[str]) -> str:
@@ -154,8 +158,13 @@ def _location(alert: Alert) -> dict[str, Any]:
     if alert.finding is not None:
         kinds = alert.finding.kinds or ("member",) * len(alert.culprits)
         names += [{"fullyQualifiedName": name, "kind": kind} for name, kind in zip(alert.culprits, kinds, strict=True)]
-    physical = {"physicalLocation": _physical(alert.at)} if alert.at is not None else {}
-    return {**physical, "logicalLocations": names}
+    return {"physicalLocation": _physical(alert.at) if alert.at else _file_of(alert), "logicalLocations": names}
+
+
+def _file_of(alert: Alert) -> dict[str, Any]:
+    """The file in a loop's node id: code scanning refuses a whole file for one result without a place."""
+    file = alert.loops[0].partition("::")[0]
+    return {"artifactLocation": {"uri": quote(file), "uriBaseId": ROOT}, "region": {"startLine": 1}}
 
 
 def _physical(at: At) -> dict[str, Any]:
@@ -168,8 +177,7 @@ def _physical(at: At) -> dict[str, Any]:
         "endColumn": indent + len(code) + 1,
         "snippet": {"text": at.source},
     }
-    inside = not at.path.is_absolute() or at.file != at.path.resolve().as_posix()
-    artifact = {"uri": quote(at.file), "uriBaseId": ROOT} if inside else {"uri": at.path.resolve().as_uri()}
+    artifact = {"uri": quote(at.file), "uriBaseId": ROOT} if at.inside else {"uri": at.path.resolve().as_uri()}
     return {"artifactLocation": artifact, "region": region}
 
 

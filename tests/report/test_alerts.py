@@ -13,7 +13,7 @@ def test_a_fault_stands_at_the_line_to_change_with_what_fails_for_it(told, proje
     assert alert.title == "step_order:not_zeroed"
     assert alert.level == "error"
     assert alert.at == At(project / "train.py", "train.py", 4, "        loss.backward()")
-    assert (alert.seen.number, alert.seen.source) == (5, "        optimizer.step()")
+    assert (alert.other.number, alert.other.source) == (5, "        optimizer.step()")
     assert alert.also == ("overfit_one_batch",)
     assert alert.text.startswith(
         "2 weights are stepped with old gradients\nmeasured   11 of 12 steps\ncause      not_zeroed: "
@@ -22,7 +22,7 @@ def test_a_fault_stands_at_the_line_to_change_with_what_fails_for_it(told, proje
 
 def test_without_a_line_to_change_it_stands_where_it_was_seen(told):
     (alert,) = told(report({"t::a": [result(stale(change=""))]}))
-    assert (alert.at.number, alert.seen) == (5, None)
+    assert (alert.at.number, alert.other) == (5, None)
 
 
 def test_without_any_line_it_stands_at_the_test(told):
@@ -33,6 +33,15 @@ def test_without_any_line_it_stands_at_the_test(told):
     assert (alert.at.file, alert.at.number) == ("test_train.py", 4)
     (alert,) = told(report({"a loop of check_loop": [result(LATE)]}, at=""))
     assert alert.at is None
+
+
+def test_a_line_outside_of_the_repository_comes_after_one_inside(told, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("else") / "layers.py"
+    outside.write_text("x\n", encoding="utf-8")
+    (alert,) = told(report({"test_train.py::test_gpt": [result(stale(change=f"{outside}:1   x"))]}))
+    assert (alert.at.file, alert.at.number, alert.other.path) == ("train.py", 5, outside)
+    (alert,) = told(report({"test_train.py::test_gpt": [result(stale(change=f"{outside}:1   x", where=""))]}))
+    assert (alert.at.file, alert.at.number, alert.other.path) == ("test_train.py", 4, outside)
 
 
 def test_one_fault_of_several_loops_is_told_once(told):

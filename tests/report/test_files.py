@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 
 import pytest
 
@@ -32,6 +33,17 @@ def test_a_link_stays_a_link(tmp_path):
     write(tmp_path / "link", "new")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "target").read_text(encoding="utf-8") == "new"
+
+
+def test_what_is_no_file_is_written_to_and_stays(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    read = []
+    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text(encoding="utf-8")))
+    reader.start()
+    write(tmp_path / "pipe", "told")
+    reader.join()
+    assert read == ["told"]
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_text_that_utf8_cannot_hold_is_escaped(tmp_path):

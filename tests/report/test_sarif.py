@@ -38,7 +38,7 @@ def test_a_fault_is_a_result_at_the_line_to_change(run):
         "Repair: optimizer.zero_grad() before this line",
         "For it also overfit_one_batch fails.",
         "Found in t::a.",
-        "It was [seen at train.py:5](1).",
+        "See also [train.py:5](1).",
     ]
     (place,) = found["locations"]
     assert place["physicalLocation"] == {
@@ -155,11 +155,12 @@ def test_brackets_in_a_message_make_no_link(run):
     assert not re.search(r"\]\(\d+\)", made["message"]["text"])
 
 
-def test_a_loop_without_a_file_has_its_names_only(told):
-    data = report({"by hand": [result(stale(change="", where=""))]}, at="")
+def test_every_result_has_a_place(told):
+    data = report({"gone.py::test_x": [result(stale(change="", where=""))]}, at="")
     log = document(told(data), data["environment"], rule)
     of_sarif().validate(json.loads(json.dumps(log)))
-    assert "physicalLocation" not in log["runs"][0]["results"][0]["locations"][0]
+    place = log["runs"][0]["results"][0]["locations"][0]["physicalLocation"]
+    assert place == {"artifactLocation": {"uri": "gone.py", "uriBaseId": "SRCROOT"}, "region": {"startLine": 1}}
 
 
 def test_nothing_checked_is_a_notification(run):
