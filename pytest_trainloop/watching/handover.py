@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from pytest_trainloop.watching.slices import Slices
 from pytest_trainloop.watching.stack import ABSENT, Frame, call_at, is_guarded, user_stack
-from pytest_trainloop.watching.values import Imports, Unknown, batch_code
+from pytest_trainloop.watching.values import Imports, Unknown, loader_code
 
 if TYPE_CHECKING:
     import ast
@@ -33,6 +33,8 @@ class Loop:
     """The call of the framework's adapter."""
     missing: list[str] = field(default_factory=list)
     """What a human has to fill in, a sentence each."""
+    data: str = ""
+    """The statement that makes the data up."""
     fit: list[str] = field(default_factory=list)
     """The body of ``fit``, where it takes more than one expression."""
 
@@ -81,7 +83,7 @@ class Handover:
         names = self._add_models(loop, slices)
         names |= self._add_optimizers(loop, slices)
         if loader is not None:
-            self._add_batch(loop, loader, imports)
+            self._add_batches(loop, loader, imports)
             self._add_fit(loop, slices, caller, called, loader)
         if self._frames[0].at_module_level and imports.script_used and not is_guarded(self._frames[0]):
             loop.missing.append(
@@ -121,11 +123,13 @@ class Handover:
             loop.fields["optimizer"] = names[0] if len(names) == 1 else f"[{', '.join(names)}]"
         return made
 
-    def _add_batch(self, loop: Loop, loader: Any, imports: Imports) -> None:
+    def _add_batches(self, loop: Loop, loader: Any, imports: Imports) -> None:
         try:
-            loop.fields["batch"] = batch_code(next(iter(loader)), imports)
-        except (Unknown, StopIteration, TypeError) as what:
-            loop.missing.append(f"batch: an example batch as the loader gives it ({what})")
+            loop.data = f"data = {loader_code(loader, imports)}"
+        except Exception as what:  # also what the project's own data set raises
+            loop.missing.append(f"batches: a small DataLoader that gives what the script's gives ({what})")
+            return
+        loop.fields |= {"batches": "data", "batch": "next(iter(data))"}
 
     def _add_fit(self, loop: Loop, slices: Slices, caller: Frame, called: Frame, loader: Any) -> None:
         """The call of the training function with ``batches`` in the place of its loader."""

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import enum
 import inspect
+import itertools
 import math
 import pathlib
 import sys
@@ -14,12 +15,24 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils.data import RandomSampler, default_collate
+
+from pytest_trainloop import nested
 
 LONGEST = 400
 """Characters of one value: longer ones are data."""
 
 MOST_ROWS = 8
-"""Rows of an example batch that is made up."""
+"""Rows of a batch that is made up."""
+
+BATCHES = 16
+"""Batches that are made up."""
+
+LOOKED_AT = 8
+"""Batches of the script's own that are looked at for the range of whole numbers."""
+
+FEW_NUMBERS = 1000
+"""Different whole numbers that floating-point targets hold, at most."""
 
 _WORDS = (bool, int, str, bytes, type(None), type(...))
 
@@ -126,55 +139,87 @@ def _keywords(value: Any, given: dict[str, Any], imports: Imports) -> str:
     return f"{imports.named(type(value))}({inner})"
 
 
-def batch_code(batch: Any, imports: Imports) -> str:
-    """An expression that makes a batch of the same kind: the same nest, dtypes and shapes, with at most ``MOST_ROWS``
-    rows, whole numbers from the range that was seen. Raises ``Unknown``."""
-    rows = next((t.shape[0] for t in _tensors(batch) if t.dim()), 0)
-    return _batch(batch, imports, rows)
+def loader_code(loader: Any, imports: Imports) -> str:
+    """An expression that makes a DataLoader over made-up data of the same kind: the same nest, dtypes and shapes, whole
+    numbers from the range that was seen in its first batches. Raises ``Unknown``, and what the loader raises."""
+    seen = list(itertools.islice(loader, LOOKED_AT))
+    if not seen:
+        raise Unknown("a loader that gives nothing")
+    imports.lines["import torch.utils.data"] = None
+    batch = seen[0]
+    rows = next((t.shape[0] for _, t in nested.paths(batch) if t.dim()), 0)
+    ranges = _ranges(seen)
+    by_rows = (
+        rows
+        and loader.collate_fn is default_collate
+        and all(t.dim() and t.shape[0] == rows for _, t in nested.paths(batch))
+    )
+    if not by_rows:
+        made = _Made(imports, ranges, rows, keep=True).code(batch)
+        return f"torch.utils.data.DataLoader([{made} for _ in range({BATCHES})], batch_size=None)"
+    made = _Made(imports, ranges, rows, keep=False).code(batch)
+    shuffle = ", shuffle=True" if isinstance(loader.sampler, RandomSampler) else ""
+    dropped = ", drop_last=True" if loader.drop_last else ""
+    size = min(rows, MOST_ROWS)
+    return (
+        f"torch.utils.data.DataLoader([{made} for _ in range({BATCHES * size})], batch_size={size}{shuffle}{dropped})"
+    )
 
 
-def _batch(value: Any, imports: Imports, rows: int) -> str:
-    if isinstance(value, torch.Tensor):
-        return _tensor(value, imports, rows)
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        if rows and len(value) == rows and all(isinstance(v, (str, int, float)) for v in value):
-            value = value[:MOST_ROWS]  # one a row
-        inner = ", ".join(_batch(v, imports, rows) for v in value)
-        return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if len(value) == 1 else f"({inner})"
-    if isinstance(value, Mapping):
-        items = value.items()  # also transformers' BatchEncoding
-        return "{" + ", ".join(f"{_code(k, imports)}: {_batch(v, imports, rows)}" for k, v in items) + "}"
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        own = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        inner = ", ".join(f"{name}={_batch(v, imports, rows)}" for name, v in own.items())
-        return f"{imports.named(type(value))}({inner})"
-    return _code(value, imports)
+def _ranges(batches: list[Any]) -> dict[Any, tuple[float, float]]:
+    """The smallest and the largest entry of each tensor by its path, over several batches."""
+    found: dict[Any, tuple[float, float]] = {}
+    for batch in batches:
+        for path, tensor in nested.paths(batch):
+            if tensor.numel() and not tensor.is_complex():
+                low, high = float(tensor.min()), float(tensor.max())
+                known = found.get(path, (low, high))
+                found[path] = min(low, known[0]), max(high, known[1])
+    return found
 
 
-def _tensor(value: torch.Tensor, imports: Imports, rows: int) -> str:
-    imports.lines["import torch"] = None
-    shape = list(value.shape)
-    if shape and rows and shape[0] == rows:
-        shape[0] = min(rows, MOST_ROWS)
-    size = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
-    if value.is_floating_point():
-        drawn = "rand" if _is_unit(value) else "randn"
+class _Made:
+    """Code for made-up batches, or for single rows of them."""
+
+    def __init__(self, imports: Imports, ranges: dict[Any, tuple[float, float]], rows: int, *, keep: bool) -> None:
+        self._imports, self._ranges, self._rows, self._keep = imports, ranges, rows, keep
+
+    def code(self, value: Any, path: tuple[object, ...] = ()) -> str:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+            if len(value) == self._rows and all(isinstance(v, (str, int, float)) for v in value):
+                if not self._keep:
+                    return _code(value[0], self._imports)  # one a row
+                value = value[:MOST_ROWS]
+            inner = ", ".join(self.code(v, (*path, i)) for i, v in enumerate(value))
+            return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if len(value) == 1 else f"({inner})"
+        if isinstance(value, Mapping):  # transformers' BatchEncoding too
+            inner = ", ".join(f"{_code(k, self._imports)}: {self.code(v, (*path, k))}" for k, v in value.items())
+            return "{" + inner + "}"
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = [f.name for f in dataclasses.fields(value) if f.init]
+            inner = ", ".join(f"{name}={self.code(getattr(value, name), (*path, name))}" for name in names)
+            return f"{self._imports.named(type(value))}({inner})"
+        return _code(value, self._imports)
+
+    def _tensor(self, value: torch.Tensor, path: tuple[object, ...]) -> str:
+        self._imports.lines["import torch"] = None
+        shape = list(value.shape)
+        if not self._keep:
+            shape = shape[1:]
+        elif shape and shape[0] == self._rows:
+            shape[0] = min(self._rows, MOST_ROWS)
+        size = "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
+        low, high = self._ranges.get(path, (0.0, 0.0))
+        if value.is_complex():
+            return f"torch.randn({size}, dtype={value.dtype})"
+        if value.dtype == torch.bool:
+            return f"torch.rand({size}) < 0.5" if low < high else f"torch.full({size}, {bool(low)})"
+        if not value.is_floating_point():
+            kind = "" if value.dtype == torch.int64 else f", dtype={value.dtype}"
+            return f"torch.randint({int(low)}, {int(high) + 1}, {size}{kind})"
         kind = "" if value.dtype == torch.float32 else f", dtype={value.dtype}"
-        return f"torch.{drawn}(({size}){kind})"
-    if value.dtype == torch.bool or not value.numel():
-        return f"torch.ones(({size}), dtype={value.dtype})"
-    if value.is_complex():
-        return f"torch.randn(({size}), dtype={value.dtype})"
-    low, high = int(value.min()), int(value.max())
-    kind = "" if value.dtype == torch.int64 else f", dtype={value.dtype}"
-    return f"torch.randint({low}, {high + 1}, ({size}){kind})"
-
-
-def _is_unit(value: torch.Tensor) -> bool:
-    return bool(value.numel()) and float(value.min()) >= 0.0 and float(value.max()) <= 1.0
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    from pytest_trainloop import nested
-
-    return [tensor for _, tensor in nested.paths(value)]
+        if value.numel() > 1 and bool((value == value.round()).all()) and high - low < FEW_NUMBERS:
+            return f"torch.randint({int(low)}, {int(high) + 1}, {size}).to({value.dtype})"
+        return f"torch.{'rand' if low >= 0.0 and high <= 1.0 else 'randn'}({size}{kind})"

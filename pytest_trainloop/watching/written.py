@@ -7,6 +7,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+LINE = 108
+"""Characters of a line in a function."""
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -24,7 +27,8 @@ def alias_of(target: Target) -> str:
 def test_file(loop: Loop, imports: Imports, target: Target, file: Path) -> str:
     """The text of the file."""
     name = re.sub(r"\W", "_", alias_of(target).removesuffix("_script"))
-    body = "\n".join(f"    {line}".rstrip() for line in _body(loop, imports, target))
+    wrapped = [part for line in _body(loop, imports, target) for part in _wrapped(line)]
+    body = "\n".join(f"    {line}".rstrip() for line in wrapped)
     parts = [_loading(target, file)] if imports.script_used else []
     parts.append(f"@pytest.mark.trainloop\ndef test_{name}():\n{body}")
     code = "\n\n\n".join(parts)
@@ -102,16 +106,65 @@ def _body(loop: Loop, imports: Imports, target: Target) -> Sequence[str]:
     if imports.script_used:
         lines.append(f"{alias_of(target)} = load()")
     lines += loop.statements
+    if loop.data:
+        lines += ["# random numbers, of the shapes and ranges that the script's data had", loop.data]
     if loop.adapter or (loop.missing and not loop.fields):
         return [*lines, f"return {loop.adapter or 'TrainLoop()  # TODO'}"]
     if loop.fit:
         lines += ["", "def fit(batches):", *(f"    {line}" for line in loop.fit), ""]
-    given = {name: loop.fields.get(name, "...,  # TODO") for name in ("model", "optimizer", "batch", "fit")}
-    if not any(sentence.startswith("optimizer") for sentence in loop.missing) and "optimizer" not in loop.fields:
-        del given["optimizer"]
-    return [
-        *lines,
-        "return TrainLoop(",
-        *(f"    {name}={code}," if "TODO" not in code else f"    {name}={code}" for name, code in given.items()),
-        ")",
+    stuck = {sentence.partition(":")[0] for sentence in loop.missing}
+    order = ("model", "optimizer", "batches", "batch", "fit")
+    given = [
+        f"    {name}={loop.fields[name]}," if name in loop.fields else f"    {name}=...,  # TODO"
+        for name in order
+        if name in loop.fields or name in stuck
     ]
+    return [*lines, "return TrainLoop(", *given, ")"]
+
+
+def _wrapped(line: str) -> list[str]:
+    """A line that is too long with each argument of its outermost call on a line of its own."""
+    code, _, comment = line.partition("  # ")
+    comment = f"  # {comment}" if comment else ""
+    text = code.rstrip(",")
+    start = _opening(text)
+    if len(line) <= LINE or start is None:
+        return [line]
+    indent = " " * (len(code) - len(code.lstrip()))
+    inner = [part.strip() for part in _split(text[start + 1 : -1])]
+    rest = code[len(text) :]
+    parts = [each for part in inner for each in _wrapped(f"{indent}    {part},")]
+    return [f"{text[: start + 1]}{comment}", *parts, f"{indent}{text[-1]}{rest}"]
+
+
+def _opening(text: str) -> int | None:
+    """Where the bracket opens that the last character of a line closes."""
+    depth, quote, openings = 0, "", []
+    for at, char in enumerate(text):
+        if quote:
+            quote = "" if char == quote and text[at - 1] != "\\" else quote
+        elif char in "'\"":
+            quote = char
+        elif char in "([{":
+            openings.append(at)
+        elif char in ")]}":
+            depth = openings.pop() if openings else 0
+    return depth if text.endswith(")") and not quote and not openings else None
+
+
+def _split(text: str) -> list[str]:
+    """The parts between the outermost commas."""
+    parts, depth, quote, since = [], 0, "", 0
+    for at, char in enumerate(text):
+        if quote:
+            quote = "" if char == quote and text[at - 1] != "\\" else quote
+        elif char in "'\"":
+            quote = char
+        elif char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+        elif char == "," and not depth:
+            parts.append(text[since:at])
+            since = at + 1
+    return [part for part in (*parts, text[since:]) if part.strip()]
