@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from dataclasses import fields
+from typing import get_args, get_type_hints
 
 import jsonschema
 import pytest
 
+from pytest_trainloop.cards import page
 from pytest_trainloop.finding import Finding, Result, SmallestBatch
 from pytest_trainloop.pictures import picture
 from pytest_trainloop.report.entry import entries_of
@@ -60,6 +62,31 @@ def test_every_field_has_its_key():
     assert set(known["finding"]["properties"]) == {field.name for field in fields(Finding)}
     assert set(known["check"]["properties"]) == {field.name for field in fields(Result)} - {"rates"} | {"nodeid"}
     assert set(known["picture"]["properties"]) == {field.name for field in fields(picture.Picture)}
+
+
+@pytest.mark.parametrize(
+    ("part", "key"),
+    [
+        (picture.Axis, "x"),
+        (picture.Curve, "curves"),
+        (picture.Bar, "bars"),
+        (picture.Call, "calls"),
+        (picture.Mark, "marks"),
+    ],
+)
+def test_every_part_of_a_picture_is_known(part, key):
+    about = schema()["$defs"]["picture"]["properties"][key]
+    known = schema()["$defs"]["axis"] if key == "x" else about["items"]
+    assert set(known["properties"]) == {field.name for field in fields(part)}
+    hints = get_type_hints(part)
+    for name, values in known["properties"].items():
+        if "enum" in values:
+            assert set(values["enum"]) == set(get_args(hints[name]))
+
+
+def test_a_line_of_a_card_is_known():
+    known = schema()["$defs"]["card"]["properties"]["lines"]["items"]["properties"]
+    assert set(known) == {field.name for field in fields(page.Line)}
 
 
 def test_every_key_says_what_it_is():
