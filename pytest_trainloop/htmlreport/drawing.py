@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 import matplotlib as mpl
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, Formatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import (
+    FixedFormatter,
+    FixedLocator,
+    Formatter,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    NullLocator,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -207,7 +215,7 @@ def _map(picture: Mapping[str, Any]) -> Figure:
     every = max(1, -(-len(columns) // 8))
     ticks = range(0, len(columns), every)
     axes.xaxis.set_major_locator(FixedLocator(list(ticks)))
-    axes.set_xticklabels([_plain(columns[i]) for i in ticks])
+    axes.xaxis.set_major_formatter(FixedFormatter([_plain(columns[i]) for i in ticks]))
     axes.set_xlabel(_titled(picture["x"]), color=COLOURS["muted"])
     return figure
 
@@ -299,7 +307,7 @@ def _plain(value: float | str, digits: int = 3) -> str:
 
 def _named(axis: Axis, labels: Sequence[str]) -> None:
     axis.set_major_locator(FixedLocator(list(range(len(labels)))))
-    axis.set_ticklabels(labels)
+    axis.set_major_formatter(FixedFormatter(list(labels)))
 
 
 def _short(label: str) -> str:

@@ -95,8 +95,8 @@ STEP = Picture(
     checks=("step_order",),
     calls=(
         Call(lane="forward", where="train.py:2", code="loss = model(batch)"),
-        Call(lane="backward", where="train.py:4", code="loss.backward()", times=2),
-        Call(lane="step SGD", where="train.py:5", code="optimizer.step()"),
+        Call(lane="backward", where="train.py:4", code="loss.backward()", block=1, times=2),
+        Call(lane="step SGD", where="train.py:5", code="optimizer.step()", block=2),
     ),
 )
 
