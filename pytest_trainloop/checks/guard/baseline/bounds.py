@@ -102,6 +102,10 @@ class Bounds:
             return False
         return apart > self.at(where, step)
 
+    def is_open(self, where: Where, step: int) -> bool:
+        """Whether rounding was found to throw this place anywhere; not where nobody had to look."""
+        return self._moved is not None and math.isinf(self.at(where, step))
+
     def at(self, where: Where, step: int) -> float:
         """The bound; infinite where the place decides nothing."""
         if self._moved is None:

@@ -49,6 +49,8 @@ class Fact:
     """Whether it makes a difference to its culprits alone."""
     alone: bool = False
     """Whether it is a fault without a difference within the recorded steps."""
+    shown: str = ""
+    """What shows it, where no difference in the steps does."""
     repair: str = ""
     where: str = ""
 
@@ -61,7 +63,7 @@ class Fact:
 
 def facts(old: Course, new: Course, names: Names) -> list[Fact]:
     """The facts, those first that others may follow from."""
-    found = [*_parameters(old, new, names), *_trained(old, new, names), *_held(old, new, names)]
+    found = [*_parameters(old, new, names), *_trained(old, new, names), *_held(old, new, names), *_consumed(old, new)]
     kinds = list(_optimizers(old, new, names))
     return [*found, *kinds, *([] if kinds else _options(old, new, names)), *_schedulers(old, new)]
 
@@ -120,14 +122,54 @@ def _parameters(old: Course, new: Course, names: Names) -> Iterator[Fact]:
 
 
 def _used(course: Course, name: str) -> bool:
-    """Whether a parameter gets gradients, or could."""
-    return course.tensors[name].trains or any(name in step.gradients for step in course.steps)
+    """Whether a parameter trains: a copy that averages others, or a frozen one, may come and go."""
+    held = any(name in optimizer.options_of() for optimizer in course.optimizers)
+    return held or any(name in step.gradients for step in course.steps)
 
 
 def _tied(name: str, tensor: Tensor, other: Course) -> str:
     """The tensor of the other course that has this one's name as a second one."""
     own = {plain(alias) for alias in (name, *tensor.also)}
     return next((n for n, t in other.parameters.items() if own & {plain(alias) for alias in t.also}), "")
+
+
+def _consumed(old: Course, new: Course) -> Iterator[Fact]:
+    """Rows and steps: the same batch, given again and again, makes the same steps in twice the number."""
+    rows, before = _rows_a_step(new), _rows_a_step(old)
+    if before and rows and not 1 / MORE < rows / before < MORE:
+        yield Fact(
+            cause="data_differs",
+            culprits=("batch",),
+            summary=f"a step takes {rows:.4g} rows; in the baseline {before:.4g}",
+            measured=f"{rows:.4g} rows a step against {before:.4g}, over {count(len(new.steps), 'step')}",
+            shown="its batches are equal here, so each step is the same: of batches that differ it is another one",
+            kinds=frozenset({"data", "output", "loss", "gradient", "update", "buffer"}),
+            alone=True,
+        )
+    elif len(old.steps) != len(new.steps):
+        yield Fact(
+            cause="calls_differ",
+            culprits=("step()",),
+            summary=f"the loop makes {count(len(new.steps), 'optimizer step')}; in the baseline {len(old.steps)}",
+            measured=f"{len(new.steps)} steps against {len(old.steps)}, from the same number of batches",
+            shown="the steps that both make are the same",
+            kinds=frozenset(),
+            alone=True,
+            where=new.steps[-1].where if new.steps else "",
+        )
+
+
+MORE = 1.4
+"""Times the rows a step from which a loop takes other data, and not one batch ahead."""
+
+
+def _rows_a_step(course: Course) -> float:
+    """The rows of the largest tensor of each batch, for each step."""
+    if not course.steps:
+        return 0.0
+    taken = course.batches[: course.steps[-1].batches]
+    rows = [max((leaf.shape[0] for leaf in batch if leaf.shape), default=0) for batch in taken]
+    return sum(rows) / len(course.steps)
 
 
 def _trained(old: Course, new: Course, names: Names) -> Iterator[Fact]:

@@ -23,6 +23,8 @@ def of_fact(fact: Fact, first: First | None, precision: str, *, compared: bool =
     """A fact, with the place at which it shows; not ``compared``: the numbers of the steps were not."""
     if first is not None:
         shown = f"the numbers differ first {place(first)}"
+    elif compared and fact.shown:
+        shown = fact.shown
     elif compared:
         shown = "the recorded steps do not show it yet: their numbers are those of the baseline"
     else:
@@ -93,9 +95,13 @@ def _output(first: First, precision: str) -> Finding:
     agree = f"{some(call.agree, most=4)} {verb(call.agree, 'give')} what {'they' if len(call.agree) > 1 else 'it'} gave"
     before = f"; before it {agree}" if call.agree else "; it is the first module that is called"
     if call.given_too:
-        shown = f"{path} is already given something else{before}: the change lies between"
+        between = "between" if call.agree else "between the batch and it"
+        shown = f"{path} is already given something else{before}: the change lies {between}"
     else:
         shown = f"{path} is given what it was given, and gives something else{before}"
+        if first.step.number > 1:
+            shown += f"; after step {first.step.number - 1} its weights were those of the baseline: what it computes "
+            shown += "changed, or something writes to its weights between two steps"
     return Finding(
         cause="output_differs",
         summary=f"{path} gives another output at step {first.step.number}{other}",

@@ -68,6 +68,11 @@ class Comparison:
                 return self._traced_back(found)
         return None
 
+    def decides_nothing(self) -> bool:
+        """Whether rounding throws every gradient of the first step anywhere."""
+        gradients = self.pairs[0][1].gradients if self.pairs else {}
+        return bool(gradients) and all(self.bounds.is_open(("gradient", name), 1) for name in gradients)
+
     def first_gradient(self) -> First | None:
         """The difference in the gradient of the first step, where that is more than rounding makes of the gradient of
         all parameters together: for a precision in which later steps have no digits left to compare."""

@@ -13,6 +13,7 @@ from pytest_trainloop.checks.guard.baseline.facts import Fact, facts
 from pytest_trainloop.checks.guard.baseline.first import Comparison
 from pytest_trainloop.checks.guard.baseline.names import names_of, renames
 from pytest_trainloop.checks.guard.baseline.start import begun
+from pytest_trainloop.errors import CannotDecide
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -117,6 +118,8 @@ class _Judged:
             return
         compared = Comparison(self.old, self.new, self.names, Bounds(self.new, self._nudged, self.eps))
         first = compared.first()
+        if first is None and compared.decides_nothing():
+            raise CannotDecide("rounding alone changes every gradient of the first step: no place can be compared")
         explaining = [fact for fact in own if first is not None and fact.accounts_for(first)]
         later = [fact for fact in own if fact.alone and fact not in explaining]
         for fact in _roots(explaining):

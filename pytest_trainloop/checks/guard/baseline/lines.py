@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def with_line(finding: Finding, now: Trajectory, evidence: Evidence) -> Finding:
     """The finding with the line to change: the ``forward`` that calls a module which is given something else, or that
     of a module with others inside of it; else the line that makes the module."""
-    if finding.cause != "output_differs":
+    if finding.cause != "output_differs" or "something writes to its weights" in finding.shown_by:
         return finding
     from pytest_trainloop.tracing.made_at import MadeAt
 
