@@ -7,6 +7,7 @@ of the generator) what lies between two rounds.
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -86,6 +87,11 @@ def one_step(facts: Facts) -> Iterator[Line]:
     for other, times in windows.kinds[1:3]:
         text = f"{times} of {windows.windows}: {_difference(most, other, facts, file)}"
         yield Line(label="", text=text, where=where)
+
+
+def first_calls(facts: Facts) -> list[Call]:
+    """The calls of a run that no optimizer steps in, each line in a row once."""
+    return [call for call, _ in itertools.groupby(call for _, call in _calls(facts))]
 
 
 def _calls(facts: Facts) -> Iterator[tuple[Event, Call]]:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 LOSS = "loss"
 
+LONG = 8
+"""Times ``SPAN`` that a run is drawn by means over as many steps; a shorter one by means over a turn of the seeds."""
+
 
 def loss(facts: Facts, _looked: Looked) -> Iterator[Picture]:
     """What is backpropagated for each step, and the loss functions whose sum or part it is."""
@@ -49,7 +52,17 @@ def loss(facts: Facts, _looked: Looked) -> Iterator[Picture]:
         title="Loss",
         look="It begins near the loss of a guess, and moves; batches differ, so it need not fall in so few steps.",
         of=f"the watched run, {numbered(most, 'step')}",
-        checks=("loss_at_init", "finite", "loss_components", "adversaries_oppose", "every_term_trains"),
+        checks=(
+            "loss_at_init",
+            "finite",
+            "loss_components",
+            "adversaries_oppose",
+            "every_term_trains",
+            "loss_contract",
+            "loss_formula",
+            "learnable_targets",
+            "every_row_teaches",
+        ),
         where=facts.where(backward.place) if backward is not None else "",
         y=Axis(title=LOSS, scale=scale_of(drawn, span=100.0)),
         curves=tuple(drawn),
@@ -102,11 +115,12 @@ def one_batch(facts: Facts, _looked: Looked) -> Iterator[Picture]:
     own = runs.get("own")
     if own is None or own.steps < 2:
         return
-    drawn = [_steps(own.losses, "each step", "faint"), _mean(own, "the loop", "own")]
+    span = SPAN if own.steps >= LONG * SPAN else PHASES
+    drawn = [_steps(own.losses, "each step", "faint"), _mean(own, span, "the loop", "own")]
     adam = {max(REFERENCE_RATES) if key == "quick" else key: run for key, run in runs.items() if _is_adam(key)}
     if adam:
         rate, best = min(adam.items(), key=lambda pair: _or_inf(pair[1].end))
-        drawn.append(_mean(best, f"plain Adam at {two(float(rate))}", "reference"))  # type: ignore[arg-type]
+        drawn.append(_mean(best, span, f"plain Adam at {two(float(rate))}", "reference"))  # type: ignore[arg-type]
     marks = []
     if own.start > 0:
         marks.append(Mark(axis="y", at=number(own.start / 2) or 0.0, text="half of the first loss"))
@@ -121,7 +135,7 @@ def one_batch(facts: Facts, _looked: Looked) -> Iterator[Picture]:
         y=Axis(title=LOSS, scale=scale_of(drawn, span=100.0)),
         curves=tuple(drawn),
         marks=(*marks, *gaps(drawn)),
-        note=f"batches are drawn under {PHASES} seeds in turn; a thick line is the mean of {SPAN} steps",
+        note=f"batches are drawn under {PHASES} seeds in turn; a thick line is the mean of the last {span}",
     )
 
 
@@ -163,9 +177,7 @@ def _steps(losses: Sequence[float], name: str, role: Role) -> Curve:
     return curve(name, range(1, len(losses) + 1), losses, role)
 
 
-def _mean(run: Run, name: str, role: Role) -> Curve:
-    """The mean over up to ``SPAN`` steps, fewer at the start, always whole turns of the seeds."""
-    losses = run.losses
-    ends = range(min(PHASES, len(losses)), len(losses) + 1)
-    means = [mean(losses[max(0, end - min(SPAN, end - end % PHASES or PHASES)) : end]) for end in ends]
-    return curve(name, ends, means, role)
+def _mean(run: Run, span: int, name: str, role: Role) -> Curve:
+    """The mean over so many steps up to each: whole turns of the seeds."""
+    ends = range(min(span, run.steps), run.steps + 1)
+    return curve(name, ends, [mean(run.losses[max(0, end - span) : end]) for end in ends], role)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.cards.step import Windows, blocks
+from pytest_trainloop.cards.step import Windows, blocks, first_calls
 from pytest_trainloop.pictures.picture import Call, Picture
 
 if TYPE_CHECKING:
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from pytest_trainloop.cards.facts import Facts
     from pytest_trainloop.pictures.looked import Looked
 
+MOST_WITHOUT_STEP = 12
+"""Calls that are drawn where no step ends them."""
+
 MOST = 60
 """Calls that are drawn."""
 
@@ -20,9 +23,9 @@ MOST = 60
 def one_step(facts: Facts, _looked: Looked) -> Iterator[Picture]:
     """The calls from one step to the next, of the commonest kind."""
     windows = Windows.of(facts)
-    if not windows.kinds:
+    most = windows.kinds[0][0] if windows.kinds else tuple(first_calls(facts)[:MOST_WITHOUT_STEP])
+    if not most:
         return
-    most = windows.kinds[0][0]
     calls = [
         Call(lane=call.name, where=facts.where(call.place), code=call.place.code, block=number, times=times)
         for number, (block, times) in enumerate(blocks(most))
@@ -32,9 +35,10 @@ def one_step(facts: Facts, _looked: Looked) -> Iterator[Picture]:
     yield Picture(
         key="one_step",
         kind="calls",
-        title="The calls of one step",
-        look="Gradients are cleared before backward, and clipped between backward and the step; a schedule comes last.",
-        of=f"the watched run; {windows.same}",
+        title="The calls of one step" if windows.kinds else "The first calls",
+        look="Gradients are cleared before backward or behind the step, and clipped between these two; a schedule is "
+        "called behind the step.",
+        of=f"the watched run; {windows.same if windows.kinds else 'no optimizer stepped'}",
         checks=("step_order", "grad_scaler", "train_mode", "schedule", "accumulation_equivalence"),
         where=last.where,
         calls=tuple(calls[:MOST]),

@@ -23,6 +23,9 @@ ROWS = 40
 DECADES = 16
 """Powers of ten that a map of sizes shows, counted from the largest: float64 has no more beside a number."""
 
+TAIL = 0.005
+"""Share of the entries that are counted together as smaller than all that is shown."""
+
 SHARE = Axis(title="share of the entries", unit="%")
 
 RUN = "a run like the watched one"
@@ -49,8 +52,8 @@ def updates(facts: Facts, looked: Looked) -> Iterator[Picture]:
     notes = [_out_of(len(rows), len(known), "tensors")]
     notes.append(f"{numbered(len(still), 'tensor')} never moved: {names(still)}" if still else "")
     notes.append(f"no optimizer holds {names(held_by_none)}" if held_by_none else "")
-    empty = any(step not in known[i] for i in rows if known[i] for step in steps)
-    notes.append("no value where a tensor was 0 before the step, or its optimizer made fewer" if empty else "")
+    began_at_zero = any(step not in known[i] for i in rows if known[i] for step in range(1, max(known[i])))
+    notes.append("no value where a tensor was 0 before the step" if began_at_zero else "")
     yield Picture(
         key="updates",
         kind="map",
@@ -216,9 +219,9 @@ def _shares(of: Sequence[Sizes]) -> tuple[tuple[str, ...], list[tuple[float | No
     known = sorted({size for sizes in of for size in sizes.bins}, reverse=True)
     if not known:
         return (), []
-    bins = list(range(known[0], max(known[-1], known[0] - DECADES * A_DECADE) - 1, -1))
-    least = bins[-1]
-    smaller = any(size < least for size in known)
+    least = max(known[0] - DECADES * A_DECADE, min(_least(sizes, known[0]) for sizes in of))
+    bins = list(range(known[0], least - 1, -1))
+    smaller = known[-1] < least
     zero, bad = any(s.zero for s in of), any(s.not_finite for s in of)
     labels = [*(["not finite"] if bad else []), *map(_label, bins)]
     labels += [f"below {_label(least)}"] if smaller else []
@@ -231,6 +234,16 @@ def _shares(of: Sequence[Sizes]) -> tuple[tuple[str, ...], list[tuple[float | No
         counts += [sizes.zero] if zero else []
         columns.append(tuple(number(100 * n / (sizes.entries or 1.0)) for n in counts))
     return tuple(labels), columns
+
+
+def _least(sizes: Sizes, largest: int) -> int:
+    """The smallest size below which no more than ``TAIL`` of the entries lie."""
+    below = 0.0
+    for size in sorted(sizes.bins):
+        below += sizes.bins[size]
+        if below > TAIL * sizes.entries:
+            return size
+    return largest
 
 
 def _label(size: int) -> str:

@@ -294,6 +294,24 @@ def test_a_tensor_that_never_moves_is_named():
     assert set(updates.cells[updates.labels.index("0.weight")]) == {0.0}
 
 
+def test_the_first_calls_stand_for_a_step_that_is_never_made():
+    def make():
+        loop = plain()
+
+        def fit(batches):
+            for x, y in batches:
+                loop.optimizer.zero_grad()
+                F.mse_loss(loop.model(x), y).backward()
+
+        loop.fit = fit
+        return loop
+
+    first = taken(make)["one_step"]
+    assert first.title == "The first calls"
+    assert first.of.endswith("no optimizer stepped")
+    assert [call.lane for call in first.calls[:3]] == ["zero", "forward", "backward"]
+
+
 def test_a_tensor_that_no_optimizer_holds_has_an_empty_row():
     def make():
         loop = plain()
