@@ -39,11 +39,16 @@ def page(document: Mapping[str, Any], *, folders: Sequence[Path]) -> str:
     )
 
 
-_JOINTS = re.compile(r"(?<=\w)(::|[/_.:=])(?=\w)")
+_LONG = 24
+"""Letters that fit into a line on every screen."""
 
 
 def _breakable(text: str) -> Markup:
-    """A text whose long names may be broken where they are joined."""
+    """A text whose long names may be broken: behind a folder or a file, and where that is not enough within a name."""
     from markupsafe import Markup, escape
 
-    return Markup(_JOINTS.sub(r"\1<wbr>", str(escape(text))))
+    def broken(name: re.Match[str]) -> str:
+        parts = re.split(r"(?<=/)(?=\w)|(?<=::)(?=\w)", name[0])
+        return "<wbr>".join(re.sub(r"(?<=\w)([_.:=])(?=\w)", r"\1<wbr>", p) if len(p) > _LONG else p for p in parts)
+
+    return Markup(re.sub(rf"\S{{{_LONG + 1},}}", broken, str(escape(text))))

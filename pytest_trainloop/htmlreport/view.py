@@ -75,6 +75,8 @@ class Loop:
     status: str
     """"failed", "advice", "passed" or "nothing"."""
     counts: str
+    at: str
+    """File and line of its test; empty where that is not known."""
     card: Sequence[Mapping[str, Any]]
     card_file: str
     card_changes: Sequence[str] | None
@@ -193,6 +195,7 @@ class _Reader:
             anchor=self._anchor,
             status=status,
             counts=counts(results) if results else "",
+            at=data.get("at", ""),
             card=card.get("lines", ()),
             card_file=card.get("file", ""),
             card_changes=card.get("changes"),
@@ -275,7 +278,7 @@ class _Reader:
 
     def _rerun(self, check: str) -> str:
         nodeid = self._nodeids.get(check, "")
-        return f"pytest --trainloop {shlex.quote(nodeid)}" if "[" in nodeid else ""
+        return f"pytest --trainloop {shlex.quote(nodeid)}" if "::" in nodeid else ""  # else a script's
 
     def _row(self, result: Result, detail: str, needs: str = "") -> Row:
         known = self._known.get(result.check)

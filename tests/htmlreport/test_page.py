@@ -1,0 +1,46 @@
+"""Small things of the page that need no browser."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_trainloop.htmlreport import page
+from tests.htmlreport import documents
+
+
+@pytest.fixture
+def shown(source):
+    return lambda loop, results: page(documents.report({loop: results}, card=None, pictures=()), folders=(source,))
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("test_train.py::test_it", "test_train.py::test_it"),
+        ("tests/unit/models/test_train.py::test_it", "tests/<wbr>unit/<wbr>models/<wbr>test_train.py::<wbr>test_it"),
+        ("test_with_a_very_long_name_indeed", "test_<wbr>with_<wbr>a_<wbr>very_<wbr>long_<wbr>name_<wbr>indeed"),
+        ("test_a.py::test_it[<a_b>&amp;_c]", "test_a.py::<wbr>test_it[&lt;a_b&gt;&amp;amp;_c]"),
+    ],
+)
+def test_long_names_may_be_broken_where_they_are_joined(shown, name, broken):
+    assert broken in shown(name, documents.PASSING)
+
+
+def test_a_change_of_the_card_is_shown_as_a_difference(source):
+    text = page(documents.report({"test_a": documents.PASSING}, changes=["-old", "+new", " same"]), folders=(source,))
+    assert '<span class="removed">-old</span>' in text
+    assert '<span class="added">+new</span>' in text
+
+
+def test_a_script_that_was_watched_is_not_told_to_be_run_by_pytest(shown):
+    assert "again:" not in shown("train.py", documents.FAILING)
+    assert "pytest --trainloop &#39;test_a.py::test_it[step_order]&#39;" in shown(
+        "test_a.py::test_it", documents.FAILING
+    )
+
+
+def test_colours_of_a_terminal_are_left_out_of_tracebacks(shown):
+    error = documents.UserError(stage="fit", summary="\x1b[31mValueError\x1b[0m", traceback="\x1b[1;33mFile\x1b[0m")
+    text = shown("test_a", (documents.Result(check="finite", outcome="error", error=error),))
+    assert "\x1b" not in text
+    assert "fit raised ValueError" in text
