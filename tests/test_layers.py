@@ -22,7 +22,7 @@ FLOORS = (
     ("plugin", "watching", "__main__"),
     ("htmlreport",),
     ("api", "explain"),
-    ("cards", "pictures"),
+    ("cards", "pictures", "bundles"),
     ("battery",),
     ("checks",),
     ("compositions",),

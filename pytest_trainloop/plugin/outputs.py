@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_trainloop.plugin import bundle
 from pytest_trainloop.report import files
 from pytest_trainloop.report.section import Line
 
@@ -43,7 +44,7 @@ class Withheld(Exception):
     """Why a file is better not written."""
 
 
-def asked_for(config: pytest.Config) -> Iterator[Output]:
+def asked_for(config: pytest.Config) -> Iterator[Output | bundle.Bundles]:
     """The files that the options name. Raises ``pytest.UsageError`` for what cannot be written."""
     file = named_file(config, "--trainloop-json")
     if file is not None:
@@ -57,6 +58,11 @@ def asked_for(config: pytest.Config) -> Iterator[Output]:
     if file is not None:
         _can_draw(config)
         yield Output(option="--trainloop-report", file=file, text=_as_page(config), told="report")
+    folder = bundle.folder_of(config)
+    if folder is not None:
+        bundles = bundle.Bundles(config, folder)
+        config.pluginmanager.register(bundles)
+        yield bundles
 
 
 def named_file(config: pytest.Config, option: str) -> Path | None:

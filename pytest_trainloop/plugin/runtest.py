@@ -12,7 +12,7 @@ import pytest
 
 from pytest_trainloop.errors import UsageError, UserCodeError
 from pytest_trainloop.finding import Result
-from pytest_trainloop.plugin import baselines, cards, outcomes, progress
+from pytest_trainloop.plugin import baselines, bundle, cards, outcomes, progress
 from pytest_trainloop.plugin.collect import RETURNED, MarkedFunction, marked_function
 from pytest_trainloop.plugin.nodeids import CARD, STEP_TIME, loop_of
 from pytest_trainloop.plugin.settings import read_settings
@@ -21,6 +21,7 @@ from pytest_trainloop.report.text import failure_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
+    from pathlib import Path
 
     from pytest_trainloop.battery import Subject
 
@@ -118,7 +119,19 @@ def _judged(item: pytest.Function, check: str, marked: MarkedFunction) -> Result
         baselines.note(item, subject.baseline)
     result = marked.plan.judge(result)
     loops.results.setdefault(loop, {})[check] = result
+    if item.config.getoption("trainloop_bundle") is not None:
+        bundle.note(item, result, subject, marked, lambda file: _on_batch(item, check, marked, file))
     return result
+
+
+def _on_batch(item: pytest.Function, check: str, marked: MarkedFunction, file: Path) -> Result:
+    """The result of a check on the batch in a file, in place of the loop's own."""
+    from pytest_trainloop import battery
+    from pytest_trainloop.bundles.smallest import on_batch
+
+    make, settings = on_batch(_make(item), file), read_settings(item.config)
+    subject = battery.Subject(item.nodeid, make, settings=settings, knobs=marked.knobs, judges=marked.judges)
+    return marked.plan.judge(subject.run_check(check, options=marked.plan.options.get(check), reporter=item.nodeid))
 
 
 def _contracts_beside(item: pytest.Function, marked: MarkedFunction) -> contextlib.AbstractContextManager[None]:
@@ -157,4 +170,10 @@ def _take_time(item: pytest.Function, marked: MarkedFunction) -> None:
 def _make(item: pytest.Function) -> Callable[..., Any]:
     """The user's function with this item's own fixture values; the knobs stay open."""
     given = {name: item.funcargs[name] for name in inspect.signature(item.obj).parameters if name in item.funcargs}
-    return functools.partial(item.obj, **given)
+    make = functools.partial(item.obj, **given)
+    file = item.config.stash.get(bundle.BATCH, None)
+    if file is None:
+        return make
+    from pytest_trainloop.bundles.smallest import on_batch
+
+    return on_batch(make, file)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_trainloop.battery import Settings
+    from pytest_trainloop.plugin.bundle import Bundles
     from pytest_trainloop.plugin.cards import Cards
     from pytest_trainloop.plugin.outputs import Output
 
@@ -39,7 +40,7 @@ class Ledger:
     """Collects the results of a session and writes them out at its end."""
 
     def __init__(
-        self, config: pytest.Config, settings: Settings, outputs: Sequence[Output], cards: Cards | None = None
+        self, config: pytest.Config, settings: Settings, outputs: Sequence[Output | Bundles], cards: Cards | None = None
     ) -> None:
         self._config = config
         self._settings = settings

@@ -49,6 +49,8 @@ CHECKS = {
 
 
 class Subject:
+    evidence = None
+
     def __init__(
         self,
         name: str,
