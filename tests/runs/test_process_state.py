@@ -22,7 +22,13 @@ from pytest_trainloop.api import observe
 from pytest_trainloop.recording.autocast import open_blocks
 from pytest_trainloop.runs.process_state import preserved, seed_all
 
-FP32 = (torch.backends, torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.mkldnn.matmul)
+FP32 = (
+    torch.backends,
+    torch.backends.cuda.matmul,
+    getattr(torch.backends.cudnn, "conv", None),
+    getattr(torch.backends.mkldnn, "matmul", None),
+)
+"""What a precision of float32 can be set for; torch 2.6 has some of them only."""
 
 
 def process() -> dict[str, Any]:
