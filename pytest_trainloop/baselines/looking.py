@@ -16,6 +16,7 @@ from pytest_trainloop.baselines.digests import Digests
 from pytest_trainloop.baselines.environment import environment
 from pytest_trainloop.baselines.trajectory import IN_FULL, LATER, Call, Digest, Environment, Leaf, Tensor
 from pytest_trainloop.recording.hooks import after_modules
+from pytest_trainloop.recording.torch_internals import no_dispatch_modes
 from pytest_trainloop.runs.hooks import around_steps, hooked
 
 if TYPE_CHECKING:
@@ -60,11 +61,11 @@ class Looking:
     @contextlib.contextmanager
     def on(self, watch: Watch) -> Iterator[None]:
         self._watch = watch
-        with watch.suspended(), torch.no_grad():
+        with watch.suspended(), no_dispatch_modes(), torch.no_grad():
             self._note_starts(watch)
         with hooked(after_modules(self._called, with_kwargs=True)), around_steps(watch, self._take, self._use):
             yield
-        with watch.suspended(), torch.no_grad():
+        with watch.suspended(), no_dispatch_modes(), torch.no_grad():
             self._digests.resolve()
             self.environment = environment(tensor.device for tensor in watch.table.tensors)
             self._name_ties(watch)
@@ -73,7 +74,7 @@ class Looking:
         """Note a batch that the loop is given."""
         if self._watch is None or self._watch.over:
             return
-        with self._watch.suspended(), torch.no_grad():
+        with self._watch.suspended(), no_dispatch_modes(), torch.no_grad():
             leaves: list[Leaf] = []
             self.batches.append(leaves)
             for path, tensor in nested.paths(item):
@@ -88,7 +89,7 @@ class Looking:
         if len(self._calls) >= MOST_CALLS or max(self._steps.values(), default=0) >= IN_FULL:
             return
         grad = torch.is_grad_enabled()
-        with watch.suspended(), torch.no_grad():
+        with watch.suspended(), no_dispatch_modes(), torch.no_grad():
             given, gave = list(_tensors([*args, *kwargs.values()])), list(_tensors(output))
             self._calls.append(
                 Call(

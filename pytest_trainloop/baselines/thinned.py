@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from pytest_trainloop.baselines.trajectory import IN_FULL, LATER, Course, Digest, Step, Trajectory
 
-NUMBERS = 8_000
+NUMBERS = 4_000
 """Numbers of gradients, updates and weights that are kept at most, where fewer steps are enough for that."""
 
-CALL_NUMBERS = 1_200
+CALL_NUMBERS = 800
 """The same of calls of modules."""
 
 ALL = (*range(1, IN_FULL + 1), *LATER)

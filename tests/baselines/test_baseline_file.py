@@ -9,17 +9,17 @@ from pytest_trainloop.errors import UsageError
 
 
 def test_a_file_is_recorded_updated_and_left_alone(tmp_path):
-    file = tmp_path / "new" / "folder" / "a.json"
+    file = tmp_path / "new" / "folder" / "a.kept"
     assert write(file, "1\n") == "recorded"
     assert write(file, "2\n") == "updated"
     before = file.stat().st_mtime_ns
     assert write(file, "2\n") == "unchanged"
     assert file.stat().st_mtime_ns == before
-    assert [path.name for path in file.parent.iterdir()] == ["a.json"]
+    assert [path.name for path in file.parent.iterdir()] == ["a.kept"]
 
 
 def test_what_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path):
-    file = tmp_path / "a.json"
+    file = tmp_path / "a.kept"
     file.write_text("old", encoding="utf-8")
     with pytest.raises(UnicodeError):
         write(file, "\ud800")
@@ -28,7 +28,7 @@ def test_what_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path):
 
 
 def test_the_rights_of_a_file_stay(tmp_path):
-    file = tmp_path / "a.json"
+    file = tmp_path / "a.kept"
     file.write_text("old", encoding="utf-8")
     file.chmod(0o640)
     write(file, "new")
@@ -36,9 +36,9 @@ def test_the_rights_of_a_file_stay(tmp_path):
 
 
 def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path):
-    (tmp_path / "a.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UsageError, match=r"the baseline a\.json cannot be read: it is no text in UTF-8; restore it"):
-        BaselineFile(path=tmp_path / "a.json", shown="a.json").read()
+    (tmp_path / "a.kept").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match=r"the baseline a\.kept cannot be read: it is no text in UTF-8; restore it"):
+        BaselineFile(path=tmp_path / "a.kept", shown="a.kept").read()
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path):
     [("check", False, False), ("update", True, True), ("new", True, False), ("new", False, True)],
 )
 def test_when_it_is_recorded(tmp_path, mode, there, records):
-    file = tmp_path / "a.json"
+    file = tmp_path / "a.kept"
     if there:
         file.touch()
-    assert BaselineFile(path=file, shown="a.json", mode=mode).is_to_be_recorded is records
+    assert BaselineFile(path=file, shown="a.kept", mode=mode).is_to_be_recorded is records

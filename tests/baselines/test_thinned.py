@@ -62,7 +62,7 @@ def test_the_ladder_falls():
 
 @pytest.mark.parametrize(
     ("tensors", "steps", "bytes_each"),
-    [(10, 15, 2700), (150, 9, 1800), (250, 5, 1200), (500, 3, 800), (2000, 2, 600)],
+    [(10, 15, 2700), (80, 9, 1800), (140, 5, 1200), (250, 3, 800), (2000, 2, 600)],
 )
 def test_the_more_tensors_the_fewer_steps(tensors, steps, bytes_each):
     kept = thinned(trajectory(tensors, calls=10))
@@ -73,7 +73,7 @@ def test_the_more_tensors_the_fewer_steps(tensors, steps, bytes_each):
     assert text_of(trajectory_of(text, "", "")) == text
 
 
-@pytest.mark.parametrize(("calls", "kept_at"), [(10, [1, 2, 3, 12]), (50, [1, 2, 3]), (140, [1]), (400, [1])])
+@pytest.mark.parametrize(("calls", "kept_at"), [(10, [1, 2, 3, 12]), (30, [1, 2, 3]), (70, [1]), (400, [1])])
 def test_calls_are_kept_at_the_first_steps(calls, kept_at):
     kept = thinned(trajectory(4, calls))
     assert [step.number for step in kept.double.steps if step.calls] == kept_at
