@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
-
-    from markupsafe import Markup
 
 PACKAGES = ("jinja2", "matplotlib", "pygments")
 """What a page is made with: the extra ``report``."""
@@ -22,13 +19,14 @@ def page(document: Mapping[str, Any], *, folders: Sequence[Path]) -> str:
     import jinja2
     import markupsafe
 
+    from pytest_trainloop.htmlreport.breaks import breakable
     from pytest_trainloop.htmlreport.view import view
 
     loader = jinja2.PackageLoader(__name__)
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["breakable"] = _breakable
+    environment.filters["breakable"] = breakable
     script = loader.get_source(environment, "script.js")[0]
     shown = view(document, folders)
     return environment.get_template("page.html").render(
@@ -37,18 +35,3 @@ def page(document: Mapping[str, Any], *, folders: Sequence[Path]) -> str:
         script=markupsafe.Markup(script),  # ours, without a field: nothing of the user's is in it
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
-
-
-_LONG = 24
-"""Letters that fit into a line on every screen."""
-
-
-def _breakable(text: str) -> Markup:
-    """A text whose long names may be broken: behind a folder or a file, and where that is not enough within a name."""
-    from markupsafe import Markup, escape
-
-    def broken(name: re.Match[str]) -> str:
-        parts = re.split(r"(?<=/)(?=\w)|(?<=::)(?=\w)", name[0])
-        return "<wbr>".join(re.sub(r"(?<=\w)([_.:=])(?=\w)", r"\1<wbr>", p) if len(p) > _LONG else p for p in parts)
-
-    return Markup(re.sub(rf"\S{{{_LONG + 1},}}", broken, str(escape(text))))
