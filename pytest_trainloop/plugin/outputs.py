@@ -32,7 +32,9 @@ class Output:
         """Write the file, whole or not at all, with the folders that it needs; what the terminal shall say of it."""
         try:
             files.write(self.file, self.text(document))
-        except (OSError, Withheld) as error:
+        except OSError as error:
+            return Line(f"{self.option} was not written: {error.strerror or error} ({self.file})", "loud")
+        except Withheld as error:
             return Line(f"{self.option} was not written: {error}", "loud")
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"

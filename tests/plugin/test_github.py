@@ -168,7 +168,7 @@ def test_a_file_that_could_not_be_written_is_told_and_fails_the_session(summary,
 
     monkeypatch.setattr(files, "write", full)
     result = run("--trainloop", "--trainloop-json=r.json", "-k", "test_known")
-    result.stdout.fnmatch_lines(["trainloop: --trainloop-json was not written: no space left"])
+    result.stdout.fnmatch_lines(["trainloop: --trainloop-json was not written: no space left (*r.json)"])
     assert result.ret == pytest.ExitCode.USAGE_ERROR
 
 
