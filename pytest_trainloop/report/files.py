@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
-from pathlib import Path
+import secrets
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def write(file: Path, text: str) -> None:
@@ -20,23 +23,17 @@ def write(file: Path, text: str) -> None:
         file.write_text(text, encoding="utf-8", errors="backslashreplace")
         return
     target = file.resolve()  # of a link, the file that it leads to
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:100]}.")
+    beside = target.with_name(f".{target.name[:100]}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as stream:
+        with beside.open("x", encoding="utf-8", errors="backslashreplace", newline="\n") as stream:
             stream.write(text)
-        Path(name).chmod(target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask())
-        Path(name).replace(target)
+        if target.exists():
+            beside.chmod(target.stat().st_mode & 0o777)
+        beside.replace(target)
     except BaseException:
         with contextlib.suppress(OSError):
-            Path(name).unlink()
+            beside.unlink()
         raise
-
-
-def _umask() -> int:
-    """The mask of new files, which can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def refusal(file: Path) -> str:
