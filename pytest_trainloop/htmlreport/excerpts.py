@@ -77,8 +77,13 @@ class Sources:
             plain = len(text) > _MOST_LINES or path.suffix not in (".py", ".pyi")
             self._coloured[path] = [(("", line[:_LONGEST]),) for line in text] if plain else _coloured(text)
         lines = self._coloured[path]
-        numbers = range(max(1, group[0] - AROUND), min(len(lines), group[-1] + AROUND) + 1)
-        indent = min(found for n in numbers if (found := _indent(lines[n - 1])) is not None)  # a line named has text
+        first, last = max(1, group[0] - AROUND), min(len(lines), group[-1] + AROUND)
+        while _indent(lines[first - 1]) is None:  # a line named has text, so that both end
+            first += 1
+        while _indent(lines[last - 1]) is None:
+            last -= 1
+        numbers = range(first, last + 1)
+        indent = min(found for n in numbers if (found := _indent(lines[n - 1])) is not None)
         shown = (SourceLine(n, _without(lines[n - 1], indent), tuple(labels.get(n, ()))) for n in numbers)
         return Excerpt(file, tuple(shown))
 

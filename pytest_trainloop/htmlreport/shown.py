@@ -28,9 +28,15 @@ class Shown:
 
     @cached_property
     def drawing(self) -> Markup:
+        """The picture as ``<svg>``; a sentence in its place where that fails, since the page has more to say."""
+        from markupsafe import escape
+
         from pytest_trainloop.htmlreport.drawing import draw
 
-        return draw(self.data, self.anchor)
+        try:
+            return draw(self.data, self.anchor)
+        except Exception as error:
+            return escape(f"This could not be drawn; {type(error).__name__}: {error}; please report it.")
 
     @cached_property
     def keys(self) -> Sequence[Key]:

@@ -12,9 +12,6 @@ from tests.htmlreport import documents
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-pytest.importorskip("jinja2")
-pytest.importorskip("matplotlib")
-
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
 ARGUMENTS = (

@@ -52,9 +52,7 @@ def test_lines_near_each_other_share_an_excerpt_without_their_common_indent(exce
 def test_lines_far_from_each_other_have_one_each(excerpts):
     found = excerpts(change="train.py:2   def fit(self):", seen_at="train.py:17   return 2")
     assert [[line.number for line in each.lines if line.labels] for each in found] == [[2], [17]]
-    assert [text(line) for line in found[1].lines] == ["    return 1", "", "", "def further_away():", "    return 2"][
-        1:
-    ]
+    assert [text(line) for line in found[1].lines] == ["def further_away():", "    return 2"]
 
 
 def test_colours_are_those_of_the_whole_file(excerpts):
@@ -69,6 +67,11 @@ def test_a_line_that_moved_is_found_and_one_that_is_gone_is_not_shown(excerpts):
     assert [line.number for line in found.lines if line.labels] == [8]
     assert excerpts(change="train.py:8   loss.forward()") == []
     assert excerpts(change="other.py:8   loss.backward()", seen_at="no place at all") == []
+
+
+def test_an_excerpt_neither_begins_nor_ends_with_an_empty_line(excerpts):
+    (found,) = excerpts(change="train.py:12   def far_away():")
+    assert [line.number for line in found.lines] == [9, 10, 11, 12, 13]
 
 
 def test_a_very_long_line_is_cut(excerpts, tmp_path):

@@ -45,3 +45,11 @@ def test_colours_of_a_terminal_are_left_out_of_tracebacks(shown):
     text = shown("test_a", (documents.Result(check="finite", outcome="error", error=error),))
     assert "\x1b" not in text
     assert "fit raised ValueError" in text
+
+
+def test_a_picture_that_cannot_be_drawn_costs_the_page_only_that_picture(source):
+    data = documents.report({"test_a": documents.PASSING})
+    data["loops"][0]["pictures"][1]["kind"] = "<pie>"
+    text = page(data, folders=(source,))
+    assert "This could not be drawn; KeyError: &#39;&lt;pie&gt;&#39;; please report it." in text
+    assert text.count("<svg") == 3
