@@ -142,7 +142,9 @@ def test_the_failure_of_the_script_is_told_as_its_own(watch, source, sentence, s
 def test_a_script_that_fails_before_it_trains(watch):
     said = watch("import no_such_module")
     assert said.status == 1
-    assert "train.py: the script raised ModuleNotFoundError: No module named 'no_such_module' before any step" in said.out
+    assert (
+        "train.py: the script raised ModuleNotFoundError: No module named 'no_such_module' before any step" in said.out
+    )
     assert 'train.py", line 25, in <module>' in said.out
     assert not said.err
 
@@ -195,7 +197,9 @@ def test_files_that_it_writes_are_listed(watch, folder, tmp_path_factory):
     said = watch(TRAIN, args=(str(other),))
     assert "files the script wrote" not in said.out
     said = watch(
-        TRAIN.replace("    main()", """
+        TRAIN.replace(
+            "    main()",
+            """
     open("read.txt").read()
     open("gone.txt", "w").close()
     os.remove("gone.txt")
@@ -203,7 +207,8 @@ def test_files_that_it_writes_are_listed(watch, folder, tmp_path_factory):
     torch.save(mlp().state_dict(), "runs/model.pt")
     open(sys.argv[1], "w").close()
     main()
-"""),
+""",
+        ),
         args=(str(other),),
     )
     assert f"files the script wrote: runs/model.pt, {other}\n" in said.out
