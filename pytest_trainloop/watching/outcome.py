@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from typing import TYPE_CHECKING
 
@@ -24,9 +23,9 @@ def refuse(sentence: str) -> int:
 
 def write_json(path: Path, report: Report) -> None:
     """The JSON report of pytest's runs, of this one loop."""
-    from pytest_trainloop.report.json import document, environment
+    from pytest_trainloop.report.json import document, environment, text
 
-    write_whole(path, json.dumps(document(report, environment(device="auto", seed=0)), indent=2) + "\n")
+    write_whole(path, text(document(report, environment(device="auto", seed=0))))
 
 
 def write_whole(path: Path, text: str) -> None:
