@@ -12,9 +12,19 @@ from torch import nn
 
 from pytest_trainloop import TrainLoop, registry
 from pytest_trainloop.battery import Settings, Subject
+from pytest_trainloop.cards.facts import Facts
 from pytest_trainloop.cards.make import card_of
+from pytest_trainloop.cards.measured import Measured
 from pytest_trainloop.errors import BrokenCheck
+from pytest_trainloop.finding import Finding, Result
+from pytest_trainloop.pictures import tensors
+from pytest_trainloop.pictures.looked import MOST_STEPS, Looked, Moment
 from pytest_trainloop.pictures.make import KINDS, card_and_pictures
+from pytest_trainloop.pictures.sizes import Sizes
+from pytest_trainloop.pictures.step import one_step
+from pytest_trainloop.recording.record import Optimizer, Parameter, Record
+from pytest_trainloop.runs.evidence import Evidence
+from tests.helpers.record_builder import RecordBuilder
 
 MOST = 200_000
 """Bytes of the JSON of one loop."""
@@ -190,8 +200,8 @@ def test_nothing_is_drawn_that_a_loop_has_not():
 
 
 def test_the_card_is_the_same_with_pictures_and_without():
-    with_pictures, _ = card_and_pictures(Subject("test", text_loop, settings=Settings()), {})
-    assert str(with_pictures) == str(card_of(Subject("test", text_loop, settings=Settings())))
+    with_pictures, _ = card_and_pictures(Subject("test", plain, settings=Settings()), {})
+    assert str(with_pictures) == str(card_of(Subject("test", plain, settings=Settings())))
 
 
 def test_a_loop_takes_one_further_run():
@@ -295,21 +305,14 @@ def test_a_tensor_that_never_moves_is_named():
 
 
 def test_the_first_calls_stand_for_a_step_that_is_never_made():
-    def make():
-        loop = plain()
-
-        def fit(batches):
-            for x, y in batches:
-                loop.optimizer.zero_grad()
-                F.mse_loss(loop.model(x), y).backward()
-
-        loop.fit = fit
-        return loop
-
-    first = taken(make)["one_step"]
+    made = RecordBuilder([0])
+    for _ in range(20):
+        made.zero(0)
+        made.backward()
+    (first,) = one_step(Facts(Evidence(lambda: None), made.record(), Measured()), Looked())
     assert first.title == "The first calls"
     assert first.of.endswith("no optimizer stepped")
-    assert [call.lane for call in first.calls[:3]] == ["zero", "forward", "backward"]
+    assert [(call.lane, call.block, call.times) for call in first.calls] == [("zero", 0, 6), ("backward", 0, 6)]
 
 
 def test_a_tensor_that_no_optimizer_holds_has_an_empty_row():
@@ -367,38 +370,33 @@ def test_batches_of_changing_lengths_show_their_sizes():
 
 
 def test_models_of_many_tensors_stay_readable_and_small():
-    class Deep(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(45))
-            self.head = nn.Linear(4, 1)
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = x + 0.01 * layer(x)
-            return self.head(x)
-
-    def make():
-        model = Deep()
-        groups = [{"params": layer.parameters(), "lr": 1e-3 * (n + 1)} for n, layer in enumerate(model.layers)]
-        optimizer = torch.optim.SGD([*groups, {"params": model.head.parameters()}], lr=0.1)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-
-        def fit(batches):
-            for x, y in batches:
-                optimizer.zero_grad()
-                F.mse_loss(model(x), y).backward()
-                optimizer.step()
-                scheduler.step()
-
-        return TrainLoop(model=model, optimizer=optimizer, batch=(torch.randn(8, 4), torch.randn(8, 1)), fit=fit)
-
-    drawn = taken(make)
-    assert len(drawn["updates"].labels) == 40
-    assert drawn["updates"].labels[-1] == "head.weight"
-    assert drawn["updates"].note.startswith("40 of 92 tensors")
-    assert drawn["rates"].note == "8 of 46 different rates"
-    assert len(json.dumps([p.to_json() for p in drawn.values()], indent=2)) < MOST
+    names = [f"layers.{n // 2}.{('weight', 'bias')[n % 2]}" for n in range(602)]
+    shapes = [(4, 4), (4,)]
+    looked = Looked()
+    looked.measured.record = Record(
+        parameters=[Parameter(n, name, "model", shapes[n % 2], "float32", "cpu", True) for n, name in enumerate(names)],
+        optimizers=[Optimizer(0, "SGD", True, tuple(range(602)))],
+    )
+    spread = Sizes(bins=dict.fromkeys(range(-40, 10), 1.23456789), zero=1.0, not_finite=1.0)
+    for step in range(1, MOST_STEPS + 1):
+        ratios = dict.fromkeys(range(602), 0.00123456789)
+        looked.moments.append(Moment(0, step, dict(ratios), ratios, spread, spread))
+    looked.outputs = {f"{name}.{'long_' * 10}": spread for name in names}
+    result = Result(
+        check="update_ratio",
+        outcome="failed",
+        findings=(Finding(cause="update_too_small", summary="s", culprits=("layers.7.bias",)),),
+    )
+    facts = Facts(Evidence(lambda: None), looked.measured.record, looked.measured, {"update_ratio": result})
+    kinds = tensors.updates, tensors.gradient_sizes, tensors.weight_sizes, tensors.output_sizes
+    updates, *others = (picture for kind in kinds for picture in kind(facts, looked))
+    assert len(updates.labels) == 41
+    assert updates.labels[0] == "layers.0.weight"
+    assert "layers.7.bias" in updates.labels, "the tensor that the finding names"
+    assert updates.labels[-1] == "layers.300.weight"
+    assert updates.note.startswith("41 of 602 tensors")
+    assert others[-1].note == "40 of 602 layers"
+    assert len(json.dumps([p.to_json() for p in (updates, *others)], indent=2)) < MOST / 2
 
 
 def test_what_looks_on_never_fails_the_loop(monkeypatch):

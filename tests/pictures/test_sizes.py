@@ -32,6 +32,7 @@ def test_every_floating_dtype_is_read(dtype):
     assert norm(tensor) == pytest.approx(math.sqrt(3))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_sparse_gradients_are_read():
     tensor = torch.sparse_coo_tensor([[0, 2]], [3.0, 4.0], (5,))
     assert sizes(tensor).entries == 2

@@ -108,13 +108,14 @@ def test_the_json_has_the_card_and_its_changes(run, pytester):
 
 
 @pytest.mark.processes
-def test_it_works_under_xdist(run):
-    pytest.importorskip("xdist")
-    assert set(cards(run("--trainloop-card", "-n", "2"))) == {
-        "test_a.py::test_by_hand",
-        "test_a.py::test_it",
-        "test_a.py::test_wide[8]",
-    }
+def test_cards_and_pictures_come_from_the_workers_of_xdist(run, pytester):
+    for needed in ("xdist", "jinja2", "matplotlib"):
+        pytest.importorskip(needed)
+    result = run("--trainloop-card", "--trainloop-report=r.html", "--trainloop-json=r.json", "-n", "2")
+    assert set(cards(result)) == {"test_a.py::test_by_hand", "test_a.py::test_it", "test_a.py::test_wide[8]"}
+    loops = json.loads((pytester.path / "r.json").read_text("utf-8"))["loops"]
+    drawn = {loop["nodeid"] for loop in loops if loop.get("pictures")}
+    assert drawn == {"test_a.py::test_it", "test_a.py::test_wide[8]"}
 
 
 def test_the_card_comes_last_whoever_orders_the_items(run, pytester):

@@ -58,13 +58,6 @@ def test_nothing_is_drawn_without_a_report(run, pytester):
     assert not any("pictures" in loop for loop in loops(pytester).values())
 
 
-@pytest.mark.processes
-def test_pictures_come_from_the_workers_of_xdist(run, pytester):
-    pytest.importorskip("xdist")
-    run("--trainloop-report=r.html", "--trainloop-json=r.json", "-n", "2")
-    assert loops(pytester)["test_it"]["pictures"]
-
-
 def test_a_mistake_in_a_picture_is_a_warning_and_the_session_goes_on(run, pytester, monkeypatch):
     def broken(_facts, _looked):
         raise RuntimeError("a mistake")
