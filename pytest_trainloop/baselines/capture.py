@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.runs.evidence import Evidence
 
+MANY = 50
+"""Batches of a loop that reads far ahead or fills a buffer first: it is given no more of them."""
+
 Nudge = int | dict[str, float] | None
 """How the weights at the start are moved: by one rounding each, up or down as drawn by this seed; or by normal draws
 times a size, by name of the parameter."""
@@ -64,7 +67,8 @@ def how(evidence: Evidence) -> Made:
     if raised is not None:
         raise CannotDecide(f"fit raises {raised.summary}; a loop that raises has no trajectory to record")
     plan = evidence.plan()
-    return Made(seed=plan.seed, count=2 * plan.count, read_ahead=plan.read_ahead)
+    count = plan.count if plan.count > MANY else 2 * plan.count
+    return Made(seed=plan.seed, count=count, read_ahead=plan.read_ahead)
 
 
 def _run(evidence: Evidence, made: Made, *, double: bool, nudge: Nudge = None) -> tuple[Course, Environment]:
