@@ -72,7 +72,7 @@ CAUSES = {
         change=("module",),
     ),
     "output_differs": Cause(
-        proof="batch and weights are those of the baseline, and this is the first module that gives something else",
+        proof="batch and weights are those of the baseline, and this is the first module whose output is not",
         repair=f"undo what changed there; or {_ACCEPT}",
     ),
     "loss_differs": Cause(

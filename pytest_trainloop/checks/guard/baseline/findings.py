@@ -104,7 +104,8 @@ def _output(first: First, precision: str) -> Finding:
             shown += "changed, or something writes to its weights between two steps"
     return Finding(
         cause="output_differs",
-        summary=f"{path} gives another output at step {first.step.number}{other}",
+        summary=f"{path} {'is given something else' if call.given_too else 'gives another output'} at step "
+        f"{first.step.number}{other}",
         measured=f"|output| {call.new.gave.norm:.4g}, {call.old.gave.norm:.4g} in the baseline; "
         f"{numbers(first, precision)}",
         shown_by=shown,
