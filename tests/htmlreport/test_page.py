@@ -18,7 +18,10 @@ def shown(source):
     ("name", "broken"),
     [
         ("test_train.py::test_it", "test_train.py::test_it"),
-        ("tests/unit/models/test_train.py::test_it", "tests/<wbr>unit/<wbr>models/<wbr>test_train.py::<wbr>test_it"),
+        (
+            "project/unit/models/test_train.py::test_it",
+            "project/<wbr>unit/<wbr>models/<wbr>test_train.py::<wbr>test_it",
+        ),
         ("test_with_a_very_long_name_indeed", "test_<wbr>with_<wbr>a_<wbr>very_<wbr>long_<wbr>name_<wbr>indeed"),
         ("test_a.py::test_it[<a_b>&amp;_c]", "test_a.py::<wbr>test_<wbr>it[&lt;a_<wbr>b&gt;&amp;amp;_c]"),
     ],
