@@ -76,11 +76,14 @@ def gradient_norm(facts: Facts, looked: Looked) -> Iterator[Picture]:
 
 
 def _before_the_clip(record: Record, optimizer: int) -> dict[int, float]:
-    """The norm of all that the step reads, before the last clip in front of it, by the number of the step."""
+    """The norm of all that the step reads, before the last clip in front of it, by the number of the step; none where
+    a backward pass comes between the two."""
+    backwards = [backward.at for backward in record.backwards()]
     numbers = {id(step): n for n, step in enumerate((s for s in record.of(Step) if s.optimizer == optimizer), 1)}
     found = {}
     for window in clip_windows(record):
-        if window.step.optimizer == optimizer and window.clips and window.stepped:
+        own = window.step.optimizer == optimizer and window.clips and window.stepped
+        if own and not any(window.clips[-1].at < at < window.step.reads[-1].at for at in backwards):
             found[numbers[id(window.step)]] = joined(window.norms.get(i, math.nan) for i in window.stepped)
     return found
 

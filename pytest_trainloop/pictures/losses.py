@@ -41,7 +41,7 @@ def loss(facts: Facts, _looked: Looked) -> Iterator[Picture]:
     if not apart and (len(own) > 1 or any(not _same(one, drawn[0]) for one in own)):
         drawn += own
     marks = [
-        Mark(axis="y", at=float(two(level).replace(",", "")), text=f"{name} of a guess: {two(level)}", where=where)
+        Mark(axis="y", at=number(level) or 0.0, text=f"{name} of a guess: {two(level)}", where=where)
         for (name, where), level in chances(facts).items()
         if math.isfinite(level)
     ]

@@ -82,6 +82,8 @@ def rates_ahead(facts: Facts, _looked: Looked) -> Iterator[Picture]:
 
 
 def _ahead(facts: Facts, one: Projected, key: str) -> Picture:
+    from pytest_trainloop.runs.projection import turns_at
+
     end, until, _ = end_of(one)
     last = min(one.curve.end, max(until, one.planned or 0))
     calls = _points(one, last)
@@ -98,7 +100,8 @@ def _ahead(facts: Facts, one: Projected, key: str) -> Picture:
     if one.planned is not None:
         marks.append(Mark(axis="x", at=one.planned, text=f"the plan ends: {one.planned:,} calls"))
     if one.horizon is not None and one.horizon <= last and one.horizon != one.planned:
-        marks.append(Mark(axis="x", at=one.horizon, text=f"the schedule ends: call {one.horizon:,}"))
+        what = "lowest at" if turns_at(one.curve) is not None else "the schedule ends:"
+        marks.append(Mark(axis="x", at=one.horizon, text=f"{what} call {one.horizon:,}"))
     return Picture(
         key=key,
         kind="curves",

@@ -58,11 +58,12 @@ def take(item: pytest.Function, loop: str, subject: Subject, results: Mapping[st
     """Note the card of a loop on its item, and its pictures where they are drawn. Whatever goes wrong is a warning: it
     fails nobody's session."""
     from pytest_trainloop.cards.make import card_of
-    from pytest_trainloop.pictures.make import card_and_pictures
 
     base = item.config.rootpath
     try:
         if pictures.wanted(item.config):
+            from pytest_trainloop.pictures.make import card_and_pictures
+
             card, drawn = card_and_pictures(subject, results, base=base)
             pictures.note(item, loop, drawn)
         else:

@@ -304,6 +304,25 @@ def test_a_tensor_that_never_moves_is_named():
     assert set(updates.cells[updates.labels.index("0.weight")]) == {0.0}
 
 
+def test_a_clip_that_comes_too_late_is_drawn_as_its_limit_alone():
+    def make():
+        loop = plain()
+
+        def fit(batches):
+            for x, y in batches:
+                F.mse_loss(loop.model(x), y).backward()
+                loop.optimizer.step()
+                nn.utils.clip_grad_norm_(loop.model.parameters(), 0.01)
+
+        loop.fit = fit
+        return loop
+
+    norm = taken(make)["gradient_norm"]
+    assert [curve.name for curve in norm.curves] == ["as the step reads it"]
+    assert norm.marks[0].at == 0.01
+    assert min(norm.curves[0].y) > 0.01
+
+
 def test_the_first_calls_stand_for_a_step_that_is_never_made():
     made = RecordBuilder([0])
     for _ in range(20):
