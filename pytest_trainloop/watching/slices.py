@@ -34,6 +34,7 @@ class Slices:
         """What stands for an object, by ``id``: ``batches`` for the training data."""
         self._done: dict[tuple[int, str], str] = {}
         self._taken: set[str] = {"batches", "batch"}
+        self._written: dict[int, Any] = {}
         self.statements: list[str] = []
 
     def expression(self, node: ast.expr, frame: Frame, depth: int = 0) -> str:
@@ -74,10 +75,10 @@ class Slices:
         if known is not None:
             return known
         assigned = [s for s in _assignments(frame, name) if not isinstance(s.value, ast.Constant)]
-        if not assigned:
-            raise Unknown(name)
         if len(assigned) > 1:
             assigned = _that_ran(assigned, value, frame)
+        if not assigned:
+            raise Unknown(name)
         own = self._free(name)
         self._done[id(frame), name] = own
         try:
@@ -90,14 +91,20 @@ class Slices:
         self._write_calls_on(own, name, frame, assigned[-1].lineno, depth)
         return own
 
-    def _write(self, own: str, statement: ast.Assign | ast.AnnAssign, frame: Frame, depth: int) -> None:
-        if statement.value is None:
-            raise Unknown(own)
-        target = _targets(statement)[0]
+    def _write(self, own: str, statement: Any, frame: Frame, depth: int) -> None:
+        if id(statement) in self._written:
+            return
         text = self.expression(statement.value, frame, depth + 1)
-        left = own
+        if "parse_args" in text:
+            raise Unknown(f"{own}, which is read from the command line")
+        if id(statement) in self._written:
+            return  # by what it is made of: several names are assigned at once
+        self._written[id(statement)] = statement
+        target, left = _targets(statement)[0], own
         if isinstance(target, (ast.Tuple, ast.List)):
-            left = ", ".join(own if getattr(e, "id", "") == own.rstrip("_") else "_" for e in target.elts)
+            names = [getattr(element, "id", "_") for element in target.elts]
+            left = ", ".join(self._done.setdefault((id(frame), name), self._free(name)) for name in names)
+            left += "," * (len(names) == 1)
         self.statements.append(f"{left} = {text}  # {shown(frame.file, statement.lineno)}")
 
     def _write_calls_on(self, own: str, name: str, frame: Frame, after: int, depth: int) -> None:
@@ -133,6 +140,8 @@ class Slices:
 
     def _free(self, name: str) -> str:
         own = name
+        if name == "_":
+            return name
         while own in self._taken:
             own += "_"
         self._taken.add(own)
@@ -199,17 +208,21 @@ def _assignments(frame: Frame, name: str) -> list[Any]:
 
 
 def _that_ran(assigned: list[Any], value: Any, frame: Frame) -> list[Any]:
-    """Of several assignments those that led to this value: not those under a condition that does not hold, or that make
-    another class; the last, with those before it where it takes the name again (``model = model.to(device)``)."""
-    left = [s for s in assigned if not _makes_another(s, value, frame) and not _was_skipped(s, frame)]
-    chain = left[-1:]
-    while chain and len(chain) < len(left):
-        first = chain[0]
-        names = {n.id for t in _targets(first) for n in ast.walk(t) if isinstance(n, ast.Name)}
-        if not any(isinstance(n, ast.Name) and n.id in names for n in ast.walk(first.value)):
-            break
-        chain.insert(0, left[left.index(first) - 1])
+    """Of several assignments those that led to this value: the last that makes such a value, under no condition that
+    does not hold, with those before it where it takes the name again (``model = DDP(model)``)."""
+    left = [s for s in assigned if not _was_skipped(s, frame)]
+    last = max((i for i, s in enumerate(left) if not _makes_another(s, value, frame)), default=-1)
+    chain = left[last : last + 1] if last >= 0 else []
+    while last > 0 and _takes_again(chain[0]):
+        last -= 1
+        chain.insert(0, left[last])
     return chain
+
+
+def _takes_again(statement: Any) -> bool:
+    """Whether the value of an assignment is made of the name that it assigns."""
+    names = {n.id for t in _targets(statement) for n in ast.walk(t) if isinstance(n, ast.Name)}
+    return any(isinstance(n, ast.Name) and n.id in names for n in ast.walk(statement.value))
 
 
 def _targets(statement: Any) -> list[ast.expr]:

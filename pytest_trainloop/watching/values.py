@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import enum
 import inspect
@@ -11,6 +12,7 @@ import math
 import pathlib
 import sys
 import types
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -78,8 +80,10 @@ def _shortest(module: types.ModuleType, name: str, thing: Any) -> types.ModuleTy
     parts = module.__name__.split(".")
     for count in range(1, len(parts)):
         package = sys.modules.get(".".join(parts[:count]))
-        if package is not None and package.__dict__.get(name) is thing:
-            return package
+        with warnings.catch_warnings(), contextlib.suppress(Exception):
+            warnings.simplefilter("ignore")
+            if getattr(package, name, None) is thing:  # which some packages load only when asked
+                return package or module
     return module
 
 
@@ -120,9 +124,21 @@ def _code(value: Any, imports: Imports) -> str:
     if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
         return _keywords(value, vars(value), imports)
     if dataclasses.is_dataclass(value):
-        own = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        return _keywords(value, own, imports)
+        return _keywords(value, _not_default(value), imports)
     raise Unknown(type(value).__name__)
+
+
+def _not_default(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that have other values than they have by themselves."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        own = getattr(value, field.name)
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if field.init and (type(own) is not type(default) or own != default):
+            found[field.name] = own
+    return found
 
 
 def _sequence(value: Any, imports: Imports) -> str:

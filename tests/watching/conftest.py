@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import textwrap
 from dataclasses import dataclass
 
 import pytest
 
-from pytest_trainloop.watching import session
 from pytest_trainloop.watching.command import command
 
 HEAD = """
@@ -74,32 +72,16 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def watch(folder, capsys, monkeypatch):
+def watch(folder, capsys):
     """Write a script and run the command on it: ``watch(source, *options, args=(...))``."""
-
-    def ended(status):
-        raise _EndedAtOnce(status)
-
-    monkeypatch.setattr(session, "end", ended)
 
     def run(source, *options, name="train.py", args=(), head=HEAD, module=""):
         if source is not None:
             file = folder / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(head + textwrap.dedent(source), encoding="utf-8")
-        status = None
-        target = ("-m", module) if module else (name,)
-        with contextlib.suppress(_EndedAtOnce):
-            try:
-                status = command([*options, *target, *args])
-            except _EndedAtOnce as end:
-                status = end.status
+        status = command([*options, *(("-m", module) if module else (name,)), *args])
         printed = capsys.readouterr()
         return Said(status, printed.out, printed.err)
 
     return run
-
-
-class _EndedAtOnce(BaseException):
-    def __init__(self, status):
-        self.status = status
