@@ -32,6 +32,10 @@ LEAVING = 10.0
 """Seconds that its threads have to end."""
 
 
+_EXIT = os._exit
+"""The function itself: during the run it only raises."""
+
+
 class Stopped(BaseException):
     """Ends a script; not an Exception, so that ``except Exception`` in it lets it pass."""
 
@@ -116,4 +120,4 @@ def end(status: int) -> None:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)
+    _EXIT(status)

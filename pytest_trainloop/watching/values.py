@@ -21,7 +21,7 @@ from torch.utils.data import RandomSampler, default_collate
 
 from pytest_trainloop import nested
 
-LONGEST = 400
+LONGEST = 2000
 """Characters of one value: longer ones are data."""
 
 MOST_ROWS = 8

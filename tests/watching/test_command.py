@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -43,7 +44,7 @@ FAULTY = """
 def test_a_fault_is_told_as_pytest_tells_it(watch):
     said = watch(FAULTY)
     assert said.status == 1
-    assert "change     train.py:26   optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)" in said.out
+    assert re.search(r"change     train.py:\d+   optimizer = torch.optim.SGD\(model\[0\].parameters", said.out)
     assert "optimizer_holds_every_param: " in said.out
     assert "1 failed" in said.out
 
@@ -56,7 +57,7 @@ def test_checks_are_chosen_as_in_pytest(watch):
 
 
 def test_advice_fails_if_asked(watch):
-    script = TRAIN.replace("    data = ", "    torch.optim.lr_scheduler.StepLR(optimizer, 1)\n    data = ")
+    script = TRAIN.replace("    data = ", "    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n    data = ")
     script = script.replace("epochs=20", "epochs=2")
     assert watch(script).status == 0
     assert watch(script, "--trainloop-strict").status == 1
@@ -147,7 +148,7 @@ def test_a_script_that_fails_before_it_trains(watch):
     said = watch("import no_such_module")
     assert said.status == 1
     assert "the script raised ModuleNotFoundError: No module named 'no_such_module' before any step" in said.out
-    assert 'train.py", line 25, in <module>' in said.out
+    assert 'train.py", line 23, in <module>' in said.out
     assert not said.err
 
 
@@ -229,7 +230,7 @@ REFUSED = {
     "negative": (("--steps=-1", "train.py"), "--steps is -1; a number of optimizer steps is needed, or 0 for no limit"),
     "missing": (("no.py",), "no.py cannot be run: No such file or directory; the path of a Python script is needed"),
     "module": (("-m", "no_such.thing"), "-m no_such.thing cannot be run: "),
-    "check": (("--trainloop-only=step_ordr", "train.py"), "matches no check; the nearest is 'step_order'"),
+    "check": (("--trainloop-only=step_ordr", "train.py"), "matches no check; the nearest name is 'step_order'"),
     "skip": (("--trainloop-skip=step_order", "train.py"), "'name: why' is needed"),
     "exists": (("--write-test=train.py", "train.py"), "this file exists, and is not overwritten; name another"),
     "suffix": (("--write-test=test", "train.py"), "a file name that ends in .py is needed"),
