@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ def page(document: Mapping[str, Any], *, folders: Sequence[Path]) -> str:
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["breakable"] = breakable
+    _load_matplotlib()
     script = loader.get_source(environment, "script.js")[0]
     shown = view(document, folders)
     return environment.get_template("page.html").render(
@@ -35,3 +38,14 @@ def page(document: Mapping[str, Any], *, folders: Sequence[Path]) -> str:
         script=markupsafe.Markup(script),  # ours, without a field: nothing of the user's is in it
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
+
+
+def _load_matplotlib() -> None:
+    """Import it without ``MPLBACKEND``: a notebook passes its own to what it starts, and where that backend is not
+    installed matplotlib cannot be imported. A page needs none."""
+    if "matplotlib" in sys.modules or (backend := os.environ.pop("MPLBACKEND", None)) is None:
+        return
+    try:
+        import matplotlib  # noqa: F401
+    finally:
+        os.environ["MPLBACKEND"] = backend

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 
 from pytest_trainloop.htmlreport import page
@@ -56,3 +61,12 @@ def test_a_picture_that_cannot_be_drawn_costs_the_page_only_that_picture(source)
     text = page(data, folders=(source,))
     assert "This could not be drawn; KeyError: &#39;&lt;pie&gt;&#39;; please report it." in text
     assert text.count("<svg") == 3
+
+
+@pytest.mark.processes
+def test_the_backend_of_a_notebook_is_not_asked_for(tmp_path):
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(documents.usual()), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest_trainloop.htmlreport", str(file)]
+    subprocess.run(command, env={**os.environ, "MPLBACKEND": "module://of_a_notebook"}, check=True)
+    assert "could not be drawn" not in (tmp_path / "report.html").read_text(encoding="utf-8")
