@@ -49,7 +49,7 @@ def file_of(item: pytest.Item, loop: str) -> BaselineFile:
         path=path,
         shown=stored.shown(path, item.config.rootpath),
         mode=mode_of(item.config),
-        command="pytest --trainloop --trainloop-update",
+        command="pytest --trainloop --trainloop-only=baseline --trainloop-update",
         first="pytest --trainloop --trainloop-update-new",
         flag="--trainloop-update-new",
     )
