@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
@@ -17,7 +18,7 @@ from pytest_trainloop.watching.values import Imports, Unknown, loader_code
 
 if TYPE_CHECKING:
     import ast
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pytest_trainloop.recording.watch import Watch
 
@@ -56,7 +57,7 @@ class Handover:
                 self._optimizers.append(optimizer)
         if not self._seen:
             self._seen = True
-            self._frames = user_stack()
+            self._frames = _of_the_script(user_stack())
             self._models = _outermost([module for _, module in watch.table.named_modules()])
 
     def loop(self) -> tuple[Loop, Imports]:
@@ -161,6 +162,13 @@ class Handover:
             loop.fields["fit"] = f"lambda batches: {text}"
 
 
+def _of_the_script(frames: list[Frame]) -> list[Frame]:
+    """The frames from the script's own module on."""
+    own = sys.modules["__main__"].__dict__
+    first = next((i for i, frame in enumerate(frames) if frame.at_module_level and frame.globals is own), 0)
+    return frames[first:]
+
+
 def _outermost(modules: Sequence[Any]) -> list[Any]:
     """The modules that no other one holds."""
     held = {id(inner) for module in modules for inner in module.modules() if inner is not module}
@@ -169,19 +177,30 @@ def _outermost(modules: Sequence[Any]) -> list[Any]:
 
 def _found_by_name(slices: Slices, frames: list[Frame], thing: Any) -> str:
     """Code for an object that some frame holds by a name, or in an attribute of what it holds by a name."""
+    why = Unknown("no variable holds it")
+    for code in _ways_to(slices, frames, thing):
+        try:
+            return slices.named(thing, code())
+        except Unknown as what:
+            why = what
+    raise why
+
+
+def _ways_to(slices: Slices, frames: list[Frame], thing: Any) -> Iterator[Callable[[], str]]:
     for frame in frames[::-1]:
-        for name, value in (*frame.locals.items(), *(frame.globals.items() if frame.at_module_level else ())):
+        shared = frame.globals if frame.at_module_level else {n: frame.value(n) for n in _globals_used(frame)}
+        for name, value in (*frame.locals.items(), *shared.items()):
             if value is thing:
-                return slices.name(name, frame)
+                yield partial(slices.name, name, frame)
     for frame in frames[::-1]:
-        for name in _globals_used(frame):
-            if frame.value(name) is thing:
-                return slices.name(name, frame)
         for name, value in frame.locals.items():
             attribute = next((a for a, v in getattr(value, "__dict__", {}).items() if v is thing), None)
-            if attribute is not None and isinstance(name, str) and name.isidentifier():
-                return f"{slices.name(name, frame)}.{attribute}"
-    raise Unknown("no variable holds it")
+            if attribute is not None and name.isidentifier():
+                yield partial(_attribute_of, slices, name, frame, attribute)
+
+
+def _attribute_of(slices: Slices, name: str, frame: Frame, attribute: str) -> str:
+    return f"{slices.name(name, frame)}.{attribute}"
 
 
 def _is_data(value: Any) -> bool:

@@ -53,6 +53,11 @@ class Slices:
         except Unknown:
             return self._made(name, value, frame, depth)
 
+    def named(self, value: Any, code: str) -> str:
+        """The code, which stands for this object from here on."""
+        self._names.setdefault(id(value), code)
+        return code
+
     def known(self, value: Any) -> str:
         """Code for a plain value, a function, a class, a module, or an object that has a name; empty for others."""
         if value is ABSENT:

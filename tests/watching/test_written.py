@@ -1,0 +1,100 @@
+"""The test that ``--write-test`` writes: it is valid, hands the loop over, and says what is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from pytest_trainloop import check_loop
+from tests.watching.conftest import TRAIN
+
+
+@pytest.fixture
+def written(watch, folder):
+    """Watch a script, and give the written test's text and its function."""
+
+    def write(source, name="test_loop"):
+        file = folder / "tests" / f"{name}.py"
+        said = watch(source, "--steps=3", "--trainloop-only=step_order", f"--write-test={file}")
+        assert said.status == 0, said
+        spec = importlib.util.spec_from_file_location(name, file)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return said, file.read_text(encoding="utf-8"), module.test_train
+
+    return write
+
+
+AS_METHOD = """
+class Trainer:
+    def __init__(self, model, rate):
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        self.data = loader()
+
+    def run(self):
+        train(self.model, self.optimizer, self.data)
+
+def main(rate=0.1):
+    trainer = Trainer(mlp(), rate=rate)
+    while True:
+        trainer.run()
+
+if __name__ == "__main__":
+    main()
+"""
+
+OF_GLOBALS = """
+model = mlp()
+model = nn.Sequential(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = loader()
+
+def epoch(number):
+    for x, y in data:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+if __name__ == "__main__":
+    for number in range(9):
+        epoch(number)
+"""
+
+
+@pytest.mark.parametrize("source", [TRAIN, AS_METHOD, OF_GLOBALS], ids=["function", "method", "globals"])
+def test_a_loop_in_a_function_is_handed_over_whole(written, source):
+    said, text, loop = written(source)
+    assert "TODO" not in text
+    assert "wrote" in said.out
+    assert "; run it by pytest --trainloop " in said.out
+    report = check_loop(loop.__wrapped__ if hasattr(loop, "__wrapped__") else loop, only=["step_order"])
+    assert report.ok
+    assert report.results[0].outcome == "passed"
+
+
+def test_what_is_missing_is_said_and_the_test_is_skipped(written):
+    said, text, loop = written("""
+        def main():
+            model = mlp()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for x, y in loader(160):
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+
+        if __name__ == "__main__":
+            main()
+    """)
+    assert "- fit: the loop stands in main() (train.py:" in text
+    assert "fit=...,  # TODO" in text
+    assert "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # train.py:" in text
+    assert "to be filled in by hand, where it says TODO" in said.out
+    with pytest.raises(pytest.skip.Exception, match="TODO"):
+        loop()
+
+
+def test_a_script_that_trains_when_it_is_imported_is_told_so(written):
+    _, text, _ = written(OF_GLOBALS.replace('if __name__ == "__main__":', "if True:"))
+    assert "the script trains as soon as it is imported" in text
