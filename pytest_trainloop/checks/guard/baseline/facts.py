@@ -8,10 +8,11 @@ stepped, a schedule that is gone), and else says nothing.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.checks.guard.baseline.names import plain
+from pytest_trainloop.checks.guard.baseline.names import plain, same_optimizers
 from pytest_trainloop.wording import be, count, some
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def _consumed(old: Course, new: Course) -> Iterator[Fact]:
             kinds=frozenset({"data", "output", "loss", "gradient", "update", "buffer"}),
             alone=True,
         )
-    elif len(old.steps) != len(new.steps):
+    elif len(old.optimizers) == len(new.optimizers) and len(old.steps) != len(new.steps):
         yield Fact(
             cause="calls_differ",
             culprits=("step()",),
@@ -169,7 +170,7 @@ def _rows_a_step(course: Course) -> float:
         return 0.0
     taken = course.batches[: course.steps[-1].batches]
     rows = [max((leaf.shape[0] for leaf in batch if leaf.shape), default=0) for batch in taken]
-    return sum(rows) / len(course.steps)
+    return sum(rows) / max(Counter(step.optimizer for step in course.steps).values())
 
 
 def _trained(old: Course, new: Course, names: Names) -> Iterator[Fact]:
@@ -229,25 +230,16 @@ def _held(old: Course, new: Course, names: Names) -> Iterator[Fact]:
 
 def _optimizers(old: Course, new: Course, names: Names) -> Iterator[Fact]:
     """Another class; the same in all other respects is told by the numbers."""
-    for index, own in _same_optimizers(old, new, names):
-        a, b = old.optimizers[index], new.optimizers[own]
+    for index, number, own in same_optimizers(old, new, names):
+        a, b = old.optimizers[index], new.optimizers[number]
         if a.kind != b.kind:
             yield Fact(
                 cause="optimizer_differs",
-                culprits=tuple(b.options_of()),
+                culprits=tuple(name for name in b.options_of() if name in own),
                 summary=f"the optimizer is {b.kind}; in the baseline it is {a.kind}",
                 measured=f"{b.kind} steps {count(len(b.options_of()), 'parameter')}",
                 kinds=frozenset({"update"}),
             )
-
-
-def _same_optimizers(old: Course, new: Course, names: Names) -> Iterator[tuple[int, int]]:
-    """Optimizers that hold the same tensors, by number."""
-    for index, optimizer in enumerate(old.optimizers):
-        now = {name for before in optimizer.options_of() for name in names.now(before)}
-        shared = [len(now & set(other.options_of())) for other in new.optimizers]
-        if any(shared):
-            yield index, shared.index(max(shared))
 
 
 def _options(old: Course, new: Course, names: Names) -> Iterator[Fact]:

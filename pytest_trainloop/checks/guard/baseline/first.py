@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from pytest_trainloop.baselines.trajectory import Digest
 from pytest_trainloop.checks.guard.baseline.bounds import distance, number_distance, sum_of, without_order
 from pytest_trainloop.checks.guard.baseline.locating import Data, first_call, first_data
+from pytest_trainloop.checks.guard.baseline.names import same_optimizers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,8 +58,27 @@ class Comparison:
 
     def __init__(self, old: Course, new: Course, names: Names, bounds: Bounds) -> None:
         self.old, self.new, self.names, self.bounds = old, new, names, bounds
-        self.pairs = list(old.paired(new))
+        self._of_pair: dict[tuple[int, int], frozenset[str]] = {}
+        self.pairs = self._paired()
         self._top_rate = max((rate for step in old.steps for rate in step.rates), default=0.0)
+
+    def _paired(self) -> list[tuple[Step, Step]]:
+        """The steps of both that belong together: by number where the optimizers take turns as they did; else the same
+        round of two optimizers, for the tensors that both of them hold."""
+        shared = list(same_optimizers(self.old, self.new, self.names))
+        now = {index: number for index, number, _ in shared}
+        turns = [now.get(step.optimizer, step.optimizer) for step in self.old.steps]
+        ours = [step.optimizer for step in self.new.steps]
+        if all(a == b for a, b in zip(turns, ours, strict=False)):
+            return list(self.old.paired(self.new))
+        pairs = []
+        for index, number, own in shared:
+            before = [step for step in self.old.steps if step.optimizer == index]
+            after = [step for step in self.new.steps if step.optimizer == number]
+            for a, b in zip(before, after, strict=False):
+                self._of_pair[a.number, b.number] = own
+                pairs.append((a, b))
+        return sorted(pairs, key=lambda pair: pair[1].number)
 
     def first(self) -> First | None:
         """The first difference; None where training is the same."""
@@ -76,6 +96,8 @@ class Comparison:
     def first_gradient(self) -> First | None:
         """The difference in the gradient of the first step, where that is more than rounding makes of the gradient of
         all parameters together: for a precision in which later steps have no digits left to compare."""
+        if not self.pairs:
+            return None
         before, step = self.pairs[0]
         whole = sum(digest.squares for digest in step.gradients.values()) ** 0.5
         found = self._tensors("gradient", before, step, whole=whole)
@@ -165,7 +187,10 @@ class Comparison:
         if not mine:
             return  # the file keeps none of this step
         none = Digest(squares=0.0, total=0.0, ordered=0.0, by_row=0.0)
+        only = self._of_pair.get((before.number, step.number))
         for match in self.names.matches:
+            if only is not None and not only.issuperset(match.new):
+                continue
             known = any(name in mine for name in match.old), any(name in theirs for name in match.new)
             if not any(known) or (kind == "weights" and not all(known)):
                 continue

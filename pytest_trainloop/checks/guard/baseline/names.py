@@ -231,6 +231,15 @@ class _Matching:
         return any(owner(n) == now.owner for match in together for n in match.new)
 
 
+def same_optimizers(old: Course, new: Course, names: Names) -> Iterator[tuple[int, int, frozenset[str]]]:
+    """Optimizers of both that hold tensors in common, by number, with these tensors by their names now."""
+    for index, optimizer in enumerate(old.optimizers):
+        now = {name for before in optimizer.options_of() for name in names.now(before)}
+        for number, other in enumerate(new.optimizers):
+            if shared := now & set(other.options_of()):
+                yield index, number, frozenset(shared)
+
+
 def constant(tensor: Tensor) -> bool:
     """Whether all entries are one number: the mean of the squares is the square of the mean."""
     size, start = math.prod(tensor.shape), tensor.start

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from pytest_trainloop import TrainLoop
 from tests.checks.guard.baseline.projects import (
     VOCAB,
     WIDTH,
@@ -482,3 +483,39 @@ def clipped_by_hand(model, optimizer, batches):
 
 
 refactor("clipped_by_hand", decoder(fit=clipped), decoder(fit=clipped_by_hand))
+
+
+def two_optimizers(order):
+    def make():
+        net = Table()
+        own = [adamw(net.fc1.parameters()), torch.optim.SGD(net.fc2.parameters(), lr=0.1)]
+        own = [own[number] for number in order]
+        return TrainLoop(
+            model=net, optimizer=own, batch=data.labelled(), fit=lambda batches: stepped_in_turn(net, own, batches)
+        )
+
+    return make
+
+
+def one_optimizer_or_two(two):
+    def make():
+        net = Table()
+        parts = [net.fc1.parameters(), net.fc2.parameters()] if two else [net.parameters()]
+        own = [adamw(part) for part in parts]
+        return TrainLoop(
+            model=net, optimizer=own, batch=data.labelled(), fit=lambda batches: stepped_in_turn(net, own, batches)
+        )
+
+    return make
+
+
+def stepped_in_turn(model, optimizers, batches):
+    for x, y in batches:
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+refactor("optimizers_take_turns_otherwise", two_optimizers((0, 1)), two_optimizers((1, 0)))
+refactor("an_optimizer_for_each_layer", one_optimizer_or_two(two=False), one_optimizer_or_two(two=True))
