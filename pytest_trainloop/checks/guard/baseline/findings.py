@@ -28,7 +28,7 @@ def of_fact(fact: Fact, first: First | None, precision: str, *, compared: bool =
     elif compared:
         shown = "the recorded steps do not show it yet: their numbers are those of the baseline"
     else:
-        shown = "it is another one before the first step; from other weights the steps cannot be compared"
+        shown = "it shows before the first step; from other weights the steps cannot be compared"
     measured = fact.measured if first is None else f"{fact.measured}; {numbers(first, precision)}"
     return Finding(
         cause=fact.cause,
