@@ -79,7 +79,8 @@ class Session:
 
     def _before_step(self, watch: Watch) -> None:
         if self._handover is not None:
-            with watch.suspended():
+            # what the project's own objects raise when they are looked at must not end the script
+            with watch.suspended(), contextlib.suppress(Exception):
                 self._handover.look(watch)
         self._ending.before_step(watch)
 
