@@ -25,6 +25,8 @@ READERS = {
     "plugin.progress": "when a line of progress is due",
     "runs.guard": "a timer ends the time of fit, and the check is skipped",
     "checks.state.determinism.repeat": "so does a wait for a child",
+    "timing.step_times": "the times of steps are what a benchmark is of; no check asks for them",
+    "watching.stopping": "how long the threads of a stopped script may take to leave",
     "reach.sorts": "the types of dates only, which are plain values",
 }
 """Modules that may read a clock or set a timer, and what for."""
