@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from pytest_trainloop.recording.as_caller import as_caller
-from pytest_trainloop.recording.torch_internals import DispatchMode, is_traced
+from pytest_trainloop.recording.torch_internals import DispatchMode, is_traced, put_below, take_off
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -54,6 +54,20 @@ class FunctionMode(TorchFunctionMode):
     The mode is off while ``call`` runs: what it calls of torch goes to the modes below it. It stands aside while torch
     is tracing (``is_traced``).
     """
+
+    _on = False
+    """Whether it was put on by hand."""
+
+    def put_on(self) -> None:
+        """Put the mode on by hand, in place of a ``with`` block; nothing where it is on."""
+        if not self._on:
+            put_below(self)
+            self._on = True
+
+    def take_off(self) -> None:
+        """Take off a mode that was put on by hand; while torch is in a call through it, it stays."""
+        if self._on and take_off(self):
+            self._on = False
 
     def __torch_function__(
         self,

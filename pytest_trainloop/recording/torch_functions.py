@@ -15,7 +15,6 @@ from pytest_trainloop.recording.as_caller import as_caller
 from pytest_trainloop.recording.events import ClipCall, GradWrite, LossCall, Place
 from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
 from pytest_trainloop.recording.source import frames_called, here
-from pytest_trainloop.recording.torch_internals import take_off
 from pytest_trainloop.recording.torch_names import (
     ATTENTION,
     CLASS_LOSSES,
@@ -52,17 +51,11 @@ class Functions(FunctionMode):
         self._writer: tuple[FrameType, int] | None = None
         self._written: set[int] = set()
         self._active = True
-        self._on = False
-
-    def put_on(self) -> None:
-        self.__enter__()  # type: ignore[no-untyped-call]
-        self._on = True
 
     def take_off(self) -> None:
         """Look at nothing more: the mode leaves torch's stack, or stays idle while torch is in a call through it."""
         self._active, self._writer = False, None
-        if self._on and take_off(self):
-            self._on = False
+        super().take_off()
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name == "__get__" and getattr(func, "__self__", None) not in _READ:

@@ -152,6 +152,14 @@ def take_off(mode: TorchFunctionMode) -> bool:
     return found
 
 
+def put_below(mode: TorchFunctionMode) -> None:
+    """Put a function mode on below all others of this thread: the user's code may be inside of a ``with`` block, which
+    takes off whichever mode is on top."""
+    above = [_pop_mode() for _ in range(_len_torch_function_stack())]  # type: ignore[no-untyped-call]
+    for one in (mode, *reversed(above)):
+        _push_mode(one)  # type: ignore[no-untyped-call]
+
+
 @contextlib.contextmanager
 def modes_kept() -> Iterator[None]:
     """Take off the function modes of this package that are left on at the end, and let torch dispatch to Python as

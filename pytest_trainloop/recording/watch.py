@@ -78,6 +78,8 @@ class Watch:
         self.backward: Backward | None = None
         self.full = True
         self.items: Callable[[], int] = lambda: 0
+        self.at_light_density: list[Callable[[], None]] = []
+        """Called when the run changes to light density, and after each step from then on."""
         self.over = False
         """Whether the run was told to end: what a loop that swallows the exception still does is not recorded, since
         how much that is depends on when a timer ends it."""
@@ -273,7 +275,7 @@ class Watch:
         if self.full and record.rounds >= self._full_rounds:
             self._lighten()
         elif not self.full:
-            self.functions.take_off()
+            self._take_off()
 
     def _trains_the_model(self, optimizer: Optimizer) -> bool:
         known = optimizer.declared or not any(o.declared for o in self.record.optimizers)
@@ -294,7 +296,13 @@ class Watch:
         self.record.full_until = self.tick()
         self.gradients.remove()
         self._modules.remove()
+        self._take_off()
+
+    def _take_off(self) -> None:
+        """What slows every call of torch down, until it is off: a call that is under way keeps its modes."""
         self.functions.take_off()
+        for take_off in self.at_light_density:
+            take_off()
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import hashlib
 import inspect
 import sys
 import threading
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,7 +35,7 @@ from pytest_trainloop.tracing.call_expressions import called_name, given_in, nam
 from pytest_trainloop.tracing.mode import WatchingMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import FrameType
 
     from pytest_trainloop.finding import Level
@@ -142,8 +143,11 @@ class DropoutInEvaluation(WatchingMode):
         self._depth = 0
         self._passes = 0
         self._switches = 0
+        self._light = False
         self._steps = 0
         self._thread = 0
+        self._evaluating: dict[int, weakref.ref[nn.Module]] = {}
+        """The modules that were switched to evaluation mode and not back, by identity."""
         self.calls: list[DropoutCall] = []
 
     @classmethod
@@ -152,6 +156,9 @@ class DropoutInEvaluation(WatchingMode):
         found = cls()
         evidence.rerun(contexts=found.contexts)
         return found
+
+    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        return (self.watching(watch), self._on_as_needed(watch))
 
     @contextlib.contextmanager
     def watching(self, watch: Watch) -> Iterator[None]:
@@ -173,13 +180,49 @@ class DropoutInEvaluation(WatchingMode):
             finally:
                 self._steps = watch.record.steps
 
+    @contextlib.contextmanager
+    def _on_as_needed(self, watch: Watch) -> Iterator[None]:
+        """The mode, in full density for all calls, and then only while some module is in evaluation mode: it costs as
+        much as a small step."""
+
+        def lighten() -> None:
+            if not self._light:
+                self._light = True
+                for _, module in watch.table.named_modules():
+                    self._note_mode(module)
+            self._put_on_or_off()
+
+        self.put_on()
+        watch.at_light_density.append(lighten)
+        try:
+            yield
+        finally:
+            self.take_off()
+
     def _counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def train(module: nn.Module, mode: bool = True) -> Any:
             self._switches += 1
-            return as_caller(original, (module, mode), {})
+            out = as_caller(original, (module, mode), {})
+            self._note_mode(module)
+            if self._light and threading.get_ident() == self._thread:
+                self._put_on_or_off()
+            return out
 
         return train
+
+    def _note_mode(self, module: nn.Module) -> None:
+        key = id(module)
+        if module.training:
+            self._evaluating.pop(key, None)
+        else:
+            self._evaluating[key] = weakref.ref(module, lambda _: self._evaluating.pop(key, None))
+
+    def _put_on_or_off(self) -> None:
+        if self._evaluating:
+            self.put_on()
+        else:
+            self.take_off()
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (name in DROPOUTS or name in _WITH_OWN_DROPOUT) and len(self.calls) < _MOST_CALLS:

@@ -47,6 +47,16 @@ class WatchingMode(FunctionMode):
         finally:
             self._watch = None
 
+    @contextlib.contextmanager
+    def on_while_full(self, watch: Watch) -> Iterator[None]:
+        """In place of the mode itself, for one that looks at nothing at light density: it costs nothing there."""
+        self.put_on()
+        watch.at_light_density.append(self.take_off)
+        try:
+            yield
+        finally:
+            self.take_off()
+
     def active(self) -> bool:
         """Whether calls are looked at now: not while recording is suspended, nor inside an optimizer's step, nor inside
         a backward pass, where a checkpoint makes calls of the forward pass again."""

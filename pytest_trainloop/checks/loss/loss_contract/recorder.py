@@ -41,7 +41,7 @@ from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import Lineage, Node, name_of, watched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from types import FrameType
 
     from pytest_trainloop.checks.loss.loss_contract.call import Judge, Judgement
@@ -139,6 +139,9 @@ class LossCallRecorder(WatchingMode):
             self.take_batch(0, named_arguments(module, args, kwargs))
 
         return before_calls(watch, enter)
+
+    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        return (self.watching(watch), self.on_while_full(watch))
 
     @contextlib.contextmanager
     def watching(self, watch: Watch) -> Iterator[None]:
