@@ -20,6 +20,7 @@ NAME = "pytest_trainloop"
 
 FLOORS = (
     ("plugin", "watching", "__main__"),
+    ("outputs",),
     ("htmlreport",),
     ("api", "explain"),
     ("cards", "pictures", "bundles"),
@@ -54,6 +55,7 @@ FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 HEAVY = ("torch", "hypothesis", "numpy")
 LIGHT = (
     *("plugin", "api", "explain", "battery", "selection", "knobs", "report", "registry", "records", "baseline_file"),
+    "outputs",
     *FLOORS[-1],
 )
 """Packages and modules without torch, Hypothesis or NumPy at module top."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib.util
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,12 @@ if TYPE_CHECKING:
 
 PACKAGES = ("jinja2", "matplotlib", "pygments")
 """What a page is made with: the extra ``report``."""
+
+
+def missing() -> str:
+    """The packages that are not installed, with the command that installs them; empty where none is missing."""
+    absent = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    return f"{', '.join(absent)}: pip install 'pytest-trainloop[report]'" if absent else ""
 
 
 def page(document: Mapping[str, Any], *, folders: Sequence[Path]) -> str:

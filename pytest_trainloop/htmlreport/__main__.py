@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from pytest_trainloop.errors import UsageError
-from pytest_trainloop.htmlreport import PACKAGES, page
+from pytest_trainloop.htmlreport import missing, page
 from pytest_trainloop.report import files
 from pytest_trainloop.report.json import VERSION
 
@@ -49,9 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(f"the report needs {', '.join(missing)}: pip install 'pytest-trainloop[report]'")
+    if packages := missing():
+        raise UsageError(f"the report needs {packages}")
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:

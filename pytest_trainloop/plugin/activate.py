@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_trainloop.errors import UsageError
+from pytest_trainloop.outputs.github import is_runner
 from pytest_trainloop.plugin import github, outputs, pictures
 from pytest_trainloop.plugin.baselines import Baselines, Collected, mode_of
 from pytest_trainloop.plugin.settings import read_selections, read_settings
@@ -43,7 +44,7 @@ def configure(config: pytest.Config) -> None:
     _baselines(config, worker=worker)
     if not worker:
         config.pluginmanager.register(Ledger(config, settings, tuple(outputs.asked_for(config)), cards))
-        if config.getoption("trainloop") and github.is_runner() and config.pluginmanager.hasplugin(github.ANNOTATOR):
+        if config.getoption("trainloop") and is_runner() and config.pluginmanager.hasplugin(github.ANNOTATOR):
             config.pluginmanager.register(github.AtTheLine(config))
 
 

@@ -6,41 +6,27 @@ Under xdist the controller tells it.
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_trainloop.outputs import github
+from pytest_trainloop.outputs.github import alerts_of
 from pytest_trainloop.plugin.outcomes import entries_in
-from pytest_trainloop.report import jobsummary
-from pytest_trainloop.report.alerts import Alert, alerts
-from pytest_trainloop.report.annotations import commands
-from pytest_trainloop.report.entry import entries_of
+from pytest_trainloop.report.alerts import Alert
 from pytest_trainloop.report.lines import Line as SourceLine
 from pytest_trainloop.report.lines import Places
-from pytest_trainloop.report.section import Line
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
+
+    from pytest_trainloop.report.section import Line
 
 ANNOTATOR = "pytest_github_actions_annotate_failures"
 """The plugin that annotates every failed test, where it is installed."""
 
 
 Refused = dict[str, tuple[str, SourceLine]]
-
-
-def is_runner() -> bool:
-    return os.environ.get("GITHUB_ACTIONS") == "true"
-
-
-def alerts_of(config: pytest.Config, document: Mapping[str, Any]) -> list[Alert]:
-    """The alerts in the data of a report, with the files of this session."""
-    from pytest_trainloop import registry
-
-    proofs = {name: check.proofs for name, check in registry.registered().items()}
-    return alerts(document, places_of(config), proofs)
 
 
 def places_of(config: pytest.Config) -> Places:
@@ -53,23 +39,8 @@ def tell(config: pytest.Config, document: Mapping[str, Any], refused: Refused, n
 
     ``refused`` has the node id and line of the first marked function that was refused, by the sentence that says why.
     """
-    found = [*_refusals(config, refused), *alerts_of(config, document)]
-    told = list(commands(found, errors=not config.pluginmanager.hasplugin(ANNOTATOR), nothing=nothing))
-    if told:
-        # In one piece, from the beginning of a line: the other stream may stand in the middle of one.
-        sys.stderr.write("\n" + "".join(f"{command}\n" for command in told))
-    given = os.environ.get("GITHUB_STEP_SUMMARY")
-    if not given:
-        return []
-    file = Path(given)
-    try:
-        room = jobsummary.LIMIT - (file.stat().st_size if file.exists() else 0)
-        text = jobsummary.markdown(entries_of(document), found, nothing=nothing, room=room)
-        with file.open("a", encoding="utf-8", errors="backslashreplace") as stream:
-            stream.write(text)  # behind what other steps' tools have written there
-    except OSError as error:
-        return [Line(f"the summary of the job was not written: {error}", "warn")]
-    return []
+    found = [*_refusals(config, refused), *alerts_of(document, places_of(config))]
+    return github.tell(document, found, errors=not config.pluginmanager.hasplugin(ANNOTATOR), nothing=nothing)
 
 
 def _refusals(config: pytest.Config, refused: Refused) -> list[Alert]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_trainloop.finding import Result
+from pytest_trainloop.outputs.github import is_runner
 from pytest_trainloop.plugin import github
 from pytest_trainloop.plugin.collect import REFUSED
 from pytest_trainloop.plugin.inifile import paths_taken
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_trainloop.battery import Settings
+    from pytest_trainloop.outputs.written import Output
     from pytest_trainloop.plugin.bundle import Bundles
     from pytest_trainloop.plugin.cards import Cards
-    from pytest_trainloop.plugin.outputs import Output
 
 _COLOURS = {
     "plain": {},
@@ -100,7 +101,7 @@ class Ledger:
             return
         if self._cards is not None:
             self._cards.settle()
-        runner = self._config.getoption("trainloop") and github.is_runner()
+        runner = self._config.getoption("trainloop") and is_runner()
         if not self._outputs and not runner:
             return
         data = self._document()

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.errors import UsageError
+from pytest_trainloop.htmlreport import missing
+from pytest_trainloop.report import files
 from pytest_trainloop.watching import options as command_line
 from pytest_trainloop.watching.outcome import refuse
 
@@ -54,6 +56,13 @@ def _require_places(options: Options) -> None:
         raise UsageError(f"--write-test={options.write_test}: this file exists, and is not overwritten; name another")
     if options.write_test and not options.write_test.endswith(".py"):
         raise UsageError(f"--write-test={options.write_test}: a file name that ends in .py is needed")
-    for option, file in (("--write-test", options.write_test), ("--trainloop-json", options.json)):
-        if file and Path(file).is_dir():
-            raise UsageError(f"{option}={file} is a folder; the name of a file is needed")
+    for option, file in (
+        ("--write-test", options.write_test),
+        ("--trainloop-json", options.json),
+        ("--trainloop-sarif", options.sarif),
+        ("--trainloop-report", options.report),
+    ):
+        if file and (refusal := files.refusal(Path.cwd() / file)):
+            raise UsageError(f"{option} is {file!r}, {refusal}")
+    if options.report and (packages := missing()):
+        raise UsageError(f"--trainloop-report needs {packages}")

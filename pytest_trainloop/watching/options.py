@@ -35,6 +35,8 @@ class Options:
     skip: tuple[str, ...] = ()
     strict: bool = False
     json: str = ""
+    sarif: str = ""
+    report: str = ""
     write_test: str = ""
     torchrun: bool = False
     verbose: bool = False
@@ -67,6 +69,8 @@ def read(args: Sequence[str]) -> Options:
     )
     add("--trainloop-strict", action="store_true", help="advice fails")
     add("--trainloop-json", default="", metavar="FILE", help="write all results to FILE")
+    add("--trainloop-sarif", default="", metavar="FILE", help="write the findings to FILE for code scanning (SARIF)")
+    add("--trainloop-report", default="", metavar="FILE.html", help="write a page with all results to FILE.html")
     add("-v", "--verbose", action="store_true", help="name the checks that could not decide, with the reasons")
     add("--version", action="version", version=f"pytest-trainloop {__version__}")
     add("script", nargs="?", default="", help="the script, or a folder with __main__.py")
@@ -83,13 +87,17 @@ def read(args: Sequence[str]) -> Options:
         skip=tuple(given.trainloop_skip),
         strict=given.trainloop_strict,
         json=given.trainloop_json,
+        sarif=given.trainloop_sarif,
+        report=given.trainloop_report,
         write_test=given.write_test,
         torchrun=given.torchrun,
         verbose=given.verbose,
     )
 
 
-_WITH_VALUE = frozenset({"--steps", "--write-test", "--trainloop-only", "--trainloop-skip", "--trainloop-json"})
+_WITH_VALUE = frozenset({"--steps", "--write-test"}) | {
+    f"--trainloop-{name}" for name in ("only", "skip", "json", "sarif", "report")
+}
 
 
 def _split(args: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from pytest_trainloop.recording.watch import Watch
     from pytest_trainloop.report import Report
+    from pytest_trainloop.report.section import Line
 
 MOST_FILES = 12
 
@@ -85,6 +86,11 @@ class Page:
                 f"  {len(needing)} checks run a loop again, with one thing changed each time (-v names them): "
                 "--write-test=FILE writes the test that hands it over"
             )
+
+    def told(self, lines: Sequence[Line]) -> None:
+        """What is said of the files that the command wrote."""
+        for line in lines:
+            self._say(f"  {line.text}", line.style)
         self._out.flush()
 
     def _rule(self, title: str) -> None:

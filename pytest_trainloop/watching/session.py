@@ -15,12 +15,13 @@ from pytest_trainloop import api
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.watch import Watch
+from pytest_trainloop.report import files
 from pytest_trainloop.runs.guard import Exited
 from pytest_trainloop.runs.user_traceback import raised
 from pytest_trainloop.watching import target
 from pytest_trainloop.watching.files import WrittenFiles
 from pytest_trainloop.watching.handover import Handover
-from pytest_trainloop.watching.outcome import FAULT, refuse, write_json, write_whole
+from pytest_trainloop.watching.outcome import FAULT, NOTHING, Outcome, refuse
 from pytest_trainloop.watching.page import Page
 from pytest_trainloop.watching.stopping import Ending, Stopped, end, leave
 from pytest_trainloop.watching.written import alias_of, test_file
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     import types
     from collections.abc import Callable, Iterator
 
-    from pytest_trainloop.report import Report
     from pytest_trainloop.selection import Plan
     from pytest_trainloop.watching.options import Options
 
@@ -110,23 +110,30 @@ class Session:
             self._page.failed(own_failure)
         self._page.report(report)
         self._page.files(self._files.listed())
-        self._write(report)
-        return 0 if report.ok and not own_failure else FAULT
+        self._write_test()
+        self._page.closing(report, written=bool(self._options.write_test))
+        told = self._outcome().tell(report, own_failure)
+        self._page.told(told)
+        if not report.ok or own_failure:
+            return FAULT
+        return NOTHING if any(line.style == "loud" for line in told) else 0
 
-    def _write(self, report: Report) -> None:
-        if self._options.json:
-            write_json(self._folder / self._options.json, report)
+    def _outcome(self) -> Outcome:
+        script = Path(str(getattr(sys.modules["__main__"], "__file__", self._name)))
+        return Outcome(self._options, self._folder, self._name, script)
+
+    def _write_test(self) -> None:
         if self._handover is not None:
             file = self._folder / self._options.write_test
             loop, imports = self._handover.loop()
-            write_whole(file, test_file(loop, imports, self._options.target, file))
+            files.write(file, test_file(loop, imports, self._options.target, file))
             self._page.wrote(self._options.write_test, loop.missing)
-        self._page.closing(report, written=bool(self._options.write_test))
 
     def _nothing(self, own_failure: str) -> int:
         self._files.listed()
         if isinstance(self._error, Exception):
             self._page.failed(own_failure)
+            self._page.told(self._outcome().tell_nothing(own_failure, ""))
             return FAULT
         passes = self._watch.backward_passes
         seen = f"{passes} backward passes and no optimizer step were" if passes else "no backward pass and no step was"
@@ -138,6 +145,7 @@ class Session:
             )
         if own_failure:
             self._page.failed(own_failure)
+        self._page.told(self._outcome().tell_nothing(own_failure, sentence))
         return refuse(sentence)
 
     def _own_failure(self) -> str:
