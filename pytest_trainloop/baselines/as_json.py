@@ -92,6 +92,7 @@ def _course(course: Course) -> dict[str, Any]:
     at_start = {name: tensor.start for name, tensor in course.tensors.items()}
     return {
         "lower": course.lower,
+        "asked": course.asked,
         "repeatable": course.repeatable,
         "start": {name: _numbers(digest) for name, digest in at_start.items()},
         "batches": _batches(course.batches),
@@ -260,6 +261,7 @@ def _read_course(data: Mapping[str, Any], facts: Mapping[str, Tensor], events: M
     return Course(
         precision="own",
         lower=tuple(data["lower"]),
+        asked=tuple(data.get("asked", ())),
         repeatable=bool(data["repeatable"]),
         tensors=tensors,
         optimizers=(),

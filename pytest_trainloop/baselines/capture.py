@@ -99,6 +99,7 @@ def _course(record: Record, looking: Looking, *, double: bool) -> Course:
     return Course(
         precision="float64" if double else "own",
         lower=record.lower if double else (),
+        asked=record.asked if double else (),
         tensors=looking.tensors,
         optimizers=tuple(_optimizers(record)),
         schedulers=tuple(

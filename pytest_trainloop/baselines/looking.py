@@ -14,6 +14,7 @@ from torch import nn
 from pytest_trainloop import nested
 from pytest_trainloop.baselines.digests import Digests
 from pytest_trainloop.baselines.environment import environment
+from pytest_trainloop.baselines.paths import Paths
 from pytest_trainloop.baselines.trajectory import IN_FULL, LATER, Call, Digest, Environment, Leaf, Tensor
 from pytest_trainloop.recording.hooks import after_modules
 from pytest_trainloop.recording.torch_internals import no_dispatch_modes
@@ -52,6 +53,7 @@ class Looking:
         self.tensors: dict[str, Tensor] = {}
         self.environment: Environment | None = None
         self._digests = Digests()
+        self._paths = Paths()
         self._watch: Watch | None = None
         self._calls: list[Call] = []
         self._steps: dict[int, int] = {}
@@ -93,7 +95,7 @@ class Looking:
             given, gave = list(_tensors([*args, *kwargs.values()])), list(_tensors(output))
             self._calls.append(
                 Call(
-                    path=watch.table.path_of(module),
+                    path=self._paths.of_call(module, watch.table),
                     kind=type(module).__name__,
                     training=module.training,
                     grad=grad,
@@ -157,7 +159,7 @@ class Looking:
         for path, module in watch.table.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if _is_there(buffer):
-                    yield f"{path}.{name}" if path else name, buffer
+                    yield self._paths.of_own(module, path, name, watch.table), buffer
 
     def _note_starts(self, watch: Watch) -> None:
         """Note the tensors that were not there before: those of the model, and later those that are made in a call."""

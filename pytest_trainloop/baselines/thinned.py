@@ -2,7 +2,7 @@
 
 Losses and rates are kept at every step. Of tensors four numbers are kept at some steps and the norm at others, at the
 fewer the more tensors there are; of calls of modules all numbers at the first steps. In the loop's own precision, which
-is compared on one kind of machine only, the norm is kept at one step.
+is compared on one kind of machine only, the first step is kept.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LADDER = (
 )
 """From small models to large ones."""
 
-OWN = _kept((), (IN_FULL,))
+OWN = _kept((1,), ())
 
 
 def thinned(trajectory: Trajectory) -> Trajectory:

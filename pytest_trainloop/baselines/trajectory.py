@@ -186,6 +186,9 @@ class Course:
     lower: tuple[str, ...] = ()
     """Of a course in float64 the operations that gave a lower precision all the same, "aten.mm gave bfloat16": its
     numbers are then as exact as these."""
+    asked: tuple[str, ...] = ()
+    """Of a course in float64 the dtypes of 16 bits and fewer that the loop casts to, "bfloat16": here it was given
+    float64 in their place."""
     repeatable: bool = True
     """Whether a second run under the same seed came to the same bits when it was recorded."""
 

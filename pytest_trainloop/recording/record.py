@@ -226,6 +226,8 @@ class Record:
     """Whether every operation was in float64."""
     lower: tuple[str, ...] = ()
     """Operations of lower precision in a run that was to be in float64."""
+    asked: tuple[str, ...] = ()
+    """Dtypes of 16 bits and fewer that ``fit`` asked for in such a run, and float64 was given instead: "bfloat16"."""
     knobs: dict[str, object] = field(default_factory=dict)
     moves: list[Move] = field(default_factory=list)
     """Changes of weights, in order."""

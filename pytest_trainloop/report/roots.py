@@ -52,7 +52,19 @@ def _above(result: Result, failed: Sequence[Result]) -> tuple[str, int] | None:
 
 
 def _follows(result: Result, fault: Finding) -> bool:
-    return result.check in fault.explains or any(fault.accounts_for(result.check, f.cause) for f in result.faults)
+    if result.check in fault.explains or any(fault.accounts_for(result.check, f.cause) for f in result.faults):
+        return True
+    return fault.check in _WIRING and result.check == "baseline" and _within(result.faults, fault)
+
+
+_WIRING = frozenset({"optimizer_holds_every_param", "gradient_reaches_every_param", "every_param_moves"})
+"""Checks of which parameters train: that some no longer do is told by the change from a baseline as well."""
+
+
+def _within(faults: Sequence[Finding], other: Finding) -> bool:
+    """Whether all that these faults name is named by the other one."""
+    names = {name for fault in faults for name in fault.culprits}
+    return bool(names) and names <= set(other.culprits)
 
 
 def _root(check: str, above: Above) -> str:

@@ -36,17 +36,26 @@ _WIDER = {
 class _Promote(OperationMode):  # type: ignore[no-untyped-call]
     """Turns floating ``dtype=`` arguments into float64, and lower operands of operations whose result is no view.
 
-    ``lower`` names the first operations that gave a lower precision all the same.
+    ``lower`` names the first operations that gave a lower precision all the same, ``asked`` the dtypes below float32
+    that were asked for and turned into float64.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.asked: set[torch.dtype] = set()
         self.lower: dict[str, None] = {}
         self.copying = 0
+
+    def halves(self) -> tuple[str, ...]:
+        """The dtypes of 16 bits and fewer among those that were asked for, by name."""
+        return tuple(
+            sorted(str(t).removeprefix("torch.") for t in self.asked if t.is_floating_point and t.itemsize < 4)
+        )
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.copying:
             return func(*args, **kwargs)
+        self.asked.update(value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype))
         args = tuple(map(_wide_dtype, args))
         kwargs = {name: _wide_dtype(value) for name, value in kwargs.items()}
         aliased, written = aliased_arguments(func)

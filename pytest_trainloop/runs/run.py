@@ -129,6 +129,7 @@ def _run(make: Make, plan: RunPlan) -> Record:
         if wide is not None:
             widen(loop)
             wide.lower.clear()  # building may use a lower precision (from numpy, from a file)
+            wide.asked.clear()
         guard = Guard(plan.timeout)
         watch = Watch(
             loop.modules,
@@ -173,6 +174,7 @@ def _run(make: Make, plan: RunPlan) -> Record:
         record.passes = tuple(filter(None, batches.passes))
         record.double = wide is not None and not wide.lower
         record.lower = () if wide is None else tuple(wide.lower)
+        record.asked = () if wide is None else wide.halves()
     record.knobs = dict(plan.knobs)
     record.frozen = None if loop.frozen is None else tuple(loop.frozen)
     if isinstance(error, UsageError):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from pytest_trainloop.finding import Finding, Result, UserError
 from pytest_trainloop.report import Report
 from pytest_trainloop.report.entry import Entry
 from pytest_trainloop.report.json import document, environment
+from pytest_trainloop.report.roots import root_causes
 from pytest_trainloop.report.section import checked_nothing, section
 
 
@@ -45,6 +47,16 @@ def test_of_a_ring_the_earliest_is_the_root():
     ring = [fault("a", "x", "b"), fault("b", "y", "c"), fault("c", "z", "a")]
     lines = str(Report.of("loop", ring)).splitlines()
     assert lines[1:] == ["  a: x! [x]", "    also fails for it: b, c"]
+
+
+def test_a_change_from_the_baseline_follows_from_the_wiring_of_the_same_parameters():
+    held = replace(fault("optimizer_holds_every_param", "left_out").findings[0], culprits=("head.weight", "head.bias"))
+    changed = replace(fault("baseline", "left_out_of_optimizer").findings[0], culprits=("head.weight",))
+    other = replace(changed, culprits=("head.weight", "stem.weight"))
+    of = {"wiring": result("optimizer_holds_every_param", held, outcome="failed")}
+    follows = root_causes([of["wiring"], result("baseline", changed, outcome="failed")])
+    assert [root.followed for root in follows] == [(("baseline",),)]
+    assert len(root_causes([of["wiring"], result("baseline", other, outcome="failed")])) == 2
 
 
 def test_every_kind_of_line():

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 ROUNDING = 1e3
 """Times the difference that one unit in the last place makes."""
 
+AT_HOME = 16.0
+"""The same on the environment of the baseline, where only another order of the same operations is left; for a loop that
+asks for other dtypes than it did."""
+
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23}
 
 UNDECIDED = 1e-2
@@ -90,11 +94,12 @@ class Bounds:
     course: Course
     nudged: Callable[[], Sequence[Nudged]]
     eps: float = EPS["float64"]
+    times: float = ROUNDING
     _moved: dict[Where, list[tuple[int, float]]] | None = field(default=None)
 
     @property
     def least(self) -> float:
-        return ROUNDING * self.eps
+        return self.times * self.eps
 
     def exceeded(self, apart: float, where: Where, step: int) -> bool:
         """Whether a difference at this place and step is more than rounding."""
@@ -111,7 +116,7 @@ class Bounds:
         if self._moved is None:
             self._moved = moved(self.course, self.nudged())
         largest = max((apart for at, apart in self._moved.get(where, ()) if at <= step), default=0.0)
-        bound = max(self.least, ROUNDING * largest)
+        bound = max(self.least, self.times * largest)
         return math.inf if bound > UNDECIDED else bound
 
 

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 Phase = Literal["before backward()", "between backward() and step()"]
 
+_SCHEDULED = re.compile(r"^\w+\.step\(.*\)$")
+
 _WATCHED: tuple[tuple[re.Pattern[str], str, frozenset[Kind]], ...] = (
     (re.compile(r"zero_grad|^zero_$|^_foreach_zero_"), "zero_grad()", frozenset({"gradient", "update"})),
     (re.compile(r"^clip_grad_norm_|^clip_grad_value_"), "", frozenset({"gradient", "update"})),
     (re.compile(r"^scaler\.unscale"), "scaler.unscale_()", frozenset({"gradient", "update"})),
-    (re.compile(r"^\w+\.step\(.*\)$"), "", frozenset({"rate"})),
+    (_SCHEDULED, "", frozenset({"rate"})),
 )
 """Calls between two steps that change what a step reads, by what they can change."""
 
@@ -32,7 +34,7 @@ def calls(old: Course, new: Course) -> Iterator[Fact]:
         now = [_seen(b.events or (), pattern) for _, b in pairs]
         if was == now:
             continue
-        yield from _change(name, was, now, kinds)
+        yield from _change(name, was, now, kinds, old)
 
 
 def _seen(events: tuple[Event, ...], pattern: re.Pattern[str]) -> list[tuple[str, Phase, str]]:
@@ -51,6 +53,7 @@ def _change(
     was: list[list[tuple[str, Phase, str]]],
     now: list[list[tuple[str, Phase, str]]],
     kinds: frozenset[Kind],
+    old: Course,
 ) -> Iterator[Fact]:
     before = {(what, phase) for step in was for what, phase, _ in step}
     after = {(what, phase) for step in now for what, phase, _ in step}
@@ -72,6 +75,7 @@ def _change(
         text = f"{shown} is called at other steps than in the baseline"
     else:
         return
+    gone = "" if after else _without_effect(whats | olds, old)
     yield Fact(
         cause="calls_differ",
         culprits=(re.sub(r"\(.*| x \d+$", "()", shown) if "(" in shown else f"{shown}()",),
@@ -79,7 +83,27 @@ def _change(
         measured=counts,
         kinds=kinds,
         where=where,
+        unseen=gone,
     )
+
+
+_LIMIT = re.compile(r"clip_grad_norm_\(([^)]+)\)")
+
+
+def _without_effect(calls: set[str], old: Course) -> str:
+    """Why a call of the baseline that is gone changes no recorded step; empty where it did something there, and what
+    does the same now stands in its place."""
+    limits = [float(found[1]) for found in map(_LIMIT.match, calls) if found]
+    norms = [norm for step in old.steps for norm in step.clips]
+    if limits and len(limits) == len(calls) and norms and max(norms) < min(limits):
+        return f"the largest norm in the steps of the baseline is {max(norms):.4g}, and the limit {min(limits):g}"
+    if all(_SCHEDULED.match(what) for what in calls):
+        rates = [
+            {step.rates for step in old.steps if step.optimizer == number} for number in range(len(old.optimizers))
+        ]
+        if all(len(seen) <= 1 for seen in rates):
+            return "in the steps of the baseline the rate stays as it is"
+    return ""
 
 
 def _one(texts: set[str] | set[Phase]) -> str:

@@ -54,6 +54,8 @@ class Fact:
     """What shows it, where no difference in the steps does."""
     repair: str = ""
     where: str = ""
+    unseen: str = ""
+    """Why the recorded steps cannot show it, of what is said all the same, as a note."""
 
     def accounts_for(self, first: First) -> bool:
         """Whether it can be what made the first difference."""
@@ -72,7 +74,8 @@ def facts(old: Course, new: Course, names: Names) -> list[Fact]:
 def _parameters(old: Course, new: Course, names: Names) -> Iterator[Fact]:
     every: frozenset[Kind] = frozenset({"output", "loss", "gradient", "update", "buffer"})
     gone = [name for name in names.gone if name in old.parameters and _used(old, name)]
-    came = [name for name in names.came if name in new.parameters and _used(new, name)]
+    stale = {name for _, others in _replaced(old, new, names) for name in others}
+    came = [name for name in names.came if name in new.parameters and _used(new, name) and name not in stale]
     if other := [name for name in came if name in old.parameters and name in gone]:
         gone, came = ([name for name in own if name not in other] for own in (gone, came))
         a, b = old.tensors[other[0]], new.tensors[other[0]]
@@ -137,7 +140,24 @@ def _tied(name: str, tensor: Tensor, other: Course) -> str:
 def _consumed(old: Course, new: Course) -> Iterator[Fact]:
     """Rows and steps: the same batch, given again and again, makes the same steps in twice the number."""
     rows, before = _rows_a_step(new), _rows_a_step(old)
-    if before and rows and not 1 / MORE < rows / before < MORE:
+    if missing := _missing(old, new):
+        every = old.steps[0].batches
+        numbers = [str(number) for number in missing]
+        after = "each" if every == 1 else f"every {every}"
+        due = count(len(new.steps) + len(missing), "update")
+        yield Fact(
+            cause="calls_differ",
+            culprits=("step()",),
+            summary=f"{len(missing)} of {due} {be(numbers)} missing: no step follows "
+            f"batch{'' if len(missing) == 1 else 'es'} {some(numbers, most=4)}",
+            measured=f"{count(len(new.steps), 'step')} for {count(new.steps[-1].batches, 'batch')}; in the baseline "
+            f"one after {after}",
+            kinds=frozenset({"data", "output", "loss", "gradient", "update", "buffer"}),
+            alone=True,
+            where=new.steps[0].where,
+            repair="step the optimizer after each batch, as in the baseline",
+        )
+    elif before and rows and not 1 / MORE < rows / before < MORE:
         yield Fact(
             cause="data_differs",
             culprits=("batch",),
@@ -158,6 +178,22 @@ def _consumed(old: Course, new: Course) -> Iterator[Fact]:
             alone=True,
             where=new.steps[-1].where if new.steps else "",
         )
+
+
+def _missing(old: Course, new: Course) -> list[int]:
+    """The batches after which the baseline makes a step and the loop makes none, where it makes others; of loops with
+    one optimizer that took a step every so many batches."""
+    if len(old.optimizers) != 1 or len(new.optimizers) != 1 or not new.steps:
+        return []
+    then, now = ([step.batches for step in course.steps] for course in (old, new))
+    every = then[0]
+    if every == 0 or then != list(range(every, every * len(then) + 1, every)):
+        return []
+    regular = now[0]
+    if regular and now == list(range(regular, regular * len(now) + 1, regular)):
+        return []  # it accumulates more batches
+    due = list(range(every, now[-1] + 1, every))
+    return [batch for batch in due if batch not in now] if set(now) < set(due) else []
 
 
 MORE = 1.4
@@ -209,11 +245,15 @@ def _held(old: Course, new: Course, names: Names) -> Iterator[Fact]:
     pairs = [(match, name) for match in names.matches for name in match.new if name in new.parameters]
     left = [name for match, name in pairs if name not in now and all(n in before for n in match.old)]
     came = [name for match, name in pairs if name in now and not any(n in before for n in match.old)]
+    replaced = dict(_replaced(old, new, names))
     if left:
+        instead = ""
+        if any(name in replaced for name in left):
+            instead = ", but tensors of their shapes that no module has: they were replaced after it was built"
         yield Fact(
             cause="left_out_of_optimizer",
             culprits=tuple(left),
-            summary=f"no optimizer holds {some(left)} any more",
+            summary=f"no optimizer holds {some(left)} any more{instead}",
             measured=f"{count(len(left), 'parameter')} of {len(before)} in the optimizers of the baseline",
             kinds=frozenset({"gradient", "rate", "update"}),
             alone=True,
@@ -226,6 +266,20 @@ def _held(old: Course, new: Course, names: Names) -> Iterator[Fact]:
             measured=f"{count(len(now), 'parameter')} in the optimizers, {len(before)} in the baseline",
             kinds=frozenset({"gradient", "rate", "update"}),
         )
+
+
+def _replaced(old: Course, new: Course, names: Names) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Parameters that an optimizer of the baseline holds and none does now, with the tensors of their shape that one
+    holds in their place and that no module has."""
+    now = {name for optimizer in new.optimizers for name in optimizer.options_of()}
+    before = {name for optimizer in old.optimizers for name in optimizer.options_of()}
+    foreign = [name for name in names.came if name in now and new.tensors[name].role == "foreign"]
+    for match in names.matches:
+        for name in match.new:
+            if name in now or not before.issuperset(match.old) or name not in new.parameters:
+                continue
+            if same := tuple(n for n in foreign if new.tensors[n].shape == new.tensors[name].shape):
+                yield name, same
 
 
 def _optimizers(old: Course, new: Course, names: Names) -> Iterator[Fact]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,20 @@ def of_fact(fact: Fact, first: First | None, precision: str, *, compared: bool =
         culprits=fact.culprits,
         where=fact.where or (first.step.where if first is not None and fact.cause != "parameters_differ" else ""),
         repair=f"{fact.repair or 'as it was'}; or {ACCEPT}" if fact.repair else "",
+    )
+
+
+def unseen(fact: Fact) -> Finding:
+    """A note on what the recorded steps cannot show."""
+    return Finding(
+        cause=fact.cause,
+        level="note",
+        summary=f"{fact.summary}: {fact.unseen}",
+        measured=fact.measured,
+        shown_by="the recorded steps do not need it: gradients, rates and updates are those of the baseline",
+        culprits=fact.culprits,
+        where=fact.where,
+        repair=f"call it again, or {ACCEPT}",
     )
 
 
@@ -129,12 +144,16 @@ def _loss(first: First, precision: str) -> Finding:
     passes = ""
     if len(first.before.losses) != len(first.step.losses):
         passes = f"; {count(len(first.step.losses), 'backward pass')}, {len(first.before.losses)} in the baseline"
+    called = calls[1].partition("(")[0] if calls[1] and ", " not in calls[1] else ""
+    unasked = f"; {some(first.gone)} {be(first.gone)} no longer called" if first.gone else ""
     return Finding(
         cause="loss_differs",
-        summary=f"the loss of step {first.step.number} is {first.new:.6g}; in the baseline {first.old:.6g}{factor}",
+        summary=f"the loss{f' ({called})' if called else ''} of step {first.step.number} is {first.new:.6g}; in the "
+        f"baseline {first.old:.6g}{factor}{unasked}",
         measured=f"{first.new:.6g} against {first.old:.6g}{_ratio(first.ratio)}; {numbers(first, precision)}{passes}",
-        shown_by=f"batch and outputs of all modules are those of the baseline{changed}",
-        culprits=("loss",),
+        shown_by=f"batch and outputs of all modules{' that are called' if first.gone else ''} are those of the "
+        f"baseline{changed}",
+        culprits=(*first.gone, "loss"),
         where=where or first.step.where,
     )
 
@@ -157,6 +176,8 @@ def _gradient(first: First, precision: str) -> Finding:
     rest = (
         f"; the gradients of {some(first.agree, most=4)} are the same" if first.agree else "; no gradient is the same"
     )
+    if clip := _clip(first):
+        text = f"{clip}: {text}"
     return Finding(
         cause="gradient_differs",
         summary=text,
@@ -164,8 +185,25 @@ def _gradient(first: First, precision: str) -> Finding:
         f"{numbers(first, precision)}",
         shown_by=f"batch, outputs of all modules and loss of step {step.number} are those of the baseline{rest}",
         culprits=own,
-        where=_line(step, ("backward", "autograd")) or step.where,
+        where=_line(step, ("clip_",) if clip else ("backward", "autograd")) or step.where,
+        repair=f"hand the clip the parameters that it was given in the baseline; or {ACCEPT}" if clip else "",
     )
+
+
+def _clip(first: First) -> str:
+    """What a clip computed, where it found another norm than in the baseline and all gradients differ by one factor."""
+    was, now = first.before.clips, first.step.clips
+    if (
+        first.ratio is None
+        or first.agree
+        or len(was) != 1
+        or len(now) != 1
+        or math.isclose(was[0], now[0], rel_tol=1e-9)
+    ):
+        return ""
+    if was[0] and math.isclose(now[0] / was[0], first.ratio, rel_tol=1e-6):
+        return ""  # the gradients differ before it
+    return f"clip_grad_norm_() finds a norm of {now[0]:.4g} where it found {was[0]:.4g}"
 
 
 def _rate(first: First, _precision: str) -> Finding:
@@ -294,12 +332,16 @@ def precision(old: tuple[str, str], new: tuple[str, str]) -> Finding:
     )
 
 
-def in_own(finding: Finding, dtype: str) -> Finding:
-    """A difference that float64 does not show."""
+def in_own(finding: Finding, dtype: str, came: Sequence[str], gone: Sequence[str]) -> Finding:
+    """A difference that float64 does not show; ``came`` and ``gone`` are dtypes to which the loop casts now, and those
+    to which it did."""
+    cast = [f"the loop casts to {some(came)}, which it does not in the baseline"] if came else []
+    cast += [f"the loop no longer casts to {some(gone)}"] if gone else []
+    why = "" if cast else ": another order of operations loses digits, or a cast moved"
     return replace(
         finding,
         cause="precision_differs",
-        summary=f"in {dtype} {finding.summary}",
-        shown_by="in float64 both loops make the same steps, and the environment is that of the baseline: another "
-        "order of operations loses digits, or a cast moved",
+        summary="; ".join((*cast, f"in {dtype} {finding.summary}")),
+        shown_by=f"in float64 both loops make the same steps, and the environment is that of the baseline{why}",
+        repair="",
     )

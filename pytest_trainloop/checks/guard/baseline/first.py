@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pytest_trainloop.baselines.trajectory import Digest
 from pytest_trainloop.checks.guard.baseline.bounds import distance, number_distance, sum_of, without_order
-from pytest_trainloop.checks.guard.baseline.locating import Data, first_call, first_data
+from pytest_trainloop.checks.guard.baseline.locating import Data, first_call, first_data, no_longer_called
 from pytest_trainloop.checks.guard.baseline.names import same_optimizers
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ class First:
     apart: float = 0.0
     """The relative difference of the first of the names."""
     bound: float = 0.0
+    gone: tuple[str, ...] = ()
+    """Modules that the baseline calls, and that are there but no longer called; of a difference in the loss."""
     call: Apart | None = None
     data: Data | None = None
     ratio: float | None = None
@@ -121,7 +123,8 @@ class Comparison:
             return replace(
                 base, kind="output", names=(call.path,), call=call, apart=call.apart, agree=call.agree, bound=bound
             )
-        return self._loss(before, step) or found
+        loss = self._loss(before, step)
+        return found if loss is None else replace(loss, gone=no_longer_called(self.pairs, self.names, self.new))
 
     def _loss(self, before: Step, step: Step) -> First | None:
         if not before.losses or not step.losses:

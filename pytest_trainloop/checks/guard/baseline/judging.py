@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from pytest_trainloop.checks.guard.baseline import findings
-from pytest_trainloop.checks.guard.baseline.bounds import EPS, ROUNDING, Bounds, Nudged, distance
+from pytest_trainloop.checks.guard.baseline.bounds import AT_HOME, EPS, ROUNDING, Bounds, Nudged, distance
 from pytest_trainloop.checks.guard.baseline.calls import calls
 from pytest_trainloop.checks.guard.baseline.facts import Fact, facts
 from pytest_trainloop.checks.guard.baseline.first import Comparison
@@ -38,7 +38,9 @@ def compare(old: Trajectory, new: Trajectory, nudged: Moved = lambda precision: 
         yield from double.findings()
         if double.differs or not _one_environment(old, new):
             return
-        yield from _Judged(old.own, new.own, "own", lambda: nudged("own")).in_own_precision()
+        before, now = set(old.double.asked), set(new.double.asked)
+        came, gone = sorted(now - before), sorted(before - now)
+        yield from _Judged(old.own, new.own, "own", lambda: nudged("own")).in_own_precision(came, gone)
     else:
         yield from _Judged(old.own, new.own, "own", lambda: nudged("own")).findings()
 
@@ -126,6 +128,7 @@ class _Judged:
             yield findings.of_fact(fact, first, self.precision)
         if first is None:
             yield from (findings.of_fact(fact, None, self.precision) for fact in later)
+            yield from (findings.unseen(fact) for fact in own if fact.unseen and not later)
             yield from self._loss_alone(compared)
         elif not explaining:
             yield findings.of_first(first, self.precision)
@@ -142,16 +145,18 @@ class _Judged:
                 shown_by="gradients and updates of all recorded steps are those of the baseline; the value differs",
             )
 
-    def in_own_precision(self) -> Iterator[Finding]:
-        """What differs in the loop's own precision, where float64 shows no difference."""
+    def in_own_precision(self, came: Sequence[str], gone: Sequence[str]) -> Iterator[Finding]:
+        """What differs in the loop's own precision, where float64 shows no difference; ``came`` and ``gone`` are dtypes
+        to which one of the two loops casts and the other does not."""
         for old, new in _dtypes(self.old, self.new, self.names):
             yield findings.precision(old, new)
             return
         if self.precision not in EPS:
             return  # rounding of bfloat16 hides what it would show
-        first = Comparison(self.old, self.new, self.names, Bounds(self.new, self._nudged, self.eps)).first_gradient()
+        bounds = Bounds(self.new, self._nudged, self.eps, AT_HOME if came or gone else ROUNDING)
+        first = Comparison(self.old, self.new, self.names, bounds).first_gradient()
         if first is not None:
-            yield findings.in_own(findings.of_first(first, self.precision), self.precision)
+            yield findings.in_own(findings.of_first(first, self.precision), self.precision, came, gone)
 
 
 def _roots(explaining: Sequence[Fact]) -> list[Fact]:

@@ -12,7 +12,7 @@ from pytest_trainloop.checks.guard.baseline.names import plain
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_trainloop.baselines.trajectory import Call, Digest, Leaf, Step
+    from pytest_trainloop.baselines.trajectory import Call, Course, Digest, Leaf, Step
     from pytest_trainloop.checks.guard.baseline.bounds import Bounds
     from pytest_trainloop.checks.guard.baseline.names import Names
 
@@ -120,6 +120,20 @@ def first_call(
         given_too = bounds.exceeded(given, ("given", new.path), step.number)
         return Apart(new.path, new.kind, apart, given_too, old, new, tuple(agree))
     return None
+
+
+def no_longer_called(pairs: Sequence[tuple[Step, Step]], names: Names, new: Course) -> tuple[str, ...]:
+    """Modules that hold tensors, by their paths now, that no step calls any more: the outermost ones."""
+    both = [(a.calls, b.calls) for a, b in pairs if a.calls is not None and b.calls is not None]
+    called = {plain(call.path) for _, calls in both for call in calls}
+    before = dict.fromkeys(_now(call.path, names) for calls, _ in both for call in calls)
+    silent = [
+        path
+        for path in before
+        if not any(other == path or other.startswith(f"{path}.") for other in called)
+        and any(plain(name).startswith(f"{path}.") for name in new.tensors)
+    ]
+    return tuple(path for path in silent if not any(path.startswith(f"{other}.") for other in silent))
 
 
 def _is_same(old: Call, new: Call, bounds: Bounds, step: int) -> bool:

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from pytest_trainloop.baselines.trajectory import Course, Digest, Tensor
     from pytest_trainloop.checks.guard.baseline.names import Match, Names
 
-ERRORS = 6.0
-"""Standard errors that the mean and the spread of two draws of one distribution stay within: of a thousand tensors none
-is further apart by chance."""
+CHANCE = 1e-7
+"""The chance of means or spreads that are further apart in two draws of one distribution: of a thousand tensors none
+is."""
 
 START = 1e-9
 """Draws agree to the rounding of what scales them."""
@@ -75,14 +75,31 @@ def _of(course: Course, own: tuple[str, ...]) -> tuple[float, float, int]:
 
 
 def _one_distribution(match: Match, old: Course, new: Course) -> bool:
-    """Whether mean and spread agree to the errors of random draws of this size."""
+    """Whether mean and spread are as far apart as chance has it in two draws of this size, by the tests of Student and
+    Fisher: of two entries the spread tells nothing, of one neither does the mean."""
+    (mean, spread, size), (other_mean, other, _) = _of(old, match.old), _of(new, match.new)
+    if size == 1:
+        return not {mean, other_mean} & {0.0, 1.0}  # no random number is exactly that
     if any(constant(t) for t in (*_tensors(old, match.old), *_tensors(new, match.new))):
         return False
-    (mean, spread, size), (other_mean, other, _) = _of(old, match.old), _of(new, match.new)
-    error = math.sqrt(2.0 / size)
-    return abs(mean - other_mean) <= ERRORS * error * max(spread, other) and abs(
-        spread - other
-    ) <= ERRORS * error * max(spread, other)
+    free = size - 1
+    ratio = max(spread, other) / min(spread, other) if spread and other else math.inf
+    if 2 * _beta_tail(1 / (1 + ratio**2), free / 2, free / 2) < CHANCE:
+        return False
+    student = (mean - other_mean) ** 2 * free / (spread**2 + other**2)
+    return _beta_tail(2 * free / (2 * free + student), free, 0.5) >= CHANCE
+
+
+def _beta_tail(z: float, a: float, b: float) -> float:
+    """An upper bound of the incomplete beta function I_z(a, b), close where it is small: z^a (1-z)^b / (a B(a, b))
+    times the geometric series that bounds the rest."""
+    if z >= (a + 1) / (a + b) or z >= 1.0:
+        return 1.0
+    if z <= 0.0:
+        return 0.0
+    beta = math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+    tail = math.exp(a * math.log(z) + b * math.log1p(-z) - math.log(a) - beta)
+    return min(1.0, tail / (1 - z * (a + b) / (a + 1)))
 
 
 def _tensors(course: Course, own: tuple[str, ...]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import torch
@@ -452,3 +453,68 @@ class Renamed(Table):
 
 
 changed("layers_renamed", "renamed", table(Renamed), table(), "hidden.weight", level="note", quick=True)
+
+
+def through_bfloat16(model, optimizer, batches, criterion):
+    for x, y in batches:
+        optimizer.zero_grad()
+        criterion(model(x).to(torch.bfloat16).to(x.dtype), y).backward()
+        optimizer.step()
+
+
+changed(
+    "logits_through_bfloat16",
+    "precision_differs",
+    table(fit=through_bfloat16),
+    table(),
+    mentions=("casts to bfloat16",),
+    quick=True,
+)
+
+
+def skipping(model, optimizer, batches, criterion):
+    for number, (x, y) in enumerate(batches):
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        if number not in (3, 6):
+            optimizer.step()
+
+
+changed(
+    "two_updates_skipped",
+    "calls_differ",
+    table(fit=skipping),
+    table(),
+    "step()",
+    mentions=("2 of", "batches 4, 7"),
+)
+
+
+def clipping(limit, of=None):
+    def fit(model, optimizer, batches, criterion=token_loss):
+        handed = model if of is None else of(model)
+        for x, y in batches:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            torch.nn.utils.clip_grad_norm_(handed.parameters(), limit)
+            optimizer.step()
+
+    return fit
+
+
+changed(
+    "clip_of_a_copy",
+    "gradient_differs",
+    table(fit=clipping(0.01, of=copy.deepcopy)),
+    table(fit=clipping(0.01)),
+    mentions=("clip_grad_norm_() finds a norm of 0",),
+)
+changed(
+    "wide_clip_gone",
+    "calls_differ",
+    table(),
+    table(fit=clipping(1e4)),
+    "clip_grad_norm_()",
+    level="note",
+    mentions=("the largest norm",),
+)

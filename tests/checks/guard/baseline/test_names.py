@@ -9,6 +9,7 @@ from pytest_trainloop.baselines.digests import Digests
 from pytest_trainloop.baselines.trajectory import Course, Digest, Step, Tensor
 from pytest_trainloop.checks.guard.baseline.bounds import ROUNDING, Bounds, Nudged, distance
 from pytest_trainloop.checks.guard.baseline.names import Match, names_of, renames
+from pytest_trainloop.checks.guard.baseline.start import begun
 
 EPS = ROUNDING * 2**-52
 
@@ -116,3 +117,22 @@ def test_a_bound_grows_with_what_a_last_digit_makes_and_opens_where_it_throws():
 def test_nothing_is_run_again_where_numbers_agree():
     bounds = Bounds(course(a=drawn(3)), lambda: pytest.fail("asked"))
     assert not bounds.exceeded(1e-13, ("gradient", "a"), 1)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "drawn_alike"),
+    [
+        ([0.2], [-0.3], True),
+        ([0.0], [-0.3], False),
+        ([0.2, -0.1], [50.0, 7.0], True),
+        (torch.linspace(-1, 1, 100).tolist(), torch.linspace(-0.8, 0.8, 100).tolist(), True),
+        (torch.linspace(-1, 1, 100).tolist(), torch.linspace(-3, 3, 100).tolist(), False),
+        (torch.linspace(-1, 1, 100).tolist(), torch.linspace(0, 2, 100).tolist(), False),
+        ([0.0, 0.0], [0.3, -0.1], False),
+    ],
+)
+def test_few_entries_tell_less_of_the_distribution_that_they_are_drawn_from(before, now, drawn_alike):
+    old, new = (course(a__weight=torch.tensor(values, dtype=torch.float64)) for values in (before, now))
+    started = begun(old, new, names_of(old, new, 1e-12))
+    assert started is not None
+    assert (started.drawn if drawn_alike else started.scaled) == ("a.weight",)
