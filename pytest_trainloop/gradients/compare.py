@@ -13,6 +13,7 @@ from pytest_trainloop.gradients.vectors import consumed, ends, steps_of, vectors
 from pytest_trainloop.recording.events import Backward, Step
 
 if TYPE_CHECKING:
+    from pytest_trainloop.gradients.vectors import Gradient
     from pytest_trainloop.recording.events import Event
     from pytest_trainloop.recording.record import Record
 
@@ -38,6 +39,14 @@ def agreement(expected: torch.Tensor, got: torch.Tensor) -> Agreement:
         return Agreement(1.0, 1.0, 0.0)
     cosine = float(expected @ got) / (a * b) if a and b else 0.0
     return Agreement(b / a if a else float("inf"), cosine, float(torch.linalg.vector_norm(got - expected)) / largest)
+
+
+def by_tensor(expected: Gradient, got: Gradient) -> dict[str, Agreement]:
+    """How far two gradients agree at each parameter; one that is missing counts as zero."""
+    return {
+        name: agreement(*vectors([{name: side[name]} if name in side else {} for side in (expected, got)]))
+        for name in dict.fromkeys((*expected, *got))
+    }
 
 
 def first_step_difference(expected: Record, got: Record, optimizer: int) -> float:

@@ -175,7 +175,8 @@ def _curves(picture: Mapping[str, Any]) -> Figure:
         )
     axes.grid(True, color=COLOURS["grid"], linewidth=0.6, clip_on=False)
     _scaled(axes.xaxis, picture["x"], whole=all(float(x).is_integer() for curve in drawn for x in curve["x"]))
-    _scaled(axes.yaxis, picture["y"])
+    values = [value for curve in drawn for value in curve["y"] if value is not None]
+    _scaled(axes.yaxis, picture["y"], whole=all(float(value).is_integer() for value in values))
     _marks(axes, picture)
     axes.set_xlabel(_titled(picture["x"]), color=COLOURS["muted"])
     axes.set_ylabel(_titled(picture["y"]), color=COLOURS["muted"])
@@ -239,9 +240,12 @@ def _opacity(cells: Sequence[Sequence[float | None]], colour: Mapping[str, Any])
     low, high = min(known, default=0.0), max(known, default=1.0)
     if not log:
         low = min(low, 0.0)
-    width = high - low or 1.0
+    width, least = high - low or 1.0, 0.14 if log else 0.04  # what has a logarithm is told from what is 0
     return [
-        [0.0 if cell is None or (log and cell <= 0) else 0.04 + 0.96 * (value(cell) - low) / width for cell in row]
+        [
+            0.0 if cell is None or (log and cell <= 0) else least + (1 - least) * (value(cell) - low) / width
+            for cell in row
+        ]
         for row in cells
     ]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.cards.make import CANNOT_RUN, card_from, card_of_none, facts_of
 from pytest_trainloop.errors import BrokenCheck
-from pytest_trainloop.pictures import batches, gradients, losses, rates, step, tensors
+from pytest_trainloop.pictures import batches, compared, dependence, gradients, losses, rates, step, tensors
 from pytest_trainloop.pictures.looked import Looked
 
 if TYPE_CHECKING:
@@ -22,9 +22,20 @@ if TYPE_CHECKING:
 
 KINDS: tuple[Callable[[Facts, Looked], Iterator[Picture]], ...] = (
     step.one_step,
+    dependence.rows_reached,
+    dependence.positions_reached,
+    dependence.segments_reached,
     losses.one_batch,
     losses.loss,
     losses.two_runs,
+    compared.baseline,
+    compared.resumed,
+    compared.evaluated,
+    compared.accumulated,
+    compared.trimmed,
+    compared.checkpointed,
+    compared.parity,
+    compared.graphs,
     rates.rates,
     rates.rates_ahead,
     gradients.gradient_norm,

@@ -46,10 +46,10 @@ def updates(facts: Facts, looked: Looked) -> Iterator[Picture]:
     large = [i for i in known if len(parameters[i].shape) > 1]
     of = sorted(large if len(known) > ROWS and large else known)
     named = {name for result in facts.results.values() for finding in result.findings for name in finding.culprits}
-    rows = sorted({*_spread(of), *[i for i in known if parameters[i].name in named][:ROWS]})
+    rows = sorted({*spread(of), *[i for i in known if parameters[i].name in named][:ROWS]})
     still = [parameters[i].name for i in sorted(known) if known[i] and not any(known[i].values())]
     held_by_none = [parameters[i].name for i in unheld]
-    notes = [_out_of(len(rows), len(known), "tensors")]
+    notes = [out_of(len(rows), len(known), "tensors")]
     notes.append(f"{numbered(len(still), 'tensor')} never moved: {names(still)}" if still else "")
     notes.append(f"no optimizer holds {names(held_by_none)}" if held_by_none else "")
     began_at_zero = any(step not in known[i] for i in rows if known[i] for step in range(1, max(known[i])))
@@ -141,7 +141,7 @@ def _over_steps(
 
 def output_sizes(_facts: Facts, looked: Looked) -> Iterator[Picture]:
     """How large the outputs of each layer are, in the order of the calls."""
-    paths = _spread(list(looked.outputs))
+    paths = spread(list(looked.outputs))
     labels, rows = _shares([looked.outputs[path] for path in paths])
     if len(paths) > 1 and labels:
         yield Picture(
@@ -157,7 +157,7 @@ def output_sizes(_facts: Facts, looked: Looked) -> Iterator[Picture]:
             columns=labels[::-1],
             cells=tuple(row[::-1] for row in rows),
             colour=SHARE,
-            note=_out_of(len(paths), len(looked.outputs), "layers"),
+            note=out_of(len(paths), len(looked.outputs), "layers"),
         )
 
 
@@ -194,7 +194,7 @@ def units(facts: Facts, _looked: Looked) -> Iterator[Picture]:
             for name, counts in kinds.items()
             if name.startswith("dead") or any(counts)
         ),
-        note=_out_of(len(shown), len([layer for layer in layers if layer.units]), "layers"),
+        note=out_of(len(shown), len([layer for layer in layers if layer.units]), "layers"),
     )
 
 
@@ -202,14 +202,14 @@ def _steps(looked: Looked) -> tuple[int, ...]:
     return tuple(sorted({moment.number for moment in looked.moments}))
 
 
-def _spread(of: list[T]) -> list[T]:
+def spread(of: list[T]) -> list[T]:
     """As many as a map has rows, in equal distances, the first and the last among them."""
     if len(of) <= ROWS:
         return of
     return [of[round(n * (len(of) - 1) / (ROWS - 1))] for n in range(ROWS)]
 
 
-def _out_of(shown: int, of: int, things: str) -> str:
+def out_of(shown: int, of: int, things: str) -> str:
     return f"{shown} of {of:,} {things}" if shown < of else ""
 
 

@@ -125,6 +125,7 @@ def accumulation_equivalence(evidence: Evidence) -> Iterator[Finding]:
         yield from _counted(evidence, wrong)
         return
     if wrong:
+        evidence.shared(Accumulation.of).told = made, wrong[0]
         yield from _first_cause(evidence, made, wrong, splits)
         return
     yield from _last_window(evidence)

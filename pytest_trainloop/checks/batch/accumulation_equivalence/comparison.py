@@ -31,6 +31,7 @@ from pytest_trainloop.compositions.step_runs import StepRuns, bound, precision, 
 from pytest_trainloop.errors import CannotDecide, Unreliable
 from pytest_trainloop.gradients.compare import (
     agreement,
+    by_tensor,
     cuts_by_itself,
     first_backward,
     first_step_difference,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from pytest_trainloop.checks.batch.accumulation_equivalence.left_out import Kind
+    from pytest_trainloop.gradients.compare import Agreement
     from pytest_trainloop.nested import Path
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
@@ -67,6 +69,8 @@ class Accumulation:
     def __init__(self, gradients: StepGradients) -> None:
         self._gradients = gradients
         self.cut = gradients.cut
+        self.told: tuple[Accumulation, Split] | None = None
+        """The comparison that was reported, and the runs that it is of."""
 
     @classmethod
     def of(cls, evidence: Evidence) -> Accumulation:
@@ -147,6 +151,12 @@ class Accumulation:
             step_place=step_place(many, optimizer),
             step_library=library_of_step(many, optimizer),
         )
+
+    def tensors_apart(self, split: Split) -> dict[str, Agreement]:
+        """The first gradient that differs, of one batch and accumulated, at each parameter."""
+        nth = next((n for n, window in enumerate(split.windows) if window.difference > split.bound), 0)
+        one, many = (consumed(record, split.optimizer, nth) or {} for record in (self.one(split), self.many(split)))
+        return by_tensor(one, many)
 
     def weigh(self, split: Split) -> Weighing:
         """The weights of the first window. Raises ``CannotDecide`` where examples interact, or where the loop draws

@@ -16,6 +16,7 @@ from pytest_trainloop.checks.batch.batch_independence.few_rows import (
 )
 from pytest_trainloop.checks.batch.batch_independence.row_gradients import RowGradients
 from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.gradients.reached import Reached
 from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.tracing.forward_pass import ForwardPass, Op
 from pytest_trainloop.tracing.operation_fixes import folded_sequences, in_sequence, operation_fixes
@@ -56,6 +57,8 @@ class RowPasses:
         self._own_data = evidence.shared(makes_own_data)
         self._batch_dim = evidence.fresh_loop().batch_dim if self._own_data else None
         self._few: FewRows | None = None
+        self.reached = Reached()
+        """Which rows each output row depends on, where some interact."""
         self._has_rows = False
         """Whether some output of a model has an axis of as many entries as the batch has rows."""
         self._ways = list(_WAYS)
@@ -74,6 +77,7 @@ class RowPasses:
         judged, ops = self._judged(look_closer=True)
         if judged.interacting is None or self._few is None:
             raise CannotDecide("two identical passes differ in whether rows of the model's outputs interact")
+        self.reached = judged.reached
         why, culprits = self._why(judged, ops)
         return RowInteraction(*judged.interacting, judged.rows, self._few.rows_known, why, culprits)
 

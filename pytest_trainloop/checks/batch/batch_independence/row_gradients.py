@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop import nested
+from pytest_trainloop.gradients.reached import Reached
 from pytest_trainloop.tracing.forward_pass import Op, axis_of, grads, recomputed, weighted_sum
 from pytest_trainloop.tracing.operation_fixes import normalising
 from pytest_trainloop.tracing.provenance_queries import ancestors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.tracing.forward_pass import ForwardPass
 
@@ -39,6 +40,8 @@ class RowGradients:
     """The first output row, and another input row, with a gradient between them."""
     mixing: list[Op] = field(default_factory=list)
     """The operations that let rows interact."""
+    reached: Reached = field(default_factory=Reached)
+    """What every output row depends on, of the first call in which rows interact; with a closer look only."""
     refused: str = ""
     """Torch's message where no gradient could be taken."""
     has_nan: bool = False
@@ -66,6 +69,7 @@ class RowGradients:
                 self._row(judged, entries, row)
             if self.look_closer and self.interacting is not None:
                 self.mixing = [op for op in seen.ops if _mixes_rows(op, self.rows)]
+                self.reached.note(self.rows, lambda row: _along_rows(judged, entries, row))
             elif self.look_closer:
                 self.scaled_by = normalising(seen.ops, self.rows, lambda t: _reaches([t for t, _ in judged], t))
                 if self.scaled_by is not None:
@@ -77,18 +81,23 @@ class RowGradients:
     def _row(
         self, outputs: Sequence[tuple[torch.Tensor, int]], entries: Sequence[tuple[torch.Tensor, int]], row: int
     ) -> None:
-        total = torch.stack([weighted_sum(t.select(axis, row)) for t, axis in outputs]).sum()
-        found = grads(total, [leaf for leaf, _ in entries])
-        for (_, axis), gradient in zip(entries, found, strict=True):
-            if gradient is None:
-                continue
-            nonzero = gradient.movedim(axis, 0).flatten(1)
+        for by_row in _along_rows(outputs, entries, row):
+            nonzero = by_row.flatten(1)
             if bool(nonzero.isnan().any()):
                 self.has_nan = True
                 continue
             others = [j for j in (nonzero != 0).any(1).nonzero().flatten().tolist() if j != row]
             if others and self.interacting is None:
                 self.interacting = (row, others[0])
+
+
+def _along_rows(
+    outputs: Sequence[tuple[torch.Tensor, int]], entries: Sequence[tuple[torch.Tensor, int]], row: int
+) -> Iterator[torch.Tensor]:
+    """The gradients of one output row with respect to what entered, their rows first."""
+    total = torch.stack([weighted_sum(t.select(axis, row)) for t, axis in outputs]).sum()
+    found = grads(total, [leaf for leaf, _ in entries])
+    return (g.movedim(axis, 0) for (_, axis), g in zip(entries, found, strict=True) if g is not None)
 
 
 def _reaches(outputs: Sequence[torch.Tensor], at: torch.Tensor) -> bool:

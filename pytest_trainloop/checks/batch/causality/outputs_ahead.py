@@ -9,6 +9,7 @@ bit. Then output t may not depend on input t + 1: the gradient must be exactly 0
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from pytest_trainloop.checks.batch.causality.operations_ahead import (
     first_seeing,
     look_ahead,
 )
+from pytest_trainloop.gradients.reached import Reached
 from pytest_trainloop.gradients.tolerances import ROUNDING
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_names import CLASS_LOSSES, DISTANCE_LOSSES
@@ -71,6 +73,8 @@ class OutputsAhead:
     operations: list[OperationAhead] = field(default_factory=list)
     first: OperationAhead | None = None
     attentions: int = 0
+    reached: Reached = field(default_factory=Reached)
+    """What every output depends on, where outputs are looked at more closely."""
     refused: str = ""
     """Torch's message where no gradient could be taken."""
 
@@ -113,6 +117,7 @@ class OutputsAhead:
                 self.first = first_seeing(seen.ops, entered.leaf, length)
                 self.attentions = attentions(seen.ops, length)
                 self.operations = list(look_ahead(seen.ops, length))
+                self.reached.note(length, partial(_along_positions, entered, by_class, targets))
             return
 
 
@@ -173,6 +178,14 @@ def _rotated(values: torch.Tensor, targets: _Targets, by: int) -> bool:
     return bool((values[targets.row[past], later[past] % values.shape[1]] == targets.values[past]).all())
 
 
+def _along_positions(entered: DataInput, scores: torch.Tensor, targets: _Targets, at: int) -> Iterator[torch.Tensor]:
+    """The gradient of the outputs at one position, the positions of the inputs first; none where no target counts."""
+    there = (targets.position == at) & targets.kept
+    (gradient,) = grads(weighted_sum(scores[there]), [entered.leaf]) if bool(there.any()) else (None,)
+    if gradient is not None:
+        yield gradient.movedim(1, 0)
+
+
 def _offsets(entered: DataInput, scores: torch.Tensor, targets: _Targets, ahead: int, *, inexact: bool) -> set[int]:
     """The inputs that single outputs depend on, from the output's own position.
 
@@ -183,9 +196,8 @@ def _offsets(entered: DataInput, scores: torch.Tensor, targets: _Targets, ahead:
     asked = sorted({int(p) for p in torch.unique(position[targets.kept]).tolist() if p + ahead < length})
     offsets: set[int] = set()
     for at in sorted({asked[len(asked) * n // 4] for n in (1, 2, 3)} if asked else ()):
-        (gradient,) = grads(weighted_sum(scores[(position == at) & targets.kept]), [entered.leaf])
-        if gradient is not None:
+        for gradient in _along_positions(entered, scores, targets, at):
             least = ROUNDING * torch.finfo(gradient.dtype).eps * float(gradient.abs().max()) if inexact else 0.0
-            nonzero = (gradient.abs() > least).reshape(*gradient.shape[:2], -1).any(2).any(0)
+            nonzero = (gradient.abs() > least).flatten(1).any(1)
             offsets |= {p - at for p in nonzero.nonzero().flatten().tolist()}
     return offsets

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from pytest_trainloop.checks.batch.causality.operations_ahead import KINDS, Kind, OperationAhead, replacements
 from pytest_trainloop.checks.batch.causality.outputs_ahead import OutputsAhead
 from pytest_trainloop.errors import CannotDecide, DoesNotApply
+from pytest_trainloop.gradients.reached import Reached
 from pytest_trainloop.tracing.forward_pass import ForwardPass
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class CausalPasses:
     def __init__(self, evidence: Evidence) -> None:
         self._plan, self._evidence = evidence.plan(), evidence
         self._open_inputs = True
+        self.reached = Reached()
+        """Which inputs each output depends on, where outputs see what they predict."""
 
     def leak(self) -> Leak | None:
         """What lets outputs see the inputs that they predict, if something does. Raises ``CannotDecide`` where no loss
@@ -69,6 +72,7 @@ class CausalPasses:
                 raise CannotDecide(f"no gradient can be taken of the model's outputs alone: {training.refused}")
             return None
         found = self._once(modes[0], closer=True)
+        self.reached = found.reached
         kind, operations, confirmed = self._why(modes[0], found)
         return Leak(
             ahead=found.ahead,

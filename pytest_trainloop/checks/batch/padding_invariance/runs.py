@@ -25,7 +25,7 @@ from pytest_trainloop.checks.batch.padding_invariance.slices import BatchSlice, 
 from pytest_trainloop.checks.batch.padding_invariance.smaller import composed, slice_of, stretches
 from pytest_trainloop.compositions.search import smallest
 from pytest_trainloop.errors import CannotDecide, Unreliable
-from pytest_trainloop.gradients.compare import agreement, first_step_difference, optimizers
+from pytest_trainloop.gradients.compare import Agreement, agreement, by_tensor, first_step_difference, optimizers
 from pytest_trainloop.gradients.tolerances import RESEEDED
 from pytest_trainloop.gradients.vectors import Gradient, consumed, vectors
 from pytest_trainloop.runs.no_randomness import NoRandomness
@@ -88,6 +88,7 @@ class PaddingRuns:
         self._count: int | None = None
         self._precision = "float64"
         self._runs_through = False
+        self.found: Comparison | None = None
         self.declared, self._configured = declared, configured
         self.varying = len(lengths) > 1
         self._several = bool(lengths)
@@ -165,6 +166,21 @@ class PaddingRuns:
         return self._padded.side == "left"
 
     def first_difference(self) -> Comparison | None:
+        """As ``_first_difference``, which is kept for whoever asks for ``tensors_apart``."""
+        self.found = self._first_difference()
+        return self.found
+
+    def tensors_apart(self) -> dict[str, Agreement]:
+        """Of the difference that was found, the gradients without padding and with it at each parameter."""
+        if self.found is None:
+            return {}
+        blocked = STATISTICS if self.found.statistics else NONE
+        fewer, more = (self._gradients(each, blocked) for each in (self.found.trimmed, self.found.full))
+        if isinstance(fewer, str) or isinstance(more, str):
+            return {}
+        return {name: told for o in fewer if o in more for name, told in by_tensor(fewer[o], more[o]).items()}
+
+    def _first_difference(self) -> Comparison | None:
         """The first slice whose gradient changes with its padding. Raises ``CannotDecide`` where none can be compared.
 
         The first padded position may be the end of a text, which the model predicts: what no longer changes once it is

@@ -21,6 +21,7 @@ from pytest_trainloop.checks.batch.segment_independence.fixes import fixes, keep
 from pytest_trainloop.checks.batch.segment_independence.labels import BorderLabels
 from pytest_trainloop.checks.batch.segment_independence.lookups import Lookups
 from pytest_trainloop.errors import CannotDecide
+from pytest_trainloop.gradients.reached import Reached
 from pytest_trainloop.recording.torch_names import ATTENTION, CONVOLUTIONS, RECURRENT, SOFTMAXES
 from pytest_trainloop.tracing.arguments import named_arguments
 from pytest_trainloop.tracing.forward_pass import ForwardPass, Op, grads, weighted_sum
@@ -94,6 +95,8 @@ class _Judged:
     refused: str = ""
     raw: frozenset[int] = frozenset()
     """Numbers of the operations whose inputs have no weights behind them."""
+    reached: Reached = field(default_factory=Reached)
+    """What the outputs of every segment depend on, with a closer look."""
     losses: int = 0
     """Tensors that a loss is given, among the outputs."""
     in_loss: bool = False
@@ -114,6 +117,8 @@ class SegmentPasses:
         self.disagreement = reading.disagreement(self._batch)
         self._episodes = None if self.segments else read_episodes(self._batch)
         self.labels = BorderLabels()
+        self.reached = Reached()
+        """Which segments the outputs of each one depend on, where some meet."""
         held = (b for m in evidence.fresh_loop().modules.values() for b in m.buffers())
         self._edges = [buffer.detach().clone() for buffer in held if reading.are_pairs(buffer)]
         self.lookups = Lookups(self._batch, self._edges)
@@ -162,6 +167,7 @@ class SegmentPasses:
         judged = self._pass(look_closer=True)
         if judged.interacting is None:
             raise CannotDecide("two identical passes differ in whether segments meet in the model")
+        self.reached = judged.reached
         cut = next((op for op in judged.ops if reshaped(op, segments)), None)
         if cut is not None:
             return Interaction(*judged.interacting, segments, "reshaped", cut)
@@ -231,6 +237,7 @@ def _look(seen: ForwardPass, output: Any, segments: Segments, judged: _Judged, l
         if look_closer and judged.interacting is not None:
             judged.ops = list(seen.ops)
             judged.mixing = [op for op in seen.ops if mixes(op, segments)]
+            judged.reached.note(segments.count, lambda n: _along_segments(outputs, entries, n, segments.count))
             judged.raw = frozenset(
                 op.number
                 for op in seen.ops
@@ -246,13 +253,7 @@ def _follow(
     segment: int,
     judged: _Judged,
 ) -> None:
-    parts = [weighted_sum(t[ids == segment]) for t, ids in outputs if bool((ids == segment).any())]
-    if not parts:
-        return
-    found = grads(torch.stack(parts).sum(), [leaf for leaf, _ in entries])
-    for (_, ids), gradient in zip(entries, found, strict=True):
-        if gradient is None:
-            continue
+    for ids, gradient in _gradients_of(outputs, entries, segment):
         if bool(gradient.isnan().any()):
             judged.has_nan = True
             continue
@@ -260,3 +261,27 @@ def _follow(
         others = ids[reached & (ids != segment) & (ids >= 0)]
         if len(others) and judged.interacting is None:
             judged.interacting = (segment, int(others[0]))
+
+
+def _gradients_of(
+    outputs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    entries: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    segment: int,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The gradients of one segment's outputs with respect to what entered, each behind the segments of its entries."""
+    parts = [weighted_sum(t[ids == segment]) for t, ids in outputs if bool((ids == segment).any())]
+    if parts:
+        found = grads(torch.stack(parts).sum(), [leaf for leaf, _ in entries])
+        yield from ((ids, g) for (_, ids), g in zip(entries, found, strict=True) if g is not None)
+
+
+def _along_segments(
+    outputs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    entries: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    segment: int,
+    count: int,
+) -> Iterator[torch.Tensor]:
+    """The size of the gradients of one segment's outputs in each segment."""
+    for ids, gradient in _gradients_of(outputs, entries, segment):
+        sizes = gradient.abs().reshape(*ids.shape, -1).amax(-1)
+        yield torch.stack([sizes[ids == n].sum() for n in range(count)])

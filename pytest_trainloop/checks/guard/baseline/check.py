@@ -145,6 +145,7 @@ def baseline(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.guard.baseline.further_courses import FurtherCourses
     from pytest_trainloop.checks.guard.baseline.judging import comparable, compare
     from pytest_trainloop.checks.guard.baseline.lines import with_line
+    from pytest_trainloop.checks.guard.baseline.reported import Reported
 
     if not evidence.repeatable:
         raise CannotDecide("a baseline takes further runs of the loop: return a TrainLoop from a marked test")
@@ -154,5 +155,5 @@ def baseline(evidence: Evidence) -> Iterator[Finding]:
     old, new = both
     if why := comparable(old, new):
         raise CannotDecide(why)
-    for finding in compare(old, new, FurtherCourses(evidence, new).of):
+    for finding in compare(old, new, FurtherCourses(evidence, new).of, evidence.shared(Reported).note):
         yield with_line(finding, new, evidence)

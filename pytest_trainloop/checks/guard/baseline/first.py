@@ -90,6 +90,15 @@ class Comparison:
                 return self._traced_back(found)
         return None
 
+    def gradients_apart(self) -> dict[str, dict[int, float]]:
+        """By parameter and step how far the gradients differ, relative to their own size; for what is drawn."""
+        found: dict[str, dict[int, float]] = {}
+        for before, step in self.pairs:
+            for match, a, b in self._digests("gradient", before, step):
+                for name in match.new:
+                    found.setdefault(name, {})[step.number] = distance(a, b)
+        return found
+
     def decides_nothing(self) -> bool:
         """Whether rounding throws every gradient of the first step anywhere."""
         gradients = self.pairs[0][1].gradients if self.pairs else {}

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pytest_trainloop.baselines.trajectory import Course, Environment, Trajectory
+    from pytest_trainloop.checks.guard.baseline.first import First
     from pytest_trainloop.checks.guard.baseline.names import Names
     from pytest_trainloop.finding import Finding
 
@@ -26,23 +27,29 @@ if TYPE_CHECKING:
     Moved = Callable[[Precision], Sequence[Nudged]]
 
 
-def compare(old: Trajectory, new: Trajectory, nudged: Moved = lambda precision: ()) -> Iterator[Finding]:
+def compare(
+    old: Trajectory,
+    new: Trajectory,
+    nudged: Moved = lambda precision: (),
+    found: Callable[[Comparison, First], None] = lambda comparison, first: None,
+) -> Iterator[Finding]:
     """Yield what differs between a recorded trajectory and one of the loop as it is: faults, advice, and a note on
     names that changed.
 
     ``nudged`` makes courses of the loop as it is with last digits moved, from which bounds are derived; it is asked at
-    most once a precision, and only where numbers differ by more than rounding makes in a single step.
+    most once a precision, and only where numbers differ by more than rounding makes in a single step. ``found`` is
+    called with the place where training differs first.
     """
     if old.double is not None and new.double is not None:
-        double = _Judged(old.double, new.double, "float64", lambda: nudged("float64"))
+        double = _Judged(old.double, new.double, "float64", lambda: nudged("float64"), found)
         yield from double.findings()
         if double.differs or not _one_environment(old, new):
             return
         before, now = set(old.double.asked), set(new.double.asked)
         came, gone = sorted(now - before), sorted(before - now)
-        yield from _Judged(old.own, new.own, "own", lambda: nudged("own")).in_own_precision(came, gone)
+        yield from _Judged(old.own, new.own, "own", lambda: nudged("own"), found).in_own_precision(came, gone)
     else:
-        yield from _Judged(old.own, new.own, "own", lambda: nudged("own")).findings()
+        yield from _Judged(old.own, new.own, "own", lambda: nudged("own"), found).findings()
 
 
 def _one_environment(old: Trajectory, new: Trajectory) -> bool:
@@ -94,8 +101,15 @@ float64 ten digits of sixteen are lost by it, and training follows none of those
 class _Judged:
     """Two courses in one precision."""
 
-    def __init__(self, old: Course, new: Course, precision: Precision, nudged: Callable[[], Sequence[Nudged]]) -> None:
-        self.old, self.new = old, new
+    def __init__(
+        self,
+        old: Course,
+        new: Course,
+        precision: Precision,
+        nudged: Callable[[], Sequence[Nudged]],
+        found: Callable[[Comparison, First], None],
+    ) -> None:
+        self.old, self.new, self._found = old, new, found
         self.precision = _lower(old, new) if precision == "float64" else _coarsest(new)
         self.eps = EPS.get(self.precision, 2.0**-8)
         self.names = names_of(old, new, ROUNDING * self.eps)
@@ -120,6 +134,8 @@ class _Judged:
             return
         compared = Comparison(self.old, self.new, self.names, Bounds(self.new, self._nudged, self.eps))
         first = compared.first()
+        if first is not None:
+            self._found(compared, first)
         if first is None and compared.decides_nothing():
             raise CannotDecide("rounding alone changes every gradient of the first step: no place can be compared")
         explaining = [fact for fact in own if first is not None and fact.accounts_for(first)]
@@ -154,8 +170,10 @@ class _Judged:
         if self.precision not in EPS:
             return  # rounding of bfloat16 hides what it would show
         bounds = Bounds(self.new, self._nudged, self.eps, AT_HOME if came or gone else ROUNDING)
-        first = Comparison(self.old, self.new, self.names, bounds).first_gradient()
+        compared = Comparison(self.old, self.new, self.names, bounds)
+        first = compared.first_gradient()
         if first is not None:
+            self._found(compared, first)
             yield findings.in_own(findings.of_first(first, self.precision), self.precision, came, gone)
 
 

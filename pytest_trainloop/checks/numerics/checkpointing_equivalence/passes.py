@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.gradients.compare import Agreement, agreement
+from pytest_trainloop.gradients.compare import Agreement, agreement, by_tensor
 from pytest_trainloop.gradients.vectors import Gradient, values, vectors
 from pytest_trainloop.recording.events import Backward, Step
 
@@ -65,6 +65,17 @@ def difference(on: Run, off: Run, bound: float) -> Difference | None:
             forward = not all(_near(x.value, y.value, bound) for x, y in zip(a.roots, b.roots, strict=False))
             return Difference(nth, loss, found, names, missing, str(b.place), forward or len(a.roots) != len(b.roots))
     return None
+
+
+def tensors_apart(on: Run, off: Run, bound: float) -> dict[str, Agreement]:
+    """The gradients of the first pass in which both runs differ, without checkpointing and with it, at each parameter;
+    empty where none does."""
+    judged = held_names(off.record)
+    for a, b in zip(passes(on.record), passes(off.record), strict=False):
+        found = by_tensor(gradients(off, b, judged), gradients(on, a, judged))
+        if any(not told.difference <= bound for told in found.values()):
+            return found
+    return {}
 
 
 def passes(record: Record) -> list[Backward]:

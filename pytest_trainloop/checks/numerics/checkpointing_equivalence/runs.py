@@ -16,7 +16,12 @@ import torch
 
 from pytest_trainloop.checks.numerics.checkpointing_equivalence.first_difference import CompareRecomputation
 from pytest_trainloop.checks.numerics.checkpointing_equivalence.fixed_weights import Run, fixed_weights, values_kept
-from pytest_trainloop.checks.numerics.checkpointing_equivalence.passes import difference, passes, plain_name
+from pytest_trainloop.checks.numerics.checkpointing_equivalence.passes import (
+    difference,
+    passes,
+    plain_name,
+    tensors_apart,
+)
 from pytest_trainloop.checks.numerics.checkpointing_equivalence.rng_state import RestoreGenerators
 from pytest_trainloop.errors import CannotDecide, Unreliable, UsageError, UserCodeError
 from pytest_trainloop.gradients.tolerances import RESEEDED, ROUNDING
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.numerics.checkpointing_equivalence.first_difference import OtherCall
     from pytest_trainloop.checks.numerics.checkpointing_equivalence.fixed_weights import Grads
     from pytest_trainloop.checks.numerics.checkpointing_equivalence.passes import Difference
+    from pytest_trainloop.gradients.compare import Agreement
     from pytest_trainloop.recording.events import CheckpointCall
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
@@ -127,6 +133,15 @@ class Checkpointing:
                 f"with {self._knob}=True nothing was seen to be recomputed: hand the knob on to the model, or leave it "
                 "out"
             )
+
+    def tensors_apart(self) -> dict[str, Agreement]:
+        """The gradients that differ, without checkpointing and with it, at each parameter."""
+        for on, off in (("on", "off"), ("off", "knob off")):
+            if on in self._runs and off in self._runs:
+                found = tensors_apart(self._runs[on], self._runs[off], self._bound())
+                if found:
+                    return found
+        return {}
 
     def buffers_updated_twice(self) -> tuple[str, ...]:
         """Buffers that end with other values under checkpointing, where two runs with it agree on them."""

@@ -179,6 +179,7 @@ def precision_parity(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.numerics.precision_parity.locate import locate
     from pytest_trainloop.checks.numerics.precision_parity.runs import FAILS, PASSES, low_precision_runs
     from pytest_trainloop.checks.numerics.precision_parity.single_tensors import lost_tensor
+    from pytest_trainloop.checks.numerics.precision_parity.tensor_errors import TensorErrors
 
     judged, undecided, absent = 0, list[CannotDecide](), list[CannotDecide]()
     made: list[tuple[Record, Again]] = [
@@ -197,6 +198,7 @@ def precision_parity(evidence: Evidence) -> Iterator[Finding]:
             continue
         judged += 1
         if parity is not None and parity.ratio > (FAILS if runs.imposed else PASSES):
+            evidence.shared(TensorErrors).runs = runs
             found = locate(runs, parity)
             sure = parity.ratio >= FAILS or found.left <= parity.measured / 2
             yield _finding(evidence, runs, parity, found, fault=sure and not runs.imposed)
@@ -205,6 +207,7 @@ def precision_parity(evidence: Evidence) -> Iterator[Finding]:
             yield _lost_angles(runs, lost)
             break
         if not runs.imposed and (small := lost_tensor(runs)) is not None:
+            evidence.shared(TensorErrors).runs = runs
             yield _lost_tensor(evidence, runs, small)
             break
     inside = list(_weights_cast_once(made)) or list(_backward_under_autocast(made))

@@ -22,6 +22,7 @@ from pytest_trainloop.checks.state.evaluation_is_pure.left import (
 )
 from pytest_trainloop.checks.state.evaluation_is_pure.reseeding import reseeding
 from pytest_trainloop.checks.state.evaluation_is_pure.steering import steers
+from pytest_trainloop.checks.state.two_courses import TwoCourses, two_courses
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.reach.copies import same_bits
 from pytest_trainloop.runs.halves import halves, no_halves, same_tensor
@@ -67,6 +68,8 @@ class Judgement:
     raised: Raised | None = None
     raised_early: Raised | None = None
     skip: str = ""
+    courses: TwoCourses | None = None
+    """Training with ``evaluate()`` beside training without it, where the two differ."""
 
     @classmethod
     def of(cls, evidence: Evidence) -> Judgement:
@@ -90,6 +93,8 @@ class _Cut:
     interposed: Interposed
     end: Mapping[str, torch.Tensor]
     trained: frozenset[str]
+    without: Halves
+    """The run without ``evaluate()``."""
     same: Callable[[torch.Tensor | None, torch.Tensor | None], bool] = same_tensor
 
     def differs(self, run: Run) -> bool:
@@ -137,7 +142,7 @@ class _Judging:
     def _cut(self, moment: Moment, reference: Halves) -> _Cut:
         interposed = Interposed(self._evidence, double=reference.double, **OPTIONS[moment])
         end = reference.cut if moment == "first" else reference.end
-        return _Cut(moment, interposed, end, reference.trained())
+        return _Cut(moment, interposed, end, reference.trained(), reference)
 
     def _in_own_precision(self, dropout: DropoutInEvaluation) -> tuple[_Cut, Run]:
         self._reference = halves(self._evidence, double=False)
@@ -166,13 +171,17 @@ class _Judging:
         """Attribute what makes training differ; False where nothing does."""
         if cut.moment == "between" and self._changes_batches(run.seen) and not cut.differs(run):
             cut = replace(cut, interposed=cut.interposed.also(drawn_late=True))
-            cut.end = halves(self._evidence, double=cut.interposed.double, drawn_late=True).end
+            cut.without = halves(self._evidence, double=cut.interposed.double, drawn_late=True)
+            cut.end = cut.without.end
             run = cut.interposed.run()
         if run.seen.rounded and not cut.differs(run):
             bitwise = replace(cut, same=_same_bits)  # holds where putting it back restores every bit
             cut = cut if bitwise.differs(cut.interposed.run(lambda difference: True)) else bitwise
         if not cut.differs(run):
             return False
+        self._made.courses = two_courses(run.halves, cut.without, both_begin=True)
+        if cut.moment == "first":
+            self._made.courses = replace(self._made.courses, cut=0)
         if run.seen.inference and run.halves.record.raised and "nference tensor" in run.halves.record.raised.message:
             self._made.left.append(self._kept_inference_tensor(cut, run))
             return True

@@ -76,6 +76,9 @@ class Growth:
         """The steps after which the last look was."""
         self.carried: tuple[Held, ...] | None = None
         """The tensors through which a backward pass that raised came to an earlier graph."""
+        self.alive: dict[int, int] = {}
+        """By optimizer step, how many of the steps up to it have a graph that is alive: of those that are watched in
+        full."""
         self._allocated: dict[int, int] = {}
         self._heap = Heap()
 
@@ -107,6 +110,7 @@ class Growth:
 
         def stepped(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
             rounds = watch.record.rounds
+            self.alive[rounds] = len(watch.graphs.alive())
             if not watch.is_suspended and rounds in _LOOKS and rounds not in done:
                 done.add(rounds)
                 with watch.suspended():

@@ -8,6 +8,7 @@ from pytest_trainloop.checks.state.resume_equivalence.diagnosis import facts, un
 from pytest_trainloop.checks.state.resume_equivalence.facts import Fact, shown
 from pytest_trainloop.checks.state.resume_equivalence.rounding import rounded
 from pytest_trainloop.checks.state.resume_equivalence.runs import RENEWABLE_KINDS, Renewed, Resumed, Uninterrupted
+from pytest_trainloop.checks.state.two_courses import TwoCourses, two_courses
 from pytest_trainloop.errors import CannotDecide, UsageError
 from pytest_trainloop.knobs import nearest
 from pytest_trainloop.runs.halves import halves, no_halves
@@ -30,6 +31,14 @@ _ELSEWHERE = (
     "ModuleNotFoundError",
     "ConnectionError",
 )
+
+
+class Reported:
+    """What was reported of one loop."""
+
+    def __init__(self, _evidence: Evidence) -> None:
+        self.courses: TwoCourses | None = None
+        """The resumed run beside the uninterrupted one; None where nothing differs, or one of them raised."""
 
 
 def compared(evidence: Evidence) -> Iterator[tuple[Fact, Uninterrupted]]:
@@ -60,6 +69,7 @@ def compared(evidence: Evidence) -> Iterator[tuple[Fact, Uninterrupted]]:
                 yield fact, a
         else:
             for fact in facts(a, b, renewed):
+                evidence.shared(Reported).courses = two_courses(b.ended.made, a.ended.made, both_begin=False)
                 yield fact, a
             if found := rounded(evidence):
                 yield Fact("weights_rounded", found[1], detail=found[0]), a
