@@ -1,0 +1,177 @@
+"""Scripts of the training libraries under ``python -m pytest_trainloop``, and the tests that it writes for them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pytest_trainloop import check_loop
+
+pytestmark = [pytest.mark.integration, pytest.mark.processes]
+
+DATA = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+def data():
+    x = torch.randn(64, 4)
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuffle=True)
+
+def mlp():
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+"""
+
+TRANSFORMERS = """
+import torch
+from torch.utils.data import Dataset
+from transformers import BertConfig, BertForSequenceClassification, HfArgumentParser, Trainer, TrainingArguments
+
+class Rows(Dataset):
+    def __init__(self, n):
+        self.x = torch.randint(0, 50, (n, 8))
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return {"input_ids": self.x[i], "attention_mask": torch.ones(8, dtype=torch.long), "labels": self.x[i, 0] % 2}
+
+def main():
+    (args,) = HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses()
+    config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                        intermediate_size=32, max_position_embeddings=16)
+    trainer = Trainer(model=BertForSequenceClassification(config), args=args, train_dataset=Rows(64))
+    trainer.train()
+
+if __name__ == "__main__":
+    main()
+"""
+
+LIGHTNING = (
+    DATA
+    + """
+import lightning as L
+
+class Lit(L.LightningModule):
+    def __init__(self, lr=0.1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = mlp()
+
+    def training_step(self, batch, i):
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        return data()
+
+def main():
+    model = Lit(lr=0.05)
+    trainer = L.Trainer(max_epochs=50, accelerator="cpu", logger=False, enable_checkpointing=False,
+                        enable_progress_bar=False, enable_model_summary=False)
+    trainer.fit(model, datamodule=Data())
+
+if __name__ == "__main__":
+    main()
+"""
+)
+
+ACCELERATE = (
+    DATA
+    + """
+from accelerate import Accelerator
+
+def main():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, data())
+    for epoch in range(100):
+        for x, y in batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+
+if __name__ == "__main__":
+    main()
+"""
+)
+
+DISTRIBUTED = (
+    DATA
+    + """
+import os
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(int(os.environ["LOCAL_RANK"]))
+    model = DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(1000):
+        for x, y in data():
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+if __name__ == "__main__":
+    main()
+"""
+)
+
+ARGUMENTS = "--output_dir out --report_to none --use_cpu True --disable_tqdm True --num_train_epochs 20".split()
+
+
+def said_of(watch, source, *arguments, options=()):
+    said = watch(source, *options, args=arguments, head="")
+    assert said.status == 0, said
+    assert "train.py: 30 optimizer steps watched, then it was stopped" in said.out
+    return said.out
+
+
+@pytest.mark.parametrize(
+    ("library", "source", "arguments"),
+    [("transformers", TRANSFORMERS, ARGUMENTS), ("lightning", LIGHTNING, [])],
+    ids=["transformers", "lightning"],
+)
+def test_a_trainer_is_watched_and_its_written_test_runs(watch, folder, library, source, arguments):
+    pytest.importorskip(library)
+    said = said_of(watch, source, *arguments, options=["--write-test=test_it.py"])
+    assert "wrote test_it.py; run it by pytest --trainloop test_it.py" in said
+    spec = importlib.util.spec_from_file_location("written_test", folder / "test_it.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    report = check_loop(module.test_train, only=["step_order", "optimizer_holds_every_param"])
+    assert [result.outcome for result in report.results] == ["passed", "passed"]
+
+
+def test_accelerate_is_watched(watch):
+    pytest.importorskip("accelerate")
+    said_of(watch, ACCELERATE)
+
+
+def test_a_script_under_torchrun_is_watched(tmp_path):
+    (tmp_path / "train.py").write_text(DISTRIBUTED, encoding="utf-8")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    plain = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "COV_"))}
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "pytest_trainloop", "train.py"],
+        cwd=tmp_path,
+        env=plain,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done
+    assert "train.py: 30 optimizer steps watched, then it was stopped" in done.stdout
