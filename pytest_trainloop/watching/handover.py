@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
+from pytest_trainloop.places import shown
 from pytest_trainloop.watching.slices import Slices
 from pytest_trainloop.watching.stack import ABSENT, Frame, call_at, is_guarded, user_stack
 from pytest_trainloop.watching.values import Imports, Unknown, loader_code
@@ -79,7 +80,7 @@ class Handover:
             at = next((f for f in reversed(self._frames) if not f.through_library), self._frames[-1])
             loop.missing.append(_no_function(at))
         caller, called, loader = found or (self._frames[0], self._frames[-1], None)
-        slices = Slices(self._frames, imports, {} if loader is None else {id(loader): "batches"})
+        slices = Slices(self._frames, imports, loader)
         # the model first: what else is made may be made of it
         names = self._add_models(loop, slices)
         names |= self._add_optimizers(loop, slices)
@@ -238,10 +239,30 @@ def _globals_used(frame: Frame) -> list[str]:
 
 def _no_function(at: Frame) -> str:
     where = "at the top of the script" if at.at_module_level else f"in {at.name}()"
+    lines, what = _lines_of_loop(at)
     return (
-        f"fit: the loop stands {where} ({at.place}), and no function takes its batches: put it into one, "
+        f"fit: the loop stands {where} ({lines}), and no function takes its batches: put {what} into one, "
         "train(model, optimizer, batches), and call that from both places"
     )
+
+
+def _lines_of_loop(at: Frame) -> tuple[str, str]:
+    """The lines of the innermost loop that a frame is in, and its head; the frame's line and "it" outside of any."""
+    import ast
+
+    around = [
+        node
+        for node in ast.walk(ast.Module(at.body(), []))
+        if isinstance(node, (ast.For, ast.While)) and node.lineno <= at.line <= (node.end_lineno or node.lineno)
+    ]
+    if not around:
+        return at.place, "it"
+    loop = max(around, key=lambda node: node.lineno)
+    if isinstance(loop, ast.For):
+        head = f"for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}"
+    else:
+        head = f"while {ast.unparse(loop.test)}"
+    return f"{shown(at.file, loop.lineno)} to {loop.end_lineno}", f"`{head}` with its body"
 
 
 _METHODS = {"transformers": "train", "lightning": "fit", "pytorch_lightning": "fit"}
@@ -266,7 +287,7 @@ def _framework_call(frames: list[Frame]) -> tuple[Frame, ast.Call, Any] | None:
 
 def _of_framework(frames: list[Frame], frame: Frame, node: ast.Call, trainer: Any, imports: Imports) -> Loop:
     loop = Loop()
-    slices = Slices(frames, imports, {})
+    slices = Slices(frames, imports)
     packages = {kind.__module__.partition(".")[0] for kind in type(trainer).__mro__}
     try:
         made = slices.expression(node.func.value, frame)  # type: ignore[attr-defined]

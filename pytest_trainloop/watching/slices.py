@@ -27,13 +27,15 @@ DEEPEST = 12
 class Slices:
     """The statements of the written test, made as they are asked for."""
 
-    def __init__(self, frames: Sequence[Frame], imports: Imports, names: dict[int, str]) -> None:
+    def __init__(self, frames: Sequence[Frame], imports: Imports, loader: Any = None) -> None:
         self._frames = list(frames)
         self._imports = imports
-        self._names = dict(names)
-        """What stands for an object, by ``id``: ``batches`` for the training data."""
+        self._loader = loader
+        """The training data: ``batches`` inside of ``fit``, ``data`` where another object is made of it."""
+        self._names: dict[int, str] = {}
+        """What stands for an object, by ``id``."""
         self._done: dict[tuple[int, str], str] = {}
-        self._taken: set[str] = {"batches", "batch"}
+        self._taken: set[str] = {"batches", "batch", "data"}
         self._written: dict[int, Any] = {}
         self.statements: list[str] = []
 
@@ -46,8 +48,8 @@ class Slices:
         value = frame.value(name)
         if value is ABSENT:
             raise Unknown(name)
-        if id(value) in self._names:
-            return self._names[id(value)]
+        if known := self._name_of(value, depth):
+            return known
         try:
             return code_of(value, self._imports)
         except Unknown:
@@ -58,12 +60,17 @@ class Slices:
         self._names.setdefault(id(value), code)
         return code
 
-    def known(self, value: Any) -> str:
+    def _name_of(self, value: Any, depth: int) -> str:
+        if value is self._loader and value is not None:
+            return "data" if depth else "batches"
+        return self._names.get(id(value), "")
+
+    def known(self, value: Any, depth: int = 0) -> str:
         """Code for a plain value, a function, a class, a module, or an object that has a name; empty for others."""
         if value is ABSENT:
             return ""
-        if id(value) in self._names:
-            return self._names[id(value)]
+        if known := self._name_of(value, depth):
+            return known
         plain = type(value) in (bool, int, float, str, type(None))
         if not plain and not isinstance(value, (types.ModuleType, type, types.FunctionType)):
             return ""
@@ -166,7 +173,7 @@ class _Renamed(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         """A plain value that hangs on an object is written down itself: ``args.lr`` becomes ``0.1``."""
-        code = self._slices.known(self._frame.evaluated(node))
+        code = self._slices.known(self._frame.evaluated(node), self._depth)
         return _parsed(code) if code else self.generic_visit(node)
 
     def visit_Lambda(self, node: ast.Lambda) -> ast.AST:

@@ -105,9 +105,9 @@ def _body(loop: Loop, imports: Imports, target: Target) -> Sequence[str]:
         lines += ['pytest.skip("TODO: fill in what the docstring of this file names")', ""]
     if imports.script_used:
         lines.append(f"{alias_of(target)} = load()")
-    lines += loop.statements
     if loop.data:
         lines += ["# random numbers, of the shapes and ranges that the script's data had", loop.data]
+    lines += loop.statements
     if loop.adapter or (loop.missing and not loop.fields):
         return [*lines, f"return {loop.adapter or 'TrainLoop()  # TODO'}"]
     if loop.fit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 
 import pytest
 
@@ -63,7 +64,26 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("source", [TRAIN, AS_METHOD, OF_GLOBALS], ids=["function", "method", "globals"])
+OF_WRAPPED = """
+def wrapped(model, data):
+    return nn.Sequential(model), data
+
+def main():
+    model = mlp()
+    batches = loader()
+    model, batches = wrapped(model, batches)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    while True:
+        train(model, optimizer, batches)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    "source", [TRAIN, AS_METHOD, OF_GLOBALS, OF_WRAPPED], ids=["function", "method", "globals", "data wrapped"]
+)
 def test_a_loop_in_a_function_is_handed_over_whole(written, source):
     said, text, loop = written(source)
     assert "TODO" not in text
@@ -87,7 +107,9 @@ def test_what_is_missing_is_said_and_the_test_is_skipped(written):
         if __name__ == "__main__":
             main()
     """)
-    assert "- fit: the loop stands in main() (train.py:" in text
+    lines = re.search(r"- fit: the loop stands in main\(\) \(train.py:(\d+) to (\d+)\)", text)
+    assert int(lines[2]) - int(lines[1]) == 3
+    assert "put `for (x, y) in loader(160)` with its body into one, train(model, optimizer, batches)" in text
     assert "fit=...,  # TODO" in text
     assert "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # train.py:" in text
     assert "to be filled in by hand, where it says TODO" in said.out
