@@ -2,7 +2,7 @@
 
 Losses and rates are kept at every step. Of tensors four numbers are kept at some steps and the norm at others, at the
 fewer the more tensors there are; of calls of modules all numbers at the first steps. In the loop's own precision, which
-is compared on one kind of machine only, the first step is kept.
+is compared on one kind of machine only, the gradients of the first step are kept.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ OWN = _kept((1,), ())
 def thinned(trajectory: Trajectory) -> Trajectory:
     """The trajectory as its file has it."""
     double = None if trajectory.double is None else _course(trajectory.double, _steps_of(trajectory.double))
-    own = _course(trajectory.own, OWN if double is not None else _steps_of(trajectory.own))
+    own = _course(trajectory.own, OWN) if double is not None else _course(trajectory.own, _steps_of(trajectory.own))
+    if double is not None:
+        own = replace(own, steps=tuple(replace(step, updates={}, weights={}) for step in own.steps))
     return replace(trajectory, double=double, own=own)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from pytest_trainloop.baselines.as_json import text_of, trajectory_of
@@ -82,7 +84,7 @@ def test_calls_are_kept_at_the_first_steps(calls, kept_at):
 
 def test_a_weight_that_stays_as_it_was_is_written_once():
     made = trajectory(1, calls=0)
-    assert '"weights": {}' not in text_of(thinned(made))
+    assert json.loads(text_of(thinned(made)))["float64"]["weights"]
     still = made.double.tensors["blocks.0.weight"].start
     course = Course(
         precision="own",

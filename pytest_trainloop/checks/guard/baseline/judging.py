@@ -144,8 +144,9 @@ class _Judged:
             yield findings.of_fact(fact, first, self.precision)
         if first is None:
             yield from (findings.of_fact(fact, None, self.precision) for fact in later)
-            yield from (findings.unseen(fact) for fact in own if fact.unseen and not later)
-            yield from self._loss_alone(compared)
+            if not later:
+                yield from (findings.unseen(fact) for fact in own if fact.unseen)
+                yield from self._loss_alone(compared)
         elif not explaining:
             yield findings.of_first(first, self.precision)
             yield from (findings.of_fact(fact, None, self.precision) for fact in later)
