@@ -12,6 +12,7 @@ from pytest_trainloop.checks.numerics.precision_parity.check import precision_pa
 from pytest_trainloop.checks.numerics.precision_parity.locate import Located
 from pytest_trainloop.checks.numerics.precision_parity.op_log import Operation, Sample
 from pytest_trainloop.checks.numerics.precision_parity.runs import Parity
+from pytest_trainloop.checks.numerics.precision_parity.tensor_errors import TensorErrors
 from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.recording.events import Place
 from tests.helpers.records import ONE, FakeEvidence, parameter, record
@@ -50,7 +51,8 @@ def verdicts(monkeypatch):
     def judge(*given, located=None):
         monkeypatch.setattr(runs, "low_precision_runs", lambda _evidence: iter(given))
         monkeypatch.setattr(locate, "locate", lambda *_: located or Located("precision_lost", names=("w",)))
-        return list(precision_parity(FakeEvidence(RECORD)))
+        noted = TensorErrors(FakeEvidence(RECORD))
+        return list(precision_parity(FakeEvidence(RECORD, shared={TensorErrors: noted})))
 
     return judge
 
