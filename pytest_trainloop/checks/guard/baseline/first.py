@@ -7,6 +7,7 @@ them over in another form, and what differs there while training agrees is no fa
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -16,7 +17,7 @@ from pytest_trainloop.checks.guard.baseline.locating import Data, first_call, fi
 from pytest_trainloop.checks.guard.baseline.names import same_optimizers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pytest_trainloop.baselines.trajectory import Course, Step
     from pytest_trainloop.checks.guard.baseline.bounds import Bounds
@@ -71,7 +72,8 @@ class Comparison:
         now = {index: number for index, number, _ in shared}
         turns = [now.get(step.optimizer, step.optimizer) for step in self.old.steps]
         ours = [step.optimizer for step in self.new.steps]
-        if all(a == b for a, b in zip(turns, ours, strict=False)):
+        theirs = [step.optimizer for step in self.old.steps]
+        if ours == theirs or _made_anew(shared) or all(a == b for a, b in zip(turns, ours, strict=False)):
             return list(self.old.paired(self.new))
         pairs = []
         for index, number, own in shared:
@@ -242,6 +244,12 @@ class Comparison:
             for name in match.new
             if name in theirs and any(abs(mine.get(old, theirs[name]) - theirs[name]) > limit for old in match.old)
         )
+
+
+def _made_anew(shared: Sequence[tuple[int, int, frozenset[str]]]) -> bool:
+    """Whether two optimizers of one course hold the same tensors, as those of a loop that builds a new one now and
+    then: their steps follow one another."""
+    return any(a[0] == b[0] and a[2] & b[2] for a, b in itertools.combinations(shared, 2))
 
 
 def rates_of(course: Course, step: Step) -> dict[str, float]:
