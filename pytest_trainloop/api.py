@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from pytest_trainloop.cards.page import Card
+    from pytest_trainloop.finding import Finding
     from pytest_trainloop.losscontract import LossContract
     from pytest_trainloop.recording.record import Record
     from pytest_trainloop.recording.watch import Watch
@@ -334,12 +335,15 @@ def _once(check: Check, evidence: Any, options: Mapping[str, Any]) -> Result:
         return skipped(
             check, CannotDecide(f"watching once does not offer {absent[0]}: return a TrainLoop from a marked test")
         )
+    findings: list[Finding] = []
     try:
-        findings = tuple(checked(check, finding, evidence) for finding in check.decide(evidence, **options))
+        for finding in check.decide(evidence, **options):
+            findings.append(checked(check, finding, evidence))  # noqa: PERF401 - those before an exception are kept
     except CannotDecide as reason:
-        return skipped(check, reason)
+        if not findings:  # what was shown before stays shown, whatever further runs would add
+            return skipped(check, reason)
     failed = any(f.level == "fault" for f in findings)
-    return Result(check=check.name, outcome="failed" if failed else "passed", findings=findings)
+    return Result(check=check.name, outcome="failed" if failed else "passed", findings=tuple(findings))
 
 
 @contextlib.contextmanager

@@ -103,8 +103,8 @@ class Slice:
     """The optimizer steps made before."""
     place: Place | None = None
     """The line of the backward pass."""
-    _plans: dict[tuple[frozenset[int], tuple[int, ...]], list[Call]] = field(default_factory=dict)
-    _before: dict[int, frozenset[int]] = field(default_factory=dict)
+    _plans: dict[tuple[frozenset[int], tuple[int, ...]], list[Call]] = field(default_factory=dict, init=False)
+    _before: dict[int, frozenset[int]] = field(default_factory=dict, init=False)
 
     def ancestors(self, number: int) -> frozenset[int]:
         """The values that this one was computed from, itself included."""
@@ -148,7 +148,7 @@ class Slice:
         made: dict[int, torch.Tensor] = dict(given)
         with aside(), torch.enable_grad():
             for call in self._plan(frozenset(given), tuple(wanted)):
-                self._again(call, made)
+                self.again(call, made)
         return [made.get(n, self.values[n].tensor) for n in wanted]
 
     def _plan(self, given: frozenset[int], wanted: tuple[int, ...]) -> list[Call]:
@@ -172,7 +172,12 @@ class Slice:
             self._plans[given, wanted] = plan
         return plan
 
-    def _again(self, call: Call, made: dict[int, torch.Tensor]) -> None:
+    def again(self, call: Call, made: dict[int, torch.Tensor]) -> None:
+        """Make one call again with the values in ``made``, to which its results are added, and otherwise with those of
+        the run.
+
+        Raises ``CannotReplay``.
+        """
         if call.func is None:
             raise CannotReplay(f"{call.place} overwrites what others read")
         if call.name in DROPOUTS:

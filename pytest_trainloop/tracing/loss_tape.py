@@ -2,7 +2,8 @@
 
 See docs/how-it-decides.md#losses-written-by-hand.
 
-One run in float64. A call is a *layer* where weights of more than one entry meet something else; the slice of a value
+One run in float64, or the first steps of the one that is observed, made again in float64 from the layers' outputs on
+(``widened``). A call is a *layer* where weights of more than one entry meet something else; the slice of a value
 reaches back to the results of the last layers, to the tensors of the batch and to constants. It can be made again with
 other values (``Slice.replay``).
 """
@@ -10,8 +11,8 @@ other values (``Slice.replay``).
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from pytest_trainloop import nested
 from pytest_trainloop.errors import CannotDecide
-from pytest_trainloop.recording.function_mode import FunctionMode, tensors_in
+from pytest_trainloop.recording.function_mode import tensors_in
 from pytest_trainloop.recording.samples import storage_of
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import has_values, tree_map, writes_in_place
@@ -31,9 +32,11 @@ from pytest_trainloop.recording.torch_names import (
     SHAPE_ONLY,
     TO_PYTHON,
 )
+from pytest_trainloop.tracing.batches_taken import batches_taken
 from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import name_of, watched
 from pytest_trainloop.tracing.taped import LONGEST, Live, Seen, behind, is_plain, slice_of
+from pytest_trainloop.tracing.widened import widened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -53,6 +56,10 @@ MOST_CALLS = 20_000
 LARGEST = 1 << 22
 """Entries of all tensors of one slice."""
 
+MOST_BYTES = 1 << 28
+"""Of the results of one step of an observed run, which are kept until it ends: more are let go of, and the step is not
+looked at."""
+
 MOST_SLICES = 12
 
 _NO_RESULT = TO_PYTHON | AUTOGRAD_CALLS
@@ -62,20 +69,34 @@ _SOURCES = SHAPE_ONLY | SAMPLES
 _NO_WRITES = frozenset({"requires_grad_", "detach_", "share_memory_", "retain_grad_"})
 
 
-@dataclass(frozen=True, slots=True)
 class Tapes:
-    """The slices of a loop's backpropagated values, in order."""
+    """The slices of a loop's backpropagated values, in order; as an instrument, those of the observed run."""
 
-    slices: tuple[Slice, ...]
+    def __init__(self, slices: tuple[Slice, ...] | None = None) -> None:
+        self._slices = slices
+        self._tape: LossTape | None = None
+
+    @property
+    def slices(self) -> tuple[Slice, ...]:
+        """Raises ``CannotDecide`` where none of an observed run can be looked at."""
+        if self._slices is None:
+            taken = [] if self._tape is None else self._tape.slices
+            self._slices = tuple(filter(None, map(widened, taken)))
+        if self._tape is not None and not self._slices:
+            raise CannotDecide(
+                "no loss of the observed steps could be followed, or all are too large: return a TrainLoop from a "
+                "marked test"
+            )
+        return self._slices
+
+    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        """What the observed run is made in."""
+        self._tape = LossTape(most_bytes=MOST_BYTES)
+        return (*self._tape.contexts(watch), batches_taken(self._tape.take, watch))
 
     @classmethod
     def of(cls, evidence: Evidence) -> Tapes:
-        """The slices of the first steps: at most two of each sequence of calls.
-
-        Raises ``CannotDecide`` where further runs cannot be made.
-        """
-        if not evidence.repeatable:
-            raise CannotDecide("how the loss is computed takes a run of its own: return a TrainLoop from a marked test")
+        """The slices of the first steps: at most two of each sequence of calls."""
         tape = LossTape()
         evidence.rerun(
             contexts=tape.contexts,
@@ -90,9 +111,11 @@ class Tapes:
 class LossTape(WatchingMode):
     """The mode that keeps the calls of a step, and makes a slice of each value that is backpropagated."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, most_bytes: float = math.inf) -> None:
         super().__init__()
         self.slices: list[Slice] = []
+        self._most_bytes = most_bytes
+        self._bytes = 0
         self._live: dict[int, Live] = {}
         self._by_storage: dict[int, list[Live]] = {}
         self._batch: list[tuple[Path, torch.Tensor]] = []
@@ -107,7 +130,15 @@ class LossTape(WatchingMode):
     def _forget(self) -> None:
         self._live.clear()
         self._by_storage.clear()
-        self._count = 0
+        self._count = self._bytes = 0
+
+    def active(self) -> bool:
+        """In the first steps only."""
+        if self.watch.record.rounds >= STEPS or not self.watch.full:
+            self._forget()
+            self._batch.clear()
+            return False
+        return super().active()
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = name_of(func)
@@ -173,6 +204,10 @@ class LossTape(WatchingMode):
             live = Live(result, _version(result), kind, seen)
             seen.outputs.append(live)
             self._register(result, live)
+            self._bytes += result.numel() * result.element_size()
+        if self._bytes > self._most_bytes:
+            self._forget()
+            self._count = MOST_CALLS
 
     def _register(self, tensor: torch.Tensor, live: Live) -> None:
         self._live[id(tensor)] = live
@@ -180,8 +215,12 @@ class LossTape(WatchingMode):
 
     def _of(self, tensor: torch.Tensor) -> Live:
         live = self._live.get(id(tensor))
+        if live is not None and not live.weights and isinstance(tensor, nn.Parameter):
+            live = None  # drawn or written in place before: a weight all the same
         version = _version(tensor)
         if live is not None and live.tensor is tensor:
+            if live.weights and not live.name:  # its model was built before it was known
+                live.name = self._name(tensor)
             if live.version == version or live.weights:
                 return live
             before = tuple(dict.fromkeys((live, *self._by_storage.get(_memory(tensor), ())[-1:])))
@@ -190,16 +229,19 @@ class LossTape(WatchingMode):
             live = Live(tensor, version, live.kind if live.kind == "batch" else "unknown", unseen, live.path)
             unseen.outputs.append(live)
         else:
-            index = self.watch.table.index(tensor)
             kind: Kind = "constant"
-            name = ""
-            if index is not None or isinstance(tensor, nn.Parameter):
-                kind, name = "weights", "" if index is None else self.watch.table.entries[index].name
+            name = self._name(tensor)
+            if name or self.watch.table.index(tensor) is not None or isinstance(tensor, nn.Parameter):
+                kind = "weights"
             elif tensor.requires_grad:
                 kind = "unknown"
             live = Live(tensor, version, kind, name=name)
         self._register(tensor, live)
         return live
+
+    def _name(self, tensor: torch.Tensor) -> str:
+        index = self.watch.table.index(tensor)
+        return "" if index is None else self.watch.table.entries[index].name
 
     def backpropagated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called with the arguments of each backward pass before it is made."""
@@ -228,7 +270,8 @@ class LossTape(WatchingMode):
         return slice_of(root, lives, seen, self._steps, place)
 
     def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
-        return (self.watching(watch), self, _AtBackward(self))
+        backward = _AtBackward(self)
+        return backward.watching(watch), backward.on_while_full(watch), self.watching(watch), self.on_while_full(watch)
 
     @contextlib.contextmanager
     def watching(self, watch: Watch) -> Iterator[None]:
@@ -239,12 +282,16 @@ class LossTape(WatchingMode):
                 self._forget()
 
 
-class _AtBackward(FunctionMode):
+class _AtBackward(WatchingMode):
     """The innermost mode: a pass that is under way is looked at no more by the others."""
 
     def __init__(self, tape: LossTape) -> None:
         super().__init__()
         self._tape = tape
+
+    def active(self) -> bool:
+        """Also in a backward pass, which has begun when the call of ``autograd.grad`` is seen."""
+        return True
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in ("backward", "grad"):  # of an attribute that is read the name is "__get__"

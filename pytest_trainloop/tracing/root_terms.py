@@ -15,6 +15,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from pytest_trainloop.recording.function_mode import is_aside, tensors_in
 from pytest_trainloop.recording.hooks import on_gradient
@@ -46,7 +47,7 @@ from pytest_trainloop.tracing.provenance import Lineage, Node, name_of, watched
 from pytest_trainloop.tracing.terms import Beside, Scalar, Term, TermsOfRoot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from pytest_trainloop.recording.events import Site
     from pytest_trainloop.recording.watch import Watch
@@ -80,8 +81,11 @@ class _Tagged(Lineage):
         """Of what was computed of the batch alone: equal for equal tensors."""
         self.kept: list[Node] = []
         """Every node: its ``id`` stands for it."""
+        self._early: set[int] = set()
 
     def of(self, tensor: torch.Tensor) -> Node:
+        if isinstance(tensor, nn.Parameter) and (id(tensor) in self._early or self._watch.table.index(tensor) is None):
+            self._note_early(tensor)
         node = super().of(tensor)
         if node.op or node.parents or self._known.get(id(tensor), (None, None))[1] is node:
             return node
@@ -92,6 +96,15 @@ class _Tagged(Lineage):
             node.op = LEAF
         self.put(tensor, node)
         return node
+
+    def _note_early(self, parameter: nn.Parameter) -> None:
+        """A parameter that is drawn before its model is known (where the building is watched too) is one node from then
+        on that it is."""
+        if self._watch.table.index(parameter) is None:
+            self._early.add(id(parameter))
+        else:
+            self._early.discard(id(parameter))
+            self._known.pop(id(parameter), None)
 
     def put(self, tensor: torch.Tensor, node: Node) -> None:
         with contextlib.suppress(TypeError):
@@ -130,6 +143,9 @@ class RootTerms(WatchingMode):
         """For ``RunPlan.before_item``."""
         if self._lineage is not None:
             self._lineage.draw(item)
+
+    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        return (self.watching(watch), self.on_while_full(watch))
 
     @contextlib.contextmanager
     def watching(self, watch: Watch) -> Iterator[None]:
@@ -194,6 +210,10 @@ class RootTerms(WatchingMode):
             return original(*args, **kwargs)
 
         return backward
+
+    def active(self) -> bool:
+        """While the run is watched in full: these steps are enough to judge by."""
+        return self.watch.full and super().active()
 
     def _looks(self) -> bool:
         return self._lineage is not None and not is_aside() and not is_transformed() and self.active()

@@ -137,7 +137,13 @@ CAUSES = {
 }
 
 
-@check(needs={"fit"}, causes=CAUSES, rank=15, names="term")
+@check(
+    needs={"fit"},
+    causes=CAUSES,
+    rank=15,
+    instrument="pytest_trainloop.checks.loss.every_term_trains.survey:SurveyInRun",
+    names="term",
+)
 def every_term_trains(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.loss.every_term_trains.chosen_fills import chosen_fills
     from pytest_trainloop.checks.loss.every_term_trains.constant_terms import constant_terms, derivatives_beside

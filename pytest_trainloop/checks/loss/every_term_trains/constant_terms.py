@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.loss.every_term_trains.names import name_at
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 _UNNAMED = "a number"
 
+_BY_LINEAGE = ("end", "derivative")
+"""What was computed with a history to weights, which was then cut off: a single run shows that it depends on them."""
+
 _HOW = {
     "number": ("it is a plain number there", "add the tensor itself: leave out item(), float() or numpy()"),
     "end": ("it is detached as a whole", "add it without detach()"),
@@ -33,7 +37,7 @@ _HOW = {
 
 
 def constant_terms(evidence: Evidence, survey: Survey) -> Iterator[Finding]:
-    """One finding for each line whose term trains nothing."""
+    """One finding for each line whose term trains nothing; advice where no further run shows that it moves."""
     frozen = _never_trained(survey.record)
     for root, term in survey.constants():
         if term.shared or term.twin:
@@ -41,6 +45,12 @@ def constant_terms(evidence: Evidence, survey: Survey) -> Iterator[Finding]:
         trained = survey.trained_by(root)
         moves = 0.0
         if term.parameters & trained or (not term.parameters and term.cut in ("number", "before", "derivative")):
+            if not evidence.repeatable:
+                if term.parameters & trained and term.cut in _BY_LINEAGE:
+                    yield replace(
+                        _off_graph(term, 0.0) if term.cut == "derivative" else _detached(term, 0.0), level="advice"
+                    )
+                continue
             moves = evidence.shared(Moves).of(root, term, trained)
         if moves and term.cut == "derivative":
             yield _off_graph(term, moves)
@@ -80,7 +90,8 @@ def _off_graph(term: Term, moves: float) -> Finding:
         cause="penalty_off_graph",
         summary="a derivative is in the loss by its value alone: it was taken without a graph, so it trains nothing",
         measured=_moved(moves),
-        shown_by="the term changes with the weights and has no gradient; it is added at "
+        shown_by=("the term changes with the weights" if moves else "the term is computed from the weights")
+        + " and has no gradient; it is added at "
         + term.place.partition("   ")[0],
         culprits=("grad",),
         where=term.derivative or term.place,
@@ -91,13 +102,14 @@ def _off_graph(term: Term, moves: float) -> Finding:
 def _detached(term: Term, moves: float) -> Finding:
     why, repair = _HOW[term.cut]
     name = _called(term)
+    depends = "its value changes with" if moves else "it is computed from"
     return Finding(
         cause="term_detached",
         summary="a plain number that changes with the weights is added to the loss, and trains nothing"
         if name == _UNNAMED
         else f"the value of {name} is added to the loss and trains nothing: {why}",
         measured=_moved(moves),
-        shown_by="its value changes with the weights that this loss trains, and it has no gradient where it is added",
+        shown_by=f"{depends} the weights that this loss trains, and it has no gradient where it is added",
         culprits=(name,),
         where=term.place,
         repair=repair,
@@ -128,6 +140,8 @@ def _owner(record: Record, parameters: frozenset[int]) -> str:
 
 
 def _moved(moves: float) -> str:
+    if not moves:
+        return "it is another number in each step, and no gradient goes through it"
     return f"its value changes by {share(moves)} when the weights that the loss trains are moved"
 
 

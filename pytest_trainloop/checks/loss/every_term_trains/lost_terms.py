@@ -36,10 +36,10 @@ def lost_terms(evidence: Evidence, survey: Survey) -> Iterator[Finding]:
         return
     full = evidence.shared(Survey.in_full)
     named = set()
-    for found in full.tables.unweighted.values():
-        if not _counts(found.scalar) and any(found.term == u.term for u in unweighted):
-            named.add(found.scalar.place)
-            yield _of_weight(found)
+    for other in full.tables.unweighted.values():
+        if not _counts(other.scalar) and any(other.term == u.term for u in unweighted):
+            named.add(other.scalar.place)
+            yield _of_weight(other)
     for site, scalars in _overwritten(full).items():
         if site in overwritten:
             named.add(scalars[0].place)
@@ -47,7 +47,10 @@ def lost_terms(evidence: Evidence, survey: Survey) -> Iterator[Finding]:
     for call, scalars in _left_out(full).items():
         if call in left_out and scalars[0].place not in named:
             site, named = call[0], named | {scalars[0].place}
-            untrained = _independent(evidence, full, _untrained(full.record, scalars))
+            found = _untrained(full.record, scalars)
+            if found and not evidence.repeatable and not is_part(name_at(site)):
+                continue  # whether its graph is cut elsewhere takes further runs
+            untrained = _independent(evidence, full, found) if evidence.repeatable else ()
             if untrained or is_part(name_at(site)):
                 yield _of_left_out(site, scalars, untrained)
 

@@ -14,6 +14,7 @@ from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.gradients.tolerances import ROUNDING
 from pytest_trainloop.recording.events import Step
 from pytest_trainloop.recording.hooks import after_steps
+from pytest_trainloop.tracing.batches_taken import batches_taken
 from pytest_trainloop.tracing.root_terms import RootTerms
 
 if TYPE_CHECKING:
@@ -44,11 +45,15 @@ class Survey:
     @classmethod
     def of(cls, evidence: Evidence) -> Survey:
         """To be asked for by ``evidence.shared(Survey.of)``."""
+        if not evidence.repeatable:
+            return evidence.shared(SurveyInRun.of).survey(evidence.run())
         return _made(evidence, lambda record: record.rounds >= ROUNDS)
 
     @classmethod
     def in_full(cls, evidence: Evidence) -> Survey:
         """The same over all steps of the watched run."""
+        if not evidence.repeatable:
+            return evidence.shared(SurveyInRun.of).survey(evidence.run())
         return _made(evidence, evidence.plan().enough)
 
     def constants(self) -> list[tuple[TermsOfRoot, Term]]:
@@ -89,12 +94,33 @@ class Survey:
 
 
 def _made(evidence: Evidence, enough: Any) -> Survey:
-    if not evidence.repeatable:
-        raise CannotDecide("what a loss is the sum of takes runs of their own: return a TrainLoop from a marked test")
     tables = WeightTables()
     seen = RootTerms(tables.look)
     record = evidence.rerun(contexts=seen.contexts, before_item=seen.take_batch, enough=enough)
     return Survey(record, tuple(seen.roots), tuple(seen.scalars), tables)
+
+
+class SurveyInRun:
+    """What an observed run showed while it was watched in full."""
+
+    def __init__(self) -> None:
+        self._tables = WeightTables()
+        self._seen = RootTerms(self._tables.look)
+
+    @classmethod
+    def of(cls, _evidence: Evidence) -> SurveyInRun:
+        """Of a loop that can be run again nothing is seen by itself."""
+        return cls()
+
+    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        """What the run is made in."""
+        return (*self._seen.contexts(watch), batches_taken(self._seen.take_batch, watch))
+
+    def survey(self, record: Record) -> Survey:
+        """Raises ``CannotDecide`` where no backward pass was seen."""
+        if not self._seen.roots:
+            raise CannotDecide("no single number was backpropagated in the steps that were watched in full")
+        return Survey(record, tuple(self._seen.roots), tuple(self._seen.scalars), self._tables)
 
 
 class Moves:

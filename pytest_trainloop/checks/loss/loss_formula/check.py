@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.runs.evidence import Evidence
 
 
-@check(needs={"run"}, causes=CAUSES, rank=12)
+@check(needs={"run"}, causes=CAUSES, rank=12, instrument="pytest_trainloop.tracing.loss_tape:Tapes")
 def loss_formula(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.loss.loss_formula.judged import judged
 

@@ -131,7 +131,9 @@ def _entries(part: Slice, call: Call) -> int:
 
 
 def _rows_are_apart(evidence: Evidence) -> bool:
-    """Whether rows are samples of their own, and not the frames of one."""
+    """Whether rows are samples of their own, and not the frames of one. A single run does not show it."""
+    if not evidence.repeatable:
+        return False
     loop = evidence.fresh_loop()
     return loop.rows_interact is False or (loop.batch is None and drawn_by_a_loader(loop.batches))
 

@@ -49,6 +49,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.checks.numerics.finite.repairs import repair_of
+from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, check
 from pytest_trainloop.wording import be, some
@@ -130,12 +131,34 @@ def finite(evidence: Evidence) -> Iterator[Finding]:
         return
     lost, bad = finiteness.became_nonfinite(record), finiteness.stepped_nonfinite_losses(record)
     suspicious = record.wary or finiteness.nonfinite_losses(record)
-    if lost or bad or finiteness.never_stepped(record) or (record.raised is not None and suspicious):
+    if not evidence.repeatable:
+        yield from _in_single_run(record, lost, bad)
+    elif lost or bad or finiteness.never_stepped(record) or (record.raised is not None and suspicious):
         yield from _spread(record, evidence.shared(NonFiniteOrigins.of), lost, bad, finiteness.explosion(record))
     elif cleaned := finiteness.cleaned_gradients(record):
         yield _gradient_masked(cleaned, evidence.shared(NonFiniteOrigins.of).gradient)
     elif suspicious:
         yield from map(_loss_masked, evidence.shared(NonFiniteOrigins.of).masked[:1])
+
+
+def _in_single_run(record: Record, lost: Sequence[Parameter], bad: int) -> Iterator[Finding]:
+    """What the record shows without the operation that made it."""
+    from pytest_trainloop.records import finiteness
+
+    grown = finiteness.explosion(record) if lost or bad else None
+    if grown is not None:
+        yield _exploding(record, grown, lost, None)
+    elif lost or bad:
+        names = [p.name for p in lost]
+        what = f"{some(names)} {be(names)} not finite when the run ends" if lost else "a loss is NaN or inf"
+        raise CannotDecide(f"{what}; which operation made it takes further runs: return a TrainLoop from a marked test")
+    elif cleaned := finiteness.cleaned_gradients(record):
+        yield _gradient_masked(cleaned, None)
+    elif finiteness.nonfinite_losses(record):
+        raise CannotDecide(
+            "a loss is NaN or inf and no weight is; whether it is masked takes further runs: return a TrainLoop from a "
+            "marked test"
+        )
 
 
 def _spread(

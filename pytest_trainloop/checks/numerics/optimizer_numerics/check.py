@@ -46,6 +46,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from pytest_trainloop.errors import CannotDecide
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.registry import Cause, check
 from pytest_trainloop.wording import be, some
@@ -104,7 +105,12 @@ GROWN = 10.0
 """Size of a step without a gradient, relative to the last one with, from which growth counts as unbounded."""
 
 
-@check(needs={"fit"}, causes=CAUSES, rank=50)
+@check(
+    needs={"fit"},
+    causes=CAUSES,
+    rank=50,
+    instrument="pytest_trainloop.checks.numerics.optimizer_numerics.first_steps:FirstSteps",
+)
 def optimizer_numerics(evidence: Evidence) -> Iterator[Finding]:
     record = evidence.run()
     if not record.steps:
@@ -112,14 +118,20 @@ def optimizer_numerics(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.numerics.optimizer_numerics.betas import growing_steps
     from pytest_trainloop.checks.numerics.optimizer_numerics.first_steps import FirstSteps
 
-    first = evidence.shared(FirstSteps)
-    eps = list(_eps(evidence, record, first))
+    first = evidence.shared(FirstSteps.of)
+    undecided = None
+    try:
+        eps = list(_eps(evidence, record, first))
+    except CannotDecide as reason:  # a single run does not show what was divided by zero
+        eps, undecided = [], reason
     yield from eps
     yield from (_step_count(record, count) for count in first.low_precision_counts())
     for start in first.found.values():
         for group in growing_steps(start.snap):
             if group.by > 1.0:
                 yield _betas(record, group, first.record.names(group.indices))
+    if undecided is not None:
+        raise undecided
     if not eps:
         yield from _variants(record, first)
 

@@ -13,7 +13,7 @@ from pytest_trainloop.recording.watch import FULL_ROUNDS
 from pytest_trainloop.runs.hooks import around_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from pytest_trainloop.optimizers.replay import Snapshot
     from pytest_trainloop.recording.record import Record
@@ -73,11 +73,16 @@ class OptimizerStart:
 
 
 class FirstSteps:
-    """A short run in which the first two steps of every optimizer are watched."""
+    """A short run in which the first two steps of every optimizer are watched, or the run that is observed."""
 
-    def __init__(self, evidence: Evidence) -> None:
-        seen = evidence.run()
+    def __init__(self) -> None:
         self.found: dict[int, OptimizerStart] = {}
+        self.record: Record
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> FirstSteps:
+        """A further run, as far as it needs to go."""
+        first, seen = cls(), evidence.run()
         wanted = {o.index for o in seen.optimizers if o.steps}
         least = {o.index: min(2, o.steps) for o in seen.optimizers}
 
@@ -85,7 +90,13 @@ class FirstSteps:
             made = {o.index for o in record.optimizers if o.steps >= least.get(o.index, 2)}
             return wanted <= made or record.rounds >= FULL_ROUNDS
 
-        self.record = evidence.rerun(enough=enough, contexts=lambda watch: (self._watching(watch),))
+        evidence.rerun(enough=enough, contexts=first.contexts)
+        return first
+
+    def contexts(self, watch: Watch) -> Iterable[contextlib.AbstractContextManager[Any]]:
+        """What the run is made in."""
+        self.record = watch.record
+        return (self._watching(watch),)
 
     @contextlib.contextmanager
     def _watching(self, watch: Watch) -> Iterator[None]:

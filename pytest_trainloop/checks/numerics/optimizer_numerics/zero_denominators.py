@@ -59,6 +59,7 @@ class ZeroDenominators:
     """The watched run made once more, with the parameters whose ``eps`` is 0 read after each step."""
 
     def __init__(self, evidence: Evidence) -> None:
+        """Raises ``CannotDecide`` where no further run can be made."""
         self._found: dict[int, DividedByZero] = {}
         self._casts = StateCasts()
         record = evidence.rerun(contexts=lambda watch: (self._watching(watch), *self._casts.contexts(watch)))

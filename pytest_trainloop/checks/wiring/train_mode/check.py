@@ -54,6 +54,7 @@ References
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.errors import CannotDecide
@@ -122,7 +123,7 @@ def _inside_fit(evidence: Evidence) -> Iterator[Finding]:
     if acting and not evidence.repeatable:
         return  # what is left takes further runs
     judged = in_eval(evidence)
-    if judged is not None and judged.change > 0.0:
+    if judged is not None and not judged.change <= 0.0:
         yield _trained(judged)
     for evaluation, level in evaluations(evidence):
         yield Finding(
@@ -174,7 +175,8 @@ def _trained(judged: Judged) -> Finding:
         cause=found.cause,
         level=level,
         summary=f"{what} trained in evaluation mode {since}" + (": an evaluation left it so" if left else ""),
-        measured=f"{len(found.modules)} modules that act by mode; in training mode the loss changes by {change:.1e}",
+        measured=f"{len(found.modules)} modules that act by mode"
+        + ("" if math.isnan(change) else f"; in training mode the loss changes by {change:.1e}"),
         shown_by=shown,
         culprits=found.modules[:12],
         where=found.call or found.forward,

@@ -47,6 +47,13 @@ class Evaluation:
 
 def evaluations(evidence: Evidence) -> Iterator[tuple[Evaluation, Level]]:
     """Evaluations inside ``fit`` that run in training mode, each with its level."""
+    if not evidence.repeatable:
+        if passes := without_backward(evidence.run()):
+            raise CannotDecide(
+                f"whether the forward passes at {str(passes[0].place).partition('   ')[0]}, after which nothing is "
+                "backpropagated, evaluate takes further runs: return a TrainLoop from a marked test"
+            )
+        return
     known: set[object] = set()
     for record, plan in phases(evidence):
         for found in without_backward(record):

@@ -6,6 +6,7 @@ backpropagates changes, or the mode did not matter.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -50,7 +51,8 @@ class InEval:
 
 
 class Judged(NamedTuple):
-    """Modules in evaluation mode, and by how much training mode changes what is backpropagated."""
+    """Modules in evaluation mode, and by how much training mode changes what is backpropagated; NaN where no
+    further run shows it."""
 
     found: InEval
     change: float
@@ -62,6 +64,8 @@ def in_eval(evidence: Evidence) -> Judged | None:
 
     Advice where the loop switches the model to make its own training data (rollouts): it may want both passes alike.
     """
+    if not evidence.repeatable:
+        return _in_single_run(evidence.run())
     for record, plan in phases(evidence):
         if not any(f.in_eval and f.grad_enabled for f in record.root_forwards()):
             continue
@@ -73,6 +77,15 @@ def in_eval(evidence: Evidence) -> Judged | None:
             other = evidence.rerun(plan, contexts=_in_training_mode(set(found.modules)), varied="in training mode")
             return Judged(found, _difference(record, other), "advice" if own_data else "fault")
     return None
+
+
+def _in_single_run(record: Record) -> Judged | None:
+    """What an evaluation left on is a fault; what never ran in training mode may be meant, and is advice. Norms and
+    parts of a model are left out: what kinds these are is not looked at."""
+    found = trained_in_eval(record, set(), set())
+    if found is None or (found.cause == "trained_in_eval" and not found.whole):
+        return None
+    return Judged(found, math.nan, "fault" if found.cause == "eval_left_on" else "advice")
 
 
 def trained_in_eval(record: Record, norms: set[str], own_train: set[str]) -> InEval | None:

@@ -48,7 +48,7 @@ class Given:
     @property
     def evidence(self):
         return FakeEvidence(
-            self.seen, shared={FirstSteps: self, ZeroDenominators: SimpleNamespace(found=self._divided)}
+            self.seen, shared={FirstSteps.of: self, ZeroDenominators: SimpleNamespace(found=self._divided)}
         )
 
 

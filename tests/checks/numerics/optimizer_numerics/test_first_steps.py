@@ -56,18 +56,18 @@ def test_an_eps_where_there_is_no_state_or_no_such_number():
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Adagrad])
 def test_small_gradients_in_float16_are_divided_by_zero(kind):
     found = evidence(lambda params: kind(params, lr=1e-3), torch.float16, scale=1e-3)
-    assert [e.dtype for e in found.shared(FirstSteps).zero_eps()] == ["float16"]
+    assert [e.dtype for e in found.shared(FirstSteps.of).zero_eps()] == ["float16"]
     assert {d.step for d in found.shared(ZeroDenominators).found} == {1}
 
 
 def test_larger_gradients_are_not():
     found = evidence(lambda params: torch.optim.Adam(params, lr=1e-3), torch.float16, scale=100.0)
-    assert len(found.shared(FirstSteps).zero_eps()) == 1
+    assert len(found.shared(FirstSteps.of).zero_eps()) == 1
     assert found.shared(ZeroDenominators).found == []
 
 
 def test_float32_has_nothing_to_show():
-    found = evidence(lambda params: torch.optim.Adam(params, lr=1e-3)).shared(FirstSteps)
+    found = evidence(lambda params: torch.optim.Adam(params, lr=1e-3)).shared(FirstSteps.of)
     assert found.zero_eps() == []
     assert [f.snap.kind for f in found.found.values()] == [torch.optim.Adam]
     assert found.record.rounds == 2

@@ -1,0 +1,122 @@
+"""What the checks decide on one observed run of code that was not written for them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils.data import DataLoader, TensorDataset
+
+from pytest_trainloop.api import observe
+from tests.helpers.findings import named
+
+
+def trained(loss_of=None, *, steps=16, model=None, optimizer=None, after=lambda net, step: None):
+    """The observed building and training of a small net over a DataLoader."""
+    torch.manual_seed(0)
+    with observe() as record:
+        net = (model or (lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))))()
+        optim = (optimizer or (lambda p: torch.optim.Adam(p, lr=1e-3)))(net.parameters())
+        rows = torch.randn(4 * steps, 6)
+        loader = DataLoader(TensorDataset(rows, (rows.sum(1) > 0).float()), batch_size=4)
+        for step, (x, y) in enumerate(loader):
+            optim.zero_grad()
+            (loss_of or (lambda net, x, y: F.binary_cross_entropy_with_logits(net(x).flatten(), y)))(
+                net, x, y
+            ).backward()
+            optim.step()
+            after(net, step)
+    return record
+
+
+def outcomes(report):
+    return {r.check: r.outcome for r in report.results}
+
+
+def test_a_right_loop_passes_what_one_run_decides():
+    report = trained().check(raises=False)
+    assert report.ok
+    decided = {name for name, outcome in outcomes(report).items() if outcome == "passed"}
+    assert {"loss_formula", "every_term_trains", "train_mode", "optimizer_numerics"} <= decided
+
+
+def dice(net, x, y):
+    p = net(x).flatten()
+    return 1 - (2 * (p * y).sum() + 1) / (p.sum() + y.sum() + 1)
+
+
+def test_a_formula_is_found_in_the_precision_of_the_loop():
+    report = trained(dice).check("loss_formula", raises=False)
+    (finding,) = named(report, "loss_formula", "scores_as_probabilities", "fault")
+    assert "batch[1]" in finding.culprits
+
+
+def left_out(net, x, y):
+    scores = net(x).flatten()
+    penalty_loss = scores.square().mean()  # noqa: F841
+    return F.binary_cross_entropy_with_logits(scores, y)
+
+
+def test_a_term_that_nothing_reads_is_a_fault():
+    report = trained(left_out).check("every_term_trains", raises=False)
+    assert named(report, "every_term_trains", "term_left_out", "fault")
+
+
+def detached(net, x, y):
+    scores = net(x).flatten()
+    return F.binary_cross_entropy_with_logits(scores, y) + 0.1 * scores.square().mean().detach()
+
+
+def test_a_term_without_its_gradient_is_advice():
+    report = trained(detached).check("every_term_trains", raises=False)
+    (finding,) = named(report, "every_term_trains", "term_detached", "advice")
+    assert "computed from the weights" in finding.shown_by
+    assert report.ok
+
+
+def validated(net, step):
+    if step % 4 == 3:
+        net.eval()
+        with torch.no_grad():
+            net(torch.randn(4, 6))
+
+
+def dropping():
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 1))
+
+
+def test_a_mode_that_an_evaluation_leaves_is_a_fault():
+    report = trained(model=dropping, after=validated).check("train_mode", raises=False)
+    (finding,) = named(report, "train_mode", "eval_left_on", "fault")
+    assert "loss changes" not in finding.measured  # which one run does not show
+
+
+def test_betas_the_wrong_way_round_are_a_fault():
+    report = trained(optimizer=lambda p: torch.optim.Adam(p, betas=(0.999, 0.9))).check(
+        "optimizer_numerics", raises=False
+    )
+    assert named(report, "optimizer_numerics", "betas_swapped", "fault")
+
+
+def test_weights_that_are_not_finite_are_told():
+    def broken(net, x, y):
+        return (net(x) * float("nan")).mean()
+
+    report = trained(broken).check("finite", raises=False)
+    (result,) = report.results
+    assert result.outcome == "skipped"
+    assert "not finite when the run ends" in result.reason
+
+
+def test_at_light_density_no_more_modes_are_on_than_without_these_checks():
+    on = []
+    trained(after=lambda net, step: on.append(len(_get_current_function_mode_stack())))
+    assert max(on[:10]) - min(on[13:]) >= 4
+
+
+@pytest.mark.parametrize("most", [0])
+def test_a_step_of_large_results_is_not_looked_at(most, monkeypatch):
+    monkeypatch.setattr("pytest_trainloop.tracing.loss_tape.MOST_BYTES", most)
+    (result,) = trained(dice).check("loss_formula", raises=False).results
+    assert result.outcome == "skipped"
+    assert "too large" in result.reason
