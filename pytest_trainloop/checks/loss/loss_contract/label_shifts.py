@@ -217,8 +217,8 @@ def _finding(one: ComparedLabels, by: int, ahead: int, unsure: str = "") -> Find
         cause="shifted_twice" if ahead > 1 else "not_shifted",
         level="advice" if unsure else "fault",
         summary=f"{'it seems that ' if unsure else ''}{summary} ({one.name})",
-        measured=f"{count} labels are {where} and not the next one, and none is otherwise; of "
-        f"{10 ** (-one.chance[by] / math.log(10)):.1g} orders of these ids one gives that",
+        measured=f"{count} labels are {where} and not the next one, and none is otherwise; the probability of that "
+        f"in ids of random order is {_probability(one.chance[by])}",
         shown_by="the labels against the ids that the embedding looked up; "
         + (unsure or "no output depends on later inputs"),
         culprits=("labels",),
@@ -227,6 +227,11 @@ def _finding(one: ComparedLabels, by: int, ahead: int, unsure: str = "") -> Find
         if unsure
         else "",
     )
+
+
+def _probability(logarithm: float) -> str:
+    """In words that a reader can weigh: what is below one in 10^12 is not told apart."""
+    return "below 1e-12" if logarithm < math.log(1e-12) else f"{math.exp(logarithm):.0e}"
 
 
 def chance(labels: torch.Tensor, pool: torch.Tensor) -> float:
