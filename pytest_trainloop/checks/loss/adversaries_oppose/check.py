@@ -17,11 +17,12 @@ How it decides
     target: least squares pushes a score of -3 up whether its target is 0 or 1, but not one of 0.5. It is a fault where
     at every constant the maker's step pushes all scores of what it makes as the critic's own step does, while the
     critic pushes those of data the other way. ``maximize`` turns a direction. Passes whose gradients both optimizers
-    step with say nothing, nor do classifiers of data and of what is made alike (auxiliary classes), as data is then
-    pushed the same way. A critic cannot tell where it pushes both the same way at every constant, and the maker pushes
-    the other way; or all three push one way. A batch whose labels are all
-    one class looks the same: where a tensor of the batch holds a single value, nothing is said. Where the critic sees
-    data beside what is made of it, the two may be meant to work together (an estimate of mutual information): advice.
+    step with say nothing of this, nor do classifiers of data and of what is made alike (auxiliary classes), as data is
+    then pushed the same way. A critic cannot tell where it pushes both the same way at every constant, and the maker
+    pushes the other way; or all three push one way. A batch whose labels are all one class looks the same: where a
+    tensor of the batch holds a single value, nothing is said. Where the critic sees data beside what is made of it, the two may be meant to work together (an estimate of mutual information): advice.
+    Where the step of one side uses a pass of the other side's loss too, and that pass pushes the scores of what is made
+    against its own at every constant, its gradients were not cleared in between.
 
 Faulty
     >>> critic, critic_optimizer = model, optimizer
@@ -68,7 +69,7 @@ from pytest_trainloop.registry import Cause, check
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pytest_trainloop.checks.loss.adversaries_oppose.scores import Game
+    from pytest_trainloop.checks.loss.adversaries_oppose.scores import Game, Mixed
     from pytest_trainloop.runs.evidence import Evidence
 
 CAUSES = {
@@ -87,6 +88,13 @@ CAUSES = {
         explains=("overfit_one_batch",),
         change=("seen",),
     ),
+    "gradients_mixed": Cause(
+        proof="a step uses the gradients of both losses, which push the scores of what is made against each other",
+        repair="call zero_grad() of each optimizer right before the backward() of its own loss; detach() what is made "
+        "where the critic trains on it",
+        explains=("overfit_one_batch",),
+        do_not="clear only behind the step: the other side's backward() fills these gradients again",
+    ),
 }
 
 
@@ -94,6 +102,7 @@ CAUSES = {
 def adversaries_oppose(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.loss.adversaries_oppose.scores import (
         LEAST,
+        Mixed,
         ScoreRecorder,
         always,
         may_hold_one_label,
@@ -102,6 +111,9 @@ def adversaries_oppose(evidence: Evidence) -> Iterator[Finding]:
     )
 
     for game in evidence.shared(ScoreRecorder.of):
+        if isinstance(game, Mixed):
+            yield _mixed(game)
+            continue
         together, opposed = always(game.back, game.made, 1.0), opposed_at(game.given, game.made)
         if together and opposed >= 2:
             yield _helps(game, together)
@@ -140,4 +152,17 @@ def _cannot_tell(game: Game, offsets: int, shown_by: str) -> Finding:
         shown_by=shown_by,
         culprits=(game.critic,),
         where=str(game.made.place),
+    )
+
+
+def _mixed(found: Mixed) -> Finding:
+    own, other = (found.critic, "the generator") if found.by_critic else ("the generator", found.critic)
+    return Finding(
+        cause="gradients_mixed",
+        summary=f"the step of {own} uses the gradient of {other}'s loss as well: nothing clears it in between",
+        measured=f"the two push the scores of what is made against each other, also with {found.offsets} constants "
+        "added to the scores",
+        shown_by=f"what this step of {found.stepped} reads holds the gradients of both backward passes",
+        culprits=(found.critic,),
+        where=str(found.step),
     )

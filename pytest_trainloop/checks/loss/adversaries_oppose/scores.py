@@ -28,7 +28,7 @@ from pytest_trainloop.tracing.mode import WatchingMode
 from pytest_trainloop.tracing.provenance import name_of, watched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch import nn
 
@@ -42,6 +42,9 @@ OFFSETS = (0.5, -0.5, 0.0, 3.0, -3.0, 0.25, -0.25, 0.75, -0.75, 1.5, -1.5, 6.0)
 
 LEAST = 3
 """Offsets at which both directions must be known."""
+
+BOTH = -1
+"""Stands for the optimizers of both sides, where both step with the gradient of one pass."""
 
 _BOUNDED = ("SigmoidBackward", "SoftmaxBackward", "TanhBackward")
 _MOVES = ("View", "Squeeze", "Unsqueeze", "Reshape", "Clamp", "Clone", "Mean")
@@ -87,6 +90,20 @@ class Game:
     beside_data: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """Steps of one side of a game that use the gradient of the other side's loss beside that of its own."""
+
+    critic: str
+    stepped: str
+    """The class of the optimizer whose step it is."""
+    by_critic: bool
+    """Whether this is the critic's optimizer."""
+    step: Place
+    offsets: int
+    """The constants at which the two losses push the scores of what is made against each other."""
+
+
 class ScoreRecorder(WatchingMode):
     """Records the calls of critics in a run that is made in its ``contexts``."""
 
@@ -99,7 +116,7 @@ class ScoreRecorder(WatchingMode):
         self._counts: dict[tuple[Any, ...], Iterator[int]] = defaultdict(lambda: itertools.cycle(range(len(OFFSETS))))
 
     @classmethod
-    def of(cls, evidence: Evidence) -> list[Game]:
+    def of(cls, evidence: Evidence) -> list[Game | Mixed]:
         """The games of the loop, from one further run; none where fewer than two optimizers step."""
         record = evidence.run()
         stepping = [o for o in record.optimizers if o.steps and o.parameters]
@@ -226,7 +243,7 @@ def _sign(gradient: torch.Tensor) -> float:
     return float(above) - float(below)
 
 
-def games(record: Record, calls: list[ScoreCall]) -> Iterator[Game]:
+def games(record: Record, calls: list[ScoreCall]) -> Iterator[Game | Mixed]:
     """Each output of a critic that is given what another optimizer's weights made, in steps of both."""
     holder = {i: min(held, key=lambda o: len(set(record.optimizers[o].parameters))) for i, held in record.held.items()}
     stepped: dict[int, set[int]] = {}
@@ -236,10 +253,10 @@ def games(record: Record, calls: list[ScoreCall]) -> Iterator[Game]:
     for call in calls:
         for at, signs in call.pushes.items():
             steps = stepped.get(at, set())
-            if len(steps) != 1 or len(call.made_by) > 1:
+            if not 1 <= len(steps) <= 2 or len(call.made_by) > 1:
                 continue
-            (by,), maker = steps, next(iter(call.made_by), None)
-            turned = -1.0 if record.optimizers[by].maximizes else 1.0
+            by, maker = min(steps) if len(steps) == 1 else BOTH, next(iter(call.made_by), None)
+            turned = -1.0 if any(record.optimizers[o].maximizes for o in steps) else 1.0
             for number, sign in signs.items():
                 pushed[call.critic, call.owner, number, maker, by].append((call, sign * turned))
     for (critic, owner, number, maker, by), back in pushed.items():
@@ -248,6 +265,29 @@ def games(record: Record, calls: list[ScoreCall]) -> Iterator[Game]:
         if maker is not None and by == maker and made and given:
             beside = all(call.beside_data for call, _ in made)
             yield Game(critic, _all(given), _all(made), _all(back), beside)
+        if maker is not None and by == BOTH and not any(call.beside_data for call, _ in back):
+            yield from _mixed(record, pushed, (critic, owner, number, maker))
+
+
+def _mixed(record: Record, pushed: Mapping[Any, list[tuple[ScoreCall, float]]], of: tuple[Any, ...]) -> Iterator[Mixed]:
+    """Whether passes that both optimizers step with are those of the one side, and push what is made against the
+    passes that only the other side steps with."""
+    critic, owner, number, maker = of
+    shared, made = _all(pushed[critic, owner, number, maker, BOTH]), pushed.get((critic, owner, number, maker, owner))
+    given, back = pushed.get((critic, owner, number, None, owner)), pushed.get((critic, owner, number, maker, maker))
+    both_given = pushed.get((critic, owner, number, None, BOTH))
+    if made and given:  # the shared passes may be the maker's
+        offsets = always(shared, _all(made), -1.0)
+        if offsets and opposed_at(_all(given), _all(made)) >= 2:
+            yield Mixed(critic, record.optimizers[owner].kind, True, _step_of(record, owner), offsets)
+    if back and both_given:  # or the critic's
+        offsets = always(shared, _all(back), -1.0)
+        if offsets and opposed_at(_all(both_given), shared) >= 2:
+            yield Mixed(critic, record.optimizers[maker].kind, False, _step_of(record, maker), offsets)
+
+
+def _step_of(record: Record, optimizer: int) -> Place:
+    return next(step.place for step in record.innermost_steps() if step.optimizer == optimizer)
 
 
 def _all(pushed: list[tuple[ScoreCall, float]]) -> Pushed:

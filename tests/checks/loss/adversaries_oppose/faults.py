@@ -191,3 +191,68 @@ pair(
     fixed=game(summed(lambda data, made: made - data)),
     quick=True,
 )
+
+
+def in_turn(*, clear_before):
+    def fit(generator, discriminator, opt_g, opt_d, batches):
+        criterion = nn.BCEWithLogitsLoss()
+        for real in batches:
+            valid, fake = torch.ones(len(real), 1), torch.zeros(len(real), 1)
+
+            opt_g.zero_grad()
+            made = generator(torch.randn(len(real), 4))
+            g_loss = criterion(discriminator(made), valid)
+            g_loss.backward()
+            opt_g.step()
+
+            if clear_before:
+                opt_d.zero_grad()
+            d_loss = (criterion(discriminator(real), valid) + criterion(discriminator(made.detach()), fake)) / 2
+            d_loss.backward()
+            opt_d.step()
+            if not clear_before:
+                opt_d.zero_grad()
+
+    return fit
+
+
+pair(
+    "critic_is_cleared_behind_its_step",
+    "adversaries_oppose",
+    "gradients_mixed",
+    culprits=("discriminator",),
+    where="opt_d.step()",
+    faulty=game(in_turn(clear_before=False)),
+    fixed=game(in_turn(clear_before=True)),
+    quick=True,
+)
+
+
+def detached(*, detach):
+    def fit(generator, discriminator, opt_g, opt_d, batches):
+        for real in batches:
+            made = generator(torch.randn(len(real), 4))
+            opt_d.zero_grad()
+            seen = made.detach() if detach else made
+            d_loss = F.relu(1 - discriminator(real)).mean() + F.relu(1 + discriminator(seen)).mean()
+            d_loss.backward(retain_graph=not detach)
+            opt_d.step()
+            if not detach:
+                made = generator(torch.randn(len(real), 4))
+            g_loss = -discriminator(made).mean()
+            g_loss.backward()
+            opt_g.step()
+            opt_g.zero_grad()
+
+    return fit
+
+
+pair(
+    "critic_trains_through_the_generator",
+    "adversaries_oppose",
+    "gradients_mixed",
+    culprits=("discriminator",),
+    where="opt_g.step()",
+    faulty=game(detached(detach=False)),
+    fixed=game(detached(detach=True)),
+)
