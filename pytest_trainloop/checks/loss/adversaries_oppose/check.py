@@ -20,7 +20,8 @@ How it decides
     step with say nothing of this, nor do classifiers of data and of what is made alike (auxiliary classes), as data is
     then pushed the same way. A critic cannot tell where it pushes both the same way at every constant, and the maker
     pushes the other way; or all three push one way. A batch whose labels are all one class looks the same: where a
-    tensor of the batch holds a single value, nothing is said. Where the critic sees data beside what is made of it, the two may be meant to work together (an estimate of mutual information): advice.
+    tensor of the batch holds a single value, nothing is said. Where the critic sees data
+    beside what is made of it, the two may be meant to work together (an estimate of mutual information): advice.
     Where the step of one side uses a pass of the other side's loss too, and that pass pushes the scores of what is made
     against its own at every constant, its gradients were not cleared in between.
 
