@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import pkgutil
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from pytest_trainloop.battery import Settings, Subject, checked, skipped
+from pytest_trainloop.battery import Settings, Subject, broken, checked, error_of, skipped
 from pytest_trainloop.errors import CannotDecide, CheckFailed, UsageError
-from pytest_trainloop.finding import Result
+from pytest_trainloop.finding import Result, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -263,9 +264,12 @@ class Observation:
         self._watch = watch
         self._instruments = instruments
         self._open = True
+        self._began = time.perf_counter()
 
     def close(self) -> None:
         """Called when the block is left."""
+        if self._open:
+            self._seconds = time.perf_counter() - self._began
         self._open = False
 
     def check(
@@ -299,8 +303,8 @@ class Observation:
         evidence = SingleRun(self._watch.record, self._instruments)
         checks = of("loop")
         results = _by_plan(plan, lambda name, options: _once(checks[name], evidence, options))
-        if results:  # the observed steps count once, as those of the watched run do for the first check that needs it
-            results[0] = replace(results[0], steps=self._watch.record.steps)
+        if results:  # the observed run counts once, as the watched one does for the first check that needs it
+            results[0] = replace(results[0], steps=self._watch.record.steps, seconds=self._seconds)
         if not any(result.faults for result in results) and nothing_trained(self._watch.record):
             raise UsageError(
                 f"nothing trained in the observed block: {len(self._watch.record.backwards())} backward passes and no "
@@ -330,18 +334,27 @@ def nothing_trained(record: Record) -> bool:
 
 
 def _once(check: Check, evidence: Any, options: Mapping[str, Any]) -> Result:
+    """The result of a check on one run; a mistake of the check's own is a skip, as in the battery."""
     absent = sorted(check.needs - evidence.offers)
     if absent:
         return skipped(
             check, CannotDecide(f"watching once does not offer {absent[0]}: return a TrainLoop from a marked test")
         )
     findings: list[Finding] = []
+    verdict: CannotDecide | UserError | None = None
     try:
         for finding in check.decide(evidence, **options):
             findings.append(checked(check, finding, evidence))  # noqa: PERF401 - those before an exception are kept
+    except UsageError:
+        raise
     except CannotDecide as reason:
-        if not findings:  # what was shown before stays shown, whatever further runs would add
-            return skipped(check, reason)
+        verdict = reason
+    except Exception as error:
+        verdict = broken(check, error)
+    if isinstance(verdict, UserError):
+        return error_of(check, verdict)
+    if verdict is not None and not findings:  # what was shown before stays shown, whatever further runs would add
+        return skipped(check, verdict)
     failed = any(f.level == "fault" for f in findings)
     return Result(check=check.name, outcome="failed" if failed else "passed", findings=tuple(findings))
 

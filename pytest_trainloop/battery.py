@@ -153,11 +153,11 @@ class Subject:
     def _decided(self, check: Check, evidence: Any, options: dict[str, Any], reporter: str) -> Result:
         verdict = self._verdict(check, evidence, options)
         if isinstance(verdict, UserCodeError) and verdict.one_check:
-            return _error_of(check, verdict.error)
+            return error_of(check, verdict.error)
         if isinstance(verdict, UserCodeError):
             return self._error(check, verdict.error, reporter)
         if isinstance(verdict, UserError):
-            return _error_of(check, verdict)
+            return error_of(check, verdict)
         if isinstance(verdict, TimeRanOut):
             raise verdict
         if isinstance(verdict, Unreliable):
@@ -185,10 +185,8 @@ class Subject:
                 reason.__cause__ = reason.__context__ = None
             except UsageError:
                 raise
-            except BrokenRun as error:
-                self._verdicts[key] = _reported(check, f"{error}; please report it")
             except Exception as error:
-                self._verdicts[key] = _broken(check, error)
+                self._verdicts[key] = broken(check, error)
         return self._verdicts[key]
 
     def _root_causes(self, consequence: str) -> list[Finding]:
@@ -239,7 +237,7 @@ class Subject:
             reason = f"{error.stage} raised {error.summary} (see {self._broken[1]})"
             return Result(check=check.name, outcome="skipped", reason=reason)
         self._broken = (error, reporter)
-        return _error_of(check, error)
+        return error_of(check, error)
 
     def _get_evidence(self) -> Any:
         if self._evidence is None:
@@ -353,14 +351,17 @@ def _require_looked_at(checks: Sequence[Check], verdicts: Sequence[Verdict]) -> 
             raise TimeRanOut(verdict.steps, verdict.seconds, where=f" of {check.name}, which may know the cause")
 
 
-def _error_of(check: Check, error: UserError) -> Result:
+def error_of(check: Check, error: UserError) -> Result:
+    """The result of a check that met an exception of the project's."""
     reason = f"{error.stage} raised {error.summary}"
     return Result(check=check.name, outcome="error", reason=reason, error=error)
 
 
-def _broken(check: Check, error: Exception) -> CannotDecide | UserError:
+def broken(check: Check, error: Exception) -> CannotDecide | UserError:
     """The verdict of a check that raised: a skip and a warning for one of this package, whose mistake fails nobody's
     loop; an error with its traceback for a project's own."""
+    if isinstance(error, BrokenRun):
+        return _reported(check, f"{error}; please report it")
     from pytest_trainloop.runs.user_traceback import user_error
 
     raised = user_error(error, f"the check {check.name}")

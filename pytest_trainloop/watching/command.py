@@ -56,6 +56,11 @@ def _require_places(options: Options) -> None:
         raise UsageError(f"--write-test={options.write_test}: this file exists, and is not overwritten; name another")
     if options.write_test and not options.write_test.endswith(".py"):
         raise UsageError(f"--write-test={options.write_test}: a file name that ends in .py is needed")
+    if options.write_test and not (Path.cwd() / options.write_test).parent.is_dir():
+        folder = Path(options.write_test).parent
+        raise UsageError(
+            f"--write-test={options.write_test}: there is no folder {folder}; make it first, or name another"
+        )
     for option, file in (
         ("--write-test", options.write_test),
         ("--trainloop-json", options.json),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 from pytest_trainloop.registry import registered
 from pytest_trainloop.report.section import section
 from pytest_trainloop.report.text import failure_texts
+from pytest_trainloop.watching.words import BROKEN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,7 +62,7 @@ class Page:
             self._say(failure_texts(bad, {r.check: registered()[r.check].proofs for r in bad}))
             self._say("")
         for line in section(report.entries):
-            if self._verbose or not line.text.startswith(_OPEN):
+            if self._verbose or BROKEN in line.text or not line.text.startswith(_OPEN):
                 self._say(line.text, line.style)
 
     def files(self, written: Sequence[str]) -> None:
@@ -78,12 +79,12 @@ class Page:
         else:
             self._say(f"  wrote {file}; run it by pytest --trainloop {file}", "good")
 
-    def closing(self, report: Report, *, written: bool) -> None:
-        """What lets more checks decide."""
-        needing = [r.check for r in report.results if r.outcome == "skipped" and r.applies]
-        if needing and not written:
+    def closing(self, count: int, *, written: bool) -> None:
+        """What lets this number of skipped checks decide."""
+        if count and not written:
+            these = f"the {count} skipped checks run" if count > 1 else "the skipped check runs"
             self._say(
-                f"  {len(needing)} checks run a loop again, with one thing changed each time (-v names them): "
+                f"  {these} a loop again, with one thing changed each time (-v names {'them' if count > 1 else 'it'}): "
                 "--write-test=FILE writes the test that hands it over"
             )
 

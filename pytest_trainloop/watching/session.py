@@ -8,14 +8,16 @@ import os
 import socket
 import sys
 import traceback
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop import api
-from pytest_trainloop.errors import UsageError
+from pytest_trainloop.errors import BrokenCheck, UsageError
 from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.watch import Watch
 from pytest_trainloop.report import files
+from pytest_trainloop.report.section import checked_nothing
 from pytest_trainloop.runs.guard import Exited
 from pytest_trainloop.runs.user_traceback import raised
 from pytest_trainloop.watching import target
@@ -24,12 +26,14 @@ from pytest_trainloop.watching.handover import Handover
 from pytest_trainloop.watching.outcome import FAULT, NOTHING, Outcome, refuse
 from pytest_trainloop.watching.page import Page
 from pytest_trainloop.watching.stopping import Ending, Stopped, end, leave
+from pytest_trainloop.watching.words import in_words, needing_a_test
 from pytest_trainloop.watching.written import alias_of, test_file
 
 if TYPE_CHECKING:
     import types
     from collections.abc import Callable, Iterator
 
+    from pytest_trainloop.report import Report
     from pytest_trainloop.selection import Plan
     from pytest_trainloop.watching.options import Options
 
@@ -101,7 +105,7 @@ class Session:
         record.cut_short = self._ending.stopped
         if api.nothing_trained(record):
             return self._nothing(own_failure)
-        report = self._observation.judged(self._plan, raises=False, name=self._name)
+        report = self._report()
         if self._is_quiet() and report.ok:
             return 0
         os.chdir(self._folder)
@@ -111,12 +115,22 @@ class Session:
         self._page.report(report)
         self._page.files(self._files.listed())
         self._write_test()
-        self._page.closing(report, written=bool(self._options.write_test))
+        needing = needing_a_test(report, self._plan.skip)
+        self._page.closing(len(needing), written=bool(self._options.write_test))
         told = self._outcome().tell(report, own_failure)
         self._page.told(told)
         if not report.ok or own_failure:
             return FAULT
+        if none := checked_nothing(report.entries):
+            return refuse(f"{self._name}: nothing was judged: {none}")
         return NOTHING if any(line.style == "loud" for line in told) else 0
+
+    def _report(self) -> Report:
+        """The verdicts. The script's own filters of warnings, which may raise, do not apply: the page tells of a check
+        that broke."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BrokenCheck)
+            return in_words(self._observation.judged(self._plan, raises=False, name=self._name))
 
     def _outcome(self) -> Outcome:
         script = Path(str(getattr(sys.modules["__main__"], "__file__", self._name)))

@@ -37,6 +37,11 @@ class Target:
 
     def _prepare_file(self) -> types.CodeType:
         script = Path(self.name)
+        if script.is_dir() and not (script / "__main__.py").is_file():
+            raise UsageError(
+                f"{self.name} is a folder, and has no __main__.py; give the script in it, or start from the folder "
+                "that holds the package: -m package.train"
+            )
         file = Path.cwd() / (script / "__main__.py" if script.is_dir() else script)
         path = str(file)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,8 +67,7 @@ def _loading(target: Target, file: Path) -> str:
     alias = alias_of(target)
     argv = [target.name, *target.args]
     if target.is_module:
-        folder = os.path.relpath(Path.cwd(), file.parent)
-        load = [f'    sys.path.insert(0, str(Path(__file__).parent / "{_plain(folder)}"))']
+        load = [f"    sys.path.insert(0, str({path_code(Path.cwd(), file)}))"]
         load += [
             f'    with mock.patch.object(sys, "argv", {argv!r}):',
             f'        return importlib.import_module("{target.name}")',
@@ -75,9 +75,8 @@ def _loading(target: Target, file: Path) -> str:
     else:
         script = Path(target.name).resolve()
         script = script / "__main__.py" if script.is_dir() else script
-        path = os.path.relpath(script, file.parent)
         load = [
-            f'    path = Path(__file__).parent / "{_plain(path)}"',
+            f"    path = {path_code(script, file)}",
             "    sys.path.insert(0, str(path.parent))",
             f'    spec = importlib.util.spec_from_file_location("{alias}", path)',
             "    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)",
@@ -93,6 +92,17 @@ def _loading(target: Target, file: Path) -> str:
             *load,
         ]
     )
+
+
+def path_code(wanted: Path, file: Path) -> str:
+    """Code for a path: from the test file where the two lie in one project and move together; as it is elsewhere."""
+    folder, wanted = file.parent.resolve(), wanted.resolve()
+    shared = Path(os.path.commonpath([folder, wanted]))
+    together = shared not in (Path(shared.anchor), Path.home(), Path(tempfile.gettempdir()).resolve())
+    if not together:
+        return f'Path("{_plain(str(wanted))}")'
+    path = os.path.relpath(wanted, folder)
+    return "Path(__file__).parent" + (f' / "{_plain(path)}"' if path != "." else "")
 
 
 def _plain(path: str) -> str:

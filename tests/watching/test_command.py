@@ -234,6 +234,8 @@ REFUSED = {
     "skip": (("--trainloop-skip=step_order", "train.py"), "'name: why' is needed"),
     "exists": (("--write-test=train.py", "train.py"), "this file exists, and is not overwritten; name another"),
     "suffix": (("--write-test=test", "train.py"), "a file name that ends in .py is needed"),
+    "folder": ((".",), ". is a folder, and has no __main__.py; give the script in it, or start from the folder"),
+    "no folder": (("--write-test=no/test.py", "train.py"), "--write-test=no/test.py: there is no folder no; make it"),
 }
 
 
@@ -256,3 +258,49 @@ def test_of_several_processes_of_torchrun_one_reports(watch, monkeypatch):
     assert watch(FAULTY).status == 1
     monkeypatch.setenv("RANK", "0")
     assert "optimizer steps watched" in watch(TRAIN).out
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """A check of this package that raises."""
+    from dataclasses import replace
+
+    from pytest_trainloop import registry
+
+    def decide(evidence):
+        raise IndexError("list index out of range")
+        yield
+
+    known = registry.of("loop")
+    worse = replace(known["step_order"], decide=decide)
+    monkeypatch.setattr(registry, "of", lambda subject: {**known, "step_order": worse})
+
+
+@pytest.mark.parametrize("filters", ["", "import warnings; warnings.simplefilter('error')\n"], ids=["", "as errors"])
+def test_a_check_that_breaks_is_told_of_and_the_others_judge(watch, broken, filters):
+    said = watch(filters + FAULTY.replace("\n    ", "\n"))
+    assert said.status == 1
+    assert "optimizer_holds_every_param: " in said.out
+    assert "skipped  step_order: a mistake in this check, not in the loop: IndexError: list index out" in said.out
+    assert "Traceback" not in said.out + said.err
+
+
+def test_where_no_chosen_check_can_decide_nothing_is_judged(watch, folder):
+    said = watch(TRAIN, "--trainloop-only=overfit_one_batch", "--trainloop-json=report.json")
+    assert said.status == 2
+    assert "NOTHING WAS CHECKED, 1 skipped" in said.out
+    assert said.err == (
+        "pytest_trainloop: train.py: nothing was judged: all checks were skipped: 1 x this takes further runs of the "
+        "loop: --write-test=FILE writes the test that can\n"
+    )
+    assert "  the skipped check runs a loop again" in said.out
+    assert (folder / "report.json").is_file()
+
+
+def test_the_count_of_what_a_test_would_decide_is_the_count_of_the_skipped(watch):
+    said = watch(TRAIN, "-v")
+    skipped, rest = (int(n) for n in re.findall(r"(\d+) skipped", said.out))
+    assert skipped == rest
+    for words in ("marked test", "has no knob", "0.0 s"):
+        assert words not in said.out
+    assert "accumulation_equivalence: this takes a run with another accumulate: --write-test=FILE" in said.out

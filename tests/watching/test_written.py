@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from pathlib import Path
 
 import pytest
 
 from pytest_trainloop import check_loop
+from pytest_trainloop.watching.written import path_code
 from tests.watching.conftest import TRAIN
 
 
@@ -17,6 +19,7 @@ def written(watch, folder):
 
     def write(source, name="test_loop"):
         file = folder / "tests" / f"{name}.py"
+        file.parent.mkdir(exist_ok=True)
         said = watch(source, "--steps=3", "--trainloop-only=step_order", f"--write-test={file}")
         assert said.status == 0, said
         spec = importlib.util.spec_from_file_location(name, file)
@@ -120,3 +123,11 @@ def test_what_is_missing_is_said_and_the_test_is_skipped(written):
 def test_a_script_that_trains_when_it_is_imported_is_told_so(written):
     _, text, _ = written(OF_GLOBALS.replace('if __name__ == "__main__":', "if True:"))
     assert "the script trains as soon as it is imported" in text
+
+
+def test_a_path_is_relative_only_where_test_and_script_lie_in_one_project():
+    script, root = Path("/home/me/project/src/train.py"), Path("/home/me/project")
+    assert path_code(script, root / "tests" / "test_train.py") == 'Path(__file__).parent / "../src/train.py"'
+    assert path_code(script, root / "src" / "test_train.py") == 'Path(__file__).parent / "train.py"'
+    assert path_code(root, root / "test_train.py") == "Path(__file__).parent"
+    assert path_code(script, Path("/elsewhere/test_train.py")) == 'Path("/home/me/project/src/train.py")'
