@@ -28,6 +28,8 @@ class Selection:
     """What one place asks for; ``where`` names the place in messages."""
 
     where: str
+    project: bool = False
+    """Whether it is about all loops of a project, of which some have what ``xfail`` expects."""
     only: Sequence[str] | None = None
     skip: Mapping[str, str] = field(default_factory=dict)
     xfail: Mapping[str, str] = field(default_factory=dict)
@@ -41,6 +43,8 @@ class _Rule:
 
     entry: str
     reason: str
+    strict: bool = True
+    """Of xfail: whether this one loop fails where it does not have the fault."""
 
     @property
     def check(self) -> str:
@@ -83,7 +87,7 @@ class Plan:
             result = result.with_outcome("failed" if result.faults else "passed")
         rules = [rule for rule in self.expect if rule.covers(result.check)]
         whole = next((rule for rule in rules if not rule.cause), None)
-        if whole is not None:
+        if whole is not None and (whole.strict or result.outcome == "failed"):
             return _expected_to_fail(result, whole)
         return self._expected_causes(result, rules)
 
@@ -99,11 +103,11 @@ class Plan:
         excused: dict[Finding, str] = {}
         missing: list[str] = []
         for rule in rules:
-            if not any(fnmatchcase(cause, rule.cause) for cause in self.known.get(result.check, ())):
+            if not rule.cause or not any(fnmatchcase(cause, rule.cause) for cause in self.known.get(result.check, ())):
                 continue  # a pattern over several checks; this one cannot name such a cause
             found = [fault for fault in result.faults if rule.names(fault)]
             excused.update(dict.fromkeys(found, rule.reason))
-            if not found:
+            if not found and rule.strict:
                 missing.append(f"{rule.entry} was not found, but is listed as expected ({rule.reason})")
         reasons = "; ".join(dict.fromkeys(excused.values()))
         if not missing and excused and all(fault in excused for fault in result.faults):
@@ -136,8 +140,37 @@ def choose(known: Known, *places: Selection, strict: bool = False, among: Collec
         strict=strict,
         known=known,
         suppress=tuple(rule for rule in skip if rule.cause),
-        expect=tuple(_Rule(entry, reason) for selection in places for entry, reason in selection.xfail.items()),
+        expect=tuple(
+            _Rule(entry, reason, strict=not selection.project)
+            for selection in places
+            for entry, reason in selection.xfail.items()
+        ),
     )
+
+
+def gone(expected: Mapping[str, str], results: Sequence[Result]) -> dict[str, str]:
+    """The entries of a project's ``xfail`` that none of its loops shows any more, with their reasons.
+
+    An entry stays where no result decides it, or where one could not: the loop that was skipped, or that raised, may be
+    the one with the fault.
+    """
+    return {entry: reason for entry, reason in expected.items() if _is_gone(_Rule(entry, reason), results)}
+
+
+def _is_gone(rule: _Rule, results: Sequence[Result]) -> bool:
+    own = [result for result in results if rule.covers(result.check)]
+    known_of = [
+        finding for result in own for finding in result.findings if finding.level == "fault" or finding.accepted
+    ]
+    if any(not rule.cause or rule.names(finding) for finding in known_of):
+        return False
+    open_ones = (
+        result.outcome in ("error", "unreliable")
+        or (result.outcome == "skipped" and result.applies and not result.needs)
+        or (result.outcome == "xfailed" and not result.findings)  # by pytest's own marker, perhaps without a run
+        for result in own
+    )
+    return any(result.outcome in ("passed", "failed", "xfailed") for result in own) and not any(open_ones)
 
 
 def marker_selection(where: str, args: Sequence[object], kwargs: Mapping[str, Any], known: Known) -> Selection:

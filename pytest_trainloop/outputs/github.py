@@ -31,12 +31,21 @@ def alerts_of(document: Mapping[str, Any], places: Places) -> list[Alert]:
     return alerts(document, places, proofs)
 
 
-def tell(document: Mapping[str, Any], found: Sequence[Alert], *, errors: bool = True, nothing: str = "") -> list[Line]:
+def tell(
+    document: Mapping[str, Any],
+    failures: Sequence[Alert],
+    more: Sequence[Alert] = (),
+    *,
+    errors: bool = True,
+    nothing: str = "",
+) -> list[Line]:
     """Write the commands and the summary; what could not be written, for the terminal.
 
-    ``errors`` is False where another tool annotates failures; ``nothing`` says why nothing was checked.
+    ``more`` is no failure of a test. ``errors`` is False where another tool annotates failures; ``nothing`` says why
+    nothing was checked.
     """
-    told = list(commands(found, errors=errors, nothing=nothing))
+    found = [*failures, *more]
+    told = [*commands(failures, errors=errors, nothing=nothing), *commands(more)]
     if told:
         # In one piece, from the beginning of a line: the other stream may stand in the middle of one.
         sys.stderr.write("\n" + "".join(f"{command}\n" for command in told))

@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "trainloop_cuda: set by pytest-trainloop on its tests that run on CUDA",
     ):
         config.addinivalue_line("markers", marker)
-    if any(config.getoption(f"trainloop{name}") for name in _SWITCHES):
+    if any(config.getoption(f"trainloop{name}") not in (None, False) for name in _SWITCHES):
         from pytest_trainloop.plugin import activate
 
         activate.configure(config)

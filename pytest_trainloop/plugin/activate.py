@@ -12,6 +12,7 @@ from pytest_trainloop.errors import UsageError
 from pytest_trainloop.outputs.github import is_runner
 from pytest_trainloop.plugin import github, outputs, pictures
 from pytest_trainloop.plugin.baselines import Baselines, Collected, mode_of
+from pytest_trainloop.plugin.expected import Expected
 from pytest_trainloop.plugin.settings import read_selections, read_settings
 from pytest_trainloop.plugin.summary import Ledger
 
@@ -42,8 +43,10 @@ def configure(config: pytest.Config) -> None:
             config.pluginmanager.register(module)
     cards = _cards(config)
     _baselines(config, worker=worker)
+    expected = Expected(config)
+    config.pluginmanager.register(expected)
     if not worker:
-        config.pluginmanager.register(Ledger(config, settings, tuple(outputs.asked_for(config)), cards))
+        config.pluginmanager.register(Ledger(config, settings, tuple(outputs.asked_for(config)), expected, cards))
         if config.getoption("trainloop") and is_runner() and config.pluginmanager.hasplugin(github.ANNOTATOR):
             config.pluginmanager.register(github.AtTheLine(config))
 

@@ -18,7 +18,7 @@ from pytest_trainloop.report.lines import Line as SourceLine
 from pytest_trainloop.report.lines import Places
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Generator, Mapping, Sequence
 
     from pytest_trainloop.report.section import Line
 
@@ -34,13 +34,17 @@ def places_of(config: pytest.Config) -> Places:
     return Places(config.invocation_params.dir, config.rootpath)
 
 
-def tell(config: pytest.Config, document: Mapping[str, Any], refused: Refused, nothing: str) -> list[Line]:
+def tell(
+    config: pytest.Config, document: Mapping[str, Any], refused: Refused, more: Sequence[Alert], nothing: str
+) -> list[Line]:
     """Write the commands and the summary; what could not be written, for the terminal.
 
-    ``refused`` has the node id and line of the first marked function that was refused, by the sentence that says why.
+    ``refused`` has the node id and line of the first marked function that was refused, by the sentence that says why;
+    ``more`` is no failure of a test.
     """
-    found = [*_refusals(config, refused), *alerts_of(document, places_of(config))]
-    return github.tell(document, found, errors=not config.pluginmanager.hasplugin(ANNOTATOR), nothing=nothing)
+    annotated = config.pluginmanager.hasplugin(ANNOTATOR)
+    failures = [*_refusals(config, refused), *alerts_of(document, places_of(config))]
+    return github.tell(document, failures, more, errors=not annotated, nothing=nothing)
 
 
 def _refusals(config: pytest.Config, refused: Refused) -> list[Alert]:

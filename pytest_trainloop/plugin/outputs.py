@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+_EXAMPLES = {
+    "--trainloop-json": "trainloop.json",
+    "--trainloop-sarif": "trainloop.sarif",
+    "--trainloop-report": "trainloop.html",
+}
+"""A file by the option that names it."""
+
+
 def asked_for(config: pytest.Config) -> Iterator[Output | bundle.Bundles]:
     """The files that the options name. Raises ``pytest.UsageError`` for what cannot be written."""
     file = named_file(config, "--trainloop-json")
@@ -42,6 +50,8 @@ def named_file(config: pytest.Config, option: str) -> Path | None:
     given = config.getoption(option.lstrip("-").replace("-", "_"))
     if given is None:
         return None
+    if not given:
+        raise pytest.UsageError(f"{option} names no file; one is needed, as in {option}=out/{_EXAMPLES[option]}")
     file: Path = config.invocation_params.dir / given
     if refusal := files.refusal(file):
         raise pytest.UsageError(f"{option} is {given!r}, {refusal}")

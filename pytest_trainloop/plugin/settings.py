@@ -37,6 +37,7 @@ def read_selections(config: pytest.Config) -> tuple[Selection, Selection]:
     return (
         Selection(
             where="the ini file",
+            project=True,
             only=config.getini("trainloop_only") or None,
             skip=_pairs(config, "trainloop_skip"),
             xfail=_pairs(config, "trainloop_xfail"),

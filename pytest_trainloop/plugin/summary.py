@@ -8,7 +8,7 @@ import pytest
 
 from pytest_trainloop.finding import Result
 from pytest_trainloop.outputs.github import is_runner
-from pytest_trainloop.plugin import github
+from pytest_trainloop.plugin import expected, github
 from pytest_trainloop.plugin.collect import REFUSED
 from pytest_trainloop.plugin.inifile import paths_taken
 from pytest_trainloop.plugin.nodeids import check_in, loop_of
@@ -21,12 +21,13 @@ from pytest_trainloop.report.lines import Line as SourceLine
 from pytest_trainloop.report.section import Line, checked_nothing, section
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pytest_trainloop.battery import Settings
     from pytest_trainloop.outputs.written import Output
     from pytest_trainloop.plugin.bundle import Bundles
     from pytest_trainloop.plugin.cards import Cards
+    from pytest_trainloop.plugin.expected import Expected
 
 _COLOURS = {
     "plain": {},
@@ -41,11 +42,18 @@ class Ledger:
     """Collects the results of a session and writes them out at its end."""
 
     def __init__(
-        self, config: pytest.Config, settings: Settings, outputs: Sequence[Output | Bundles], cards: Cards | None = None
+        self,
+        config: pytest.Config,
+        settings: Settings,
+        outputs: Sequence[Output | Bundles],
+        expectations: Expected,
+        cards: Cards | None = None,
     ) -> None:
         self._config = config
         self._settings = settings
         self._outputs = outputs
+        self._expected = expectations
+        self._gone: Mapping[str, str] = {}
         self._written: list[Line] = []
         self._cards = cards
         self._pictures = Pictures()
@@ -101,15 +109,25 @@ class Ledger:
             return
         if self._cards is not None:
             self._cards.settle()
+        self._notice_what_is_gone(session, exitstatus)
         runner = self._config.getoption("trainloop") and is_runner()
         if not self._outputs and not runner:
             return
         data = self._document()
         self._written = [line for output in self._outputs if (line := output.write(data))]
         if runner:
-            self._written += github.tell(self._config, data, self._refused, self._nothing(self._report()))
+            more = [expected.alert(self._config, entry, reason) for entry, reason in self._gone.items()]
+            self._written += github.tell(self._config, data, self._refused, more, self._nothing(self._report()))
         if session.exitstatus == pytest.ExitCode.OK and any(line.style == "loud" for line in self._written):
             session.exitstatus = pytest.ExitCode.USAGE_ERROR  # what was asked for is not there
+
+    def _notice_what_is_gone(self, session: pytest.Session, exitstatus: int) -> None:
+        if self._refused:
+            return
+        results = [entry.result for found in self._entries.values() for entry in found]
+        self._gone = self._expected.gone(session, exitstatus, results)
+        if self._gone and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _document(self) -> dict[str, Any]:
         cards = None if self._cards is None else self._cards.to_json()
@@ -144,6 +162,8 @@ class Ledger:
             terminalreporter.write_line(line.text, **_COLOURS[line.style])
         if nothing := self._nothing(report):
             terminalreporter.write_line(f"trainloop: NOTHING WAS CHECKED: {nothing}", **_COLOURS["loud"])
+        for entry, reason in self._gone.items():
+            terminalreporter.write_line(f"trainloop: {expected.sentence(entry, reason)}", **_COLOURS["loud"])
         for loop, lines in self._cards.shown() if self._cards is not None else ():
             terminalreporter.write_sep("-", f"card of {loop}")
             for text in lines:

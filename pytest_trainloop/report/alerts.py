@@ -1,7 +1,7 @@
 """What a session found, one entry a fault: for those who show it beside the user's line. No torch, no pytest.
 
 A check that fails because of another one's fault makes no entry of its own, and one fault of several loops that share
-its line is one entry.
+its line is one entry, as is one sentence about several loops that has no line.
 """
 
 from __future__ import annotations
@@ -38,18 +38,22 @@ class Alert:
     loops: tuple[str, ...]
     at: At | None
     """The line to change; else where the fault was seen; else the test. One outside of the repository comes last."""
+    has_line: bool = False
+    """Whether ``at`` is a line of its own; where it is only the test, equal sentences of several loops are one."""
     other: At | None = None
     """Where the fault was seen, or the line to change, if that is another line."""
     finding: Finding | None = None
     also: tuple[str, ...] = ()
     """The checks that fail for it."""
+    name: str = ""
+    """What an error is called that no check found."""
     accepted: str = ""
     """The project's reason, where it expects or suppresses the fault."""
 
     @property
     def title(self) -> str:
         """``check:cause``, as in ``skip=``; the check alone where it gave no cause."""
-        return f"{self.check}:{self.cause}" if self.cause else self.check or "loop not judged"
+        return f"{self.check}:{self.cause}" if self.cause else self.check or self.name or "loop not judged"
 
     @property
     def culprits(self) -> tuple[str, ...]:
@@ -64,15 +68,9 @@ def alerts(document: Mapping[str, Any], places: Places, proofs: Proofs) -> list[
     told = [alert for loop in document["loops"] for alert in _Loop(loop, places, proofs).alerts()]
     merged: dict[object, Alert] = {}
     for alert in told:
-        place = (alert.at.file, alert.at.number) if alert.at else None
-        key = (
-            alert.title,
-            alert.level,
-            alert.accepted,
-            place,
-            alert.culprits,
-            alert.summary if not alert.cause else "",
-        )
+        sentence = "" if alert.cause and alert.has_line else alert.summary
+        place = (alert.at.file, alert.at.number) if alert.at and alert.has_line else None
+        key = (alert.title, alert.level, alert.accepted, place, alert.culprits, sentence)
         first = merged.setdefault(key, alert)
         merged[key] = replace(
             first,
@@ -120,6 +118,7 @@ class _Loop:
             text=finding_text(finding, self.proofs.get(result.check, {})),
             loops=(self.data["nodeid"],),
             at=at,
+            has_line=at in (change, seen),
             other=next((line for line in (seen, change) if line not in (None, at)), None),
             finding=finding,
             also=tuple(also),
@@ -127,14 +126,15 @@ class _Loop:
         )
 
     def _plain(self, result: Result, summary: str, text: str, check: str = "") -> Alert:
-        raised = Line.of_traceback(result.error.traceback) if result.error else None
+        line = self.places.at(Line.of_traceback(result.error.traceback)) if result.error else None
         return Alert(
             check=check,
             level="error",
             summary=summary,
             text=text,
             loops=(self.data["nodeid"],),
-            at=self.places.at(raised) or self._test(),
+            at=line or self._test(),
+            has_line=line is not None,
         )
 
     def _test(self) -> At | None:

@@ -37,7 +37,8 @@ def message(alert: Alert) -> str:
     lines = [alert.text[:_MOST]]
     if alert.also:
         lines.append(f"also fails for it: {', '.join(alert.also)}")
-    lines.append(f"{'loop' if len(alert.loops) == 1 else 'loops'}: {', '.join(alert.loops)}")
+    if alert.loops:
+        lines.append(f"{'loop' if len(alert.loops) == 1 else 'loops'}: {', '.join(alert.loops)}")
     return "\n".join(lines)
 
 

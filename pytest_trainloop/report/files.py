@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import tempfile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -43,6 +44,15 @@ def refusal(file: Path) -> str:
     above = next((folder for folder in file.parents if folder.exists()), None)
     if above is not None and not above.is_dir():
         return f"inside of {above.name}, which is a file; a folder is needed there"
-    if above is not None and not os.access(above if not file.exists() else file, os.W_OK):
+    if above is not None and not (os.access(file, os.W_OK) if file.exists() else _takes_files(above)):
         return "a place that must not be written to"
     return ""
+
+
+def _takes_files(folder: Path) -> bool:
+    """Whether a file can be made in a folder: permissions alone do not say so, as in /proc."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False

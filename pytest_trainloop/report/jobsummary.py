@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from pytest_trainloop.report.entry import by_loop
-from pytest_trainloop.report.section import counts
+from pytest_trainloop.report.section import counts, undecided
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -71,10 +70,12 @@ def _alerts(alerts: Sequence[Alert]) -> Iterator[str]:
 
 def _alert(alert: Alert, *, folded: bool) -> str:
     where = f" at {_link(alert.at)}" if alert.at else ""
-    about = f"{', '.join(_code(loop) for loop in alert.loops[:_MOST_LOOPS])}{_more(alert.loops[_MOST_LOOPS:])}{where}"
+    loops = f"{', '.join(_code(loop) for loop in alert.loops[:_MOST_LOOPS])}{_more(alert.loops[_MOST_LOOPS:])}"
+    about = f"{loops}{where}".strip()
     if alert.also:
         about += f"; {', '.join(_code(check) for check in alert.also)} fail{'s' * (len(alert.also) == 1)} for it"
-    body = f"{about}\n\n{_fenced(alert.text[:_MOST_TEXT])}\n"
+    below = alert.text[:_MOST_TEXT].removeprefix(alert.summary).strip("\n")  # the summary is the heading
+    body = f"{about}\n\n{_fenced(below)}\n" if below else f"{about}\n\n"
     if folded:
         told = f"<b>{_html(alert.summary)}</b> (<code>{_html(alert.title)}</code>)"
         return f"<details><summary>{told}</summary>\n\n{body}</details>\n\n"
@@ -95,15 +96,13 @@ def _loops(entries: Sequence[Entry]) -> Iterator[str]:
 
 def _undecided(entries: Sequence[Entry]) -> Iterator[str]:
     """What a declaration or another batch would settle."""
-    open_ones = Counter(
-        (entry.result.check, entry.result.reason)
-        for entry in entries
-        if entry.result.outcome in ("skipped", "unreliable") and entry.result.applies
-    )
+    open_ones = list(undecided(entries))
     if open_ones:
         yield "<details><summary>Not decided</summary>\n\n"
-        for (check, reason), count in open_ones.items():
-            yield f"- {_code(check)}: {_text(reason)}{f' ({count} loops)' if count > 1 else ''}\n"
+        for each in open_ones:
+            checks = ", ".join(map(_code, each.named)) or f"{len(each.checks)} checks"
+            where = _code(each.loops[0]) if len(each.loops) == 1 else f"{len(each.loops)} of {each.all_loops} loops"
+            yield f"- {checks}: {_text(each.reason)}{f' ({where})' if each.all_loops > 1 else ''}\n"
         yield "\n</details>\n"
 
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Style = Literal["plain", "good", "bad", "warn", "loud"]
 
 _UNDECIDED = ("skipped", "unreliable")
+_MOST_NAMED = 6
+"""Checks that one line names; more are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ def section(entries: Sequence[Entry]) -> list[Line]:
     loops = [(loop, [entry.result for entry in own]) for loop, own in by_loop(entries)]
     loops.sort(key=lambda each: not any(_is_bad(r) for r in each[1]))
     lines = [line for loop, results in loops for line in _loop(loop, results)]
-    lines.extend(_open_questions(loops))
+    lines.extend(_open_questions(entries))
     if len(loops) > 1:
         results = [entry.result for entry in entries]
         lines.append(Line(f"{len(loops)} in all: {counts(results)}", _style(results)))
@@ -110,8 +112,26 @@ def counts(results: Sequence[Result]) -> str:
     return f"{nothing}{told}; {cost}"
 
 
-def _open_questions(loops: Sequence[tuple[str, Sequence[Result]]]) -> Iterator[Line]:
+@dataclass(frozen=True, slots=True)
+class Undecided:
+    """What was not decided in one or more loops, for one reason."""
+
+    label: str
+    """What is needed, or the outcome."""
+    checks: tuple[str, ...]
+    reason: str
+    loops: tuple[str, ...]
+    all_loops: int
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The checks by name; none where they are too many to read."""
+        return self.checks if len(self.checks) <= _MOST_NAMED else ()
+
+
+def undecided(entries: Sequence[Entry]) -> Iterator[Undecided]:
     """What was not decided, once for all loops: first what a declaration or another batch would settle."""
+    loops = [(loop, [entry.result for entry in own]) for loop, own in by_loop(entries)]
     groups: dict[tuple[str, str], list[tuple[str, Result]]] = {}
     for loop, results in loops:
         for r in results:
@@ -119,11 +139,17 @@ def _open_questions(loops: Sequence[tuple[str, Sequence[Result]]]) -> Iterator[L
                 key = (f"needs {r.needs}", r.check) if r.needs else (r.outcome, r.reason)
                 groups.setdefault(key, []).append((loop, r))
     for (label, _), found in sorted(groups.items(), key=lambda group: group[0][0] in _UNDECIDED):
-        checks = ", ".join(dict.fromkeys(r.check for _, r in found))
+        checks = tuple(dict.fromkeys(r.check for _, r in found))
         reason = Counter(r.reason for _, r in found).most_common(1)[0][0]
-        where = list(dict.fromkeys(loop for loop, _ in found))
-        shown = where[0] if len(where) == 1 else f"{len(where)} of {len(loops)}"
-        yield Line(f"  {label}  {checks}: {reason}{f' ({shown})' if len(loops) > 1 else ''}")
+        where = tuple(dict.fromkeys(loop for loop, _ in found))
+        yield Undecided(label, checks, reason, where, len(loops))
+
+
+def _open_questions(entries: Sequence[Entry]) -> Iterator[Line]:
+    for each in undecided(entries):
+        checks = ", ".join(each.named) or f"{len(each.checks)} checks"
+        where = each.loops[0] if len(each.loops) == 1 else f"{len(each.loops)} of {each.all_loops}"
+        yield Line(f"  {each.label}  {checks}: {each.reason}{f' ({where})' if each.all_loops > 1 else ''}")
 
 
 def _root_causes(failed: Sequence[Result]) -> Iterator[Line]:

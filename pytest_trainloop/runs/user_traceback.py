@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import re
 import traceback
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from pytest_trainloop.recording.source import NOWHERE, layer, place_of
 
 
 def user_error(error: BaseException, stage: str) -> UserError:
-    """The exception as text, with the user's frames only."""
+    """The exception as text, with the user's frames only; files are relative to the working directory."""
     return UserError(stage=stage, summary=_summary(error), traceback=_text(error))
 
 
@@ -38,7 +40,8 @@ def _summary(error: BaseException) -> str:
 def _text(error: BaseException) -> str:
     shown = traceback.TracebackException.from_exception(error, capture_locals=False)
     _strip(shown)
-    return "".join(shown.format()).rstrip()
+    here = re.escape(str(Path.cwd()) + os.sep)
+    return re.sub(rf'^([ |]*File "){here}', r"\1", "".join(shown.format()).rstrip(), flags=re.MULTILINE)
 
 
 def _strip(shown: traceback.TracebackException) -> None:

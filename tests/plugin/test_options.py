@@ -82,6 +82,14 @@ def test_values_that_cannot_be(run, option, sentence):
     result.stderr.fnmatch_lines([sentence])
 
 
+@pytest.mark.parametrize("switch", [(), ("--trainloop",)])
+@pytest.mark.parametrize("option", ["--trainloop-json", "--trainloop-sarif", "--trainloop-report"])
+def test_an_option_that_names_no_file(run, option, switch):
+    result = run(*switch, f"{option}=")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: {option} names no file; one is needed, as in {option}=out/trainloop.*"])
+
+
 def test_cuda_where_there_is_none_is_an_error(pytester, run, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     pytester.makepyfile("def test_plain(): ...")

@@ -92,5 +92,16 @@ def test_a_check_that_failed_without_a_finding_says_why(told):
     assert (alert.title, alert.summary) == ("finite", "xfail(strict): finite passed")
 
 
+def test_one_sentence_of_several_loops_without_a_line_is_told_once(told):
+    strict = result(check="finite", outcome="failed", reason="xfail(strict): finite passed")
+    loops = {"test_train.py::test_gpt": [strict], "test_other.py::test_gpt": [strict]}
+    document = report(loops)
+    document["loops"][1]["at"] = "train.py:1"
+    (alert,) = told(document)
+    assert alert.loops == tuple(loops)
+    raising = [raised(f'  File "train.py", line {number}, in train\n    x\n') for number in (3, 4)]
+    assert len(told(report({f"t::{i}": [each] for i, each in enumerate(raising)}))) == 2
+
+
 def test_skips_and_passes_say_nothing(told):
     assert told(report({"t::a": [result(check="finite"), result(check="causality", outcome="skipped")]})) == []

@@ -47,4 +47,6 @@ def test_gitlab_gets_a_report_on_code_quality(filtered):
     assert fault["location"] == {"path": "train.py", "lines": {"begin": 4}}
     assert (fault["check_name"], fault["severity"], advice["severity"]) == ("step_order:not_zeroed", "major", "minor")
     assert fault["description"].startswith("2 weights are stepped with old gradients.")
+    assert "](" not in fault["description"]  # a link of SARIF to another location
+    assert fault["description"].endswith("Found in t::a.")
     assert len({fault["fingerprint"], advice["fingerprint"]}) == 2

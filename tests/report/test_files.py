@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -66,6 +67,12 @@ def test_where_nothing_can_be_written_a_sentence_says_so(tmp_path):
     assert refusal(tmp_path / "file" / "out.json") == "inside of file, which is a file; a folder is needed there"
     assert refusal(tmp_path / "new" / "out.json") == ""
     assert refusal(tmp_path / "file") == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="there is no /proc")
+def test_a_folder_in_which_nobody_makes_files():
+    assert refusal(Path("/proc/out.json")) == "a place that must not be written to"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

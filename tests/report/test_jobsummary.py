@@ -37,7 +37,6 @@ SUMMARY = """\
 `t::a` at `train.py:4`; `overfit_one_batch` fails for it
 
 ```text
-2 weights are stepped with old gradients
 measured   11 of 12 steps
 cause      not_zeroed: a step uses gradients that an earlier step has used already, bit for bit; or gradients that are \
 not finite stay in .grad, and all others are added to them
@@ -51,10 +50,6 @@ repair     optimizer.zero_grad() before this line
 
 `t::c` at `test_train.py:4`
 
-```text
-fit raised ValueError: no data
-```
-
 ### Advice
 
 <details><summary><b>b was found</b> (<code>finite:b</code>)</summary>
@@ -62,7 +57,6 @@ fit raised ValueError: no data
 `t::a` at `test_train.py:4`
 
 ```text
-b was found
 cause      b
 ```
 
@@ -78,7 +72,7 @@ cause      b
 
 <details><summary>Not decided</summary>
 
-- `causality`: give padding=
+- `causality`: give padding= (`t::b`)
 
 </details>
 """
@@ -86,6 +80,12 @@ cause      b
 
 def test_failures_come_first_then_advice_loops_and_what_is_open(summary):
     assert summary(FOUND) == SUMMARY
+
+
+def test_many_checks_with_one_reason_are_one_point(summary):
+    skipped = [result(check=name, outcome="skipped", reason="fit raised ValueError: bad") for name in "bcdefgh"]
+    text = summary({"t::c": [raised(), *skipped], "t::d": [result(check="a")]})
+    assert "\n- 7 checks: fit raised ValueError: bad (`t::c`)\n" in text
 
 
 def test_the_line_is_a_link_to_the_commit(summary, monkeypatch):

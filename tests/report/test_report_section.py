@@ -114,6 +114,12 @@ def test_failures_come_first_open_questions_once_and_totals_last():
     ]
 
 
+def test_many_checks_with_one_reason_are_counted():
+    skipped = [result(name, outcome="skipped", reason="fit raised ValueError: bad") for name in "bcdefgh"]
+    last = str(Report.of("loop", [result("a", outcome="error", reason="bad"), *skipped])).splitlines()[-1]
+    assert last == "  skipped  7 checks: fit raised ValueError: bad"
+
+
 def test_ok_means_no_failure_and_no_error():
     assert Report.of("loop", [result("a"), result("b", outcome="skipped"), result("c", outcome="xfailed")]).ok
     assert not Report.of("loop", [fault("a", "x")]).ok
