@@ -6,7 +6,7 @@ import pytest
 
 INI = """
     [tool.pytest.ini_options]
-    testpaths = ["tests"]
+    testpaths = ["checks"]
     trainloop_xfail = ["step_order:stale: issue 12"]
 """
 
@@ -31,12 +31,12 @@ GONE = (
 def project(pytester):
     """Write the loops of a project, by what each says."""
     pytester.makepyprojecttoml(INI)
-    (pytester.path / "tests").mkdir()
+    (pytester.path / "checks").mkdir()
 
     def write(**loops: str) -> None:
         for name, says in loops.items():
             source = "\n".join(line.removeprefix("    ") for line in LOOP.format(name=name, says=says).splitlines())
-            (pytester.path / "tests" / f"test_{name}.py").write_text(source, encoding="utf-8")
+            (pytester.path / "checks" / f"test_{name}.py").write_text(source, encoding="utf-8")
 
     return write
 
@@ -68,11 +68,11 @@ def test_a_fault_that_no_loop_has_any_more_fails_the_session(project, run, pytes
     "args",
     [
         ("-k", "right"),
-        ("tests/test_right.py",),
-        ("tests/test_right.py::test_right",),
+        ("checks/test_right.py",),
+        ("checks/test_right.py::test_right",),
         ("--trainloop-only=overfit",),
-        ("--deselect=tests/test_faulty.py",),
-        ("--ignore=tests/test_faulty.py",),
+        ("--deselect=checks/test_faulty.py",),
+        ("--ignore=checks/test_faulty.py",),
     ],
 )
 def test_a_part_of_the_tests_says_nothing(project, run, args):
@@ -84,8 +84,8 @@ def test_a_part_of_the_tests_says_nothing(project, run, args):
 
 def test_a_part_that_leaves_out_no_loop_is_a_whole_run(project, run, pytester):
     project(right="{}")
-    (pytester.path / "tests" / "test_plain.py").write_text("def test_plain(): ...", encoding="utf-8")
-    assert GONE in run("--trainloop", "tests", "-k", "not plain").outlines
+    (pytester.path / "checks" / "test_plain.py").write_text("def test_plain(): ...", encoding="utf-8")
+    assert GONE in run("--trainloop", "checks", "-k", "not plain").outlines
 
 
 @pytest.mark.parametrize("says", ['skipped("step_order")', 'raised("step_order")'])
@@ -97,7 +97,7 @@ def test_a_loop_that_could_not_be_judged_may_have_it(project, run, says):
 def test_a_module_of_loops_that_skips_itself_may_have_it(project, run, pytester):
     project(right="{}")
     source = "import pytest\npytest.importorskip('no_such_package')  # for trainloop"
-    (pytester.path / "tests" / "test_other.py").write_text(source, encoding="utf-8")
+    (pytester.path / "checks" / "test_other.py").write_text(source, encoding="utf-8")
     assert "xfail(strict)" not in run("--trainloop").stdout.str()
 
 
@@ -111,7 +111,7 @@ def test_the_marker_stays_strict_for_its_loop(project, run, pytester):
     source = LOOP.replace("trainloop\n", "trainloop(xfail={{'step_order:lost': 'issue 3'}})\n")
     lines = source.format(name="own", says="{}").splitlines()
     text = "\n".join(line.removeprefix("    ") for line in lines)
-    (pytester.path / "tests" / "test_own.py").write_text(text, encoding="utf-8")
+    (pytester.path / "checks" / "test_own.py").write_text(text, encoding="utf-8")
     result = run("--trainloop")
     result.assert_outcomes(passed=4, xfailed=1, failed=1)
     result.stdout.fnmatch_lines(["xfail(strict): step_order:lost was not found, but is listed as expected (issue 3)"])
