@@ -36,6 +36,8 @@ class BaselineFile:
     """What a skip names where there is no file yet."""
     text: str | None = None
     """What the check recorded, to be written by whoever asked for it."""
+    changes: tuple[str, ...] = ()
+    """What is recorded otherwise than in the file that was there, a sentence each."""
 
     @property
     def is_there(self) -> bool:

@@ -14,6 +14,7 @@ from pytest_trainloop.errors import (
     BrokenRun,
     CannotDecide,
     DoesNotApply,
+    NotRecorded,
     TimeRanOut,
     Unreliable,
     UsageError,
@@ -165,6 +166,8 @@ class Subject:
         findings = verdict if isinstance(verdict, tuple) else ()
         if any(f.level == "fault" for f in findings):
             return Result(check=check.name, outcome="failed", findings=findings)
+        if isinstance(verdict, NotRecorded):
+            return skipped(check, verdict)  # without a run that would only say whether fit raises
         if raised := self._raised_in_fit(check, evidence):
             return self._error(check, raised, reporter)
         if isinstance(verdict, CannotDecide):

@@ -84,6 +84,10 @@ class DoesNotApply(CannotDecide):
     """Raised inside a check whose question this loop does not pose: there is nothing that the user left out."""
 
 
+class NotRecorded(CannotDecide):
+    """Raised inside a check that compares with what was recorded, where nothing is: the loop need not be run."""
+
+
 class Unreliable(Exception):
     """Raised inside a check when two identical runs of the loop differ where they must be equal."""
 

@@ -1,6 +1,8 @@
 """The file of a baseline: a trajectory as JSON, in a fixed order, one fact or one tensor a line where it fits.
 
-What all steps share is written once. A course in float64 has the facts of the one in the loop's own precision.
+What a reviewer reads comes first: options of groups, schedulers, calls, shapes. The numbers of two courses follow,
+which change in nearly every line with any of these. What all steps share is written once. A course in float64 has the facts of
+the one in the loop's own precision.
 """
 
 from __future__ import annotations
@@ -46,11 +48,11 @@ def text_of(trajectory: Trajectory) -> str:
         "about": ABOUT,
         "format": FORMAT,
         "made": asdict(trajectory.made),
-        "environment": asdict(trajectory.environment),
-        "tensors": {name: _facts(tensor) for name, tensor in facts.tensors.items()},
-        "optimizers": [asdict(optimizer) for optimizer in facts.optimizers],
+        "optimizers": [_options_first(asdict(optimizer)) for optimizer in facts.optimizers],
         "schedulers": [asdict(scheduler) for scheduler in facts.schedulers],
         "events": _events(facts.steps),
+        "tensors": {name: _facts(tensor) for name, tensor in facts.tensors.items()},
+        "environment": asdict(trajectory.environment),
         "float64": trajectory.why if trajectory.double is None else _course(trajectory.double),
         "own": _course(facts),
     }
@@ -70,7 +72,7 @@ def trajectory_of(text: str, file: str, repair: str) -> Trajectory:
     if isinstance(version, int) and version > FORMAT:
         raise UsageError(
             f"the baseline {file} has format {version}, and this pytest-trainloop reads up to {FORMAT}: update "
-            f"pytest-trainloop, or {repair.rpartition(', or ')[2]}"
+            f"pytest-trainloop, or {repair.partition(', or ')[2]}"
         )
     try:
         return _trajectory(data)
@@ -80,6 +82,11 @@ def trajectory_of(text: str, file: str, repair: str) -> Trajectory:
 
 
 # writing
+
+
+def _options_first(optimizer: dict[str, Any]) -> dict[str, Any]:
+    groups = [{"options": group["options"], "parameters": group["parameters"]} for group in optimizer["groups"]]
+    return {**optimizer, "groups": groups}
 
 
 def _facts(tensor: Tensor) -> dict[str, Any]:

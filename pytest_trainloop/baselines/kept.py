@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.baselines.as_json import text_of, trajectory_of
 from pytest_trainloop.baselines.thinned import thinned
-from pytest_trainloop.errors import CannotDecide, Unreliable
+from pytest_trainloop.errors import CannotDecide, NotRecorded, Unreliable, UsageError
 
 if TYPE_CHECKING:
+    from pytest_trainloop.baseline_file import BaselineFile
     from pytest_trainloop.baselines.trajectory import Trajectory
     from pytest_trainloop.runs.evidence import Evidence
 
 
-def stored_and_fresh(evidence: Evidence) -> tuple[Trajectory, Trajectory] | None:
-    """The stored trajectory of the loop, and that of now, made in the same way; None where this run records it.
+def stored_and_fresh(evidence: Evidence) -> tuple[Trajectory | None, Trajectory]:
+    """The stored trajectory of the loop, and that of now, made in the same way.
+
+    Where this run records it, that of now is the new one, and the stored one None where there is none that can be read.
 
     Raises ``CannotDecide`` where none is stored or the loop has no trajectory, ``Unreliable`` where what is to be
     recorded differs from one run to the next, and ``UsageError`` for a file that cannot be read.
@@ -26,10 +29,11 @@ def stored_and_fresh(evidence: Evidence) -> tuple[Trajectory, Trajectory] | None
     if place is None:
         raise CannotDecide("no file for a baseline is given", needs="baseline=")
     if place.is_to_be_recorded:
-        place.text = text_of(thinned(_recorded(evidence)))
-        return None
+        new = _recorded(evidence)
+        place.text = text_of(thinned(new))
+        return _readable(place), new
     if not place.is_there:
-        raise CannotDecide(f"no baseline is recorded yet: {place.first} records the loop as it is", needs=place.flag)
+        raise NotRecorded(f"no baseline is recorded yet: {place.first} records the loop as it is", needs=place.flag)
     stored = trajectory_of(place.read(), place.shown, place.repair)
     fresh = captured(evidence, stored.made)
     then, now = stored.environment.device, fresh.environment.device
@@ -39,6 +43,13 @@ def stored_and_fresh(evidence: Evidence) -> tuple[Trajectory, Trajectory] | None
             needs="the same device",
         )
     return stored, fresh
+
+
+def _readable(place: BaselineFile) -> Trajectory | None:
+    try:
+        return trajectory_of(place.read(), place.shown, place.repair) if place.is_there else None
+    except UsageError:
+        return None
 
 
 def _recorded(evidence: Evidence) -> Trajectory:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pytest_trainloop.cards.facts import none_seen
 from pytest_trainloop.cards.page import Line
-from pytest_trainloop.cards.step import backwards_a_step
+from pytest_trainloop.cards.step import backwards_a_step, batches_a_step
 from pytest_trainloop.cards.words import marked, numbered, percent
 from pytest_trainloop.recording.events import LossCall
 
@@ -33,7 +33,10 @@ def batch(facts: Facts) -> Iterator[Line]:
     parts = []
     if rows and rows[-1]:
         of = f"{rows[0]} to {rows[-1]}" if len(rows) > 1 else str(rows[0])
-        parts.append(f"{usual} x {of} = {usual * rows[-1]} rows a step" if usual > 1 else f"{of} rows a step")
+        taken = min(batches_a_step(facts.record) or usual, usual) or 1  # those between two steps of one optimizer
+        passes_too = f" in {usual} backward passes" if taken < usual else ""
+        several = f"{taken} x {of} = {taken * rows[-1]}" if taken > 1 else of
+        parts.append(f"{several} rows a step{passes_too}")
     leaves = [f"{path} {list(shape)} {dtype}" for path, shape, dtype in first.leaves[:MOST_LEAVES]]
     more = len(first.leaves) - MOST_LEAVES
     parts.append(", ".join(leaves) + (f" and {more} more" if more > 0 else ""))

@@ -209,6 +209,22 @@ def _difference(most: Sequence[Call], other: Sequence[Call], facts: Facts, file:
     return "; ".join(parts)
 
 
+def batches_a_step(record: Record) -> int:
+    """How many batches the loop takes from one step of an optimizer to its next, most often; 0 where it has taken all
+    of them before."""
+    found: Counter[int] = Counter()
+    last: dict[int, int] = {}
+    taken = 0
+    for event in sorted(_in_full(record), key=_moment):
+        if isinstance(event, Backward):
+            taken = event.item
+        elif isinstance(event, Step) and not event.nested:
+            if event.optimizer in last:
+                found[taken - last[event.optimizer]] += 1
+            last[event.optimizer] = taken
+    return found.most_common(1)[0][0] if found else taken
+
+
 def backwards_a_step(record: Record) -> Counter[int]:
     """How many steps came after how many backward passes through their weights, since the last step of the same
     optimizer or the last zeroing."""

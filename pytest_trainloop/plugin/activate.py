@@ -72,6 +72,11 @@ def _baselines(config: pytest.Config, *, worker: bool) -> None:
             raise pytest.UsageError(
                 f"{option} records the baselines of loops that are run: it is needed with --trainloop"
             )
+    if config.getoption("trainloop_update") and config.getoption("trainloop_update_new"):
+        raise pytest.UsageError(
+            "--trainloop-update and --trainloop-update-new are given: the first records every selected loop anew, the "
+            "second those that are not recorded yet; one of them is needed"
+        )
     if not config.getoption("trainloop"):
         return
     collected = Collected()

@@ -7,20 +7,23 @@ no test are looked for where tests are collected.
 from __future__ import annotations
 
 import json
+import os
+import shlex
 from collections import defaultdict
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_trainloop.baseline_file import BaselineFile, Done, Mode, write
 from pytest_trainloop.plugin import stored
-from pytest_trainloop.plugin.collect import marked_function
-from pytest_trainloop.plugin.nodeids import loop_of
-from pytest_trainloop.plugin.settings import read_settings
+from pytest_trainloop.plugin.collect import RefusedItem, marked_function
+from pytest_trainloop.plugin.nodeids import loop_of, of_check
+from pytest_trainloop.plugin.settings import read_selections, read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
-    from pathlib import Path
 
 CHECK = "baseline"
 """The check whose item records."""
@@ -49,10 +52,21 @@ def file_of(item: pytest.Item, loop: str) -> BaselineFile:
         path=path,
         shown=stored.shown(path, item.config.rootpath),
         mode=mode_of(item.config),
-        command="pytest --trainloop --trainloop-only=baseline --trainloop-update",
+        command=f"pytest --trainloop --trainloop-only={CHECK} --trainloop-update {_argument(item)}",
         first="pytest --trainloop --trainloop-update-new",
         flag="--trainloop-update-new",
     )
+
+
+def _argument(item: pytest.Item) -> str:
+    """What chooses the item that records this baseline alone, as one would type it where pytest was called."""
+    found, nodeid = marked_function(item), item.nodeid
+    if found is not None:
+        one_item = of_check(nodeid, found[0], CHECK)
+        alone = loop_of(nodeid, found[0])
+        nodeid = one_item if "[" in alone.partition("::")[2] else alone  # without parameters the function will do
+    file = os.path.relpath(item.path, item.config.invocation_params.dir)
+    return shlex.quote("::".join((Path(file).as_posix(), nodeid.partition("::")[2])))
 
 
 def note(item: pytest.Item, file: BaselineFile | None) -> None:
@@ -72,14 +86,16 @@ class Collected:
         report = yield
         file = item.stash.get(_RECORDED, None)
         if report.when == "call" and report.passed and file is not None:
-            setattr(report, _REPORTED, json.dumps({"file": file.shown, "text": file.text}))
+            setattr(report, _REPORTED, json.dumps({"file": file.shown, "text": file.text, "changes": file.changes}))
             del item.stash[_RECORDED]
         return report
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Before -k and its like take items away."""
-        if not config.getoption("lf", False):
+    def pytest_collection_modifyitems(
+        self, session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        """Before -k and its like take items away. A collection that met an error says nothing of what is not there."""
+        if not config.getoption("lf", False) and not session.testsfailed and _is_chosen(config):
             self.strays = [stored.shown(file, config.rootpath) for file in _without_test(config, items)]
 
     @pytest.hookimpl(trylast=True)
@@ -87,6 +103,12 @@ class Collected:
         given_back = getattr(session.config, "workeroutput", None)
         if given_back is not None:
             given_back[_STRAYS] = self.strays
+
+
+def _is_chosen(config: pytest.Config) -> bool:
+    """Whether the ini file and the command line leave the check among those that run."""
+    chosen = [selection.only for selection in read_selections(config) if selection.only is not None]
+    return all(any(fnmatchcase(CHECK, pattern) for pattern in only) for only in chosen)
 
 
 def _without_test(config: pytest.Config, items: Iterable[pytest.Item]) -> list[Path]:
@@ -97,6 +119,7 @@ def _without_test(config: pytest.Config, items: Iterable[pytest.Item]) -> list[P
         found = marked_function(item)
         names[item.path].add(stored.name_of(loop_of(item.nodeid, found[0]) if found else item.nodeid, item.name))
     parts = {(config.invocation_params.dir / arg.partition("::")[0]).resolve() for arg in config.args if "::" in arg}
+    parts |= {item.path.resolve() for item in items if isinstance(item, RefusedItem)}
     strays = []
     for folder in sorted({stored.folder_of(module).parent for module in names}):
         for inside in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -125,6 +148,7 @@ class Baselines:
         self._root = config.rootpath
         self._mode = mode_of(config)
         self._texts: dict[str, str] = {}
+        self._changes: dict[str, list[str]] = {}
         self._done: dict[str, Done] = {}
         self._failed: dict[str, str] = {}
         self._collected = collected
@@ -135,6 +159,7 @@ class Baselines:
         if carried is not None:
             recorded = json.loads(carried)
             self._texts[recorded["file"]] = recorded["text"]
+            self._changes[recorded["file"]] = recorded["changes"]
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -164,7 +189,10 @@ class Baselines:
 
     def _lines(self) -> Generator[tuple[str, dict[str, bool]]]:
         for file, done in self._done.items():
-            yield f"{done:<10} {file}", {}
+            changes = self._changes[file] if done == "updated" else []
+            yield f"{done:<10} {file}{': ' if changes else ''}{''.join(changes[:1])}", {}
+            for change in changes[1:]:
+                yield f"{'':<10} {change}", {}
         for file, reason in self._failed.items():
             yield f"not written: {file}: {reason}", {"red": True, "bold": True}
         if self._mode == "update" and not self._texts:

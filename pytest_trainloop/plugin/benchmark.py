@@ -49,6 +49,17 @@ def prepare(item: pytest.Function) -> None:
     item.add_marker(pytest.mark.benchmark(**{**given, "timer": replay}), append=False)
 
 
+def not_measured(config: pytest.Config) -> str:
+    """Why pytest-benchmark measures nothing in this session, in words; empty where it measures."""
+    if config.getoption("benchmark_skip"):
+        return ""  # its items are skipped, with the reason
+    if config.getoption("benchmark_disable") and not config.getoption("benchmark_enable"):
+        return "--benchmark-disable is given"
+    if config.getoption("dist", "no") != "no":
+        return "tests run beside each other under -n, which slows them down; run the benchmarks without it"
+    return ""
+
+
 _CLOCK = pytest.StashKey[Any]()
 """The timer of the project's own ``benchmark`` marker, or None."""
 

@@ -62,6 +62,8 @@ def folder_of(config: pytest.Config) -> Path | None:
     given = config.getoption("trainloop_bundle")
     if given is None:
         return None
+    if not config.getoption("trainloop"):
+        raise pytest.UsageError(f"{OPTION} keeps failures of loops that are run: it is needed with --trainloop")
     folder: Path = config.invocation_params.dir / given
     if not given or (folder.exists() and not folder.is_dir()):
         raise pytest.UsageError(f"{OPTION} is {given!r}, {'a file' if given else 'nothing'}; a folder is needed")

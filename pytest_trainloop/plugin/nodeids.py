@@ -35,6 +35,16 @@ def loop_of(nodeid: str, check: str) -> str:
     return nodeid
 
 
+def of_check(nodeid: str, check: str, other: str) -> str:
+    """The node id of another check's item of the same loop; the same node id for one that names no check."""
+    for part in (f"[{check}", f"-{check}"):
+        for end in (f"{ON_CUDA}]", "]", "-"):
+            head, found, tail = nodeid.rpartition(part + end)
+            if found and (end == "-" or not tail):
+                return f"{head}{part[0]}{other}{end}{tail}"
+    return nodeid
+
+
 def check_in(nodeid: str) -> str:
     """The last part of a node id's brackets: the check, if a check's item it is."""
     if not nodeid.endswith("]"):

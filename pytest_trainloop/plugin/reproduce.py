@@ -28,6 +28,15 @@ if TYPE_CHECKING:
     from pytest_trainloop.finding import Result
 
 
+_USAGE = """\
+usage: python reproduce.py [ROOT]
+
+Runs {test} in the project and says whether {name} is there.
+ROOT is the project's root directory; without it the project is looked for around this script, around the current
+folder, and where it was. Exit codes: 1 it is there, 0 it is gone, 2 that could not be found out.
+"""
+
+
 class Seen:
     """Collects the results of one check, and why tests could not be collected."""
 
@@ -67,9 +76,14 @@ def main(
     batch: str,
 ) -> int:
     """Run the check again; the arguments are those of ``bundles.folder.files``. Returns the exit code."""
-    project = _project(Path(script).resolve().parent, test.partition("::")[0], root, sys.argv[1:])
+    given = sys.argv[1:]
+    if len(given) > 1 or any(word.startswith("-") for word in given):
+        asked = given in (["-h"], ["--help"])
+        (sys.stdout if asked else sys.stderr).write(_USAGE.format(name=_name(check, cause), test=test))
+        return 0 if asked else 2
+    project = _project(Path(script).resolve().parent, test.partition("::")[0], root, given)
     if project is None:
-        tried = f"in {sys.argv[1]}" if sys.argv[1:] else "around this folder, around the current one, or where it was"
+        tried = f"in {given[0]}" if given else "around this folder, around the current one, or where it was"
         return _undecided(
             f"there is no {test.partition('::')[0]} {tried}; give the project's root directory: "
             "python reproduce.py ROOT"

@@ -171,5 +171,10 @@ class Ledger:
         self._tell_of_files(terminalreporter)
 
     def _tell_of_files(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._config.getoption("trainloop_benchmark") and not self._config.getoption("collectonly"):
+            from pytest_trainloop.plugin.benchmark import not_measured
+
+            if why := not_measured(self._config):
+                terminalreporter.write_line(f"trainloop: nothing was measured: {why}", **_COLOURS["warn"])
         for line in self._written:
             terminalreporter.write_line(f"trainloop: {line.text}", **_COLOURS[line.style])

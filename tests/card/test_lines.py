@@ -230,6 +230,43 @@ def test_micro_batches_are_counted_and_written_once():
     assert line.text == "zero(10) 4 x [backward(20)] step(30)   the same in 3 of 3 steps"
 
 
+def accumulated(optimizer, batches, model):
+    for number, (x, y) in enumerate(batches, 1):
+        (F.mse_loss(model(x), y) / 2).backward()
+        if number % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def in_pieces(optimizer, batches, model):
+    for x, y in batches:
+        optimizer.zero_grad()
+        for part, target in zip(x.chunk(2), y.chunk(2), strict=True):
+            (F.mse_loss(model(part), target) / 2).backward()
+        optimizer.step()
+
+
+def read_in_pairs(optimizer, batches, model):
+    left = list(batches)
+    while len(left) > 1:
+        optimizer.zero_grad()
+        for x, y in (left.pop(), left.pop()):
+            (F.mse_loss(model(x), y) / 2).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("work", "rows"),
+    [
+        (accumulated, "2 x 8 = 16 rows a step; "),
+        (read_in_pairs, "2 x 8 = 16 rows a step; "),
+        (in_pieces, "8 rows a step in 2 backward passes; "),
+    ],
+)
+def test_rows_of_a_batch_that_is_cut_up_count_once(work, rows):
+    assert pytest_trainloop.card(loop(work))["batch"].startswith(rows)
+
+
 def test_optimizers_that_alternate_are_one_window():
     made = RecordBuilder([0], [1])
     for _ in range(3):

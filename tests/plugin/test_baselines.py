@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+import shlex
 
 import pytest
 
@@ -21,6 +23,8 @@ LOOPS = (
         def test_wide(self, name): return loop()
 """
 )
+
+CHANGE = "the learning rate of step 1 is 0.2; it was 0.1"
 
 FOLDER = "trainloop_baselines/test_a"
 STORED = f"{FOLDER}/test_it.json"
@@ -74,18 +78,61 @@ def test_missing_same_changed_updated_and_same_again(run, pytester):
     pytester.makepyfile(test_a=LOOPS.replace("lr=0.1", "lr=0.2"))
     changed = run("--trainloop", only)
     changed.assert_outcomes(passed=1, failed=1)
-    changed.stdout.fnmatch_lines(["*--trainloop-only=baseline --trainloop-update*"])
+    changed.stdout.fnmatch_lines(["*--trainloop-only=baseline --trainloop-update test_a.py::test_it"])
     new = run("--trainloop", "--trainloop-update-new", only)
     new.assert_outcomes(passed=1, failed=1)
     assert files(pytester) == first
 
     updated = run("--trainloop", "--trainloop-only=baseline", "--trainloop-update", only)
     updated.assert_outcomes(passed=1)
-    assert told(updated) == [f"updated    {STORED}"]
+    assert told(updated) == [f"updated    {STORED}: {CHANGE}"]
     assert files(pytester) != first
     again = run("--trainloop", "--trainloop-update", only)
     assert told(again) == [f"unchanged  {STORED}"]
     run("--trainloop", only).assert_outcomes(passed=2)
+
+
+def test_the_command_of_a_failure_accepts_it_alone(run, pytester):
+    run("--trainloop", "--trainloop-only=baseline", "--trainloop-update", "-k", "wide")
+    before = files(pytester)
+    pytester.makepyfile(test_a=LOOPS.replace("lr=0.1", "lr=0.2"))
+    failed = run("--trainloop", "-k", "wide and a/b")
+    failed.assert_outcomes(failed=1)
+    (command,) = set(re.findall("accept what is meant: pytest (.*)", failed.stdout.str()))
+    assert command.endswith(" 'test_a.py::TestMore::test_wide[a/b-baseline]'")
+    updated = run(*shlex.split(command))
+    updated.assert_outcomes(passed=1)
+    assert [name for name, text in files(pytester).items() if text != before[name]] == [min(before)]
+    assert told(updated) == [f"updated    {min(before)}: {CHANGE}"]
+
+
+@pytest.mark.parametrize(
+    ("slip", "options"),
+    [
+        ('only=["baseline"]', ["--trainloop-only=baselin", "-k", "test_it"]),
+        ('skip={"determinsm": "x"}', []),
+        ("", ["--trainloop-only=step_order"]),
+    ],
+)
+def test_after_a_slip_nothing_is_said_to_belong_to_no_test(run, pytester, slip, options):
+    stored = pytester.path / FOLDER / "TestMore.test_wide[c].json"
+    stored.parent.mkdir(parents=True)
+    stored.write_text("{}", encoding="utf-8")
+    pytester.makepyfile(test_a=LOOPS.replace('only=["baseline"]', slip or 'only=["step_order"]'))
+    assert told(run("--trainloop", "-k", "wide", *options)) == []
+
+
+def test_a_module_that_cannot_be_collected_says_nothing_of_files(run, pytester):
+    (pytester.path / FOLDER).mkdir(parents=True)
+    (pytester.path / FOLDER / "test_gone.json").write_text("{}", encoding="utf-8")
+    pytester.makepyfile(test_b="import nothing_of_this_name")
+    assert told(run("--trainloop", "--trainloop-only=baseline", "--continue-on-collection-errors")) == []
+
+
+def test_where_no_baseline_is_stored_nothing_is_run(run):
+    result = run("--trainloop", "--trainloop-only=baseline")
+    result.assert_outcomes(skipped=3)
+    result.stdout.fnmatch_lines(["3 in all: NOTHING WAS CHECKED, 3 need more * 0 optimizer steps"])
 
 
 def test_each_test_has_its_file_and_others_stay(run, pytester):
@@ -125,6 +172,7 @@ def test_a_damaged_file_is_one_sentence_and_can_be_recorded_anew(run, pytester, 
     result = run("--trainloop", "test_a.py::test_it")
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines([DAMAGED[text]])
+    result.stdout.fnmatch_lines(["*record it anew: * --trainloop-update test_a.py::test_it"])
     result.stdout.no_fnmatch_line("*Traceback*")
     assert stored.read_text(encoding="utf-8") == text
     assert told(run("--trainloop", "--trainloop-update", "test_a.py::test_it")) == [f"updated    {STORED}"]
@@ -139,7 +187,7 @@ def test_files_without_a_test_are_told_where_the_module_was_collected_whole(run,
         "belongs to no test: trainloop_baselines/test_a/test_gone.json; delete it, or rename it as its test",
         "belongs to no test: trainloop_baselines/test_old/test_x.card.txt; delete it, or rename it as its test",
     ]
-    quick = ("--trainloop", "--trainloop-only=step_order")
+    quick = ("--trainloop", "--trainloop-only=baseline,step_order")
     assert told(run(*quick)) == strays
     assert told(run(*quick, "-k", "test_it")) == strays  # the module was collected whole all the same
     assert told(run(*quick, "test_a.py::test_it")) == strays[1:]
@@ -224,6 +272,14 @@ def test_the_fixture_and_check_loop_take_baselines(run, pytester):
     assert list(files(pytester)) == [f"{FOLDER}/test_by_hand.json"]
     assert json.loads((pytester.path / "own" / "a.json").read_text("utf-8"))["format"] == 1
     run("--trainloop").assert_outcomes(passed=3)
+
+
+def test_all_and_only_new_are_not_asked_for_together(run):
+    result = run("--trainloop", "--trainloop-update", "--trainloop-update-new")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ["ERROR: --trainloop-update and --trainloop-update-new are given: * one of them is needed"]
+    )
 
 
 @pytest.mark.parametrize("option", ["--trainloop-update", "--trainloop-update-new"])

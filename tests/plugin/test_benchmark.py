@@ -78,6 +78,16 @@ def test_options_of_pytest_benchmark_count(run, option, outcome):
     result = run("--trainloop", "--trainloop-benchmark", option)
     result.assert_outcomes(**outcome)
     assert ("benchmark 'loops'" in result.stdout.str()) == (option == "--benchmark-only")
+    said = "trainloop: nothing was measured: --benchmark-disable is given" in result.stdout.str()
+    assert said == (option == "--benchmark-disable")
+
+
+@pytest.mark.processes
+def test_under_xdist_nothing_is_measured_and_the_end_says_so(run):
+    pytest.importorskip("xdist")
+    result = run("--trainloop-benchmark", "-n", "1")
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["trainloop: nothing was measured: tests run beside each other under -n*"])
 
 
 def test_a_saved_run_is_compared_and_a_slower_one_fails(run, pytester):

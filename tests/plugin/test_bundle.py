@@ -12,6 +12,7 @@ import pytest
 from pytest_trainloop.finding import Finding, Result
 from pytest_trainloop.plugin import reproduce as reproducing
 from pytest_trainloop.plugin.bundle import kept
+from pytest_trainloop.plugin.reproduce import main as reproduce_main
 from tests.helpers.plugin_sessions import HEAD
 
 LOOPS = """
@@ -106,6 +107,23 @@ def test_each_root_cause_has_its_folder(project):
 def test_nothing_is_written_where_nothing_fails_or_only_a_known_fault(project):
     assert "see a failure again" not in write(project, "-k", "fine").stdout.str()
     assert not (project.path / "bundle").exists()
+
+
+def test_without_loops_there_is_no_failure_to_keep(project):
+    result = project.runpytest("--trainloop-bundle=bundle")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --trainloop-bundle keeps failures of loops that are run: it is needed with *"])
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["-h"], 0), (["--hlep"], 2), (["a", "b"], 2)])
+def test_the_script_says_how_it_is_called(monkeypatch, capsys, words, code):
+    monkeypatch.setattr("sys.argv", ["reproduce.py", *words])
+    given = {"test": "test_a.py::test_it[finite]", "check": "finite", "cause": "loss", "options": (), "root": "."}
+    assert reproduce_main("reproduce.py", **given, folder=".", ini="", batch="") == code
+    told = capsys.readouterr()
+    text = told.err if code else told.out
+    assert text.startswith("usage: python reproduce.py [ROOT]\n")
+    assert "Runs test_a.py::test_it[finite] in the project and says whether finite:loss is there." in text
 
 
 @pytest.mark.processes

@@ -33,7 +33,8 @@ Known limits
     From other initial weights no step can be compared: where a refactor draws them in another order, the finding says
     that only the random numbers are others. What acts after the last recorded step is seen in settings of schedulers
     alone. A place at which the loop multiplies rounding to more than 1 % is not judged.
-    A check makes 48 optimizer steps of the loop, and up to 120 where numbers differ at all; recording makes 96.
+    A check makes 60 optimizer steps of the loop, 12 of them in the run that all checks share, and about 120 where
+    numbers differ at all; recording makes 108.
 
 References
     https://pytest-regressions.readthedocs.io/en/latest/overview.html
@@ -53,7 +54,8 @@ if TYPE_CHECKING:
     from pytest_trainloop.finding import Finding
     from pytest_trainloop.runs.evidence import Evidence
 
-_ACCEPT = "accept what is meant: pytest --trainloop --trainloop-only=baseline --trainloop-update"
+_COMMAND = "pytest --trainloop --trainloop-only=baseline --trainloop-update TEST"
+_ACCEPT = f"accept what is meant: {_COMMAND}"
 
 CAUSES = {
     "data_differs": Cause(
@@ -134,7 +136,7 @@ CAUSES = {
     ),
     "renamed": Cause(
         proof="the tensors begin with the same values",
-        repair="pytest --trainloop --trainloop-only=baseline --trainloop-update writes the new names into the baseline",
+        repair=f"{_COMMAND} writes the new names into the baseline",
     ),
 }
 
@@ -142,6 +144,7 @@ CAUSES = {
 @check(needs={"fit"}, causes=CAUSES, rank=10, long=True)
 def baseline(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.baselines.kept import stored_and_fresh
+    from pytest_trainloop.checks.guard.baseline.accepted import changes, with_command
     from pytest_trainloop.checks.guard.baseline.further_courses import FurtherCourses
     from pytest_trainloop.checks.guard.baseline.judging import comparable, compare
     from pytest_trainloop.checks.guard.baseline.lines import with_line
@@ -149,11 +152,15 @@ def baseline(evidence: Evidence) -> Iterator[Finding]:
 
     if not evidence.repeatable:
         raise CannotDecide("a baseline takes further runs of the loop: return a TrainLoop from a marked test")
-    both = stored_and_fresh(evidence)
-    if both is None:
+    old, new = stored_and_fresh(evidence)
+    file = evidence.baseline
+    if file is not None and file.is_to_be_recorded:
+        file.changes = () if old is None else changes(old, new)
         return
-    old, new = both
+    if file is None or old is None:
+        return  # for the types: both are there
     if why := comparable(old, new):
         raise CannotDecide(why)
     for finding in compare(old, new, FurtherCourses(evidence, new).of, evidence.shared(Reported).note):
-        yield with_line(finding, new, evidence)
+        found = with_line(finding, new, evidence)
+        yield with_command(found, CAUSES[found.cause].repair, file.command)

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from pytest_trainloop.checks.guard.baseline.first import First
     from pytest_trainloop.checks.guard.baseline.start import Begun
 
-ACCEPT = "accept what is meant: pytest --trainloop --trainloop-only=baseline --trainloop-update"
+COMMAND = "pytest --trainloop --trainloop-only=baseline --trainloop-update TEST"
+"""What accepts the difference; ``TEST`` stands for the node id."""
+
+ACCEPT = f"accept what is meant: {COMMAND}"
 
 
 def of_fact(fact: Fact, first: First | None, precision: str, *, compared: bool = True) -> Finding:
@@ -297,7 +300,7 @@ def renamed(texts: Sequence[str], names: Sequence[str]) -> Finding:
         measured=f"{count(len(names), 'tensor')} under another name or in other pieces",
         shown_by="they begin with the same values",
         culprits=tuple(names),
-        repair="pytest --trainloop --trainloop-only=baseline --trainloop-update writes the new names into the baseline",
+        repair=f"{COMMAND} writes the new names into the baseline",
     )
 
 
