@@ -1,8 +1,8 @@
 """The file of a baseline: a trajectory as JSON, in a fixed order, one fact or one tensor a line where it fits.
 
 What a reviewer reads comes first: options of groups, schedulers, calls, shapes. The numbers of two courses follow,
-which change in nearly every line with any of these. What all steps share is written once. A course in float64 has the facts of
-the one in the loop's own precision.
+which change in nearly every line with any of these. What all steps share is written once. A course in float64 has the
+facts of the one in the loop's own precision.
 """
 
 from __future__ import annotations

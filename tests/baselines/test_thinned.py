@@ -98,3 +98,18 @@ def test_a_weight_that_stays_as_it_was_is_written_once():
     text = text_of(kept)
     assert '"weights": {}' in text
     assert trajectory_of(text, "", "").own.steps[0].weights == {"blocks.0.weight": still}
+
+
+def test_what_can_be_read_in_a_diff_comes_first():
+    assert list(json.loads(text_of(thinned(trajectory(1, calls=0))))) == [
+        "about",
+        "format",
+        "made",
+        "optimizers",
+        "schedulers",
+        "events",
+        "tensors",
+        "environment",
+        "float64",
+        "own",
+    ]
