@@ -10,7 +10,7 @@ from typing import Any
 
 from pytest_trainloop.errors import UsageError
 from pytest_trainloop.htmlreport import missing, page
-from pytest_trainloop.report import files
+from pytest_trainloop.report import files, schema
 from pytest_trainloop.report.json import VERSION
 
 
@@ -60,6 +60,8 @@ def _read(file: Path) -> dict[str, Any]:
         raise UsageError(
             f"{file} is a report of version {document.get('version')!r}; this pytest-trainloop reads version {VERSION}"
         )
+    if lack := schema.lacking(document):
+        raise UsageError(f"{file} is no whole report, {lack}: give the file that --trainloop-json wrote")
     return document
 
 

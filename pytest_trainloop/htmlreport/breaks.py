@@ -12,7 +12,7 @@ _LONG = 24
 
 def breakable(text: str) -> Markup:
     """A text whose long names may be broken: behind a folder or a file, and where that is not enough within a name."""
-    return Markup(re.sub(rf"\S{{{_LONG + 1},}}", _broken, str(escape(text))))
+    return Markup(re.sub(rf"\S*::\w\S*|\S{{{_LONG + 1},}}", _broken, str(escape(text))))
 
 
 def _broken(name: re.Match[str]) -> str:

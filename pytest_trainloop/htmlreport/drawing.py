@@ -25,6 +25,10 @@ from matplotlib.ticker import (
     NullLocator,
 )
 
+from pytest_trainloop.htmlreport import ramps
+from pytest_trainloop.htmlreport.ramps import plain
+from pytest_trainloop.pictures.picture import widened
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -166,8 +170,8 @@ def _curves(picture: Mapping[str, Any]) -> Figure:
             [float("nan") if value is None else value for value in curve["y"]],
             color=COLOURS[colour],
             linestyle=_LINE_STYLES[dash],
-            linewidth=0.8 if faint else 1.6,
-            alpha=0.45 if faint else None,
+            linewidth=0.9 if faint else 1.6,
+            alpha=0.8 if faint else None,
             marker="o" if dash == "points" or sum(v is not None for v in curve["y"]) == 1 else None,
             markersize=4,
             drawstyle="steps-post" if curve.get("stepped") else "default",
@@ -178,6 +182,9 @@ def _curves(picture: Mapping[str, Any]) -> Figure:
     values = [value for curve in drawn for value in curve["y"] if value is not None]
     _scaled(axes.yaxis, picture["y"], whole=all(float(value).is_integer() for value in values))
     _marks(axes, picture)
+    if values and picture["y"].get("scale") != "log":
+        axes.update_datalim([(0.0, value) for value in widened(values)], updatex=False)
+        axes.autoscale_view(scalex=False)
     axes.set_xlabel(_titled(picture["x"]), color=COLOURS["muted"])
     axes.set_ylabel(_titled(picture["y"]), color=COLOURS["muted"])
     return figure
@@ -210,44 +217,19 @@ def _map(picture: Mapping[str, Any]) -> Figure:
     columns = picture["columns"]
     height = max(90, len(labels) * _ROW + 44)
     figure, axes = _canvas(height, left=_room(labels))
-    opacity = _opacity(picture["cells"], picture["colour"])
+    opacity = ramps.opacity(picture["cells"], picture["colour"])
     axes.imshow([[(*_HUE, value) for value in row] for row in opacity], aspect="auto", interpolation="none")
+    for row, cells in enumerate(picture["cells"]):
+        if stretches := ramps.zeros(cells, picture["colour"]):
+            place = (row - 0.3, 0.6)
+            axes.broken_barh(stretches, place, facecolor="none", edgecolor=COLOURS["bad"], linewidth=0, hatch="/////")
     _named(axes.yaxis, labels)
     every = max(1, -(-len(columns) // 8))
     ticks = range(0, len(columns), every)
     axes.xaxis.set_major_locator(FixedLocator(list(ticks)))
-    axes.xaxis.set_major_formatter(FixedFormatter([_plain(columns[i]) for i in ticks]))
+    axes.xaxis.set_major_formatter(FixedFormatter([plain(columns[i]) for i in ticks]))
     axes.set_xlabel(_titled(picture["x"]), color=COLOURS["muted"])
     return figure
-
-
-def span(picture: Mapping[str, Any]) -> tuple[str, str]:
-    """The smallest and the largest value of a map."""
-    values = [value for row in picture["cells"] for value in row if value is not None]
-    return (_plain(min(values)), _plain(max(values))) if values else ("", "")
-
-
-def _opacity(cells: Sequence[Sequence[float | None]], colour: Mapping[str, Any]) -> list[list[float]]:
-    """Each cell's share of the span of values; 0 for a gap, and a little for the smallest value."""
-    import math
-
-    log = colour.get("scale") == "log"
-
-    def value(cell: float) -> float:
-        return math.log10(cell) if log else cell
-
-    known = [value(cell) for row in cells for cell in row if cell is not None and (cell > 0 or not log)]
-    low, high = min(known, default=0.0), max(known, default=1.0)
-    if not log:
-        low = min(low, 0.0)
-    width, least = high - low or 1.0, 0.14 if log else 0.04  # what has a logarithm is told from what is 0
-    return [
-        [
-            0.0 if cell is None or (log and cell <= 0) else least + (1 - least) * (value(cell) - low) / width
-            for cell in row
-        ]
-        for row in cells
-    ]
 
 
 def _marks(axes: Axes, picture: Mapping[str, Any]) -> None:
@@ -288,25 +270,14 @@ class _Numbers(Formatter):
     """As few digits as tell the ticks apart."""
 
     def __call__(self, x: float, pos: int | None = None) -> str:
-        return _plain(x)
+        return plain(x)
 
     def format_ticks(self, values: Sequence[float]) -> list[str]:
         for digits in range(3, 9):
-            texts = [_plain(value, digits) for value in values]
+            texts = [plain(value, digits) for value in values]
             if len(set(texts)) == len(texts):
                 break
         return texts if len(values) else []
-
-
-def _plain(value: float | str, digits: int = 3) -> str:
-    """A number as one writes it: 0.003, 3e-4, 12,000."""
-    if isinstance(value, str):
-        return value
-    if value == 0 or 1e-3 <= abs(value) < 1e5:
-        text = f"{value:.{max(digits, 5)}g}" if float(value).is_integer() else f"{value:.{digits}g}"
-        return f"{int(value):,}" if float(value).is_integer() else text
-    mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
-    return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(exponent)}"
 
 
 def _named(axis: Axis, labels: Sequence[str]) -> None:

@@ -49,6 +49,10 @@ class Sources:
         self._places = places
         self._coloured: dict[Path, Sequence[Tokens]] = {}
 
+    def name(self, line: Line) -> str:
+        """The file of a line as findings name it: relative to the folder in which pytest ran, if it lies there."""
+        return self._places.shown(line)
+
     def excerpts(self, named: Mapping[str, Line | None]) -> list[Excerpt]:
         """The excerpts for lines by label; lines near each other in one file share one.
 
@@ -59,7 +63,7 @@ class Sources:
             path = self._places.find(line) if line and line.source else None
             number = self._number(path, line) if path and line else None
             if path and line and number:
-                labels.setdefault((line.file, path), {}).setdefault(number, []).append(label)
+                labels.setdefault((self.name(line), path), {}).setdefault(number, []).append(label)
         return [
             self._excerpt(file, path, group, own)
             for (file, path), own in labels.items()

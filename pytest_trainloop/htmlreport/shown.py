@@ -52,8 +52,14 @@ class Shown:
         return in_words(self.data)
 
     @property
+    def zero(self) -> str:
+        """What the mark of a 0 in a map means; empty where none is drawn."""
+        means: str = self.data["colour"].get("zero", "")
+        return means if any(0 in row for row in self.data["cells"]) else ""
+
+    @property
     def span(self) -> tuple[str, str]:
-        """The smallest and the largest value of a map."""
-        from pytest_trainloop.htmlreport.drawing import span
+        """What the two ends of the ramp of a map stand for."""
+        from pytest_trainloop.htmlreport.ramps import span
 
         return span(self.data)

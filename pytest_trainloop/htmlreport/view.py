@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop import registry
 from pytest_trainloop.finding import Result
-from pytest_trainloop.htmlreport.excerpts import Excerpt, Sources
+from pytest_trainloop.htmlreport.excerpts import Sources
+from pytest_trainloop.htmlreport.parts import Block, Loop, Row
+from pytest_trainloop.htmlreport.repairs import Root, roots
 from pytest_trainloop.htmlreport.shown import Shown
 from pytest_trainloop.report.entry import Entry, entries_of
 from pytest_trainloop.report.lines import Line, Places
@@ -32,77 +34,12 @@ FEW_LOOPS = 3
 MOST_PICTURES = 3
 """Pictures of one finding; further ones are among those of the loop."""
 
+MANY = 4
+"""Checks with the same reason that make one row of a table."""
+
 _PLACES = ("seen at", "change")
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """One fault, error, piece of advice or note."""
-
-    anchor: str
-    check: str
-    kind: str
-    """"failed", "error", "xfailed", "advice" or "note"."""
-    summary: str
-    cause: str = ""
-    place: str = ""
-    """The line to change, or else where the fault was seen."""
-    fields: Mapping[str, str]
-    excerpts: Sequence[Excerpt] = ()
-    pictures: Sequence[Shown] = ()
-    traceback: str = ""
-    rerun: str = ""
-    """The command that runs this check on this loop."""
-    follows: Sequence[Block] = ()
-    """The failures that follow from this one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One check that gave nothing to repair, in a table."""
-
-    check: str
-    text: str
-    detail: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loop:
-    nodeid: str
-    anchor: str
-    status: str
-    """"failed", "advice", "passed" or "nothing"."""
-    counts: str
-    at: str
-    """File and line of its test; empty where that is not known."""
-    card: Sequence[Mapping[str, Any]]
-    card_file: str
-    card_changes: Sequence[str] | None
-    failures: Sequence[Block]
-    xfailed: Sequence[Block]
-    advice: Sequence[Block]
-    notes: Sequence[Block]
-    pictures: Sequence[Shown]
-    passed: Sequence[Row]
-    undecided: Sequence[Row]
-    elsewhere: Sequence[Row]
-    wide_open: bool
-    """Whether its card and its pictures are open from the start."""
-
-    @property
-    def marked(self) -> int:
-        """Lines of the card that differ from the common."""
-        return sum(bool(line["odd"]) for line in self.card)
-
-    @property
-    def file(self) -> str:
-        return self.nodeid.partition("::")[0]
-
-    @property
-    def name(self) -> str:
-        return self.nodeid.partition("::")[2] or self.nodeid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +57,8 @@ class Page:
     cost: str
     environment: Sequence[tuple[str, str]]
     loops: Sequence[Loop]
+    roots: Sequence[Root]
+    """What to repair."""
     rules: Sequence[tuple[str, str]]
     """The rule page of each check that found something."""
 
@@ -148,6 +87,7 @@ def view(document: Mapping[str, Any], folders: Sequence[Path]) -> Page:
         cost=f"{sum(r.seconds for r in results):,.1f} s, {sum(r.steps for r in results):,} optimizer steps",
         environment=[(name, str(value)) for name, value in document["environment"].items() if value is not None],
         loops=loops,
+        roots=roots(loops),
         rules=_rules(loops, known),
     )
 
@@ -205,8 +145,8 @@ class _Reader:
             notes=[self._block(r, f, "note") for r in results for f in r.notes],
             pictures=self._left,
             passed=[self._row(r, f"{r.seconds:.2f} s, {r.steps} steps") for r in results if r.outcome == "passed"],
-            undecided=[self._row(r, r.reason, r.needs) for r in results if _is_open(r)],
-            elsewhere=[self._row(r, r.reason) for r in results if r.outcome == "skipped" and not r.applies],
+            undecided=_folded([self._row(r, _why(r)) for r in results if _is_open(r)]),
+            elsewhere=_folded([self._row(r, r.reason) for r in results if r.outcome == "skipped" and not r.applies]),
             wide_open=few or bool(failures),
         )
 
@@ -222,13 +162,13 @@ class _Reader:
                 own = self._block(result, fault, "failed")
                 below = [self._block(by_check[name], f, "failed") for name in followed for f in by_check[name].faults]
                 found.append(replace(own, follows=below))
-        return found + [self._error(r) for r in results if r.outcome == "error"]
+        return found + [self._error(r, results) for r in results if r.outcome == "error"]
 
     def _xfailed(self, result: Result) -> list[Block]:
         blocks = [self._block(result, fault, "xfailed", reason=result.reason) for fault in result.faults]
         return blocks or [self._bare(result, "xfailed", result.reason)]
 
-    def _error(self, result: Result) -> Block:
+    def _error(self, result: Result, results: Sequence[Result]) -> Block:
         error: UserError | None = result.error
         summary = f"{error.stage} raised {error.summary}" if error else result.reason
         traceback = _ANSI.sub("", error.traceback.rstrip()) if error else ""
@@ -236,7 +176,8 @@ class _Reader:
         raised = Line.of_traceback(traceback)
         return replace(
             bare,
-            place=f"{raised.file}:{raised.number}" if raised else "",
+            place=f"{self._sources.name(raised)}:{raised.number}" if raised else "",
+            of_the_loop=any(r.reason.endswith(f"(see {self._nodeids[result.check]})") for r in results),
             excerpts=self._sources.excerpts({"raised": raised}),
             traceback=traceback,
         )
@@ -280,13 +221,30 @@ class _Reader:
         nodeid = self._nodeids.get(check, "")
         return f"pytest --trainloop {shlex.quote(nodeid)}" if "::" in nodeid else ""  # else a script's
 
-    def _row(self, result: Result, detail: str, needs: str = "") -> Row:
+    def _row(self, result: Result, detail: str) -> Row:
         known = self._known.get(result.check)
-        return Row(check=result.check, text=known.headline if known else "", detail=f"{needs} {detail}".strip())
+        return Row(checks=(result.check,), text=known.headline if known else "", detail=detail)
 
 
 def _is_open(result: Result) -> bool:
     return result.outcome == "unreliable" or (result.outcome == "skipped" and result.applies)
+
+
+def _why(result: Result) -> str:
+    """Why a check did not decide, and what it needs: "no padding is known (needs padding=)"."""
+    told = not result.needs or result.needs in result.reason
+    return result.reason if told else f"{result.reason} (needs {result.needs})".lstrip()
+
+
+def _folded(rows: Sequence[Row]) -> list[Row]:
+    """The rows, those of ``MANY`` checks and more that say the same as one, where the first of them stands."""
+    number = Counter(row.detail for row in rows)
+    found: dict[object, Row] = {}
+    for row in rows:
+        key = row.detail if row.detail and number[row.detail] >= MANY else row.checks
+        before = found.get(key)
+        found[key] = replace(before, checks=(*before.checks, *row.checks), text="") if before else row
+    return list(found.values())
 
 
 def _verdict(loops: Sequence[Loop], entries: Sequence[Entry]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.cards.words import numbered
-from pytest_trainloop.pictures.picture import Axis, Bar, Mark, Picture, curve, gaps, number, scale_of
+from pytest_trainloop.pictures.picture import Axis, Bar, Mark, Picture, curve, gaps, number, scale_of, widened
 from pytest_trainloop.pictures.tensors import ROWS, out_of, spread
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ def _are_seen_apart(own: Mapping[int, float], reference: Mapping[int, float]) ->
     values = [value for pair in both for value in pair]
     if not values:
         return False
-    every = [*own.values(), *reference.values()]
-    return not max(abs(a - b) for a, b in both) <= SEEN * (max(every) - min(every))
+    low, high = widened([*own.values(), *reference.values()])
+    return not max(abs(a - b) for a, b in both) <= SEEN * (high - low)
 
 
 def baseline(facts: Facts, _looked: Looked) -> Iterator[Picture]:

@@ -64,7 +64,7 @@ def gradient_norm(facts: Facts, looked: Looked) -> Iterator[Picture]:
         title="Norm of the gradient" + (" and its clip" if clips else ""),
         look="What the step reads lies at or below the clip, and is neither 0 nor growing from step to step."
         if norms_clipped
-        else "It is neither 0 nor growing from step to step; single peaks are what a clip is for.",
+        else "It is neither 0 nor growing from step to step; single peaks are common.",
         of=f"a run like the watched one, {numbered(max(len(one.x) for one in drawn), 'step')}",
         checks=CHECKS,
         where=facts.where(clips[0].place) if clips else "",

@@ -50,7 +50,8 @@ def loss(facts: Facts, _looked: Looked) -> Iterator[Picture]:
         key="loss",
         kind="curves",
         title="Loss",
-        look="It begins near the loss of a guess, and moves; batches differ, so it need not fall in so few steps.",
+        look=("It begins near the loss of a guess, and moves; " if marks else "It moves; ")
+        + "where batches differ, it need not fall in so few steps.",
         of=f"the watched run, {numbered(most, 'step')}",
         checks=(
             "loss_at_init",
@@ -129,13 +130,15 @@ def one_batch(facts: Facts, _looked: Looked) -> Iterator[Picture]:
         key="one_batch",
         kind="curves",
         title="Loss on one fixed batch",
-        look="It falls to half of where it began, or goes on falling as plain Adam does from the same start.",
+        look="It falls to half of where it began, or goes on falling"
+        + (" as plain Adam does from the same start." if adam else "."),
         of=f"overfit_one_batch's run: {numbered(own.steps, 'step')} on one batch{reference}",
         checks=("overfit_one_batch", "update_ratio"),
         y=Axis(title=LOSS, scale=scale_of(drawn, span=100.0)),
         curves=tuple(drawn),
         marks=(*marks, *gaps(drawn)),
-        note=f"batches are drawn under {PHASES} seeds in turn; a thick line is the mean of the last {span}",
+        note=f"the batch stays as it is; dropout and other random numbers are drawn under {PHASES} seeds in turn, so "
+        f"that a thick line is the mean of the last {span} steps",
     )
 
 

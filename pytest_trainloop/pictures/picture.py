@@ -32,6 +32,8 @@ class Axis:
     """Empty for a number without one."""
     scale: Scale = "linear"
     """"log" only where every value is above 0."""
+    zero: str = ""
+    """Of the colour of a map: what a 0 means, where the drawing marks it with a hatching."""
 
 
 STEPS = Axis(title="optimizer step")
@@ -165,6 +167,18 @@ def scale_of(curves: Iterable[Curve], *, span: float = 10.0) -> Scale:
     """ "log" where all values are above 0 and the highest is ``span`` times the lowest or more."""
     known = [value for one in curves for value in one.y if value is not None]
     return "log" if known and min(known) > 0 and max(known) >= span * min(known) else "linear"
+
+
+LEAST_SPAN = 0.1
+"""Of the largest value: what a linear axis spans at least, so that rounding and noise do not look like a descent."""
+
+
+def widened(values: Iterable[float]) -> tuple[float, float]:
+    """The lowest and the highest of values, apart by at least ``LEAST_SPAN`` of the larger: what an axis shows."""
+    known = sorted(values)
+    low, high = known[0], known[-1]
+    lacking = max(0.0, LEAST_SPAN * max(abs(low), abs(high)) - (high - low))
+    return low - lacking / 2, high + lacking / 2
 
 
 def gaps(curves: Iterable[Curve]) -> Iterator[Mark]:

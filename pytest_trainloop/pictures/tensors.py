@@ -42,12 +42,12 @@ def updates(facts: Facts, looked: Looked) -> Iterator[Picture]:
         return
     parameters = looked.measured.record.parameters
     unheld = _unheld(looked.measured.record)
-    known.update((i, {}) for i in unheld)
+    known.update((i, dict.fromkeys(steps, 0.0)) for i in unheld)
     large = [i for i in known if len(parameters[i].shape) > 1]
     of = sorted(large if len(known) > ROWS and large else known)
     named = {name for result in facts.results.values() for finding in result.findings for name in finding.culprits}
     rows = sorted({*spread(of), *[i for i in known if parameters[i].name in named][:ROWS]})
-    still = [parameters[i].name for i in sorted(known) if known[i] and not any(known[i].values())]
+    still = [parameters[i].name for i in sorted(known) if i not in unheld and not any(known[i].values())]
     held_by_none = [parameters[i].name for i in unheld]
     notes = [out_of(len(rows), len(known), "tensors")]
     notes.append(f"{numbered(len(still), 'tensor')} never moved: {names(still)}" if still else "")
@@ -58,7 +58,7 @@ def updates(facts: Facts, looked: Looked) -> Iterator[Picture]:
         key="updates",
         kind="map",
         title="Update of each tensor, relative to its size",
-        look="Rows are alike to a factor of ten or so; one far below hardly learns, and one at 0 does not move.",
+        look="Rows are alike to a factor of ten or so; one far below hardly learns.",
         of=f"{RUN}, {numbered(len(steps), 'step')}",
         checks=(
             "update_ratio",
@@ -74,7 +74,7 @@ def updates(facts: Facts, looked: Looked) -> Iterator[Picture]:
         labels=tuple(parameters[i].name for i in rows),
         columns=steps,
         cells=tuple(tuple(number(known[i].get(step)) for step in steps) for i in rows),
-        colour=Axis(title="|update| / |weights|", scale="log"),
+        colour=Axis(title="|update| / |weights|", scale="log", zero="did not move"),
         note="; ".join(filter(None, notes)),
     )
 

@@ -126,6 +126,13 @@ class Places:
         path = path.resolve()
         return path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else path.as_posix()
 
+    def shown(self, line: Line) -> str:
+        """The file of a line from the first base that it lies in, as findings name it; as it is where it lies in none
+        or is not found."""
+        path = self.find(line)
+        base = next((base for base in self._bases if path and path.resolve().is_relative_to(base)), None)
+        return path.resolve().relative_to(base).as_posix() if path and base else line.file
+
     def _named(self, name: str) -> list[Path]:
         if self._by_name is None:
             self._by_name = {}

@@ -11,6 +11,8 @@ import matplotlib as mpl
 import pytest
 
 from pytest_trainloop.htmlreport.drawing import COLOURS, draw, in_words, keys
+from pytest_trainloop.htmlreport.ramps import span, zeros
+from pytest_trainloop.pictures.picture import widened
 from tests.htmlreport.documents import ONE_BATCH, PICTURES, RATES, UNITS, UPDATES
 
 DRAWN = [picture for picture in PICTURES if picture.kind != "calls"]
@@ -67,11 +69,30 @@ def test_a_long_name_ends_as_it_does_and_has_the_whole_as_its_title():
 
 
 def test_ticks_have_the_digits_that_tell_them_apart():
-    close = replace(ONE_BATCH, curves=(replace(ONE_BATCH.curves[0], y=(2.30261, 2.30262, 2.30263)),), marks=())
-    ticks = [text for text in texts(drawing(close)) if text.startswith("2.30")]
+    close = replace(ONE_BATCH, curves=(replace(ONE_BATCH.curves[0], y=(2302.61, 2302.62, 2302.63)),), marks=())
+    ticks = [text for text in texts(drawing(close)) if re.fullmatch(r"2,?[234]\d\d", text)]
     assert len(ticks) == len(set(ticks)) > 1
     assert {"1", "2", "3"} <= set(texts(drawing(close)))
     assert "1e-5" not in texts(drawing(close))
+
+
+@pytest.mark.parametrize("values", [(2.855, 2.85, 2.84), (1e-3, 1e-3, 1e-3), (-4.0, -4.001, -4.0)])
+def test_a_small_change_is_drawn_as_a_small_one(values):
+    low, high = widened(values)
+    assert high - low == pytest.approx(0.1 * max(map(abs, values)))
+    assert (low + high) / 2 == pytest.approx((min(values) + max(values)) / 2)
+    flat = replace(ONE_BATCH, curves=(replace(ONE_BATCH.curves[0], y=values),), marks=())
+    assert drawing(flat) != drawing(replace(flat, curves=(replace(flat.curves[0], y=(0.0, values[1], values[2])),)))
+
+
+def test_a_map_spans_two_powers_of_ten_and_marks_what_is_0():
+    near = replace(UPDATES, cells=((0.0025, 0.0069, 0.004), (0.0, 0.0, 0.003)))
+    assert span(near.to_json()) == ("6.9e-5", "0.0069")
+    assert "<pattern" not in drawing(near), "a 0 means nothing of its own here"
+    marked = replace(near, colour=replace(near.colour, zero="did not move"))
+    assert drawing(marked).count("<pattern") == 1
+    assert zeros(marked.cells[1], marked.to_json()["colour"]) == [(-0.5, 2.0)]
+    assert span(replace(near, cells=((1e-6, 1.0, None),)).to_json()) == ("1e-6", "1")
 
 
 def test_gaps_nothing_at_all_and_a_single_value():

@@ -22,7 +22,7 @@ def shown(source):
 @pytest.mark.parametrize(
     ("name", "broken"),
     [
-        ("test_train.py::test_it", "test_train.py::test_it"),
+        ("test_train.py::test_it", "test_train.py::<wbr>test_it"),
         (
             "project/unit/models/test_train.py::test_it",
             "project/<wbr>unit/<wbr>models/<wbr>test_train.py::<wbr>test_it",

@@ -28,12 +28,12 @@ def test_each_result_has_its_place(source):
         "schedule",
         "finite",
     ]
-    assert [row.check for row in loop.passed] == ["schedule", "finite"]
-    assert [(row.check, row.detail) for row in loop.undecided] == [
-        ("padding_invariance", "padding= no padding is known"),
+    assert [row.checks for row in loop.passed] == [("schedule",), ("finite",)]
+    assert [(*row.checks, row.detail) for row in loop.undecided] == [
+        ("padding_invariance", "no padding is known (needs padding=)"),
         ("determinism", "two identical runs differ"),
     ]
-    assert [row.check for row in loop.elsewhere] == ["causality"]
+    assert [row.checks for row in loop.elsewhere] == [("causality",)]
     assert loop.marked == 1
 
 
@@ -44,6 +44,35 @@ def test_a_picture_stands_once_with_the_finding_that_it_shows_best(source):
     assert [shown.data["key"] for shown in cause.follows[0].pictures] == ["one_batch"]
     assert [shown.data["key"] for shown in advice.pictures] == ["rates"]
     assert [shown.data["key"] for shown in loop.pictures] == ["units", "updates"]
+
+
+def test_a_fault_of_several_loops_stands_once_in_what_to_repair_and_unmet_expectations_last(source):
+    unmet = documents.Result(check="finite", outcome="failed", reason="xfail(strict): finite passed")
+    page = viewed(source, test_a=(unmet, failed(documents.NOT_ZEROED)), test_b=(unmet, failed(documents.NOT_ZEROED)))
+    assert [(root.block.check, root.repair, len(root.places)) for root in page.roots] == [
+        ("step_order", "optimizer.zero_grad() before backward()", 2),
+        ("finite", "", 2),
+    ]
+    assert [place.anchor for place in page.roots[0].places] == [
+        block.anchor for loop in page.loops for block in loop.failures if block.cause
+    ]
+
+
+def test_checks_with_one_reason_are_one_row(source):
+    sentence = "fit raised ValueError: bad"
+    trace = f'  File "{source / "train.py"}", line 5, in train\n    optimizer.step()\n'
+    raised = documents.UserError(stage="fit", summary="ValueError: bad", traceback=trace)
+    first = documents.Result(check="finite", outcome="error", reason=sentence, error=raised)
+    others = [
+        documents.Result(check=f"c{i}", outcome="skipped", reason=f"{sentence} (see test_train.py::test_a[finite])")
+        for i in range(5)
+    ]
+    (loop,) = viewed(source, test_a=(first, *others)).loops
+    assert [row.checks for row in loop.undecided] == [("c0", "c1", "c2", "c3", "c4")]
+    (error,) = loop.failures
+    assert error.of_the_loop
+    assert error.place == "train.py:5"
+    assert [excerpt.file for excerpt in error.excerpts] == ["train.py"]
 
 
 def test_what_the_checks_hold_is_told_of_those_that_found_something(source):

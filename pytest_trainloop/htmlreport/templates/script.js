@@ -49,7 +49,9 @@
     for (const loop of all("main > .loop")) {
       loop.hidden = !words.every((word) => textOf(loop).includes(word));
       shown += !loop.hidden;
-      for (const entry of all(`[data-loop="${CSS.escape(loop.id)}"]`)) entry.hidden = loop.hidden;
+    }
+    for (const entry of all("[data-loop]")) {
+      entry.hidden = entry.dataset.loop.split(" ").every((id) => document.getElementById(id).hidden);
     }
     document.getElementById("none").hidden = shown > 0;
     document.getElementById("found").textContent = words.length ? `${shown} found` : "";
