@@ -44,7 +44,8 @@ def _lacking(value: Any, known: dict[str, Any], named: dict[str, Any], at: str) 
         known = named[known["$ref"].rpartition("/")[2]]
     if "anyOf" in known:
         every = [list(_lacking(value, one, named, at)) for one in known["anyOf"]]
-        yield from min(every, key=len)
+        if all(every):
+            yield from every[0]  # the fuller kind stands before null
         return
     kinds = known.get("type", ())
     kinds = [kinds] if isinstance(kinds, str) else list(kinds)

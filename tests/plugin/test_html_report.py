@@ -10,6 +10,7 @@ import pytest
 from pytest_trainloop import htmlreport
 from pytest_trainloop.htmlreport.__main__ import main
 from tests.helpers.plugin_sessions import HEAD, all_of_torch_is_loaded  # noqa: F401
+from tests.htmlreport import documents
 
 LOOPS = (
     HEAD
@@ -98,6 +99,8 @@ def test_a_session_without_loops_has_a_page_that_says_so(session, run):
         ("{", "holds no json: "),
         ("[]", "is no report: give the file that --trainloop-json wrote"),
         ('{"version": 9, "loops": []}', "is a report of version 9; this pytest-trainloop reads version 1"),
+        ('{"version": 1, "loops": []}', "is no whole report, it lacks 'environment': give the file that"),
+        ('{"version": 1, "environment": {}, "loops": [{}]}', "is no whole report, environment lacks 'python': give"),
     ],
 )
 def test_the_command_refuses_what_is_no_report(tmp_path, capsys, held, sentence):
@@ -111,7 +114,7 @@ def test_the_command_refuses_what_is_no_report(tmp_path, capsys, held, sentence)
 
 def test_the_command_does_not_write_over_the_report(tmp_path, capsys):
     file = tmp_path / "report.json"
-    file.write_text('{"version": 1, "loops": [], "environment": {}}', encoding="utf-8")
+    file.write_text(json.dumps(documents.report({})), encoding="utf-8")
     assert main([str(file), "-o", str(file)]) == 2
     assert capsys.readouterr().err == f"{file} is the report itself\n"
     assert main([str(file), "-o", str(tmp_path)]) == 2

@@ -14,7 +14,7 @@ from pytest_trainloop.finding import Finding, Result, SmallestBatch
 from pytest_trainloop.pictures import picture
 from pytest_trainloop.report.entry import entries_of
 from pytest_trainloop.report.json import text
-from pytest_trainloop.report.schema import NAME, schema
+from pytest_trainloop.report.schema import NAME, lacking, schema
 from tests.helpers.report_data import raised, report, result, stale
 from tests.helpers.reports import assert_valid, of_reports, strict
 
@@ -103,6 +103,18 @@ def test_numbers_that_are_not_finite_are_null():
     read = strict(text(data))
     assert read["loops"][0]["rates"][0]["groups"][0]["lr"] == [0.1, None]
     of_reports().validate(read)
+
+
+def test_what_a_report_lacks_is_named():
+    data = strict(text(full()))
+    assert lacking(data) == ""
+    assert lacking([]) == "it is no object"
+    lines = data["loops"][0]["checks"]
+    del lines[0]["needs"]
+    lines[1]["findings"] = None
+    assert lacking(data) == "loops[0].checks[0] lacks 'needs'"
+    lines[0]["needs"] = ""
+    assert lacking(data) == "loops[0].checks[1].findings is no array"
 
 
 def test_the_helper_finds_a_report_that_does_not_conform(tmp_path):
