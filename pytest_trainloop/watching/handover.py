@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 
 from pytest_trainloop.places import shown
 from pytest_trainloop.watching.slices import Slices
-from pytest_trainloop.watching.stack import ABSENT, Frame, call_at, is_guarded, user_stack
+from pytest_trainloop.watching.stack import Frame, call_at, is_guarded, user_stack
+from pytest_trainloop.watching.training_function import globals_used, iterated, training_function
 from pytest_trainloop.watching.values import Imports, Unknown, loader_code
 
 if TYPE_CHECKING:
@@ -75,18 +76,21 @@ class Handover:
     def _of_function(self, imports: Imports) -> Loop:
         """A loop of the project's own, in a function that is called with its data."""
         loop = Loop()
-        found = _training_function(self._frames)
+        found = training_function(self._frames)
+        at = next((f for f in reversed(self._frames) if not f.through_library), self._frames[-1])
         if found is None:
-            at = next((f for f in reversed(self._frames) if not f.through_library), self._frames[-1])
             loop.missing.append(_no_function(at))
-        caller, called, loader = found or (self._frames[0], self._frames[-1], None)
+        loader = found[2] if found else next(filter(None, map(iterated, reversed(self._frames))), None)
         slices = Slices(self._frames, imports, loader)
         # the model first: what else is made may be made of it
         names = self._add_models(loop, slices)
         names |= self._add_optimizers(loop, slices)
-        if loader is not None:
+        if loader is None:
+            loop.missing.append(f"batch: one batch as the loop at {at.place} gets it; no DataLoader was seen there")
+        else:
             self._add_batches(loop, loader, imports)
-            self._add_fit(loop, slices, caller, called, loader)
+        if found is not None:
+            self._add_fit(loop, slices, *found)
         if self._frames[0].at_module_level and imports.script_used and not is_guarded(self._frames[0]):
             loop.missing.append(
                 f"the script trains as soon as it is imported: put {self._frames[0].place} and what follows under "
@@ -145,7 +149,7 @@ class Handover:
             if held is not None:
                 owner = slices.name(called.parameters[0], called)
                 before.append(f"{owner}.{held} = batches")
-            for name in _globals_used(called):
+            for name in globals_used(called):
                 value = called.value(name)
                 if value is loader or slices.known(value) in loop.fields.values():
                     slices_module = slices.known(sys.modules.get(str(called.globals.get("__name__"))))
@@ -189,7 +193,7 @@ def _found_by_name(slices: Slices, frames: list[Frame], thing: Any) -> str:
 
 def _ways_to(slices: Slices, frames: list[Frame], thing: Any) -> Iterator[Callable[[], str]]:
     for frame in frames[::-1]:
-        shared = frame.globals if frame.at_module_level else {n: frame.value(n) for n in _globals_used(frame)}
+        shared = frame.globals if frame.at_module_level else {n: frame.value(n) for n in globals_used(frame)}
         for name, value in (*frame.locals.items(), *shared.items()):
             if value is thing:
                 yield partial(slices.name, name, frame)
@@ -204,37 +208,12 @@ def _attribute_of(slices: Slices, name: str, frame: Frame, attribute: str) -> st
     return f"{slices.name(name, frame)}.{attribute}"
 
 
-def _is_data(value: Any) -> bool:
-    return isinstance(value, DataLoader)
-
-
-def _training_function(frames: list[Frame]) -> tuple[Frame, Frame, Any] | None:
-    """The innermost function that is given a DataLoader, with its caller: by a parameter, by an attribute of the object
-    whose method it is, or as a name of its module."""
-    for caller, called in zip(frames[-2::-1], frames[:0:-1], strict=True):
-        if called.at_module_level:
-            continue
-        given = [called.value(name) for name in called.parameters]
-        own = [v for value in given[:1] for v in getattr(value, "__dict__", {}).values()]
-        shared = [called.value(name) for name in _globals_used(called)]
-        trained_on = [v for v in (*given, *own, *shared) if _is_data(v)]
-        if trained_on:
-            return caller, called, trained_on[0]
-    return None
-
-
 def _holder_of(called: Frame, loader: Any) -> str | None:
     """The attribute of a method's own object that holds the loader."""
     if any(called.value(name) is loader for name in called.parameters) or not called.parameters:
         return None
     own = getattr(called.value(called.parameters[0]), "__dict__", {})
     return next((name for name, value in own.items() if value is loader), None)
-
-
-def _globals_used(frame: Frame) -> list[str]:
-    if frame.at_module_level:
-        return []
-    return [n for n in frame.code.co_names if n in frame.globals and frame.globals[n] is not ABSENT]
 
 
 def _no_function(at: Frame) -> str:
@@ -295,19 +274,44 @@ def _of_framework(frames: list[Frame], frame: Frame, node: ast.Call, trainer: An
             imports.lines["from pytest_trainloop.adapters import from_trainer"] = None
             loop.adapter = f"from_trainer({made})"
         else:
-            imports.lines["from pytest_trainloop.adapters import from_lightning"] = None
-            model = slices.expression(node.args[0], frame) if node.args else "..."
-            given = {
-                k.arg: slices.expression(k.value, frame) for k in node.keywords if k.arg in ("model", "datamodule")
-            }
-            model = given.get("model", model)
-            data = f", datamodule={given['datamodule']}" if "datamodule" in given else ""
-            loop.adapter = f"from_lightning({model}, {made}{data})"
-            if len(node.args) > 1 or any(k.arg == "train_dataloaders" for k in node.keywords):
-                loop.missing.append(
-                    "batch: the loaders are given to trainer.fit(); give from_lightning a datamodule, or batch= of one"
-                )
+            _of_lightning(loop, slices, frame, node, (trainer, made), imports)
     except Unknown as what:
         loop.missing.append(f"the {type(trainer).__name__} at {frame.place}: it is made of {what}, which is not known")
     loop.statements = slices.statements
     return loop
+
+
+def _of_lightning(
+    loop: Loop, slices: Slices, frame: Frame, node: ast.Call, trainer: tuple[Any, str], imports: Imports
+) -> None:
+    """``from_lightning`` with what ``trainer.fit`` is given: ``fit(model, train, val)``, or a data module."""
+    import ast
+
+    imports.lines["from pytest_trainloop.adapters import from_lightning"] = None
+    positions = ("model", "train_dataloaders", "val_dataloaders", "datamodule")
+    given = dict(zip(positions, node.args, strict=False)) | {k.arg: k.value for k in node.keywords if k.arg}
+    arguments = [slices.expression(given["model"], frame) if "model" in given else "...", trainer[1]]
+    data = given.get("datamodule") or given.get("train_dataloaders")
+    if data is not None and (data is given.get("datamodule") or hasattr(frame.evaluated(data), "train_dataloader")):
+        arguments.append(f"datamodule={slices.expression(data, frame)}")
+    elif data is not None:
+        try:
+            text = slices.expression(data, frame)
+            if not _is_loader(data, frame, trainer[0]):
+                raise Unknown(f"{ast.unparse(data)} is no DataLoader")
+        except Unknown as what:
+            loop.missing.append(f"batches: the DataLoader that trainer.fit() is given at {frame.place} ({what})")
+            text = ""
+        if text and not text.isidentifier():
+            slices.statements.append(f"data = {text}")
+            text = "data"
+        arguments += [f"batch=next(iter({text}))", f"batches={text}"] if text else []
+    loop.adapter = f"from_lightning({', '.join(arguments)})"
+
+
+def _is_loader(node: ast.expr, frame: Frame, trainer: Any) -> bool:
+    """Whether an expression is a DataLoader; what a call gave is asked of the trainer, which holds it."""
+    import ast
+
+    value = frame.evaluated(node) if not isinstance(node, ast.Call) else getattr(trainer, "train_dataloader", None)
+    return isinstance(value, DataLoader)

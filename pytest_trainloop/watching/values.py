@@ -72,6 +72,9 @@ class Imports:
             raise Unknown(name or repr(thing)[:60])
         if home == "builtins":
             return name
+        if name == "Accelerator" and str(home).partition(".")[0] == "accelerate":
+            self.lines["from pytest_trainloop.adapters import fresh_accelerator"] = None
+            return "fresh_accelerator"  # a second one in a process does not take other settings
         return f"{self.module(_shortest(module, name, thing))}.{name}"
 
 

@@ -18,9 +18,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-def data():
+def rows():
     x = torch.randn(64, 4)
-    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuffle=True)
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+def data():
+    return DataLoader(rows(), batch_size=8, shuffle=True)
 
 def mlp():
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -141,8 +144,13 @@ def said_of(watch, source, *arguments, options=()):
 
 @pytest.mark.parametrize(
     ("library", "source", "arguments"),
-    [("transformers", TRANSFORMERS, ARGUMENTS), ("lightning", LIGHTNING, [])],
-    ids=["transformers", "lightning"],
+    [
+        ("transformers", TRANSFORMERS, ARGUMENTS),
+        ("lightning", LIGHTNING, []),
+        ("lightning", LIGHTNING.replace("datamodule=Data()", "data(), data()"), []),
+        ("lightning", LIGHTNING.replace("datamodule=Data()", "train_dataloaders=DataLoader(rows(), 8)"), []),
+    ],
+    ids=["transformers", "lightning", "lightning loaders", "lightning loader by name"],
 )
 def test_a_trainer_is_watched_and_its_written_test_runs(watch, folder, library, source, arguments):
     pytest.importorskip(library)
@@ -155,9 +163,13 @@ def test_a_trainer_is_watched_and_its_written_test_runs(watch, folder, library, 
     assert [result.outcome for result in report.results] == ["passed", "passed"]
 
 
-def test_accelerate_is_watched(watch):
+def test_accelerate_is_watched(watch, folder):
     pytest.importorskip("accelerate")
-    said_of(watch, ACCELERATE)
+    said_of(watch, ACCELERATE, options=["--write-test=test_it.py"])
+    text = (folder / "test_it.py").read_text()
+    assert "accelerator = fresh_accelerator(cpu=True, gradient_accumulation_steps=2)" in text
+    assert "from pytest_trainloop.adapters import fresh_accelerator" in text
+    assert "import accelerate" not in text
 
 
 def test_a_script_under_torchrun_is_watched(tmp_path):

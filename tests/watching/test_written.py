@@ -84,6 +84,48 @@ if __name__ == "__main__":
 """
 
 
+OF_STEPS = """
+class Trainer:
+    def __init__(self, model):
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.valid = loader(16)
+        self.data = loader()
+
+    def train_step(self, batch):
+        self.optimizer.zero_grad()
+        F.mse_loss(self.model(batch[0]), batch[1]).backward()
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def validate(self):
+        self.model.eval()
+        return [self.model(x) for x, _ in self.valid]
+
+    def fit(self):
+        self.model.train()
+        for epoch in range(4):
+            for number, batch in enumerate(self.data):
+                self.train_step(batch)
+            self.validate()
+
+if __name__ == "__main__":
+    Trainer(mlp()).fit()
+"""
+
+
+def test_of_methods_the_one_that_goes_over_the_loader_is_the_loop(written):
+    _, text, loop = written(
+        OF_STEPS.replace(
+            "Trainer(mlp()).fit()", "trainer = Trainer(nn.Sequential(nn.Dropout(0.1), mlp()))\n    trainer.fit()"
+        )
+    )
+    assert "TODO" not in text
+    assert "        trainer.data = batches\n        trainer.fit()\n" in text
+    report = check_loop(loop, only=["train_mode"], raises=False)
+    assert [f.cause for r in report.results for f in r.faults] == ["eval_left_on"]
+
+
 @pytest.mark.parametrize(
     "source", [TRAIN, AS_METHOD, OF_GLOBALS, OF_WRAPPED], ids=["function", "method", "globals", "data wrapped"]
 )
@@ -114,10 +156,32 @@ def test_what_is_missing_is_said_and_the_test_is_skipped(written):
     assert int(lines[2]) - int(lines[1]) == 3
     assert "put `for (x, y) in loader(160)` with its body into one, train(model, optimizer, batches)" in text
     assert "fit=...,  # TODO" in text
+    assert re.search(r"- batch: one batch as the loop at train.py:\d+ gets it; no DataLoader was seen there", text)
+    assert "batch=...,  # TODO" in text
     assert "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # train.py:" in text
     assert "to be filled in by hand, where it says TODO" in said.out
     with pytest.raises(pytest.skip.Exception, match="TODO"):
         loop()
+
+
+def test_the_data_of_a_loop_in_no_function_is_handed_over(written):
+    _, text, _ = written("""
+        def main():
+            model = mlp()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            data, valid = loader(160), loader(16)
+            for epoch in range(2):
+                for number, (x, y) in enumerate(data):
+                    optimizer.zero_grad()
+                    F.mse_loss(model(x), y).backward()
+                    optimizer.step()
+
+        if __name__ == "__main__":
+            main()
+    """)
+    assert "data = torch.utils.data.DataLoader(" in text
+    assert "        batches=data,\n        batch=next(iter(data)),\n        fit=...,  # TODO\n" in text
+    assert "- batch" not in text
 
 
 def test_a_script_that_trains_when_it_is_imported_is_told_so(written):
