@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -33,6 +34,16 @@ def shown(source):
 )
 def test_long_names_may_be_broken_where_they_are_joined(name, broken):
     assert str(breakable(name)) == broken
+
+
+def test_captions_say_that_they_tell_the_healthy_case(usual):
+    assert "<strong>Healthy:</strong> rows are alike. 2 of 2 tensors." in usual
+
+
+def test_a_tensor_that_does_not_move_is_told_below_the_ramp(source):
+    colour = replace(documents.UPDATES.colour, zero="did not move")
+    data = documents.report({"test_a": documents.PASSING}, pictures=(replace(documents.UPDATES, colour=colour),))
+    assert '<i class="zero"></i><span>did not move</span>' in page(data, folders=(source,))
 
 
 def test_a_change_of_the_card_is_shown_as_a_difference(source):
