@@ -6,6 +6,7 @@ statements. What is a plain value is written down as it was; functions, classes 
 
 from __future__ import annotations
 
+import argparse
 import ast
 import builtins
 import types
@@ -14,11 +15,15 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from pytest_trainloop.places import shown
-from pytest_trainloop.watching.stack import ABSENT, Frame
+from pytest_trainloop.watching.recipes import recipe
+from pytest_trainloop.watching.stack import ABSENT, Frame, assignments, targets
 from pytest_trainloop.watching.values import Imports, Unknown, code_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+LONG = 80
+"""Characters of a plain value beyond which the call that gave it is written in its place."""
 
 DEEPEST = 12
 """Names that are followed from one to the next."""
@@ -51,9 +56,19 @@ class Slices:
         if known := self._name_of(value, depth):
             return known
         try:
-            return code_of(value, self._imports)
+            text = code_of(value, self._imports)
         except Unknown:
             return self._made(name, value, frame, depth)
+        return self._shorter(text, name, value, frame)
+
+    def _shorter(self, text: str, name: str, value: Any, frame: Frame) -> str:
+        """The call that gave a long plain value, such as a whole configuration, where it can be repeated."""
+        if len(text) <= LONG or isinstance(value, argparse.Namespace):
+            return text
+        try:
+            return recipe(name, frame, self._frames, self._imports)
+        except Unknown:
+            return text
 
     def named(self, value: Any, code: str) -> str:
         """The code, which stands for this object from here on."""
@@ -86,7 +101,7 @@ class Slices:
         known = self._done.get((id(frame), name))
         if known is not None:
             return known
-        assigned = [s for s in _assignments(frame, name) if not isinstance(s.value, ast.Constant)]
+        assigned = [s for s in assignments(frame, name) if not isinstance(s.value, ast.Constant)]
         if len(assigned) > 1:
             assigned = _that_ran(assigned, value, frame)
         if not assigned:
@@ -112,7 +127,7 @@ class Slices:
         if id(statement) in self._written:
             return  # by what it is made of: several names are assigned at once
         self._written[id(statement)] = statement
-        target, left = _targets(statement)[0], own
+        target, left = targets(statement)[0], own
         if isinstance(target, (ast.Tuple, ast.List)):
             names = [getattr(element, "id", "_") for element in target.elts]
             left = ", ".join(self._done.setdefault((id(frame), name), self._free(name)) for name in names)
@@ -135,7 +150,7 @@ class Slices:
 
     def _home(self, name: str, value: Any, frame: Frame) -> tuple[Frame, str]:
         """The frame that made what a parameter was given: the outer one that holds the same object by a name."""
-        while name in frame.parameters and not _assignments(frame, name):
+        while name in frame.parameters and not assignments(frame, name):
             at = self._frames.index(frame) if frame in self._frames else 0
             outer = next(
                 ((f, own) for f in reversed(self._frames[:at]) for own, v in f.locals.items() if v is value), None
@@ -208,17 +223,6 @@ def _copied(node: ast.expr) -> ast.expr:
     return _parsed(ast.unparse(node))
 
 
-def _assignments(frame: Frame, name: str) -> list[Any]:
-    """The statements of a frame's function, before its present line, that assign a name."""
-    found: list[Any] = []
-    for node in ast.walk(ast.Module(frame.body(), [])):
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None and node.lineno <= frame.line:
-            names = {n.id for t in _targets(node) for n in getattr(t, "elts", [t]) if isinstance(n, ast.Name)}
-            if name in names:
-                found.append(node)
-    return sorted(found, key=lambda node: node.lineno)
-
-
 def _that_ran(assigned: list[Any], value: Any, frame: Frame) -> list[Any]:
     """Of several assignments those that led to this value: the last that makes such a value, under no condition that
     does not hold, with those before it where it takes the name again (``model = DDP(model)``)."""
@@ -233,12 +237,8 @@ def _that_ran(assigned: list[Any], value: Any, frame: Frame) -> list[Any]:
 
 def _takes_again(statement: Any) -> bool:
     """Whether the value of an assignment is made of the name that it assigns."""
-    names = {n.id for t in _targets(statement) for n in ast.walk(t) if isinstance(n, ast.Name)}
+    names = {n.id for t in targets(statement) for n in ast.walk(t) if isinstance(n, ast.Name)}
     return any(isinstance(n, ast.Name) and n.id in names for n in ast.walk(statement.value))
-
-
-def _targets(statement: Any) -> list[ast.expr]:
-    return statement.targets if isinstance(statement, ast.Assign) else [statement.target]
 
 
 def _makes_another(statement: Any, value: Any, frame: Frame) -> bool:

@@ -160,3 +160,41 @@ def is_guarded(module: Frame) -> bool:
         and node.lineno <= module.line <= (node.end_lineno or 0)
         for node in module.body()
     )
+
+
+def assignments(frame: Frame, name: str) -> list[Any]:
+    """The statements of a frame's function, before its present line, that assign a name."""
+    found: list[Any] = []
+    for node in ast.walk(ast.Module(frame.body(), [])):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None and node.lineno <= frame.line:
+            names = {n.id for t in targets(node) for n in getattr(t, "elts", [t]) if isinstance(n, ast.Name)}
+            if name in names:
+                found.append(node)
+    return sorted(found, key=lambda node: node.lineno)
+
+
+def targets(statement: Any) -> list[ast.expr]:
+    """What an assignment assigns."""
+    return statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+
+
+def is_changed(name: str, frame: Frame) -> bool:
+    """Whether a function changes what hangs on a name: ``cfg.lr = 1``, ``setattr(cfg, ...)``, ``cfg.update(...)``."""
+    for node in ast.walk(ast.Module(frame.body(), [])):
+        if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            if _root(node) == name:
+                return True
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            call = node.value
+            inner = [c for c in ast.walk(call) if isinstance(c, ast.Call) and _root(c.func) in ("setattr", "vars")]
+            by_function = any(_root(c.args[0]) == name for c in inner if c.args)
+            if by_function or (isinstance(call.func, ast.Attribute) and _root(call.func) == name):
+                return True
+    return False
+
+
+def _root(node: ast.expr) -> str:
+    """The name that a chain of attributes, items and calls begins with; empty for other expressions."""
+    while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""

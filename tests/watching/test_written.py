@@ -195,3 +195,51 @@ def test_a_path_is_relative_only_where_test_and_script_lie_in_one_project():
     assert path_code(script, root / "src" / "test_train.py") == 'Path(__file__).parent / "train.py"'
     assert path_code(root, root / "test_train.py") == "Path(__file__).parent"
     assert path_code(script, Path("/elsewhere/test_train.py")) == 'Path("/home/me/project/src/train.py")'
+
+
+CONFIGURED = """
+import types
+
+def load_config(path, scale=1):
+    train = types.SimpleNamespace(rate=0.1, momentum=0.9, warm_up=5, most_steps=200, comment="as it was before")
+    return types.SimpleNamespace(train=train, path=path)
+
+def optimizer_of(model, t):
+    return torch.optim.SGD(model.parameters(), lr=t.rate, momentum=t.momentum)
+
+def main(cfg):
+    t = cfg.train
+    model = mlp()
+    optimizer = optimizer_of(model, t)
+    data = loader()
+    for epoch in range(20):
+        train(model, optimizer, data)
+
+if __name__ == "__main__":
+    main(load_config(sys.argv[1] if len(sys.argv) > 1 else "tiny.toml"))
+"""
+
+
+def test_a_configuration_is_loaded_as_the_script_loaded_it(written):
+    _, text, loop = written(CONFIGURED)
+    assert "optimizer_of(model, train_script.load_config('tiny.toml').train)" in text
+    assert check_loop(loop, only=["step_order"]).ok
+
+
+CHANGED = {
+    "afterwards": ("    t = cfg.train\n", "    cfg.train.rate = 0.2\n    t = cfg.train\n"),
+    "by a method": ("    t = cfg.train\n", "    vars(cfg.train).update(rate=0.2)\n    t = cfg.train\n"),
+    "command line": (
+        "    return types.SimpleNamespace(train",
+        "    sys.argv.copy()\n    return types.SimpleNamespace(train",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
+def test_a_configuration_that_the_call_does_not_give_is_written_as_it_was(written, change):
+    assert change[0] in CONFIGURED
+    _, text, loop = written(CONFIGURED.replace(*change))
+    assert "load_config" not in text
+    assert "types.SimpleNamespace(" in text
+    assert check_loop(loop, only=["step_order"]).ok
