@@ -50,6 +50,7 @@ def text_of(trajectory: Trajectory) -> str:
         "made": asdict(trajectory.made),
         "optimizers": [_options_first(asdict(optimizer)) for optimizer in facts.optimizers],
         "schedulers": [asdict(scheduler) for scheduler in facts.schedulers],
+        "layers": _layers(facts.layers),
         "events": _events(facts.steps),
         "tensors": {name: _facts(tensor) for name, tensor in facts.tensors.items()},
         "environment": asdict(trajectory.environment),
@@ -93,6 +94,14 @@ def _facts(tensor: Tensor) -> dict[str, Any]:
     facts = asdict(tensor)
     del facts["start"]
     return {name: value for name, value in facts.items() if name in ("shape", "dtype") or value not in ("", (), False)}
+
+
+def _layers(layers: Mapping[str, str]) -> dict[str, list[str]]:
+    """The layers by what they were built with: most of a model have it in common."""
+    found: dict[str, list[str]] = {}
+    for path, text in layers.items():
+        found.setdefault(text, []).append(path)
+    return found
 
 
 def _course(course: Course) -> dict[str, Any]:
@@ -211,10 +220,11 @@ def _trajectory(data: Mapping[str, Any]) -> Trajectory:
         for o in data["optimizers"]
     )
     schedulers = tuple(Scheduler(**given) for given in data["schedulers"])
+    layers = {str(path): str(text) for text, paths in data.get("layers", {}).items() for path in paths}
 
     def course(given: Mapping[str, Any], precision: Any) -> Course:
         made = _read_course(given, facts, data["events"])
-        return replace(made, precision=precision, optimizers=optimizers, schedulers=schedulers)
+        return replace(made, precision=precision, optimizers=optimizers, schedulers=schedulers, layers=layers)
 
     double = data["float64"]
     return Trajectory(

@@ -107,6 +107,8 @@ def _course(record: Record, looking: Looking, *, double: bool) -> Course:
             for s in record.schedulers
             if s.calls or s.declared
         ),
+        idle=tuple(s.kind for s in record.schedulers if not s.calls),
+        layers=looking.layers,
         batches=tuple(tuple(leaves) for leaves in looking.batches[: steps[-1].batches]),
         steps=tuple(steps),
     )
@@ -165,6 +167,8 @@ def _with_facts_of(own: Course, double: Course) -> Course:
         },
         optimizers=own.optimizers,
         schedulers=own.schedulers,
+        idle=own.idle,
+        layers=own.layers,
         steps=tuple(dataclasses.replace(step, events=events.get(step.number)) for step in double.steps),
     )
 

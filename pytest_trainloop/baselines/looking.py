@@ -51,6 +51,7 @@ class Looking:
         self.batches: list[list[Leaf]] = []
         self.moments: list[Moment] = []
         self.tensors: dict[str, Tensor] = {}
+        self.layers: dict[str, str] = {}
         self.environment: Environment | None = None
         self._digests = Digests()
         self._paths = Paths()
@@ -71,6 +72,7 @@ class Looking:
             self._digests.resolve()
             self.environment = environment(tensor.device for tensor in watch.table.tensors)
             self._name_ties(watch)
+            self._note_layers(watch)
 
     def drawn(self, _number: int, item: Any) -> None:
         """Note a batch that the loop is given."""
@@ -190,6 +192,12 @@ class Looking:
                 if known in self.tensors and name != known and name not in self.tensors[known].also:
                     tensor = self.tensors[known]
                     self.tensors[known] = dataclasses.replace(tensor, also=(*tensor.also, name))
+
+    def _note_layers(self, watch: Watch) -> None:
+        """Note the numbers and switches that layers of torch's own were built with."""
+        for _, module in watch.table.named_modules():
+            if type(module).__module__.startswith("torch.nn.modules.") and (text := module.extra_repr()):
+                self.layers[self._paths.of_call(module, watch.table)] = text
 
 
 def _into(held: Any, key: Any, field_name: str = "") -> Any:

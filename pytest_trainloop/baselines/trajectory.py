@@ -191,6 +191,10 @@ class Course:
     float64 in their place."""
     repeatable: bool = True
     """Whether a second run under the same seed came to the same bits when it was recorded."""
+    idle: tuple[str, ...] = ()
+    """Classes of schedulers that are built and never stepped; in a fresh trajectory only."""
+    layers: Mapping[str, str] = field(default_factory=dict)
+    """By path of a module of torch's own what its ``extra_repr`` says: "p=0.1, inplace=False"."""
 
     @property
     def parameters(self) -> dict[str, Tensor]:

@@ -68,7 +68,7 @@ def facts(old: Course, new: Course, names: Names) -> list[Fact]:
     """The facts, those first that others may follow from."""
     found = [*_parameters(old, new, names), *_trained(old, new, names), *_held(old, new, names), *_consumed(old, new)]
     kinds = list(_optimizers(old, new, names))
-    return [*found, *kinds, *([] if kinds else _options(old, new, names)), *_schedulers(old, new)]
+    return [*found, *kinds, *([] if kinds else _options(old, new, names))]
 
 
 def _parameters(old: Course, new: Course, names: Names) -> Iterator[Fact]:
@@ -111,6 +111,22 @@ def _parameters(old: Course, new: Course, names: Names) -> Iterator[Fact]:
                 kinds=every,
                 alone=True,
             )
+    joined = {name: parts for name in came if (parts := _as_many(name, new, gone, old))}
+    if joined:
+        came = [name for name in came if name not in joined]
+        gone = [name for name in gone if not any(name in parts for parts in joined.values())]
+        name, parts = next(iter(joined.items()))
+        more = "" if len(joined) == 1 else f"; {count(len(joined) - 1, 'more tensor')} likewise"
+        yield Fact(
+            cause="parameters_differ",
+            culprits=(*joined, *(part for own in joined.values() for part in own)),
+            summary=f"{name} {list(new.tensors[name].shape)} has as many entries as {' + '.join(parts)}, and other "
+            f"random numbers{more}",
+            measured=f"{math.prod(new.tensors[name].shape)} entries, in {len(parts)} tensors of the baseline",
+            kinds=every,
+            alone=True,
+            repair=f"copy the old weights in to compare the steps: {name} = torch.cat([{', '.join(parts)}])",
+        )
     if gone or came:
         parts = [f"{some(gone)} {be(gone)} gone"] if gone else []
         parts += [f"{some(came)} {be(came)} new"] if came else []
@@ -129,6 +145,19 @@ def _used(course: Course, name: str) -> bool:
     """Whether a parameter trains: a copy that averages others, or a frozen one, may come and go."""
     held = any(name in optimizer.options_of() for optimizer in course.optimizers)
     return held or any(name in step.gradients for step in course.steps)
+
+
+def _as_many(name: str, new: Course, gone: list[str], old: Course) -> list[str]:
+    """Neighbours among the tensors that are gone, of one shape, that together have the shape of a new one."""
+    shape = new.tensors[name].shape
+    for place, first in enumerate(gone):
+        part = old.tensors[first].shape
+        if len(part) != len(shape) or part[1:] != shape[1:] or not part or shape[0] % part[0] or shape == part:
+            continue
+        parts = gone[place : place + shape[0] // part[0]]
+        if len(parts) == shape[0] // part[0] and all(old.tensors[other].shape == part for other in parts):
+            return parts
+    return []
 
 
 def _tied(name: str, tensor: Tensor, other: Course) -> str:
@@ -333,11 +362,11 @@ def _other_options(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[t
         if option in IMPLEMENTATION or option == "lr":
             continue
         was, is_ = old.get(option), new.get(option)
-        if was is not None and is_ is not None and not _equal(was, is_):
+        if was is not None and is_ is not None and not equal(was, is_):
             yield option, was, is_
 
 
-def _equal(a: str, b: str) -> bool:
+def equal(a: str, b: str) -> bool:
     if a == b:
         return True
     numbers = [text.strip("()[] ").split(",") for text in (a, b)]
@@ -346,42 +375,3 @@ def _equal(a: str, b: str) -> bool:
     except ValueError:
         return False
     return len(one) == len(other) and all(math.isclose(x, y, rel_tol=1e-12) for x, y in zip(one, other, strict=True))
-
-
-def _schedulers(old: Course, new: Course) -> Iterator[Fact]:
-    if len(old.schedulers) > len(new.schedulers) and not new.schedulers:
-        kinds = [scheduler.kind for scheduler in old.schedulers]
-        flat = len({rate for step in old.steps for rate in step.rates}) <= len(old.optimizers)
-        yield Fact(
-            cause="scheduler_differs",
-            culprits=(f"{kinds[0]}()",),
-            summary=f"{some(kinds)} {be(kinds)} gone: no scheduler is built",
-            measured=f"{count(len(old.schedulers), 'scheduler')} in the baseline, none now",
-            kinds=frozenset({"rate"}),
-            alone=flat,  # rates that moved, and still do so, are set by other means
-        )
-        return
-    for a, b in zip(old.schedulers, new.schedulers, strict=False):
-        if a.kind != b.kind:
-            summary = f"the scheduler is {b.kind}; in the baseline it is {a.kind}"
-            measured = f"{b.kind}({_settings(b.settings)})"
-        elif changed := [
-            name for name in a.settings if name in b.settings and not _equal(a.settings[name], b.settings[name])
-        ]:
-            name = changed[0]
-            summary = f"{name} of {b.kind} is {b.settings[name]}; in the baseline it is {a.settings[name]}"
-            measured = f"{count(len(changed), 'setting')} of {b.kind} changed: {some(changed, most=4)}"
-        else:
-            continue
-        yield Fact(
-            cause="scheduler_differs",
-            culprits=(f"{b.kind}()",),
-            summary=summary,
-            measured=measured,
-            kinds=frozenset({"rate"}),
-            alone=a.kind == b.kind and not any("lambda" in name for name in changed),
-        )
-
-
-def _settings(settings: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}={text}" for name, text in list(settings.items())[:3])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pytest_trainloop.checks.guard.baseline.layers import said
 from pytest_trainloop.finding import Finding
 from pytest_trainloop.wording import be, count, some, verb
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from pytest_trainloop.baselines.trajectory import Step
     from pytest_trainloop.checks.guard.baseline.facts import Fact
     from pytest_trainloop.checks.guard.baseline.first import First
+    from pytest_trainloop.checks.guard.baseline.locating import Apart
     from pytest_trainloop.checks.guard.baseline.start import Begun
 
 COMMAND = "pytest --trainloop --trainloop-only=baseline --trainloop-update TEST"
@@ -93,9 +96,10 @@ def _data(first: First, _precision: str) -> Finding:
         if first.step.number == 1
         else f"; the batches of the {count(first.step.number - 1, 'step')} before are the same"
     )
+    order = f"; {data.rows}" if data is not None and data.rows else ""
     return Finding(
         cause="data_differs",
-        summary=f"{first.names[0]} has {text} at step {first.step.number}",
+        summary=f"{first.names[0]} has {text} at step {first.step.number}{order}",
         measured=f"relative difference {first.apart:.2g}" if first.apart else text,
         shown_by=f"the batch differs before the model has seen it{before}",
         culprits=first.names[:1],
@@ -112,7 +116,20 @@ def _output(first: First, precision: str) -> Finding:
         other += f" (in {_mode(call.new.training)} mode; in the baseline in {_mode(call.old.training)} mode)"
     agree = f"{some(call.agree, most=4)} {verb(call.agree, 'give')} what {'they' if len(call.agree) > 1 else 'it'} gave"
     before = f"; before it {agree}" if call.agree else "; it is the first module that is called"
-    if call.given_too:
+    options = said(first.options, path)
+    if call.times[0] != call.times[1]:
+        return _called_again(first, call, precision)
+    where = ""
+    headline = f"{path} {'is given something else' if call.given_too else 'gives another output'}"
+    headline = f"{options}: {headline}" if options else headline
+    if call.new.training != call.old.training:
+        where = _line(first.step, ("train()",) if call.new.training else ("eval()",), ends=True)
+    elif call.given_too and call.inside is None:
+        where = _line(first.step, ("forward of",))
+    if call.given_too and call.inside is None:
+        shown = f"what the loop gives to the model differs{before}".replace("; it is", f"; {path} is")
+        headline = f"the model is called with something else: {path} is given other values"
+    elif call.given_too:
         between = "between" if call.agree else "between the batch and it"
         shown = f"{path} is already given something else{before}: the change lies {between}"
     else:
@@ -122,13 +139,44 @@ def _output(first: First, precision: str) -> Finding:
             shown += "changed, or something writes to its weights between two steps"
     return Finding(
         cause="output_differs",
-        summary=f"{path} {'is given something else' if call.given_too else 'gives another output'} at step "
-        f"{first.step.number}{other}",
+        summary=f"{headline} at step {first.step.number}{other}",
         measured=f"|output| {call.new.gave.norm:.4g}, {call.old.gave.norm:.4g} in the baseline; "
         f"{numbers(first, precision)}",
         shown_by=shown,
         culprits=(path,),
+        where=where,
     )
+
+
+def _called_again(first: First, call: Apart, precision: str) -> Finding:
+    """A module that is called another number of times in a step, so that it sees other rows in each call."""
+    then, now = (_models(step) for step in (first.before, first.step))
+    what, (then, now) = ("the model", (then, now)) if then != now else (call.path, call.times)
+    why = "what it makes of all rows together, or draws at random, is another one"
+    if call.new.training and "Dropout" in call.new.kind:
+        why = f"{call.path} draws other random numbers"
+    elif call.new.training and "BatchNorm" in call.new.kind:
+        why = f"{call.path} takes the statistics of other rows"
+    return Finding(
+        cause="output_differs",
+        summary=f"{what} is called {_times(now)} at step {first.step.number}; in the baseline {_times(then)}: {why}",
+        measured=f"{count(call.times[1], 'call')} of {call.path}, {call.times[0]} in the baseline; "
+        f"{numbers(first, precision)}",
+        shown_by=f"{call.path} is the first module whose outputs, of all calls of the step together, are others",
+        culprits=(call.path,),
+        where=_line(first.step, ("forward of",)) or first.step.where,
+        repair=f"call the model as often as the baseline does, or compare with dropout off; or {ACCEPT}",
+    )
+
+
+def _models(step: Step) -> int:
+    """The calls of models from outside any module."""
+    whats = [event.what for event in step.events or () if event.what.startswith("forward of")]
+    return sum(int(re.sub(r".* x (?=\d+$)", "", what)) if re.search(r" x \d+$", what) else 1 for what in whats)
+
+
+def _times(number: int) -> str:
+    return {1: "once", 2: "twice"}.get(number, f"{number} times")
 
 
 def _mode(training: bool) -> str:
@@ -239,12 +287,18 @@ def _update(first: First, precision: str) -> Finding:
 
 
 def _buffer(first: First, precision: str) -> Finding:
+    options = said(first.options, first.names[0].rpartition(".")[0])
+    then, now = (_models(step) for step in (first.before, first.step))
+    again = f"the model is called {_times(now)} a step, in the baseline {_times(then)}" if then != now else ""
+    why = options or again
     return Finding(
         cause="buffer_differs",
-        summary=f"{some(first.names)} {be(first.names)} another one after step {first.step.number}",
+        summary=(f"{why}: " if why else "")
+        + f"{some(first.names)} {be(first.names)} another one after step {first.step.number}",
         measured=f"|{first.names[0]}| {first.new:.4g}, {first.old:.4g} in the baseline; {numbers(first, precision)}",
         shown_by=f"gradients and updates of step {first.step.number} are those of the baseline",
         culprits=first.names,
+        where=_line(first.step, ("forward of",)) if again and not options else "",
     )
 
 
@@ -318,9 +372,13 @@ def _ratio(ratio: float | None) -> str:
     return "" if ratio is None else f", factor {ratio:.6g}"
 
 
-def _line(step: Step, starts: tuple[str, ...]) -> str:
-    """The line of the last event of a step that begins so."""
-    own = [event.where for event in step.events or () if event.what.startswith(starts) and event.where]
+def _line(step: Step, parts: tuple[str, ...], *, ends: bool = False) -> str:
+    """The line of the last event of a step that begins so, or ends so."""
+    own = [
+        event.where
+        for event in step.events or ()
+        if (event.what.endswith(parts) if ends else event.what.startswith(parts)) and event.where
+    ]
     return own[-1] if own else ""
 
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Literal
 
 from pytest_trainloop.baselines.trajectory import Digest
 from pytest_trainloop.checks.guard.baseline.bounds import distance, number_distance, sum_of, without_order
-from pytest_trainloop.checks.guard.baseline.locating import Data, first_call, first_data, no_longer_called
-from pytest_trainloop.checks.guard.baseline.names import same_optimizers
+from pytest_trainloop.checks.guard.baseline.layers import other_options
+from pytest_trainloop.checks.guard.baseline.locating import Data, first_call, first_data, no_longer_called, rows_of
+from pytest_trainloop.checks.guard.baseline.names import owner, same_optimizers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -51,6 +52,8 @@ class First:
     gone: tuple[str, ...] = ()
     """Modules that the baseline calls, and that are there but no longer called; of a difference in the loss."""
     call: Apart | None = None
+    options: tuple[tuple[str, str, str], ...] = ()
+    """What the first of the modules that differ was built with now and was in the baseline: name, old, new."""
     data: Data | None = None
     ratio: float | None = None
     """The factor between new and old, where it is one for all names."""
@@ -125,14 +128,24 @@ class Comparison:
         before, step = found.before, found.step
         if found.kind == "rate":
             return found
+        if found.kind == "buffer":
+            found = replace(found, options=other_options(self.old, self.new, self.names, owner(found.names[0])))
         earlier = [pair for pair in self.pairs if pair[1].number < step.number]
         base = replace(found, ratio=None)
         if (data := first_data(self.old.since(before), self.new.since(step))) is not None:
+            data = replace(data, rows=rows_of(self.old, self.new, data.path))
             return replace(base, kind="data", names=(data.path,), data=data, apart=data.apart)
         if (call := first_call(before, step, earlier, self.names, self.bounds)) is not None:
             bound = self.bounds.at(("gave", call.path), step.number)
             return replace(
-                base, kind="output", names=(call.path,), call=call, apart=call.apart, agree=call.agree, bound=bound
+                base,
+                kind="output",
+                names=(call.path,),
+                call=call,
+                apart=call.apart,
+                agree=call.agree,
+                bound=bound,
+                options=other_options(self.old, self.new, self.names, call.path, call.old.path),
             )
         loss = self._loss(before, step)
         return found if loss is None else replace(loss, gone=no_longer_called(self.pairs, self.names, self.new))

@@ -12,6 +12,7 @@ from pytest_trainloop.checks.guard.baseline.calls import calls
 from pytest_trainloop.checks.guard.baseline.facts import Fact, facts
 from pytest_trainloop.checks.guard.baseline.first import Comparison
 from pytest_trainloop.checks.guard.baseline.names import names_of, renames
+from pytest_trainloop.checks.guard.baseline.schedulers import schedulers
 from pytest_trainloop.checks.guard.baseline.start import begun
 from pytest_trainloop.errors import CannotDecide
 
@@ -124,7 +125,11 @@ class _Judged:
             yield findings.renamed(texts, [name for match in self.names.moved for name in match.new])
 
     def _said(self) -> Iterator[Finding]:
-        own = [*facts(self.old, self.new, self.names), *calls(self.old, self.new)]
+        own = [
+            *facts(self.old, self.new, self.names),
+            *schedulers(self.old, self.new, self.names),
+            *calls(self.old, self.new),
+        ]
         start = begun(self.old, self.new, self.names)
         if start is not None:
             others = [fact for fact in own if fact.alone]

@@ -6,13 +6,14 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_trainloop.checks.guard.baseline.bounds import distance, sum_of
+from pytest_trainloop.baselines.trajectory import Digest
+from pytest_trainloop.checks.guard.baseline.bounds import distance, sum_of, without_order
 from pytest_trainloop.checks.guard.baseline.names import plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_trainloop.baselines.trajectory import Call, Course, Digest, Leaf, Step
+    from pytest_trainloop.baselines.trajectory import Call, Course, Leaf, Step
     from pytest_trainloop.checks.guard.baseline.bounds import Bounds
     from pytest_trainloop.checks.guard.baseline.names import Names
 
@@ -28,6 +29,8 @@ class Data:
     text: str
     """What differs, in words."""
     apart: float = 0.0
+    rows: str = ""
+    """How the rows of all batches compare, in words; empty where they are others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,11 @@ class Apart:
     new: Call
     agree: tuple[str, ...]
     """The modules that were called before it and gave what they gave."""
+    times: tuple[int, int] = (1, 1)
+    """How many times a step it was called in the baseline, and is now."""
+    inside: str | None = None
+    """The innermost module that calls it and was given what it was given; None where none was: then the loop gives
+    something else to the model."""
 
 
 def first_data(old: Sequence[Sequence[Leaf]], new: Sequence[Sequence[Leaf]]) -> Data | None:
@@ -53,6 +61,17 @@ def first_data(old: Sequence[Sequence[Leaf]], new: Sequence[Sequence[Leaf]]) -> 
     if len(old) == len(new):
         return next(filter(None, (_batch(a, b) for a, b in zip(old, new, strict=True))), None)
     return _batch(_joined(old), _joined(new), joined=True)
+
+
+def rows_of(old: Course, new: Course, path: str) -> str:
+    """Of batches that differ, whether they are made of the same rows in another order: then the sums over some first
+    batches, an epoch, are the same; empty where no number of batches within the recorded steps has that."""
+    one, other = ([leaf.values for batch in c.batches for leaf in batch if leaf.path == path] for c in (old, new))
+    for number in range(2, min(len(one), len(other)) + 1):
+        a, b = sum_of(one[:number]), sum_of(other[:number])
+        if a.total is not None and distance(without_order(a), without_order(b)) <= DATA:
+            return f"the first {number} batches have the same values in another order: the order of the rows differs"
+    return ""
 
 
 def _batch(old: Sequence[Leaf], new: Sequence[Leaf], *, joined: bool = False) -> Data | None:
@@ -107,19 +126,56 @@ def first_call(
         return None
     unlike = {path for a, b in earlier for path in _unlike(a, b, names, bounds)}
     agree: dict[str, None] = {}
-    for old, new in _pairs(before.calls, step.calls, names):
+    pairs = _pairs(before.calls, step.calls, names)
+    for place, (old, new) in enumerate(pairs):
         if new.path in unlike:
             continue
-        apart = distance(old.gave, new.gave)
+        times = _times(old, before, names), _times(new, step)
+        apart = _apart(old.gave, new.gave, times)
         if not bounds.exceeded(apart, ("gave", new.path), step.number):
             agree.setdefault(new.path)
             continue
         if old.kind != new.kind and any(_is_same(old, other, bounds, step.number) for other in step.calls):
             continue  # modules without weights changed places: another one gives this now
-        given = distance(old.given, new.given)
-        given_too = bounds.exceeded(given, ("given", new.path), step.number)
-        return Apart(new.path, new.kind, apart, given_too, old, new, tuple(agree))
+        given_too = bounds.exceeded(_apart(old.given, new.given, times), ("given", new.path), step.number)
+        return Apart(
+            new.path,
+            new.kind,
+            apart,
+            given_too,
+            old,
+            new,
+            tuple(agree),
+            times,
+            _inside(new.path, pairs[place + 1 :], step, bounds),
+        )
     return None
+
+
+def _inside(path: str, later: Sequence[tuple[Call, Call]], step: Step, bounds: Bounds) -> str | None:
+    """Of the modules around one, those that come back after it, the innermost that was given what it was given."""
+    for old, new in later:
+        around = path.startswith(f"{new.path}.") or (new.path == new.kind and "." not in new.path)
+        if around and not bounds.exceeded(distance(old.given, new.given), ("given", new.path), step.number):
+            return new.path
+    return None
+
+
+def _times(call: Call, step: Step, names: Names | None = None) -> int:
+    path = plain(call.path) if names is None else _now(call.path, names)
+    others = (plain(c.path) if names is None else _now(c.path, names) for c in step.calls or ())
+    return sum(other == path for other in others)
+
+
+def _apart(old: Digest, new: Digest, times: tuple[int, int]) -> float:
+    """How far what a module gave in a step is from what it gave; called more often it may give the rows in parts, or
+    the same each time."""
+    apart = distance(old, new)
+    if times[0] == times[1] or not all(times):
+        return apart
+    factor = times[1] / times[0]
+    repeated = Digest(old.squares * factor, None if old.total is None else old.total * factor)
+    return min(apart, distance(repeated, without_order(new)))
 
 
 def no_longer_called(pairs: Sequence[tuple[Step, Step]], names: Names, new: Course) -> tuple[str, ...]:
@@ -144,7 +200,9 @@ def _unlike(before: Step, step: Step, names: Names, bounds: Bounds) -> set[str]:
     return {
         new.path
         for old, new in _pairs(before.calls or (), step.calls or (), names)
-        if bounds.exceeded(distance(old.gave, new.gave), ("gave", new.path), step.number)
+        if bounds.exceeded(
+            _apart(old.gave, new.gave, (_times(old, before, names), _times(new, step))), ("gave", new.path), step.number
+        )
     }
 
 

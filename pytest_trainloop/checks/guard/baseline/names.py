@@ -284,7 +284,7 @@ def renames(names: Names) -> Iterator[str]:
     said: dict[str, None] = {}
     for match in names.moved:
         if match.how in ("renamed", "wrapped"):
-            said.setdefault(_pairs(match.old[0], match.new[0]))
+            said.setdefault(_pairs(match.old[0], match.new[0], names))
         elif match.how == "laid_out":
             said.setdefault(f"{match.old[0]} is laid out otherwise as {match.new[0]}")
         elif match.how == "joined":
@@ -294,10 +294,21 @@ def renames(names: Names) -> Iterator[str]:
     yield from said
 
 
-def _pairs(old: str, new: str) -> str:
-    """Two names without the ending that they have in common: the module that moved."""
+def _pairs(old: str, new: str, names: Names) -> str:
+    """Two names without as much of the ending that they have in common as all tensors of the module went with it."""
     a, b = old.split("."), new.split(".")
-    while len(a) > 1 and len(b) > 1 and a[-1] == b[-1]:
+    while len(a) > 1 and len(b) > 1 and a[-1] == b[-1] and _went(".".join(a[:-1]), ".".join(b[:-1]), names):
         a.pop()
         b.pop()
     return f"{'.'.join(a)} is now {'.'.join(b)}"
+
+
+def _went(module: str, to: str, names: Names) -> bool:
+    """Whether all tensors of a module are in another one now, under their own names."""
+    return all(
+        new == f"{to}{old.removeprefix(module)}"
+        for match in names.matches
+        if match.how in ("same", "renamed", "wrapped")
+        for old, new in zip(match.old, match.new, strict=True)
+        if old.startswith(f"{module}.")
+    )

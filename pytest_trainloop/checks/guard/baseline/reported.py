@@ -29,6 +29,8 @@ class Reported:
         """The step in which the two courses differ first; 0 where they do not."""
         self.kind = ""
         """What differs there: "data", "output", "loss", "gradient", "rate", "update", "buffer"."""
+        self.inside = ""
+        """The innermost module around the first output that differs that was given what it was given."""
         self.old = self.new = Line({}, {})
         self.apart: dict[str, dict[int, float]] = {}
         """By parameter and step how far the gradients differ, relative to their own size; 0 up to rounding and before
@@ -39,6 +41,7 @@ class Reported:
         if self.step:
             return
         self.step, self.kind = first.step.number, first.kind
+        self.inside = (first.call.inside or "") if first.call is not None else ""
         self.old, self.new = _line(comparison.old), _line(comparison.new)
         least = ROUNDING * comparison.bounds.eps
         self.apart = {

@@ -518,3 +518,59 @@ changed(
     level="note",
     mentions=("the largest norm",),
 )
+
+
+def idle_schedule(model, optimizer, batches, criterion, scheduler):
+    train(model, optimizer, batches, criterion)
+
+
+changed(
+    "scheduler_built_and_not_stepped",
+    "calls_differ",
+    table(fit=idle_schedule, scheduler=lambda own: torch.optim.lr_scheduler.StepLR(own, 5)),
+    table(scheduler=lambda own: torch.optim.lr_scheduler.StepLR(own, 5)),
+    "StepLR.step()",
+    mentions=("StepLR.step()", "no longer called"),
+)
+changed(
+    "larger_dropout",
+    "output_differs",
+    decoder(of_blocks(Block, dropout=0.2)),
+    decoder(of_blocks(Block, dropout=0.1)),
+    "block.dropout",
+    mentions=("p of block.dropout is 0.2; in the baseline 0.1",),
+)
+
+
+def twice(model, optimizer, batches):
+    for x, y in batches:
+        optimizer.zero_grad()
+        ((token_loss(model(x), y) + token_loss(model(x), y)) / 2).backward()
+        optimizer.step()
+
+
+changed(
+    "two_forwards_with_dropout",
+    "output_differs",
+    decoder(of_blocks(Block, dropout=0.2), fit=twice),
+    decoder(of_blocks(Block, dropout=0.2)),
+    "block.dropout",
+    mentions=("called twice", "other random numbers"),
+)
+
+
+def shifted(model, optimizer, batches):
+    for x, y in batches:
+        optimizer.zero_grad()
+        token_loss(model(x.roll(1, 1)), y).backward()
+        optimizer.step()
+
+
+changed(
+    "inputs_shifted_in_the_loop",
+    "output_differs",
+    decoder(fit=shifted),
+    decoder(),
+    "embed",
+    mentions=("the model is called with something else",),
+)

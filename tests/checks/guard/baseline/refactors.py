@@ -519,3 +519,19 @@ def stepped_in_turn(model, optimizers, batches):
 
 refactor("optimizers_take_turns_otherwise", two_optimizers((0, 1)), two_optimizers((1, 0)))
 refactor("an_optimizer_for_each_layer", one_optimizer_or_two(two=False), one_optimizer_or_two(two=True))
+
+
+def stepped(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 5)
+
+
+refactor(
+    "one_group_split_in_two",
+    table(scheduler=stepped),
+    table(
+        optimizer=lambda model: adamw(
+            [{"params": list(model.parameters())[:1]}, {"params": list(model.parameters())[1:]}]
+        ),
+        scheduler=stepped,
+    ),
+)

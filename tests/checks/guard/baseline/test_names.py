@@ -58,6 +58,12 @@ def test_values_under_another_name_are_the_tensor():
     assert says == ["a is now b.c"]
 
 
+def test_a_module_that_keeps_some_of_its_tensors_did_not_move():
+    up, norm = drawn(3, 4), drawn(4, seed=1)
+    _, says = told(course(a__up__weight=up, a__norm__weight=norm), course(a__mlp__up__weight=up, a__norm__weight=norm))
+    assert says == ["a.up is now a.mlp.up"]
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_parts_add_up_to_the_whole(axis):
     parts = [drawn(4, 4, seed=seed) for seed in range(3)]
