@@ -34,15 +34,16 @@ class Line:
     style: Style = "plain"
 
 
-def section(entries: Sequence[Entry]) -> list[Line]:
+def section(entries: Sequence[Entry], *, name_all: bool = False) -> list[Line]:
     """The lines for all loops: those with a failure first, what is left open once for all loops, the totals last.
 
     A loop's entries are expected in causal order. A check whose question a loop does not pose is counted only.
+    ``name_all``: whether undecided checks are named, however many they are.
     """
     loops = [(loop, [entry.result for entry in own]) for loop, own in by_loop(entries)]
     loops.sort(key=lambda each: not any(_is_bad(r) for r in each[1]))
     lines = [line for loop, results in loops for line in _loop(loop, results)]
-    lines.extend(_open_questions(entries))
+    lines.extend(_open_questions(entries, name_all))
     if len(loops) > 1:
         results = [entry.result for entry in entries]
         lines.append(Line(f"{len(loops)} in all: {counts(results)}", _style(results)))
@@ -145,9 +146,9 @@ def undecided(entries: Sequence[Entry]) -> Iterator[Undecided]:
         yield Undecided(label, checks, reason, where, len(loops))
 
 
-def _open_questions(entries: Sequence[Entry]) -> Iterator[Line]:
+def _open_questions(entries: Sequence[Entry], name_all: bool) -> Iterator[Line]:
     for each in undecided(entries):
-        checks = ", ".join(each.named) or f"{len(each.checks)} checks"
+        checks = ", ".join(each.checks if name_all else each.named) or f"{len(each.checks)} checks"
         where = each.loops[0] if len(each.loops) == 1 else f"{len(each.loops)} of {each.all_loops}"
         yield Line(f"  {each.label}  {checks}: {each.reason}{f' ({where})' if each.all_loops > 1 else ''}")
 

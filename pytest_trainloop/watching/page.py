@@ -61,7 +61,7 @@ class Page:
             self._say("")
             self._say(failure_texts(bad, {r.check: registered()[r.check].proofs for r in bad}))
             self._say("")
-        for line in section(report.entries):
+        for line in section(report.entries, name_all=self._verbose):
             if self._verbose or BROKEN in line.text or not line.text.startswith(_OPEN):
                 self._say(line.text, line.style)
 
