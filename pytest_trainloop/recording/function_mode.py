@@ -61,6 +61,12 @@ class FunctionMode(TorchFunctionMode):
     def put_on(self) -> None:
         """Put the mode on by hand, in place of a ``with`` block; nothing where it is on."""
         if not self._on:
+            self.__enter__()  # type: ignore[no-untyped-call]
+            self._on = True
+
+    def put_on_within_fit(self) -> None:
+        """The same while the user's code runs, which may be inside of a ``with`` block with a mode of its own."""
+        if not self._on:
             put_below(self)
             self._on = True
 

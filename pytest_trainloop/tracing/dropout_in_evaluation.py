@@ -220,7 +220,7 @@ class DropoutInEvaluation(WatchingMode):
 
     def _put_on_or_off(self) -> None:
         if self._evaluating:
-            self.put_on()
+            self.put_on_within_fit()
         else:
             self.take_off()
 
