@@ -83,14 +83,15 @@ def test_outputs_and_targets_have_the_shapes_of_the_contract(contract, output, t
 
 
 def test_the_strategies_serve_a_projects_own_tests():
-    from hypothesis import given, settings
+    from hypothesis import HealthCheck, given, settings
 
     from pytest_trainloop import strategies
 
     contract = LossContract(criterion=F.cross_entropy, expects="logits", num_classes=3, ignore_index=-100)
     kinds = set()
 
-    @settings(max_examples=60, derandomize=True, database=None)
+    # What else the machine does is not what is tested.
+    @settings(max_examples=60, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
     @given(strategies.calls(contract), strategies.outputs(contract), strategies.targets(contract, only=["one_class"]))
     def own(call, output, target):
         logits, labels = call
