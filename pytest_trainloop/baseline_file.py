@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pytest_trainloop.errors import UsageError
+from pytest_trainloop.report import files
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 Mode = Literal["check", "update", "new"]
 """Compare with the file; write it in any case; write it where there is none, else compare."""
@@ -71,22 +72,5 @@ def write(path: Path, text: str) -> Done:
     with contextlib.suppress(OSError, UnicodeError):
         if there and path.read_text(encoding="utf-8") == text:
             return "unchanged"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name[:40]}.", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        temporary.write_text(text, encoding="utf-8", newline="\n")
-        temporary.chmod(path.stat().st_mode & 0o777 if there else 0o666 & ~_umask())
-        temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    files.write(path, text)
     return "updated" if there else "recorded"
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -21,6 +21,7 @@ from tests.loops.corpus import ODD, PAIRS
 ROOT = Path(pytest_trainloop.__file__).parent
 
 READERS = {
+    "api": "how long an observed block took, for the report",
     "battery": "what a check cost, for the report",
     "plugin.progress": "when a line of progress is due",
     "runs.guard": "a timer ends the time of fit, and the check is skipped",

@@ -18,15 +18,6 @@ def test_a_file_is_recorded_updated_and_left_alone(tmp_path):
     assert [path.name for path in file.parent.iterdir()] == ["a.kept"]
 
 
-def test_what_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path):
-    file = tmp_path / "a.kept"
-    file.write_text("old", encoding="utf-8")
-    with pytest.raises(UnicodeError):
-        write(file, "\ud800")
-    assert file.read_text(encoding="utf-8") == "old"
-    assert list(tmp_path.iterdir()) == [file]
-
-
 def test_the_rights_of_a_file_stay(tmp_path):
     file = tmp_path / "a.kept"
     file.write_text("old", encoding="utf-8")

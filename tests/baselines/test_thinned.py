@@ -107,6 +107,7 @@ def test_what_can_be_read_in_a_diff_comes_first():
         "made",
         "optimizers",
         "schedulers",
+        "layers",
         "events",
         "tensors",
         "environment",

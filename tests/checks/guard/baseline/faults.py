@@ -385,7 +385,7 @@ changed(
     decoder(fit=clipped_late),
     decoder(fit=clipped),
     "clip_grad_norm_()",
-    mentions=("before backward()",),
+    mentions=("after step() and before zero_grad()",),
 )
 
 
@@ -468,7 +468,6 @@ changed(
     table(fit=through_bfloat16),
     table(),
     mentions=("casts to bfloat16",),
-    quick=True,
 )
 
 
