@@ -30,6 +30,7 @@ FLOORS = (
     ("losses", "formulas"),
     ("baselines", "strategies", "optimizers", "records"),
     ("gradients", "tracing", "batches", "adapters", "timing"),
+    ("ranks",),
     ("runs",),
     ("reach",),
     ("recording",),

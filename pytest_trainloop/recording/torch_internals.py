@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import inspect
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ __all__ = [
     "DispatchMode",
     "aliased_arguments",
     "apply_of",
+    "argument_names",
     "checkpoint_generators",
     "clip_cells",
     "default_device",
@@ -45,11 +47,13 @@ __all__ = [
     "has_step_pre_hooks",
     "has_values",
     "hooks_of",
+    "in_backward",
     "is_functorch",
     "is_initialised",
     "is_patched_by_scheduler",
     "is_traced",
     "is_transformed",
+    "load_for_wrappers",
     "loader_calls",
     "loader_workers",
     "modes_kept",
@@ -61,6 +65,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "without_ours",
+    "wrapped_cell",
     "writes_in_place",
 ]
 
@@ -82,6 +87,28 @@ def clip_cells() -> dict[str, types.CellType]:
         if code is not None and "func" in code.co_freevars:
             cells[name] = closure[code.co_freevars.index("func")]
     return cells
+
+
+def wrapped_cell(function: Callable[..., Any]) -> types.CellType:
+    """The cell in which a decorated function of ``torch.distributed`` keeps what it calls: what is put there is called
+    by whoever imported the function, and whenever."""
+    cells: tuple[types.CellType, ...] = getattr(function, "__closure__", None) or ()
+    return cells[function.__code__.co_freevars.index("func")]
+
+
+def argument_names(func: Any) -> tuple[str, ...]:
+    """The names of the arguments of an operator, in their order. Hides ``OpOverload._schema``."""
+    return tuple(argument.name for argument in func._schema.arguments)
+
+
+def load_for_wrappers() -> None:
+    """Import what DistributedDataParallel imports as it is built, ``torch._dynamo``: forks have it then."""
+    importlib.import_module("torch._dynamo")
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine is at work in this thread. Hides ``torch._C._current_graph_task_id``."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def is_functorch(tensor: torch.Tensor) -> bool:

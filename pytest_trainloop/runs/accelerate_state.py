@@ -33,3 +33,11 @@ def _gradient_state() -> dict[str, Any]:
     """The dictionary that every ``GradientState`` shares; empty where Accelerate was not used so far."""
     state = sys.modules.get("accelerate.state")
     return state.GradientState._shared_state if state else {}
+
+
+def forget_process() -> None:
+    """Have Accelerate look anew at what kind of process this is: a fork has other ranks than the one that it was."""
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()

@@ -1,0 +1,142 @@
+"""Several processes of torch.distributed: what they give back, and how each of them may end."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pytest_trainloop.errors import CannotDecide, TimeRanOut
+from pytest_trainloop.ranks.launch import launch
+
+
+def run(work, ranks=2, timeout=60):
+    return launch(work, ranks, timeout=timeout)
+
+
+def test_closures_run_and_their_values_come_back():
+    start = torch.arange(3.0)
+
+    def work(rank):
+        total = start + rank
+        dist.all_reduce(total)
+        return total, os.environ["RANK"], os.environ["WORLD_SIZE"]
+
+    ranks = run(work)
+    assert [(r.value[0].tolist(), *r.value[1:]) for r in ranks] == [([1, 3, 5], "0", "2"), ([1, 3, 5], "1", "2")]
+    assert ranks.hang is ranks.raised is None
+    assert not dist.is_initialized()
+    assert "RANK" not in os.environ
+
+
+def test_buckets_of_ddp_are_told_with_the_line_of_backward():
+    def work(rank):
+        model = DistributedDataParallel(nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.randn(4, 3)).sum().backward()  # here
+            optimizer.step()
+
+    for rank in run(work):
+        buckets = [c for c in rank.collectives if c.kind == "all_reduce"]
+        assert [(c.shapes, c.operation, c.in_backward, c.steps) for c in buckets] == [
+            (((4,),), "SUM", True, 0),
+            (((4,),), "SUM", True, 1),
+        ]
+        assert buckets[0].place.code.endswith("# here")
+        assert rank.steps == 2
+
+
+def test_a_rank_that_waits_for_one_that_has_left():
+    def work(rank):
+        if rank == 0:
+            dist.barrier()
+
+    hang = run(work).hang
+    assert (hang.rank, hang.collective.kind, hang.line.code) == (0, "barrier", "dist.barrier()")
+    assert [(o.number, o.how) for o in hang.others] == [(1, "left")]
+
+
+def test_a_backward_pass_of_ddp_that_waits():
+    def work(rank):
+        model = DistributedDataParallel(nn.Linear(3, 1))
+        for _ in range(3 - rank):
+            model(torch.randn(4, 3)).sum().backward()
+
+    launched = run(work)
+    assert (launched.hang.rank, launched.hang.collective.kind, launched.waiting) == (0, "all_reduce", (0,))
+    assert launched.raised is None
+
+
+def test_different_shapes():
+    hang = run(lambda rank: dist.all_reduce(torch.ones(3 + rank))).hang
+    assert hang.different
+    assert {hang.collective.shapes, hang.others[0].last.shapes} == {((3,),), ((4,),)}
+
+
+def test_ranks_that_wait_for_each_other_in_two_groups():
+    def work(rank):
+        groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+        dist.barrier(group=groups[rank])
+
+    launched = run(work)
+    assert launched.hang.others[0].how == "waited"
+    assert launched.waiting == (0, 1)
+
+
+def test_an_exception_of_one_rank_is_told_apart_from_what_follows():
+    def work(rank):
+        model = DistributedDataParallel(nn.Linear(3, 1))
+        if rank:
+            raise ValueError("a batch is missing")
+        model(torch.randn(4, 3)).sum().backward()
+
+    launched = run(work)
+    assert launched.raised.number == 1
+    assert launched.raised.raised.summary == "ValueError: a batch is missing"
+    assert launched.waiting == (0,)
+
+
+def test_a_rank_that_exits():
+    def work(rank):
+        if rank:
+            os._exit(3)
+        dist.barrier()
+
+    launched = run(work)
+    assert (launched.raised.number, launched.raised.ended, launched.waiting) == (1, "exit status 3", (0,))
+
+
+def test_the_time_limit_shows_where_each_rank_is(capfd):
+    def work(rank):
+        while rank:
+            time.sleep(0.01)
+
+    with pytest.raises(TimeRanOut) as caught:
+        run(work, timeout=0.5)
+    assert "in work" in caught.value.stacks[1]
+    assert "in work" in capfd.readouterr().err
+
+
+def test_the_project_makes_its_own_group():
+    def work(rank):
+        dist.init_process_group("nccl", init_method="env://", rank=rank, world_size=2)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return dist.get_backend(), total.item()
+
+    assert [r.value for r in run(work)] == [("gloo", 2.0)] * 2
+
+
+def test_a_group_in_this_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(CannotDecide, match="without torchrun"):
+            run(lambda rank: None)
+    finally:
+        dist.destroy_process_group()
