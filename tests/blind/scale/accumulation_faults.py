@@ -98,7 +98,8 @@ def gpt_like(ranks=1, grad_accum_steps=2):
 
 @fault(
     "accumulation",
-    "no_sync is left for the micro-batch with index k-1, but six rows fall into three pieces only, and no piece is reduced",
+    "no_sync is left for the micro-batch with index k-1, but six rows fall into three pieces only, "
+    "and no piece is reduced",
     thread="huggingface/picotron#5",
     check="distributed_equivalence",
     place="i == micro_batches - 1",

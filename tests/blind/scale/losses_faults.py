@@ -279,7 +279,8 @@ def info_nce(ranks=1, temperature=0.2):
 
 @fault(
     "losses",
-    "the cross-correlation is summed over ranks in place, past autograd, and divided by all rows: gradients are 1/world of what they are",
+    "the cross-correlation is summed over ranks in place, past autograd, and divided by all rows: "
+    "gradients are 1/world of what they are",
     thread="lightly-ai/lightly#1977",
     check="distributed_equivalence",
     place="/ (len(z1) * ranks)",
