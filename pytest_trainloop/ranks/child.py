@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from pytest_trainloop.recording.source import place_of
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
+
+    from pytest_trainloop.recording.events import Raised
 
 ASK_FOR_STACK = getattr(signal, "SIGRTMIN", signal.SIGUSR2) + (5 if hasattr(signal, "SIGRTMIN") else 0)
 """The signal at which a process writes down where its threads are; none that a project or a scheduler is known to use.
@@ -84,26 +87,28 @@ def _run(
     import torch
 
     from pytest_trainloop.ranks.collectives import Log
+    from pytest_trainloop.ranks.files import Files
     from pytest_trainloop.ranks.groups import Groups
     from pytest_trainloop.runs.accelerate_state import forget_process
-    from pytest_trainloop.runs.user_traceback import raised
 
     torch.set_num_threads(1)  # first of all: threads of the parent's are not here, and OpenMP would wait for them
     torch.set_num_threads = lambda *_: None
     forget_process()
     shown: list[str] = []
-    warnings.showwarning = lambda message, category, filename, line, *_: shown.append(
-        f"{category.__name__}: {message} ({place_of(str(filename), line)})"
-    )
-    result: dict[str, Any] = {"value": None, "raised": None, "warnings": shown}
+    result: dict[str, Any] = {"value": None, "raised": None, "error": None, "warnings": shown}
     try:
         log = Log(tell)
-        groups = Groups(rank, ranks, folder, 2 * seconds + 60, log.waits_outside)
-        groups.begin()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            Groups(rank, ranks, folder, 2 * seconds + 60, log).begin()
         log.begin()
+        Files(folder, lambda: log.steps, tell).begin()
+        warnings.showwarning = lambda message, category, filename, line, *_: shown.append(
+            f"{category.__name__}: {message} ({place_of(str(filename), line)})"
+        )
         result["value"] = work(rank)
     except BaseException as error:
-        result["raised"] = raised(error)
+        result["raised"], result["error"] = as_data(error)
     return result
 
 
@@ -113,6 +118,18 @@ def _write(path: Path, result: dict[str, Any]) -> None:
     except Exception as error:
         text = pickle.dumps(result | {"value": None, "unsent": f"{type(error).__name__}: {error}"})
     path.write_bytes(text)
+
+
+def as_data(error: BaseException) -> tuple[Raised, Any]:
+    """An exception as text; with it the parts of one of this package, from which the other process makes it again."""
+    from pytest_trainloop import errors
+    from pytest_trainloop.runs.user_traceback import raised
+
+    told = raised(error)
+    if isinstance(error, errors.UserCodeError):  # what the project's own code raised
+        told = replace(told, summary=error.error.summary, traceback=error.error.traceback, message=error.error.summary)
+    ours = type(error).__module__ == errors.__name__
+    return told, (type(error), error.args, vars(error)) if ours else None
 
 
 def _end_with(parent: int) -> None:

@@ -7,6 +7,7 @@ tell of the call and then make it. No mode and no hook is needed, so that compil
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,17 @@ KINDS = {
 }
 """Operators of ``torch.ops.c10d``: the public name of what they do, and the argument whose size is told."""
 
+SAME_SIZES = (
+    *("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_"),
+    *("_allgather_base_", "_reduce_scatter_base_", "allgather_into_tensor_coalesced_"),
+    "reduce_scatter_tensor_coalesced_",
+)
+"""Those to which every rank gives as much as every other. Lists of tensors may be uneven: nccl takes them, and gloo
+says that it does not."""
+
+DEVICES = ("CPU", "CUDA", "SparseCPU", "SparseCUDA")
+"""Where the tensors may be, as torch's dispatcher names it."""
+
 
 class Log:
     """Tells of each collective of this process before it is made, ``tell("collective", (channel, members, call))``, and
@@ -60,10 +72,12 @@ class Log:
         self._numbers: dict[str, int] = {}
         self._libraries: list[torch.library.Library] = []
         self.steps = 0
-        self.quiet = False
-        """Whether what is called now is none of the user's."""
+        self.era = ""
+        """Which of several default groups, made one after the other, there is now: names begin anew in each."""
+        self.alone: int | None = None
+        """The rank of this process where the project made it a world of its own."""
 
-    def begin(self, devices: Sequence[str] = ("CPU",)) -> None:
+    def begin(self) -> None:
         """Replace the kernels until the process ends. Raises ``CannotDecide`` where this torch cannot give them."""
         if not hasattr(torch.library, "get_kernel"):
             raise CannotDecide(f"torch {torch.__version__} cannot tell which collectives are called: give 2.9 or newer")
@@ -73,12 +87,11 @@ class Log:
             warnings.simplefilter("ignore")  # a kernel is replaced: that is meant
             for name in KINDS:
                 op = getattr(torch.ops.c10d, name).default
-                for device in devices:
-                    kernel = torch.library.get_kernel(op, device)
-                    call = functools.partial(self._called, name, argument_names(op), kernel)
-                    library.impl(  # type: ignore[no-untyped-call]
-                        name, call, device, with_keyset=True, allow_override=True
-                    )
+                for device in DEVICES:
+                    with contextlib.suppress(RuntimeError):  # it has none for this device
+                        kernel = torch.library.get_kernel(op, device)
+                        call = functools.partial(self._called, name, argument_names(op), kernel)
+                        library.impl(name, call, device, with_keyset=True, allow_override=True)  # type: ignore[no-untyped-call]
         after_steps(self._stepped)
 
     def _stepped(self, *_: Any) -> None:
@@ -86,16 +99,15 @@ class Log:
         self._tell("step", self.steps)
 
     def _called(self, name: str, names: Sequence[str], kernel: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.quiet:
-            self._note(name, {**dict(zip(names, args, strict=False)), **kwargs})
+        self._note_operator(name, {**dict(zip(names, args, strict=False)), **kwargs})
         return kernel.call_boxed(keys, *args, **kwargs)
 
-    def _note(self, name: str, given: dict[str, Any]) -> None:
+    def _note_operator(self, name: str, given: dict[str, Any]) -> None:
         kind, payload = KINDS[name]
         group = dist.ProcessGroup.unbox(given["process_group"])
         tensors = _tensors(given.get(payload))
         members = tuple(dist.get_process_group_ranks(group))
-        self.note(
+        self._note(
             kind,
             group.group_name,
             *_channel(name, given, group.group_name, group.rank(), members),
@@ -104,19 +116,20 @@ class Log:
             bytes=sum(t.numel() * t.element_size() for t in tensors),
             root=given.get("root_rank"),
             operation=_operation(given.get("reduce_op")),
+            even=name in SAME_SIZES,
             waits=given.get("async_op") is False or name == "monitored_barrier_",
         )
 
-    def waits_outside(self, kind: str, members: tuple[int, ...]) -> None:
+    def waits(self, kind: str, members: tuple[int, ...]) -> None:
         """Tell that this process waits for the others without a collective."""
-        self.note(kind, "", "", members, waits=True)
+        self._note(kind, "", kind + str(members), members, waits=True)
 
-    def note(self, kind: str, group: str, channel: str, members: tuple[int, ...], **more: Any) -> None:
-        """Tell of one call of a group."""
+    def _note(self, kind: str, group: str, channel: str, members: tuple[int, ...], **more: Any) -> None:
+        channel = self.era + channel
         number = self._numbers.get(channel, 0)
         self._numbers[channel] = number + 1
         call = Collective(kind, group, number, place=here()[0], steps=self.steps, in_backward=in_backward(), **more)
-        self._tell("collective", (channel, members, call))
+        self._tell("collective", (channel, members if self.alone is None else (self.alone,), call))
 
 
 def _channel(

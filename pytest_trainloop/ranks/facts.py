@@ -37,11 +37,24 @@ class Collective:
     steps: int = 0
     """Optimizer steps that the rank had made before."""
     in_backward: bool = False
+    even: bool = False
+    """Whether every rank of the group must give as much as every other."""
     waits: bool = False
     """Whether the call itself waits until all ranks of the group have made it; else whoever asks for the result."""
 
     def __str__(self) -> str:
         return f"{self.kind} number {self.number + 1} of group {self.group}"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A file that a rank has opened to write."""
+
+    path: str
+    """In full."""
+    place: Place
+    steps: int
+    """Optimizer steps that the rank had made before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +66,8 @@ class Rank:
     """What ``work`` gave back."""
     raised: Raised | None = None
     """The exception that left ``work``, with the user's frames only."""
+    error: BaseException | None = None
+    """The same as an object, where it is one of this package."""
     ended: str = ""
     """How the process ended without an exception and without a result: "signal SIGKILL", "exit status 3"."""
     collectives: tuple[Collective, ...] = ()
@@ -60,6 +75,8 @@ class Rank:
     """Optimizer steps made."""
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """The ranks of each process group that it used, by the group's name."""
+    written: tuple[Written, ...] = ()
+    """Files that it wrote, each once; none of Python's own nor of torch's caches."""
     warnings: tuple[str, ...] = ()
     """As "UserWarning: text"."""
     output: str = ""

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from pytest_trainloop.errors import CannotDecide, TimeRanOut
+from pytest_trainloop.errors import BrokenRun, CannotDecide, TimeRanOut, Unreliable
 from pytest_trainloop.ranks.children import Children
-from pytest_trainloop.ranks.facts import Collective, Hang, Launch, Rank
+from pytest_trainloop.ranks.facts import Collective, Hang, Launch, Rank, Written
 from pytest_trainloop.ranks.stacks import users_part
 from pytest_trainloop.ranks.waiting import Waiting
 from pytest_trainloop.recording.torch_internals import load_for_wrappers
@@ -21,6 +20,9 @@ from pytest_trainloop.recording.torch_internals import load_for_wrappers
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+
+UNDECIDED = (CannotDecide, TimeRanOut, BrokenRun, Unreliable)
+"""What a check raises that cannot decide, in a rank as in one process."""
 
 LOST = "gloo/transport"
 """What gloo's exceptions name where another process has gone."""
@@ -42,22 +44,27 @@ def launch(work: Callable[[int], Any], ranks: int, *, timeout: float) -> Launch:
     What it returns is pickled in any case.
 
     A rank that waits for another which never comes is ended at once: ``Launch.hang``. What ``work`` raises is in
-    ``Rank.raised``. Raises ``CannotDecide`` where no such processes can be started or the value cannot be sent, and
-    ``RanksRanOut`` after ``timeout`` seconds. No process and no file is left behind.
+    ``Rank.raised``, but ``CannotDecide`` and its like, which are raised here too. Raises ``CannotDecide`` where no such
+    processes can be started or the value cannot be sent, and ``RanksRanOut`` after ``timeout`` seconds. No process and
+    no file is left behind.
     """
     fork = _can_fork()
     if fork:
         load_for_wrappers()
     with Children(work, ranks, timeout, fork=fork) as children:
-        told = _Told(ranks)
+        told = _Told(children, ranks)
         try:
-            hang = _listen(children, told, time.monotonic() + timeout)
+            hang = told.listen(time.monotonic() + timeout)
         except TimeoutError:
             stacks = tuple(map(users_part, children.stacks()))
             for rank, stack in enumerate(stacks):
                 sys.stderr.write(f"rank {rank} after {timeout:g} s:\n{stack}\n{children.output(rank)}\n")
-            raise RanksRanOut(min(told.steps.values()), timeout, stacks) from None
-        return Launch(tuple(_rank(children, told, rank) for rank in range(ranks)), hang, tuple(sorted(told.waited)))
+            raise RanksRanOut(min(told.steps), timeout, stacks) from None
+        launched = Launch(tuple(map(told.rank, range(ranks))), hang, tuple(sorted(told.waited)))
+    for one in launched:
+        if isinstance(one.error, UNDECIDED) and one.number not in launched.waiting:
+            raise one.error
+    return launched
 
 
 def _can_fork() -> bool:
@@ -66,10 +73,10 @@ def _can_fork() -> bool:
         raise CannotDecide("this torch is built without torch.distributed's gloo, which several ranks need")
     if not hasattr(os, "fork"):
         raise CannotDecide(f"several ranks are processes forked from this one, which {sys.platform} does not have")
-    if dist.is_initialized():
+    if dist.is_initialized() and dist.get_world_size() > 1:
         raise CannotDecide(
-            "a process group of torch.distributed is initialised in the process that runs pytest, and the ranks need "
-            "one of their own: run pytest without torchrun, or call destroy_process_group() before"
+            f"the process that runs pytest is one of {dist.get_world_size()} of a process group of torch.distributed, "
+            "and the ranks need one of their own: run pytest without torchrun"
         )
     return not torch.accelerator.is_available()
 
@@ -77,70 +84,108 @@ def _can_fork() -> bool:
 class _Told:
     """What the ranks told so far."""
 
-    def __init__(self, ranks: int) -> None:
-        self.collectives: dict[int, list[Collective]] = {rank: [] for rank in range(ranks)}
-        self.steps: dict[int, int] = dict.fromkeys(range(ranks), 0)
-        self.groups: dict[int, dict[str, tuple[int, ...]]] = defaultdict(dict)
-        self.gone: dict[int, str] = {}
-        self.ended: dict[int, str] = {}
+    def __init__(self, children: Children, ranks: int) -> None:
+        self._children = children
+        self._waiting = Waiting(ranks)
+        self._collectives: list[list[Collective]] = [[] for _ in range(ranks)]
+        self._groups: list[dict[str, tuple[int, ...]]] = [{} for _ in range(ranks)]
+        self._written: list[list[Written]] = [[] for _ in range(ranks)]
+        self._gone: dict[int, str] = {}
+        self._ended: dict[int, str] = {}
+        self._lost: Hang | None = None
+        """The first call that somebody has begun, and another that is gone has not."""
+        self.steps = [0] * ranks
         self.waited: set[int] = set()
 
-
-def _listen(children: Children, told: _Told, deadline: float) -> Hang | None:
-    """Until all ranks have ended, or some of them wait for ever."""
-    waiting = Waiting(len(told.steps))
-    doomed: Hang | None = None
-    for rank, what, value in children.messages(deadline):
-        if what == "collective":
-            channel, members, call = value
-            told.collectives[rank].append(call)
-            if channel == call.group:
-                told.groups[rank][call.group] = members
-            waiting.entered(rank, channel, members, call)
-            hang = waiting.different(rank, channel, call)
-        else:
+    def listen(self, deadline: float) -> Hang | None:
+        """Until all ranks have ended, or some of them wait for ever. Raises ``TimeoutError``."""
+        for rank, what, value in self._children.messages(deadline):
             hang = None
-            waiting.went_on(rank)
-        if what == "step":
-            told.steps[rank] = value
-            continue
-        if what == "end" or what == "gone":
-            if what == "gone":
-                told.ended[rank] = value
-            how = "ended" if what == "gone" else value
-            if how == "raised" and (lost := waiting.lost(rank)) is not None:
-                doomed = doomed or lost
-                told.waited.add(rank)
-            told.gone[rank] = how
-            waiting.gone(rank, how)
-        hang = hang or waiting.stuck()
-        if hang is not None:
-            told.waited |= set(told.steps) - told.gone.keys()
-            return doomed or hang
-        if told.gone and (found := waiting.doomed()) is not None:
-            doomed = doomed or found
-            for gone in told.gone:
-                children.let_go(gone)
-    for rank, how in told.gone.items():  # a process that died may be heard of after those who lost it
-        raised = (children.result(rank) or {}).get("raised")
-        if how == "raised" and raised is not None and LOST in raised.message and (lost := waiting.lost(rank)):
-            doomed = doomed or lost
-            told.waited.add(rank)
-    return doomed if told.waited else None
+            if what == "collective":
+                hang = self._called(rank, *value)
+            else:
+                self._waiting.went_on(rank)
+            if what == "step":
+                self.steps[rank] = value
+            elif what == "wrote":
+                self._written[rank].append(value)
+            elif what in ("end", "gone"):
+                self._over(rank, what, value)
+            hang = hang or self._waiting.stuck()
+            if hang is not None:
+                self.waited |= set(range(len(self.steps))) - self._gone.keys()
+                return self._lost or hang
+            self._let_go()
+        self._look_again()
+        return self._lost if self.waited else None
+
+    def _called(self, rank: int, channel: str, members: tuple[int, ...], call: Collective) -> Hang | None:
+        self._collectives[rank].append(call)
+        if ">" not in channel:
+            self._groups[rank][call.group] = members
+        self._waiting.entered(rank, channel, members, call)
+        return self._waiting.different(rank, channel, call)
+
+    def _over(self, rank: int, what: str, value: str) -> None:
+        """A rank has come to its end: "left" or "raised" as it says, or its process has."""
+        if what == "gone":
+            self._ended[rank] = value
+        self._gone[rank] = how = "ended" if what == "gone" else value
+        if how == "left" or (how == "raised" and self._has_lost(rank)):
+            self._waits(rank)
+        self._waiting.gone(rank, how)
+
+    def _waits(self, rank: int) -> None:
+        lost = self._waiting.lost(rank)
+        if lost is not None:
+            self._lost = self._lost or lost
+            self.waited.add(rank)
+
+    def _has_lost(self, rank: int) -> bool:
+        """Whether what a rank raised comes from a process that is gone."""
+        raised = (self._children.result(rank) or {}).get("raised")
+        return raised is not None and LOST in raised.traceback + raised.message
+
+    def _let_go(self) -> None:
+        """Let those who are through leave, where another has begun a call that they have not: if it waits for them,
+        gloo raises in it."""
+        if self._gone and (found := self._waiting.doomed()) is not None:
+            self._lost = self._lost or found
+            for rank in self._gone:
+                self._children.let_go(rank)
+
+    def _look_again(self) -> None:
+        """A process that died may be heard of after those who lost it."""
+        for rank, how in self._gone.items():
+            if how == "raised" and rank not in self.waited and self._has_lost(rank):
+                self._waits(rank)
+
+    def rank(self, rank: int) -> Rank:
+        """What a rank has done. Raises ``CannotDecide`` where its value cannot be sent."""
+        result = self._children.result(rank) or {}
+        if "unsent" in result:
+            raise CannotDecide(f"what rank {rank} gives back cannot be sent to this process: {result['unsent']}")
+        return Rank(
+            rank,
+            value=result.get("value"),
+            raised=result.get("raised"),
+            error=_made_again(result.get("error")),
+            ended=self._ended.get(rank, "" if result else "ended while it waited for others"),
+            collectives=tuple(self._collectives[rank]),
+            steps=self.steps[rank],
+            groups=self._groups[rank],
+            written=tuple(self._written[rank]),
+            warnings=tuple(result.get("warnings", ())),
+            output=self._children.output(rank),
+        )
 
 
-def _rank(children: Children, told: _Told, rank: int) -> Rank:
-    result = children.result(rank) or {}
-    if "unsent" in result:
-        raise CannotDecide(f"what a rank gives back cannot be sent to this process: {result['unsent']}")
-    return Rank(
-        rank,
-        value=result.get("value"),
-        raised=result.get("raised"),
-        ended=told.ended.get(rank, "" if result else "ended while it waited for others"),
-        collectives=tuple(told.collectives[rank]),
-        steps=told.steps[rank],
-        groups=told.groups[rank],
-        warnings=tuple(result.get("warnings", ())),
-        output=children.output(rank),
-    )
+def _made_again(parts: tuple[type[BaseException], tuple[Any, ...], dict[str, Any]] | None) -> BaseException | None:
+    """An exception of this package from its parts: what it is made with is not what it keeps."""
+    if parts is None:
+        return None
+    kind, args, state = parts
+    error = kind.__new__(kind, *args)
+    error.args = args
+    vars(error).update(state)
+    return error

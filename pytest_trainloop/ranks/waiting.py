@@ -8,15 +8,13 @@ what they did, and the conclusion stands: none of the calls that are missed can 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from pytest_trainloop.ranks.facts import Hang, Other
 
 if TYPE_CHECKING:
     from pytest_trainloop.ranks.facts import Collective
-
-SAME_SIZES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
-"""Collectives to which every rank gives as much as every other."""
 
 FROM_ROOT, TO_ROOT = ("broadcast", "scatter"), ("reduce", "gather")
 
@@ -31,10 +29,14 @@ class Waiting:
         self._at: dict[int, tuple[str, Collective] | None] = dict.fromkeys(self._ranks)
         self._last: dict[int, Collective | None] = dict.fromkeys(self._ranks)
         self._gone: dict[int, str] = {}
+        self._from_anybody: set[int] = set()
+        """The ranks that receive from whoever sends first."""
 
     def entered(self, rank: int, channel: str, members: tuple[int, ...], call: Collective) -> None:
         """A rank calls a group. ``channel`` is the group, or a sender and a receiver in it, that ``members`` are."""
         self._members.setdefault(channel, members)
+        if not members:
+            self._from_anybody.add(rank)
         self._calls.setdefault(channel, {}).setdefault(rank, []).append(call)
         self._at[rank] = channel, call
         self._last[rank] = call
@@ -52,7 +54,8 @@ class Waiting:
         for other, calls in sorted(self._calls[channel].items()):
             theirs = calls[call.number] if len(calls) > call.number else call
             if ">" not in channel and not _same(call, theirs):
-                return Hang(rank, call, (Other(other, "waited", theirs),), different=True)
+                (first, own), (second, its) = sorted([(rank, call), (other, theirs)], key=lambda pair: pair[0])
+                return Hang(first, own, (Other(second, "waited", its),), different=True)
         return None
 
     def stuck(self) -> Hang | None:
@@ -94,6 +97,8 @@ class Waiting:
         if call.root is not None and call.kind in FROM_ROOT + TO_ROOT:
             gives = (call.kind in FROM_ROOT) == (own == call.root)
             needed = () if gives else members if own == call.root else (members[call.root],)  # giving is not waiting
+        if call.kind == "send":
+            needed = tuple(r for r in needed if r not in self._from_anybody)
         return [r for r in needed if r != rank and len(self._calls[channel].get(r, ())) <= call.number]
 
     def _hang(self, rank: int, channel: str, call: Collective) -> Hang:
@@ -107,14 +112,10 @@ class Waiting:
 def _same(mine: Collective, theirs: Collective) -> bool:
     if mine.kind != theirs.kind or mine.root != theirs.root:
         return False
-    return mine.kind not in SAME_SIZES or (_entries(mine), mine.dtypes) == (_entries(theirs), theirs.dtypes)
+    if not (mine.even and theirs.even):
+        return True
+    return _entries(mine) == _entries(theirs) and set(mine.dtypes) == set(theirs.dtypes)
 
 
-def _entries(call: Collective) -> list[int]:
-    found = []
-    for shape in call.shapes:
-        entries = 1
-        for size in shape:
-            entries *= size
-        found.append(entries)
-    return found
+def _entries(call: Collective) -> int:
+    return sum(map(math.prod, call.shapes))

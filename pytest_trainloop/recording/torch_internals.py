@@ -37,10 +37,12 @@ __all__ = [
     "aliased_arguments",
     "apply_of",
     "argument_names",
+    "around_zip_files",
     "checkpoint_generators",
     "clip_cells",
     "default_device",
     "exporters",
+    "forget_process_groups",
     "function_class",
     "has_gradient_hooks",
     "has_step_hooks",
@@ -104,6 +106,38 @@ def argument_names(func: Any) -> tuple[str, ...]:
 def load_for_wrappers() -> None:
     """Import what DistributedDataParallel imports as it is built, ``torch._dynamo``: forks have it then."""
     importlib.import_module("torch._dynamo")
+
+
+def forget_process_groups() -> None:
+    """Leave the process groups that a fork has inherited, without ending them: their threads and sockets are those of
+    the process that it was. Hides the state of ``torch.distributed.distributed_c10d``."""
+    c10d = importlib.import_module("torch.distributed.distributed_c10d")
+    if c10d.GroupMember.WORLD is None:
+        return
+    _KEPT.append([c10d._world.default_pg, dict(c10d._world.pg_map)])
+    c10d._update_default_pg(None)
+    for name in ("map", "names", "group_ranks", "backend_config", "to_tag", "coalesce_state"):
+        getattr(c10d._world, f"pg_{name}").clear()
+    c10d._world.tags_to_pg.clear()
+    c10d._world.group_count = 0
+    c10d._unregister_all_process_groups()
+
+
+_KEPT: list[Any] = []
+"""Objects whose end would wait for threads that this process does not have."""
+
+
+def around_zip_files(note: Callable[[Any], None]) -> None:
+    """Call ``note`` with the path or the stream of each file that ``torch.save`` opens in C++, until the process ends.
+    Hides ``torch.serialization._open_zipfile_writer``."""
+    serialization: Any = torch.serialization
+    original = serialization._open_zipfile_writer
+
+    def opened(target: Any) -> Any:
+        note(target)
+        return original(target)
+
+    serialization._open_zipfile_writer = opened
 
 
 def in_backward() -> bool:

@@ -133,10 +133,41 @@ def test_the_project_makes_its_own_group():
     assert [r.value for r in run(work)] == [("gloo", 2.0)] * 2
 
 
-def test_a_group_in_this_process():
+def test_a_group_of_one_in_this_process_is_left_to_it():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(CannotDecide, match="without torchrun"):
-            run(lambda rank: None)
+        assert [r.value for r in run(lambda rank: dist.get_world_size())] == [2, 2]
+        dist.all_reduce(torch.ones(1))
     finally:
         dist.destroy_process_group()
+
+
+def test_one_of_several_processes_starts_no_ranks():
+    def work(rank):
+        return launch(lambda inner: inner, 2, timeout=20)
+
+    with pytest.raises(CannotDecide, match="run pytest without torchrun"):
+        run(work)
+
+
+def test_files_are_told_with_their_lines(tmp_path):
+    def work(rank):
+        torch.save({}, tmp_path / "last.pt")  # here
+        (tmp_path / f"log{rank}").write_text("")
+
+    for number, rank in enumerate(run(work)):
+        assert {w.path: w.place.code for w in rank.written} == {
+            str(tmp_path / "last.pt"): 'torch.save({}, tmp_path / "last.pt")  # here',
+            str(tmp_path / f"log{number}"): '(tmp_path / f"log{rank}").write_text("")',
+        }
+
+
+def test_a_collective_that_is_not_waited_for_and_one_in_inference_mode():
+    def work(rank):
+        with torch.inference_mode():
+            dist.all_reduce(torch.ones(2))
+        works = [dist.all_reduce(torch.ones(2), op=dist.ReduceOp.MAX, async_op=True) for _ in range(2)]
+        return [w.wait() for w in works]
+
+    for rank in run(work):
+        assert [(c.operation, c.waits) for c in rank.collectives] == [("SUM", True), ("MAX", False), ("MAX", False)]
