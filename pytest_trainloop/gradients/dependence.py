@@ -23,6 +23,7 @@ import torch
 from pytest_trainloop.errors import CannotDecide, Unreliable
 from pytest_trainloop.gradients.tolerances import ROUNDING
 from pytest_trainloop.recording.events import Backward, Step
+from pytest_trainloop.recording.shards import local
 from pytest_trainloop.recording.watch import FULL_ROUNDS
 from pytest_trainloop.wording import some, them
 
@@ -194,9 +195,10 @@ def mover(names: Sequence[str], jitter: bool, share: float = 0.1) -> Callable[[W
             for entry, tensor in zip(watch.table.entries, watch.table.tensors, strict=True):
                 if not (tensor.is_floating_point() or tensor.is_complex()) or torch.nn.parameter.is_lazy(tensor):
                     continue
+                trained, tensor = tensor.requires_grad, local(tensor)  # of a shard, what is here
                 noise = torch.randn(tensor.shape, generator=random).to(tensor)
                 size = float(tensor.abs().square().mean().sqrt())
-                if jitter and tensor.requires_grad:
+                if jitter and trained:
                     tensor.add_(noise, alpha=share * size or 0.2 * share)
                 if entry.name in chosen:
                     tensor.add_(noise.flip(0) if noise.dim() else -noise, alpha=0.5 * size or 0.1)

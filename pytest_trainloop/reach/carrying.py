@@ -13,6 +13,7 @@ from pytest_trainloop.reach.naming import joined
 from pytest_trainloop.reach.slots import MISSING, Entries, Fixed, Hooks, OfClass, OfDict, OfList, OfMember, OfTensor
 from pytest_trainloop.reach.sorts import attributes, is_plain, sort_of
 from pytest_trainloop.reach.streams import set_back
+from pytest_trainloop.recording.shards import local
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -287,7 +288,7 @@ def _memory(tensor: Any, known: dict[int, set[str]]) -> set[str]:
 
 def _address(tensor: torch.Tensor) -> int:
     try:
-        return tensor.untyped_storage().data_ptr() or id(tensor)
+        return local(tensor).untyped_storage().data_ptr() or id(tensor)
     except Exception:  # sparse, or without memory
         return id(tensor)
 

@@ -14,6 +14,7 @@ from pytest_trainloop.reach import streams
 from pytest_trainloop.reach.places import Place, shown_value
 from pytest_trainloop.reach.slots import Entries, Hooks
 from pytest_trainloop.reach.sorts import sort_of
+from pytest_trainloop.recording.shards import is_distributed, local
 from pytest_trainloop.recording.torch_internals import has_values
 
 if TYPE_CHECKING:
@@ -130,6 +131,8 @@ def restore_tensor(tensor: torch.Tensor, value: torch.Tensor | None, storage: to
     """The tensor's memory and entries as they were. What holds the right bits is left alone: its version stays."""
     if value is None:  # it could not be read
         return tensor_copy(tensor) is None
+    if is_distributed(tensor):
+        tensor, value, storage = local(tensor), local(value), None
     try:
         if storage is not None and _elsewhere(tensor, storage):
             tensor.data = storage
@@ -151,6 +154,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors agree bit for bit: NaN is NaN, and the sign of zero counts."""
     if a is b:
         return True
+    a, b = local(a), local(b)
     if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
         return False
     a, b = a.detach(), b.detach()

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import torch
 
+from pytest_trainloop.recording.shards import local
+
 Kind = Literal[
     "weight",
     "gradient",
@@ -98,6 +100,7 @@ def _same_mappings(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> bool:
 
 
 def _same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a, b = local(a), local(b)
     if a.shape != b.shape or a.layout != b.layout:
         return False
     if a.device != b.device:

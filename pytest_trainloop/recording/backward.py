@@ -14,6 +14,7 @@ from pytest_trainloop.recording.autocast import autocast
 from pytest_trainloop.recording.events import Arrival, Backward, Root
 from pytest_trainloop.recording.function_mode import is_aside
 from pytest_trainloop.recording.hooks import on_gradient
+from pytest_trainloop.recording.shards import GradientsByHand
 from pytest_trainloop.recording.source import NOWHERE, here
 from pytest_trainloop.recording.torch_internals import has_values, is_functorch, is_traced
 
@@ -71,8 +72,12 @@ class Gradients:
             return as_caller(function, args, kwargs)
         with watch.suspended():
             event = self._open(kind, args, kwargs)
+            by_hand = GradientsByHand(watch.table.tensors) if watch.full and event.kind == "backward" else None
         try:
-            return as_caller(function, args, kwargs)
+            out = as_caller(function, args, kwargs)
+            if by_hand is not None:
+                self._note_by_hand(event, by_hand)
+            return out
         except RuntimeError as error:
             watch.graphs.refused(event, error)
             raise
@@ -117,18 +122,26 @@ class Gradients:
             with watch.suspended(), torch.no_grad():
                 event = watch.backward or self._unseen_backward()
                 residual = watch.table.tensors[index].grad if event.kind == "backward" else None
-                event.arrivals.setdefault(index, []).append(
-                    Arrival(
-                        at=watch.tick(),
-                        incoming=watch.reader.sample(gradient),
-                        residual=None if residual is None else watch.reader.sample(residual),
-                        # popped: a loss made by another method than forward() has no call of its own to compare with
-                        steps_since_forward=watch.steps_on[index]
-                        - watch.steps_at_forward.pop(index, watch.steps_on[index]),
-                    )
-                )
+                event.arrivals.setdefault(index, []).append(self._arrival(index, gradient, residual))
 
         return arrived
+
+    def _note_by_hand(self, event: Backward, by_hand: GradientsByHand) -> None:
+        watch = self._watch
+        with watch.suspended(), torch.no_grad():
+            for index, incoming, residual in by_hand.arrived(watch.table.tensors):
+                if index not in event.arrivals:
+                    event.arrivals[index] = [self._arrival(index, incoming, residual)]
+
+    def _arrival(self, index: int, incoming: torch.Tensor, residual: torch.Tensor | None) -> Arrival:
+        watch = self._watch
+        return Arrival(
+            at=watch.tick(),
+            incoming=watch.reader.sample(incoming),
+            residual=None if residual is None else watch.reader.sample(residual),
+            # popped: a loss made by another method than forward() has no call of its own to compare with
+            steps_since_forward=watch.steps_on[index] - watch.steps_at_forward.pop(index, watch.steps_on[index]),
+        )
 
     def _unseen_backward(self) -> Backward:
         """The event of a pass started from C++, past both patches; such passes share one until another event."""

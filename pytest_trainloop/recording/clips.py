@@ -16,6 +16,7 @@ from pytest_trainloop.recording.as_caller import as_caller
 from pytest_trainloop.recording.events import ClipCall, GradWrite
 from pytest_trainloop.recording.function_mode import is_aside
 from pytest_trainloop.recording.samples import _dense, readable
+from pytest_trainloop.recording.shards import local
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.torch_internals import clip_cells, is_traced
 
@@ -180,6 +181,7 @@ def _norm_of(tensor: torch.Tensor) -> torch.Tensor | None:
     grad = tensor.grad if tensor.is_leaf else None
     if grad is None:
         return None
+    grad = local(grad)
     if not readable(grad):
         return torch.full((), math.nan)
     values = _dense(grad.detach())

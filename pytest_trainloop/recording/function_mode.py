@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +43,17 @@ def aside() -> Iterator[None]:
         yield
     finally:
         _HERE.aside -= 1
+
+
+def called_by_sharding() -> bool:
+    """Whether the caller of the mode that asks is FSDP2's own code, which calls torch on weights whose memory it has
+    given back: to read them ends the process. No call of the loop is made there."""
+    return "torch.distributed.fsdp" in sys.modules and _is_sharding(sys._getframe(2).f_code.co_filename)
+
+
+@functools.cache
+def _is_sharding(filename: str) -> bool:
+    return filename.replace("\\", "/").rpartition("/")[0].endswith("torch/distributed/fsdp/_fully_shard")
 
 
 def is_aside() -> bool:
@@ -82,7 +95,8 @@ class FunctionMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if torch.compiler.is_compiling() or is_traced() or is_aside():  # the first is a constant for a compiler
+        # the first is a constant for a compiler
+        if torch.compiler.is_compiling() or is_traced() or is_aside() or called_by_sharding():
             return func(*args, **(kwargs or {}))
         return self.call(getattr(func, "__name__", ""), func, args, kwargs or {})
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from pytest_trainloop.recording.events import TensorSample
 from pytest_trainloop.recording.sample_store import Store
+from pytest_trainloop.recording.shards import is_whole, local
 from pytest_trainloop.recording.torch_internals import has_values
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ class Reader:
         self._lock = threading.RLock()  # a stop that strikes as a block is left leaves it held
 
     def sample(self, tensor: torch.Tensor) -> TensorSample:
-        """The tensor's peak and sample as they are now."""
+        """The tensor's peak and sample as they are now; of a ``DTensor`` those of this process' part."""
+        tensor = local(tensor)
         sample = TensorSample(sparse=tensor.layout is torch.sparse_coo)
         if not readable(tensor):
             return sample
@@ -56,15 +58,16 @@ class Reader:
     def sample_entries(self, tensor: torch.Tensor) -> TensorSample:
         """A sample without its peak: enough to see a change, at a third of the cost."""
         sample = TensorSample()
-        values = _dense(tensor.detach())
+        values = _dense(local(tensor).detach())
         if values.numel():
             with self._lock:
                 self._samples.append((sample, self._entries.keep(spaced(values)), None))
         return sample
 
     def scalar(self, tensor: torch.Tensor, use: Callable[[float], None]) -> None:
-        """Call ``use`` with the value of a one-element tensor when it is read, if it ``has_values``."""
-        if has_values(tensor):
+        """Call ``use`` with the value of a one-element tensor when it is read, if it ``has_values`` here."""
+        whole, tensor = is_whole(tensor), local(tensor)
+        if whole and has_values(tensor):
             with self._lock:
                 self._scalars.append((use, self._numbers.keep(tensor.detach().reshape(1))))
 
@@ -100,10 +103,15 @@ class Reader:
 
 def readable(tensor: torch.Tensor) -> bool:
     """Whether a tensor has entries of its own: not lazy, not on the meta device, not inside a functorch transform, not
-    a wrapper around other tensors."""
+    a wrapper around other tensors, not one whose memory was given back (FSDP2's gathered weights, between uses)."""
     kind = type(tensor)
     wraps = hasattr(kind, "__tensor_flatten__") or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return not wraps and not nn.parameter.is_lazy(tensor) and has_values(tensor)
+    return not wraps and not nn.parameter.is_lazy(tensor) and has_values(tensor) and not _given_back(tensor)
+
+
+def _given_back(tensor: torch.Tensor) -> bool:
+    strided = tensor.layout is torch.strided and not tensor.is_nested
+    return strided and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -25,6 +25,7 @@ from pytest_trainloop.recording.patches import Patches
 from pytest_trainloop.recording.record import Record
 from pytest_trainloop.recording.samples import Reader, readable
 from pytest_trainloop.recording.schedulers import Scalers, Schedules
+from pytest_trainloop.recording.shards import local
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.recording.steps import Optimizers
 from pytest_trainloop.recording.threads import Thread
@@ -159,7 +160,7 @@ class Watch:
         self._state_dicts.look()
         self.table.note_gone()
         for index, tensor in enumerate(self.table.tensors):
-            if readable(tensor):
+            if readable(local(tensor)):
                 self.record.end[index] = self.reader.sample_entries(tensor)
         self.record.statistics = self.table.statistics()
 

@@ -11,6 +11,7 @@ import torch
 
 from pytest_trainloop.recording.events import Move, Step
 from pytest_trainloop.recording.samples import _dense, readable, spaced
+from pytest_trainloop.recording.shards import local
 
 if TYPE_CHECKING:
     from pytest_trainloop.recording.protocol import Observed
@@ -48,8 +49,9 @@ class WeightChanges:
         watch.hook_gradients(watch.table.settle())
         found: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = defaultdict(dict)
         for index, tensor in enumerate(watch.table.tensors):
-            if readable(tensor):
-                found[tensor.device, tensor.dtype][index] = spaced(_dense(tensor.detach()))
+            part = local(tensor)
+            if readable(part):
+                found[part.device, part.dtype][index] = spaced(_dense(part.detach()))
         parts = [_Part(torch.cat(list(p.values())), list(p), [e.numel() for e in p.values()]) for p in found.values()]
         step = watch.thread.open[-1] if watch.thread.open else None
         self._looks.append(_Look(watch.tick(), step, parts))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pytest_trainloop.recording.patches import patched
+from pytest_trainloop.recording.shards import local
 from pytest_trainloop.runs.process_state import seed_all
 
 if TYPE_CHECKING:
@@ -36,8 +37,9 @@ def weight_origins(evidence: Evidence) -> dict[str, Origin]:
     for (name, p), other in zip([item for names in named for item in names.items()], others, strict=False):
         if p.requires_grad and not nn.parameter.is_lazy(p) and not nn.parameter.is_lazy(other) and p.dim() > 1:
             with torch.no_grad():
-                if p.numel() > 1 and not bool((p == p.flatten()[0]).all()):
-                    found[name] = "pretrained" if torch.equal(p, other) else "random"
+                own, others_own = local(p), local(other)  # of a shard, what is here
+                if own.numel() > 1 and not bool((own == own.flatten()[0]).all()):
+                    found[name] = "pretrained" if torch.equal(own, others_own) else "random"
     return found
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_trainloop.recording.function_mode import FunctionMode, is_aside
+from pytest_trainloop.recording.function_mode import FunctionMode, called_by_sharding, is_aside
 from pytest_trainloop.recording.torch_internals import is_traced, is_transformed
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ class WatchingMode(FunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if torch.compiler.is_compiling() or is_traced() or is_aside():  # the first is a constant for a compiler
+        # the first is a constant for a compiler
+        if torch.compiler.is_compiling() or is_traced() or is_aside() or called_by_sharding():
             return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if self._watch is None or is_transformed() or not self.active():

@@ -24,6 +24,7 @@ from pytest_trainloop.reach.leaves import same_value
 from pytest_trainloop.reach.snapshot import Snapshot, differences
 from pytest_trainloop.reach.walk import Reach
 from pytest_trainloop.recording.hooks import before_steps
+from pytest_trainloop.recording.shards import address
 from pytest_trainloop.recording.source import layer, place_of
 from pytest_trainloop.runs.halves import halves, same_tensor
 from pytest_trainloop.runs.hooks import before_calls, hooked
@@ -170,12 +171,12 @@ class Uninterrupted:
                 self.changed_by_save = differences(before, self.saved)
                 self.ties = ties(loop)
                 self.paths = {n: reach.path_of(t) for n, t in declared_tensors(loop)}
-                weights = {t.data_ptr() for _, t in declared_tensors(loop) if not torch.nn.parameter.is_lazy(t)}
+                weights = {address(t) for _, t in declared_tensors(loop) if not torch.nn.parameter.is_lazy(t)}
                 own = ("weight", "buffer")
                 self._kept = {
                     entry.path: reach.path_of(entry.live)
                     for entry in self.checkpoint.entries
-                    if entry.live.numel() and entry.live.data_ptr() in weights
+                    if entry.live.numel() and address(entry.live) in weights
                     and (leaf := reach.leaves.get(reach.path_of(entry.live))) is not None
                     and leaf.kind not in own
                 }  # fmt: skip

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pytest_trainloop.gradients.dependence import until_stepped
 from pytest_trainloop.recording.events import Backward, Step
 from pytest_trainloop.recording.function_mode import tensors_in
+from pytest_trainloop.recording.shards import address
 from pytest_trainloop.recording.source import here
 from pytest_trainloop.tracing.mode import WatchingMode
 
@@ -62,7 +63,7 @@ class _Uses(WatchingMode):
     def _keep(self, out: Any, views_of: Sequence[torch.Tensor]) -> None:
         """Follow results, and of later calls those that are views: they hold the same values."""
         for tensor in tensors_in(out):
-            if not views_of or any(tensor.data_ptr() == v.data_ptr() for v in views_of):
+            if not views_of or any(address(tensor) == address(v) for v in views_of):
                 self._results = [*self._results[1 - MOST_KEPT :], tensor]
 
 

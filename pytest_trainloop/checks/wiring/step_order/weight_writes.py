@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_trainloop.recording.function_mode import FunctionMode
+from pytest_trainloop.recording.shards import address
 from pytest_trainloop.recording.source import here
 
 if TYPE_CHECKING:
@@ -42,10 +43,10 @@ class _Writes(FunctionMode):
         writes = name == "__set__" or (name.endswith("_") and not name.endswith("__"))
         if writes and args and not self.place and self._watch.record.steps and not self._watch.stepping:
             targets = args[0] if isinstance(args[0], (list, tuple)) else (args[0],)
-            written = {t.data_ptr() for t in targets if isinstance(t, torch.Tensor) and t.numel()}
+            written = {address(t) for t in targets if isinstance(t, torch.Tensor) and t.numel()}
             table = self._watch.table
             mine = (t for e, t in zip(table.entries, table.tensors, strict=False) if e.name in self._names)
             if name != "__set__" or getattr(func, "__self__", None) is torch.Tensor.data:
                 with self._watch.suspended():
-                    self.place = str(here()[0]) if any(t.data_ptr() in written for t in mine) else ""
+                    self.place = str(here()[0]) if any(address(t) in written for t in mine) else ""
         return super().call(name, func, args, kwargs)
