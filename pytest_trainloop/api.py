@@ -8,9 +8,10 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from pytest_trainloop.battery import Settings, Subject, broken, checked, error_of, skipped
+from pytest_trainloop.battery import Settings, Subject
 from pytest_trainloop.errors import CannotDecide, CheckFailed, UsageError
 from pytest_trainloop.finding import Result, UserError
+from pytest_trainloop.results import broken, checked, error_of, skipped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ def check_loop(
     seed: int = 0,
     hypothesis_seed: str = "",
     timeout: float = 120.0,
+    budget: float | None = None,
     device: str = "auto",
     baseline: str | PathLike[str] | None = None,
     update: bool | Literal["new"] = False,
@@ -68,6 +70,9 @@ def check_loop(
         ``seed``
     timeout
         seconds that one run of ``fit`` may take
+    budget
+        seconds that all checks may take: those that name most for their time go first, and the report says which were
+        not looked at; default: ``timeout``, and at least 120
     device
         "cpu" or "cuda": what the knob ``device`` is set to; "auto": its default
     baseline
@@ -95,7 +100,7 @@ def check_loop(
     from pytest_trainloop.baselines.given import given, store
     from pytest_trainloop.registry import of
 
-    settings = Settings(seed=seed, hypothesis_seed=hypothesis_seed, timeout=timeout, device=device)
+    settings = Settings(seed=seed, hypothesis_seed=hypothesis_seed, timeout=timeout, budget=budget, device=device)
     subject = _subject("check_loop", make, settings, knobs)
     plan = _plan("check_loop", of("loop"), only, skip, xfail, options, strict)
     subject.baseline = given(baseline, update, plan)
@@ -213,6 +218,7 @@ def _subject(caller: str, make: Callable[..., Any], settings: Settings, knobs: M
 
 
 def _battery(subject: Subject, plan: Plan) -> list[Result]:
+    subject.announce({name: plan.options.get(name) for name in plan.checks if name not in plan.skip})
     return _by_plan(plan, lambda check, options: subject.run_check(check, options=options))
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import time
-import traceback
-import warnings
+import contextlib
+import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_trainloop.errors import (
-    BrokenCheck,
     BrokenRun,
     CannotDecide,
     DoesNotApply,
     NotRecorded,
+    OutOfBudget,
     TimeRanOut,
     Unreliable,
     UsageError,
@@ -22,16 +20,22 @@ from pytest_trainloop.errors import (
 )
 from pytest_trainloop.finding import Finding, Result, UserError
 from pytest_trainloop.knobs import nearest
+from pytest_trainloop.results import broken, checked, error_of, skipped
+from pytest_trainloop.runs.budget import Budget
+from pytest_trainloop.worth import WATCHED, Cost, Waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from pytest_trainloop.baseline_file import BaselineFile
     from pytest_trainloop.losses.evidence import LossEvidence
-    from pytest_trainloop.registry import Cause, Check, Judged
+    from pytest_trainloop.registry import Check, Judged
     from pytest_trainloop.runs.evidence import Evidence, Progress
 
 Verdict = tuple[Finding, ...] | CannotDecide | TimeRanOut | Unreliable | UserCodeError | UserError
+
+LEAST_BUDGET = 120.0
+"""Seconds that the checks of one loop may take however short the time of a run is, where no budget is given."""
 
 _FIELDS_FOR = {"fit": "fit (or step)", "run": "fit, step or loss"}
 
@@ -48,14 +52,23 @@ class Settings:
     """The value of a knob ``device``."""
     hypothesis_seed: str = ""
     """Hypothesis' own option, for the checks of a loss function."""
+    budget: float | None = None
+    """Seconds that all checks of one loop may take; default: ``timeout``, and at least 120."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:
             raise UsageError(f"the seed is {self.seed!r}; a whole number from 0 to 2**63 - 1 is needed")
         if isinstance(self.timeout, (str, bool)) or not self.timeout > 0:
             raise UsageError(f"the timeout is {self.timeout!r}; a number of seconds above 0 is needed")
+        if self.budget is not None and (isinstance(self.budget, (str, bool)) or not self.budget > 0):
+            raise UsageError(f"the budget is {self.budget!r}; a number of seconds above 0 is needed")
         if self.device not in ("auto", "cpu", "cuda"):
             raise UsageError(f"the device is {self.device!r}; auto, cpu or cuda is needed")
+
+    @property
+    def loop_seconds(self) -> float:
+        """Seconds that all checks of one loop may take."""
+        return max(self.timeout, LEAST_BUDGET) if self.budget is None else self.budget
 
 
 class Subject:
@@ -91,6 +104,10 @@ class Subject:
         self._broken: tuple[UserError, str] | None = None
         self._verdicts: dict[tuple[str, str], Verdict] = {}
         self._rates_given = False
+        self._budget = Budget(settings.loop_seconds)
+        self._budget.needed = lambda: self._budget.spent + self.seconds_left
+        self._waiting = Waiting()
+        self._ahead: dict[str, Cost] = {}
         self.progress: Progress = lambda step, most, loss: None
 
     def bind(self, make: Callable[..., Any]) -> None:
@@ -117,11 +134,58 @@ class Subject:
             if option not in chosen.options:
                 known = nearest(option, chosen.options) if chosen.options else "it has none"
                 raise UsageError(f"{name} has no option {option!r}; {known}")
-        began = time.perf_counter()
-        steps = self._evidence.own_steps if self._evidence is not None else 0
-        result = self._judged(chosen, dict(options or {}), reporter or f"{self.name}[{name}]")
-        used = (self._evidence.own_steps if self._evidence is not None else 0) - steps
-        return replace(result, seconds=time.perf_counter() - began, steps=used, rates=self._rates())
+        with self._budget.counted():
+            before = self._cost()
+            others = self._judge_what_is_worth_more(chosen)
+            result = self._judged(chosen, dict(options or {}), reporter or f"{self.name}[{name}]")
+            cost = self._cost() - before - others + self._ahead.pop(name, Cost())
+        self._waiting.drop(name)
+        return replace(result, seconds=cost.seconds, steps=cost.steps, rates=self._rates())
+
+    def announce(self, checks: Mapping[str, Mapping[str, Any] | None]) -> None:
+        """Say which checks will be asked for, with their options: where time is short, they are made in another
+        order."""
+        self._waiting.announce({name: dict(options or {}) for name, options in checks.items()})
+
+    def drop(self, name: str) -> None:
+        """Say that this check will not be asked for any more."""
+        self._waiting.drop(name)
+
+    @property
+    def seconds_left(self) -> float:
+        """An estimate of what the announced checks will take yet; infinite where nothing is known."""
+        from pytest_trainloop.registry import of
+
+        evidence: Any = self._evidence
+        if getattr(evidence, "watched", None) is None:
+            return math.inf
+        return self._waiting.seconds(self._budget.spent, of("loop"), evidence.offers)
+
+    def _judge_what_is_worth_more(self, check: Check) -> Cost:
+        """Where the time may not do for all checks, first those that name more causes for theirs; what they cost."""
+        from pytest_trainloop.registry import of
+
+        spent = Cost()
+        if check.subject == "loss" or self._broken is not None:
+            return spent
+        with contextlib.suppress(Exception):  # the check meets it as well
+            evidence = self._get_evidence()
+            if check.steps > WATCHED:
+                evidence.run()
+            if self._budget.spent + self.seconds_left <= self._budget.seconds or evidence.watched is None:
+                return spent
+            for other, options in self._waiting.worth_more(check, of("loop"), evidence.offers):
+                before = self._cost()
+                with contextlib.suppress(UsageError):
+                    self._verdict(other, evidence, dict(options))
+                cost = self._cost() - before
+                self._ahead[other.name] = self._ahead.get(other.name, Cost()) + cost
+                spent += cost
+        return spent
+
+    def _cost(self) -> Cost:
+        """What all checks cost so far."""
+        return Cost(self._budget.spent, 0 if self._evidence is None else self._evidence.own_steps)
 
     def _rates(self) -> tuple[dict[str, Any], ...]:
         """The learning rates of the watched run, with the first result after it was made."""
@@ -149,7 +213,8 @@ class Subject:
         try:
             return self._decided(check, evidence, options, reporter)
         except TimeRanOut as late:
-            return Result(check=check.name, outcome="skipped", reason=str(late))
+            looked_at = not isinstance(late, OutOfBudget)
+            return Result(check=check.name, outcome="skipped", reason=str(late), looked_at=looked_at)
 
     def _decided(self, check: Check, evidence: Any, options: dict[str, Any], reporter: str) -> Result:
         verdict = self._verdict(check, evidence, options)
@@ -182,9 +247,11 @@ class Subject:
                 self._verdicts[key] = tuple(
                     checked(check, finding, evidence) for finding in check.decide(evidence, **options)
                 )
+                self._waiting.note(check.steps)
             except (CannotDecide, TimeRanOut, Unreliable, UserCodeError) as reason:
+                over = self._budget.over() if isinstance(reason, TimeRanOut) else None
                 # It is kept, and its traceback would keep the user's objects: a DataLoader with its workers.
-                self._verdicts[key] = reason.with_traceback(None)
+                self._verdicts[key] = over or reason.with_traceback(None)
                 reason.__cause__ = reason.__context__ = None
             except UsageError:
                 raise
@@ -259,7 +326,9 @@ class Subject:
             timeout=settings.timeout,
             device=device,
             hypothesis_seed=settings.hypothesis_seed,
+            budget=self._budget,
         )
+        evidence.tick = lambda steps: self.progress(steps, 0, 0.0)
         evidence.root_causes = self._root_causes
         evidence.baseline = self.baseline
         evidence.progress = lambda *at: self.progress(*at)
@@ -271,111 +340,10 @@ class Subject:
         return LossEvidence(self._make, seed=self._settings.seed, hypothesis_seed=self._settings.hypothesis_seed)
 
 
-def skipped(check: Check, why: CannotDecide) -> Result:
-    """The result of a check that could not decide."""
-    applies = not isinstance(why, DoesNotApply)
-    return Result(check=check.name, outcome="skipped", reason=str(why), applies=applies, needs=why.needs)
-
-
-def checked(check: Check, finding: Finding, evidence: Any) -> Finding:
-    """The finding with what is known of its cause: the repair, the line to change, the explained checks.
-
-    What the finding says itself counts.
-
-    Raises ``ValueError`` for a cause that the check does not declare, and for an explained check that does not exist.
-    """
-    from pytest_trainloop.registry import registered
-
-    cause = check.causes.get(finding.cause)
-    if cause is None:
-        raise ValueError(f"{check.name} named the cause {finding.cause!r}, which it does not declare")
-    explains = finding.explains or (cause.explains if finding.level == "fault" else ())
-    known = registered()
-    unknown = sorted(name for name in explains if not _is_known(name, known))
-    if unknown:
-        raise ValueError(f"{check.name}:{finding.cause} explains {unknown[0]!r}, which is no check or cause")
-    return replace(
-        finding,
-        check=check.name,
-        kinds=finding.kinds or _kinds(check, finding, evidence),
-        change=finding.change or _line_to_change(cause, finding, evidence),
-        repair=_with_settlement(finding, cause, check.name),
-        do_not=finding.do_not or cause.do_not,
-        explains=explains,
-    )
-
-
-def _with_settlement(finding: Finding, cause: Cause, check: str) -> str:
-    """The repair; of advice, which may be meant, also how the project says so, or that it is not."""
-    repair = finding.repair or cause.repair
-    if finding.level != "advice":
-        return repair
-    meant = f'if it is meant: skip={{"{check}:{finding.cause}": "why"}}'
-    return "; ".join(filter(None, (repair, cause.settle, meant)))
-
-
-def _is_known(name: str, checks: Mapping[str, Check]) -> bool:
-    check, colon, cause = name.partition(":")
-    return check in checks and (not colon or cause in checks[check].causes)
-
-
-def _kinds(check: Check, finding: Finding, evidence: Any) -> tuple[str, ...]:
-    """What each of the finding's names is, by the record of the loop."""
-    if check.subject != "loop" or not finding.culprits:
-        return ()
-    record = evidence.run()
-    known = {p.name: "parameter" for p in record.parameters} | {s.name: "buffer" for s in record.statistics}
-    paths = {".".join(p.owner.split(".")[:n]) for p in record.parameters for n in range(1, p.owner.count(".") + 2)}
-    modules = dict.fromkeys(paths - {""}, "module")
-    inputs = {name: "input" for name in finding.culprits if name.startswith("batch")}
-    calls = {name: "call" for name in finding.culprits if name.endswith(")")}
-    kinds = {**modules, **calls, **known, **inputs}
-    return tuple(kinds.get(name, kinds.get(name.removeprefix("model."), check.names)) for name in finding.culprits)
-
-
-def _line_to_change(cause: Cause, finding: Finding, evidence: Any) -> str:
-    """The first line that the cause asks for and that is known."""
-    for part in cause.change:
-        if part == "seen":
-            line = finding.where
-        else:
-            from pytest_trainloop.tracing.made_at import line_of
-
-            line = line_of(part, finding, evidence)
-        if line:
-            return line
-    return ""
-
-
 def _require_looked_at(checks: Sequence[Check], verdicts: Sequence[Verdict]) -> None:
     """Raise ``TimeRanOut`` where one of the checks, which may have found the cause, was not through in time."""
     for check, verdict in zip(checks, verdicts, strict=False):
+        if isinstance(verdict, OutOfBudget):
+            raise OutOfBudget(verdict.seconds, verdict.needed)
         if isinstance(verdict, TimeRanOut):
             raise TimeRanOut(verdict.steps, verdict.seconds, where=f" of {check.name}, which may know the cause")
-
-
-def error_of(check: Check, error: UserError) -> Result:
-    """The result of a check that met an exception of the project's."""
-    reason = f"{error.stage} raised {error.summary}"
-    return Result(check=check.name, outcome="error", reason=reason, error=error)
-
-
-def broken(check: Check, error: Exception) -> CannotDecide | UserError:
-    """The verdict of a check that raised: a skip and a warning for one of this package, whose mistake fails nobody's
-    loop; an error with its traceback for a project's own."""
-    if isinstance(error, BrokenRun):
-        return _reported(check, f"{error}; please report it")
-    from pytest_trainloop.runs.user_traceback import user_error
-
-    raised = user_error(error, f"the check {check.name}")
-    if not check.module.startswith("pytest_trainloop."):
-        return raised
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    at = f"{Path(last.filename).name}:{last.lineno}"
-    return _reported(check, f"a mistake in this check, not in the loop: {raised.summary} ({at}); please report it")
-
-
-def _reported(check: Check, reason: str) -> CannotDecide:
-    """A skip for a mistake of this package, with a warning."""
-    warnings.warn(f"{check.name} could not be judged; {reason}", BrokenCheck, stacklevel=2)
-    return CannotDecide(reason)

@@ -5,6 +5,7 @@
     ``UserCodeError``     the user's own code raised; carries it as text
     ``CheckFailed``       a check found a fault (also an AssertionError, for tests that call checks)
 ``TimeRanOut``            a run took longer than ``--trainloop-timeout``; the check that needed it is skipped
+    ``OutOfBudget``       the checks of this loop took what they may take together: the check is not looked at
 ``CannotDecide``          a check's way to skip, with a reason a user can act on
     ``DoesNotApply``      the loop does not pose the check's question
 ``BrokenRun``             fit raised because of what this package put around it: a mistake of ours
@@ -14,6 +15,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -66,6 +68,21 @@ class TimeRanOut(Exception):
         super().__init__(
             f"time ran out after {steps} steps{where}: give --trainloop-timeout={2 * seconds:g} or more (it is "
             f"{seconds:g} s), or a smaller model"
+        )
+
+
+class OutOfBudget(TimeRanOut):
+    """The checks of one loop have taken the ``seconds`` that they may take together, and this one was not looked at.
+
+    ``needed`` is an estimate of the seconds that would do, infinite where there is none.
+    """
+
+    def __init__(self, seconds: float, needed: float) -> None:
+        self.steps, self.seconds = 0, seconds
+        self.needed = needed
+        given = f"--trainloop-budget={needed:.0f} may do" if needed < math.inf else "give --trainloop-budget=SECONDS"
+        Exception.__init__(
+            self, f"the {seconds:g} s that the checks of one loop may take were over; {given}, or use a smaller model"
         )
 
 

@@ -124,6 +124,8 @@ class Result:
     error: UserError | None = None
     applies: bool = True
     """False for a skip of a check whose question the loop does not pose."""
+    looked_at: bool = True
+    """False where the time of all checks was over before this one could decide."""
     needs: str = ""
     """What the user can give to have a skipped check decided: ``padding=``."""
     rates: tuple[dict[str, Any], ...] = ()
@@ -149,6 +151,7 @@ class Result:
             "steps": self.steps,
             "reason": self.reason,
             "applies": self.applies,
+            "looked_at": self.looked_at,
             "needs": self.needs,
             "error": asdict(self.error) if self.error else None,
             "findings": [f.to_json() for f in self.findings],
@@ -167,6 +170,7 @@ class Result:
             steps=data.get("steps", 0),
             error=UserError(**error) if error else None,
             applies=data.get("applies", True),
+            looked_at=data.get("looked_at", True),
             needs=data.get("needs", ""),
             rates=tuple(data.get("rates", ())),
         )

@@ -49,6 +49,9 @@ Each is a folder in ``checks``, except "project", the family of checks that are 
 
 _CHECKS = "pytest_trainloop.checks"
 
+STEPS = 20
+"""Bare optimizer steps that a check costs where it does not say how many."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cause:
@@ -91,6 +94,13 @@ class Check:
     """What a name among a finding's culprits is that is no parameter, buffer, module, input or call."""
     long: bool = False
     """Whether it makes long runs: it is not asked what made ``fit`` raise."""
+    steps: int = STEPS
+    """What it costs on a right loop beside the watched run, in bare optimizer steps, by order of magnitude."""
+
+    @property
+    def worth(self) -> float:
+        """Causes that it can name for each step that it costs: what a budget of time goes by."""
+        return len(self.causes) / (1 + self.steps)
 
     @property
     def proofs(self) -> dict[str, str]:
@@ -115,6 +125,7 @@ def check(
     instrument: str = "",
     names: str = "operation",
     long: bool = False,
+    steps: int = STEPS,
 ) -> Callable[[Property], Property]:
     """Register a function from evidence to findings as a check of the function's name.
 
@@ -124,7 +135,9 @@ def check(
     of any other cause is an error. ``rank`` orders the checks of one family; ``subject`` is "loss" for a property of a
     loss function. ``instrument`` names what must record during the single run of ``observe()``, as ``module:class``.
     ``names`` says what a culprit is that is no parameter, buffer, module, input or call: "attribute" of the state of a
-    loop. Raises ``ValueError`` for a name that another module has registered, and for no causes.
+    loop. ``steps`` is what the check costs on a right loop beside the watched run, in bare optimizer steps: with the
+    number of its causes it says what is left out first where time is short. Raises ``ValueError`` for a name that
+    another module has registered, and for no causes.
 
     >>> @check(needs={"fit"}, causes={"too_few_steps": "fewer than two optimizer steps in the record"})
     ... def steps_at_all(evidence): ...
@@ -154,6 +167,7 @@ def check(
             instrument=instrument,
             names=names,
             long=long,
+            steps=steps,
         )
         return function
 

@@ -22,8 +22,8 @@ ROOT = Path(pytest_trainloop.__file__).parent
 
 READERS = {
     "api": "how long an observed block took, for the report",
-    "battery": "what a check cost, for the report",
     "plugin.progress": "when a line of progress is due",
+    "runs.budget": "what the checks of a loop took, for the report; where it is too much, the rest is not looked at",
     "runs.guard": "a timer ends the time of fit, and the check is skipped",
     "checks.state.determinism.repeat": "so does a wait for a child",
     "ranks.launch": "the time that all ranks may take, and the check is skipped",

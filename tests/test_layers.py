@@ -24,7 +24,7 @@ FLOORS = (
     ("htmlreport",),
     ("api", "explain"),
     ("cards", "pictures", "bundles"),
-    ("battery",),
+    ("battery", "results"),
     ("checks",),
     ("compositions",),
     ("losses", "formulas"),
@@ -45,6 +45,7 @@ FLOORS = (
         "knobs",
         "report",
         "registry",
+        "worth",
         "baseline_file",
     ),
     ("errors", "finding", "wording", "paths", "places"),
@@ -55,7 +56,20 @@ FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 
 HEAVY = ("torch", "hypothesis", "numpy")
 LIGHT = (
-    *("plugin", "api", "explain", "battery", "selection", "knobs", "report", "registry", "records", "baseline_file"),
+    *(
+        "plugin",
+        "api",
+        "explain",
+        "battery",
+        "results",
+        "selection",
+        "knobs",
+        "report",
+        "registry",
+        "worth",
+        "records",
+        "baseline_file",
+    ),
     "outputs",
     *FLOORS[-1],
 )

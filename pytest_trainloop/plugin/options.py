@@ -18,6 +18,12 @@ def add(parser: pytest.Parser) -> None:
     option("--trainloop-seed", metavar="N", type=int, help="seed of every build and run (default: 0)")
     option("--trainloop-timeout", metavar="SECONDS", type=float, help="seconds one run of fit may take (default: 120)")
     option(
+        "--trainloop-budget",
+        metavar="SECONDS",
+        type=float,
+        help="seconds all checks of one loop may take (default: as the timeout, and at least 120; inf: no limit)",
+    )
+    option(
         "--trainloop-device",
         choices=("auto", "cpu", "cuda"),
         help="device of the loops; cuda where there is none is an error",
@@ -54,4 +60,5 @@ def add(parser: pytest.Parser) -> None:
     ini("trainloop_strict", "advice fails", type="bool", default=False)
     ini("trainloop_seed", "as --trainloop-seed", default="")
     ini("trainloop_timeout", "as --trainloop-timeout", default="")
+    ini("trainloop_budget", "as --trainloop-budget", default="")
     ini("trainloop_device", "as --trainloop-device", default="")

@@ -32,7 +32,8 @@ class _Loops:
 
     subjects: dict[str, Subject] = field(default_factory=dict)
     results: dict[str, dict[str, Result]] = field(default_factory=dict)
-    waiting: dict[str, set[str]] = field(default_factory=dict)
+    waiting: dict[str, dict[str, str]] = field(default_factory=dict)
+    """The items of each loop that are to come, by node id, and the check of each."""
     refused: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def subject(self, item: pytest.Function, loop: str, marked: MarkedFunction) -> Subject:
@@ -45,6 +46,8 @@ class _Loops:
             self.subjects[loop] = battery.Subject(
                 loop, make, settings=settings, knobs=marked.knobs, judges=marked.judges, baseline=file
             )
+            to_come = [c for c in self.waiting.get(loop, {}).values() if c not in marked.plan.skip]
+            self.subjects[loop].announce({check: marked.plan.options.get(check) for check in to_come})
         self.subjects[loop].bind(make)
         return self.subjects[loop]
 
@@ -56,8 +59,10 @@ class _Loops:
         return Result(check=check, outcome="skipped", reason=f"{sentence} (see {first})")
 
     def done(self, nodeid: str, loop: str) -> None:
-        waiting = self.waiting.get(loop, set())
-        waiting.discard(nodeid)
+        waiting = self.waiting.get(loop, {})
+        check = waiting.pop(nodeid, "")
+        if loop in self.subjects:
+            self.subjects[loop].drop(check)
         if not waiting:
             self.subjects.pop(loop, None)
             self.results.pop(loop, None)
@@ -71,7 +76,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     for item in session.items:
         found = marked_function(item)
         if found is not None:
-            loops.waiting.setdefault(loop_of(item.nodeid, found[0]), set()).add(item.nodeid)
+            loops.waiting.setdefault(loop_of(item.nodeid, found[0]), {})[item.nodeid] = found[0]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -111,7 +116,10 @@ def _judged(item: pytest.Function, check: str, marked: MarkedFunction) -> Result
     loop = loop_of(item.nodeid, check)
     subject = loops.subject(item, loop, marked)
     try:
-        with progress.shown(item.config) as subject.progress, _contracts_beside(item, marked):
+        with (
+            progress.shown(item.config, lambda: subject.seconds_left) as subject.progress,
+            _contracts_beside(item, marked),
+        ):
             result = subject.run_check(check, options=marked.plan.options.get(check), reporter=item.nodeid)
     except UsageError as error:
         return loops.refuse(loop, check, item.nodeid, str(error))

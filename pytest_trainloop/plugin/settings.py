@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from typing import Any
 
 import pytest
@@ -20,11 +21,20 @@ def read_settings(config: pytest.Config) -> Settings:
         raise pytest.UsageError(f"--trainloop-seed is {seed}; a number from 0 to 2**63 - 1 is needed")
     if not timeout > 0:
         raise pytest.UsageError(f"--trainloop-timeout is {timeout:g}; a number of seconds above 0 is needed")
+    budget = _number(config, "budget", float, math.nan)
+    if not (math.isnan(budget) or budget > 0):
+        raise pytest.UsageError(f"--trainloop-budget is {budget:g}; a number of seconds above 0 is needed")
     device = config.getoption("trainloop_device") or config.getini("trainloop_device") or "auto"
     if device not in ("auto", "cpu", "cuda"):
         raise pytest.UsageError(f"ini key trainloop_device is {device!r}; auto, cpu or cuda is needed")
     given = str(config.getoption("--hypothesis-seed", None) or "")
-    return Settings(seed=int(seed), timeout=float(timeout), device=device, hypothesis_seed=given)
+    return Settings(
+        seed=int(seed),
+        timeout=float(timeout),
+        device=device,
+        hypothesis_seed=given,
+        budget=None if math.isnan(budget) else budget,
+    )
 
 
 def is_strict(config: pytest.Config) -> bool:

@@ -66,7 +66,8 @@ class Ledger:
         if not self._config.getoption("trainloop"):
             return None
         s = self._settings
-        return f"trainloop: seed {s.seed}, device {s.device}, {s.timeout:g} s a run of fit at most"
+        times = f"at most {s.timeout:g} s a run of fit and {s.loop_seconds:g} s a loop"
+        return f"trainloop: seed {s.seed}, device {s.device}, {times}"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if self._cards is not None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Style = Literal["plain", "good", "bad", "warn", "loud"]
 
 _UNDECIDED = ("skipped", "unreliable")
+_LEFT_OUT = "not looked at"
 _MOST_NAMED = 6
 """Checks that one line names; more are counted."""
 
@@ -96,6 +97,7 @@ def counts(results: Sequence[Result]) -> str:
     skipped = [r for r in results if r.outcome == "skipped"]
     needs = [r.needs for r in skipped if r.needs]
     elsewhere = sum(not r.applies for r in skipped)
+    left_out = sum(not r.looked_at for r in skipped)
     counted = {
         "failed": of["failed"],
         "errors" if of["error"] > 1 else "error": of["error"],
@@ -103,7 +105,8 @@ def counts(results: Sequence[Result]) -> str:
         "xfailed": of["xfailed"],
         "advice": sum(len(r.advice) for r in results),
         "unreliable": of["unreliable"],
-        "skipped": len(skipped) - len(needs) - elsewhere,
+        "skipped": len(skipped) - len(needs) - elsewhere - left_out,
+        "not looked at": left_out,
         "do not apply" if elsewhere > 1 else "does not apply": elsewhere,
         f"need{'s' * (len(needs) == 1)} more ({', '.join(dict.fromkeys(needs))})": len(needs),
     }
@@ -126,8 +129,12 @@ class Undecided:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The checks by name; none where they are too many to read."""
-        return self.checks if len(self.checks) <= _MOST_NAMED else ()
+        """The checks by name; none where they are too many to read, but for those that only time kept from deciding."""
+        return self.checks if len(self.checks) <= _MOST_NAMED or self.label == _LEFT_OUT else ()
+
+
+def _label(result: Result) -> str:
+    return result.outcome if result.looked_at else _LEFT_OUT
 
 
 def undecided(entries: Sequence[Entry]) -> Iterator[Undecided]:
@@ -137,9 +144,9 @@ def undecided(entries: Sequence[Entry]) -> Iterator[Undecided]:
     for loop, results in loops:
         for r in results:
             if not _ran(r) and r.applies:
-                key = (f"needs {r.needs}", r.check) if r.needs else (r.outcome, r.reason)
+                key = (f"needs {r.needs}", r.check) if r.needs else (_label(r), r.reason)
                 groups.setdefault(key, []).append((loop, r))
-    for (label, _), found in sorted(groups.items(), key=lambda group: group[0][0] in _UNDECIDED):
+    for (label, _), found in sorted(groups.items(), key=lambda group: group[0][0] in (*_UNDECIDED, _LEFT_OUT)):
         checks = tuple(dict.fromkeys(r.check for _, r in found))
         reason = Counter(r.reason for _, r in found).most_common(1)[0][0]
         where = tuple(dict.fromkeys(loop for loop, _ in found))

@@ -9,6 +9,7 @@ from pytest_trainloop.errors import BrokenRun, CannotDecide, TimeRanOut, UsageEr
 from pytest_trainloop.loop import TrainLoop
 from pytest_trainloop.recording.watch import FULL_ROUNDS
 from pytest_trainloop.runs import own_exceptions
+from pytest_trainloop.runs.budget import Budget
 from pytest_trainloop.runs.build import Make, build, require_fresh, require_on_cuda
 from pytest_trainloop.runs.kept_batches import LoaderBatches
 from pytest_trainloop.runs.process_state import preserved
@@ -47,7 +48,8 @@ class Evidence:
 
     ``make`` builds a fresh loop when called with the user's keywords; ``knobs`` maps the plugin's knob names to those
     keywords. ``seed`` is that of every build and run, ``timeout`` the seconds that one run of ``fit`` may take,
-    ``device`` the value of a knob of that name and ``hypothesis_seed`` Hypothesis' own option.
+    ``device`` the value of a knob of that name and ``hypothesis_seed`` Hypothesis' own option. ``budget`` bounds what
+    all further runs may take together.
     """
 
     repeatable = True
@@ -62,12 +64,14 @@ class Evidence:
         timeout: float = 120.0,
         device: str | None = None,
         hypothesis_seed: str = "",
+        budget: Budget | None = None,
     ) -> None:
         self.make = make
         self.knobs = dict(knobs or {})
         self._seed = seed
         self.hypothesis_seed = hypothesis_seed
         self._timeout = timeout
+        self.budget = Budget() if budget is None else budget
         self._on_cuda = device == "cuda"
         self._fixed = {self.knobs["device"]: device} if device is not None and "device" in self.knobs else {}
         self._records: dict[tuple[tuple[str, Any], ...], Record] = {}
@@ -85,6 +89,8 @@ class Evidence:
         """The file of the loop's baseline, where one was given."""
         self.progress: Progress = lambda step, most, loss: None
         """Called in long runs with step, number of steps and loss."""
+        self.tick: Callable[[int], None] = lambda steps: None
+        """Called in all runs with the number of steps so far."""
 
     @property
     def offers(self) -> frozenset[str]:
@@ -101,8 +107,9 @@ class Evidence:
 
     @property
     def timeout(self) -> float:
-        """Seconds that one run of the project's code may take."""
-        return self._timeout
+        """Seconds that one run of the project's code may take. Raises ``OutOfBudget`` where none are left."""
+        self.budget.require()
+        return min(self._timeout, self.budget.left)
 
     def declared(self, name: str) -> Any:
         """The value of one of the fields in ``DECLARED``; None where it was not given."""
@@ -155,8 +162,16 @@ class Evidence:
         if record.raised is not None and key in self._records:
             own_exceptions.require_returned(self.make, plan, record, self._records[key])
 
-    def _made(self, plan: RunPlan) -> Record:
-        record = run(self.make, plan)
+    def _made(self, plan: RunPlan, *, first: bool = False) -> Record:
+        if not first:
+            self.budget.require()
+            plan = replace(plan, left=self.budget.left)
+        try:
+            record = run(self.make, replace(plan, tick=lambda steps: self.tick(steps)))
+        except TimeRanOut:
+            if not first:
+                self.budget.require()
+            raise
         if plan.own_steps:
             self.own_steps += record.steps
         return record
@@ -176,6 +191,8 @@ class Evidence:
 
     def fresh_loop(self, *, other_seed: int = 0) -> TrainLoop:
         """A loop that no other caller gets, built under the seed of the runs plus ``other_seed``."""
+        if self._offers is not None:
+            self.budget.require()
         with preserved():
             seed = self._seed + other_seed
             return build(self.make, self._fixed, seed, self._kept.of(seed, self._fixed))
@@ -213,7 +230,7 @@ class Evidence:
 
     def _long_enough(self, key: tuple[tuple[str, Any], ...], plan: RunPlan) -> Record:
         """The run, made again with more batches where it read ahead or accumulated over more than it was given."""
-        first = plan, self._made(plan)
+        first = plan, self._made(plan, first=not key)
         record = first[1]
         for count in READ_AHEAD_BUDGETS:
             if record.steps >= ENOUGH_ROUNDS or stepless(record) or not _could_step(record):
@@ -221,11 +238,12 @@ class Evidence:
             if record.raised is not None and not record.cut_short:
                 break
             plan = replace(plan, count=count, read_ahead=None)
-            record = self._made(plan)
+            record = self._made(plan, first=not key)
         if not record.steps and not record.autograd_passes():
             plan, record = first  # more batches brought nothing
         if record.raised is not None and not own_exceptions.is_own(self.make, plan):
-            record = self._made(plan)  # once more: the first run may have imported what is patched from then on
+            # Once more: the first run may have imported what is patched from then on.
+            record = self._made(plan, first=not key)
             own_exceptions.require_returned_watched(record)
         self._plans[key] = plan
         return record

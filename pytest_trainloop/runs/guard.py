@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import signal
 import sys
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 SWALLOWED = 3
 """Stops that a loop may swallow before it is pressed harder."""
+
+LONGEST = 1e8
+"""Seconds that a timer can be set to, three years: for a time that is given as infinite."""
 
 PRESS = 0.01
 """Seconds between two stops of a loop that swallows them."""
@@ -55,10 +59,15 @@ class Exited(BaseException):
 
 class Guard:
     """Calls ``fit``, which may take so many ``seconds``. Hooks call ``stop``, which raises; a timer interrupts a loop
-    that swallows the exception."""
+    that swallows the exception.
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    Where only ``left`` seconds are left for all runs, the loop is ended by then, and not blamed: it may have come back
+    in its own time.
+    """
+
+    def __init__(self, seconds: float, left: float = math.inf) -> None:
+        self._seconds = min(seconds, left, LONGEST)
+        self._hurried = left < seconds
         self._stops = 0
         self._presses = 0
         self._waited = 0
@@ -110,7 +119,7 @@ class Guard:
         finally:
             self._at_end = lambda: None
             del raised  # its traceback holds this frame: only the garbage collector would free the two
-        if self._ignored_end:
+        if self._ignored_end and not self._hurried:
             raise UsageError(
                 f"fit got the end of its batches {_after(steps)} and did not come back in more than {self._seconds:g} s"
                 "; it must end when they do (--trainloop-timeout=SECONDS allows more)"

@@ -85,7 +85,7 @@ def _given(plan: RunPlan) -> str:
 def _comes_back(make: Make, plan: RunPlan) -> bool:
     """Whether ``fit`` returns without an exception where nothing of this package watches it but a count of steps."""
     steps: list[Any] = []
-    guard = Guard(plan.timeout)
+    guard = Guard(plan.timeout, plan.left)
 
     def count(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         steps.append(optimizer)

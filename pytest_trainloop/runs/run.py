@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,10 @@ class RunPlan:
     seed: int = 0
     timeout: float = 120.0
     """Seconds that ``fit`` may take; no verdict depends on them (see runs/guard.py)."""
+    left: float = math.inf
+    """Seconds that are left for all runs of the loop (see runs/budget.py)."""
+    tick: Callable[[int], None] = lambda steps: None
+    """Called with the number of steps so far, before each."""
     count: int = FULL_ROUNDS
     """The number of batches."""
     read_ahead: int | None = None
@@ -130,7 +135,7 @@ def _run(make: Make, plan: RunPlan) -> Record:
             widen(loop)
             wide.lower.clear()  # building may use a lower precision (from numpy, from a file)
             wide.asked.clear()
-        guard = Guard(plan.timeout)
+        guard = Guard(plan.timeout, plan.left)
         watch = Watch(
             loop.modules,
             loop.optimizers,
@@ -234,6 +239,7 @@ def _no_scalar(record: Record, error: BaseException) -> UserCodeError:
 
 def _stop_if_past(watch: Watch, stop: Callable[[], None], guard: Guard, plan: RunPlan) -> None:
     """End a loop that iterates over its own copy of the batches from inside its optimizer's step."""
+    plan.tick(watch.record.steps)
     if guard.out_of_time():
         stop()
     if plan.items is not None and watch.record.rounds >= MOST_STEPS:

@@ -50,6 +50,7 @@ CHECKS = {
 
 class Subject:
     evidence = None
+    seconds_left = float("inf")
 
     def __init__(
         self,
@@ -67,6 +68,12 @@ class Subject:
 
     def bind(self, make: Callable[..., Any]) -> None:
         self.make = make
+
+    def announce(self, checks: Mapping[str, Any]) -> None:
+        self.announced = dict(checks)
+
+    def drop(self, name: str) -> None:
+        self.announced.pop(name, None)
 
     def run_check(self, name: str, *, options: Mapping[str, Any] | None = None, reporter: str = "") -> Result:
         said = self.make()

@@ -106,7 +106,7 @@ _AT_THE_STEP = ("stepped_inside_window", "carried_over")
 """Causes that lie at the optimizer's step; the others lie at the backward pass."""
 
 
-@check(needs={"run"}, causes=CAUSES, rank=10)
+@check(needs={"run"}, causes=CAUSES, rank=10, steps=50)
 def accumulation_equivalence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.batches.own_data import makes_own_data
     from pytest_trainloop.checks.batch.accumulation_equivalence.comparison import Accumulation

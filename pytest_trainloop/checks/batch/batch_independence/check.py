@@ -191,7 +191,7 @@ _RUNNING = frozenset({"cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"})
 _PROVEN = frozenset(cause for cause, _ in _CAUSE_OF.values())
 
 
-@check(needs={"run"}, causes=CAUSES, rank=30)
+@check(needs={"run"}, causes=CAUSES, rank=30, steps=50)
 def batch_independence(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.batch_independence.label_rows import LabelRows
     from pytest_trainloop.checks.batch.batch_independence.meetings import meeting

@@ -111,7 +111,7 @@ CAUSES = {
 }
 
 
-@check(needs={"fit"}, causes=CAUSES, rank=50)
+@check(needs={"fit"}, causes=CAUSES, rank=50, steps=5)
 def edge_batches(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.batch.edge_batches.runs import Edges
 

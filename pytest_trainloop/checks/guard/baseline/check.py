@@ -141,7 +141,7 @@ CAUSES = {
 }
 
 
-@check(needs={"fit"}, causes=CAUSES, rank=10, long=True)
+@check(needs={"fit"}, causes=CAUSES, rank=10, steps=10, long=True)
 def baseline(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.baselines.kept import stored_and_fresh
     from pytest_trainloop.checks.guard.baseline.accepted import changes, with_command

@@ -132,7 +132,7 @@ CAUSES = {
 }
 
 
-@check(needs={"run"}, causes=CAUSES, rank=20, long=True)
+@check(needs={"run"}, causes=CAUSES, rank=20, steps=100, long=True)
 def overfit_one_batch(evidence: Evidence, *, steps: int | None = None) -> Iterator[Finding]:
     from pytest_trainloop.batches.own_data import require_given_data
     from pytest_trainloop.checks.learning.one_batch import OneBatchRuns

@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 CAUSES = {**RATE_CAUSES, **PLAN_CAUSES}
 
 
-@check(needs={"run"}, causes=CAUSES, rank=5)
+@check(needs={"run"}, causes=CAUSES, rank=5, steps=2)
 def schedule(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.learning.schedule.planned import planned
 

@@ -96,7 +96,7 @@ CAUSES = {
 }
 
 
-@check(needs={"run"}, causes=CAUSES, rank=10, long=True)
+@check(needs={"run"}, causes=CAUSES, rank=10, steps=100, long=True)
 def update_ratio(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.learning.one_batch import OneBatchRuns
     from pytest_trainloop.checks.learning.outcome import learning, require_a_curve, single_loss

@@ -142,7 +142,7 @@ _PLURAL: dict[Kind, tuple[str, str]] = {
 }
 
 
-@check(needs={"fit"}, causes=CAUSES, rank=50)
+@check(needs={"fit"}, causes=CAUSES, rank=50, steps=10)
 def weight_decay_groups(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.learning.weight_decay_groups.filters import unmatched_filters
     from pytest_trainloop.checks.learning.weight_decay_groups.groups import DecayGroups

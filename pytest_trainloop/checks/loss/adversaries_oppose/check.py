@@ -99,7 +99,7 @@ CAUSES = {
 }
 
 
-@check(needs={"fit"}, causes=CAUSES, rank=15)
+@check(needs={"fit"}, causes=CAUSES, rank=15, steps=1)
 def adversaries_oppose(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.loss.adversaries_oppose.scores import (
         LEAST,

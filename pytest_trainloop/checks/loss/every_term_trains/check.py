@@ -141,6 +141,7 @@ CAUSES = {
     needs={"fit"},
     causes=CAUSES,
     rank=15,
+    steps=5,
     instrument="pytest_trainloop.checks.loss.every_term_trains.survey:SurveyInRun",
     names="term",
 )

@@ -129,7 +129,7 @@ CAUSES = {
 }
 
 
-@check(needs={"run"}, causes=CAUSES, rank=6)
+@check(needs={"run"}, causes=CAUSES, rank=6, steps=10)
 def learnable_targets(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.loss.learnable_targets.contained import contained_targets
     from pytest_trainloop.checks.loss.learnable_targets.cut_targets import cut_targets

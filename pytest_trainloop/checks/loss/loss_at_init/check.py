@@ -115,7 +115,7 @@ CAUSES = {
 }
 
 
-@check(needs={"run"}, causes=CAUSES, rank=20)
+@check(needs={"run"}, causes=CAUSES, rank=20, steps=5)
 def loss_at_init(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.loss.loss_at_init.chance_level import InitialRuns
 

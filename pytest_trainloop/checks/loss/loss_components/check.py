@@ -110,7 +110,7 @@ _CAUSE = {
 }
 
 
-@check(needs={"fit", "parts"}, causes=CAUSES, rank=30, names="part of the loss")
+@check(needs={"fit", "parts"}, causes=CAUSES, rank=30, steps=5, names="part of the loss")
 def loss_components(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.loss.loss_components.judged import judged
 

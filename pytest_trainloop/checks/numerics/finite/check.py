@@ -113,7 +113,7 @@ CAUSES = {
 }
 
 
-@check(needs={"run"}, causes=CAUSES, rank=10)
+@check(needs={"run"}, causes=CAUSES, rank=10, steps=1)
 def finite(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.records import finiteness
     from pytest_trainloop.tracing.nonfinite import NonFiniteOrigins

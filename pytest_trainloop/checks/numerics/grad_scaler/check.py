@@ -186,7 +186,7 @@ FALL = 10
 """Powers of two that a scale must fall by, once a step was made, to be suspicious."""
 
 
-@check(needs={"fit"}, causes=CAUSES, rank=25)
+@check(needs={"fit"}, causes=CAUSES, rank=25, steps=1)
 def grad_scaler(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.numerics.grad_scaler.enabled_scaler import EnabledScaler
 

@@ -109,6 +109,7 @@ GROWN = 10.0
     needs={"fit"},
     causes=CAUSES,
     rank=50,
+    steps=5,
     instrument="pytest_trainloop.checks.numerics.optimizer_numerics.first_steps:FirstSteps",
 )
 def optimizer_numerics(evidence: Evidence) -> Iterator[Finding]:

@@ -115,7 +115,7 @@ NOTABLE = 0.1
 LEAST_STEPS = 3
 
 
-@check(needs={"fit"}, causes=CAUSES, rank=20)
+@check(needs={"fit"}, causes=CAUSES, rank=20, steps=1)
 def parameter_precision(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.records.stepped_parameters import low_precision_stepped
 

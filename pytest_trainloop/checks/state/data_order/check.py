@@ -162,6 +162,7 @@ CAUSES = {
     needs={"run"},
     causes=CAUSES,
     rank=40,
+    steps=1,
     instrument="pytest_trainloop.checks.state.data_order.in_fit:PassesInRun",
     names="attribute",
 )

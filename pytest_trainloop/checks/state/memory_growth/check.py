@@ -94,7 +94,7 @@ CAUSES = {
 INSTRUMENT = "pytest_trainloop.checks.state.memory_growth.growth:Growth"
 
 
-@check(needs={"fit"}, causes=CAUSES, rank=50, instrument=INSTRUMENT, names="attribute")
+@check(needs={"fit"}, causes=CAUSES, rank=50, steps=1, instrument=INSTRUMENT, names="attribute")
 def memory_growth(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.state.memory_growth.growth import Growth, further_record
 

@@ -86,7 +86,7 @@ MOST = 0.5
 """Share of entries lost to rounding from which more of a model stays as it was than trains."""
 
 
-@check(needs={"fit"}, causes=CAUSES, rank=50)
+@check(needs={"fit"}, causes=CAUSES, rank=50, steps=1)
 def every_param_moves(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.every_param_moves.bit_equal import bit_equal, low_precision_by_torch
 

@@ -111,7 +111,7 @@ _SHOWN = {
 }
 
 
-@check(needs={"fit"}, causes=CAUSES, rank=60)
+@check(needs={"fit"}, causes=CAUSES, rank=60, steps=1)
 def frozen_stays_frozen(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.frozen_stays_frozen.buffers import FrozenModules
     from pytest_trainloop.checks.wiring.frozen_stays_frozen.drift import drifting

@@ -170,7 +170,7 @@ CAUSES = {
 _CLAMPS = CLAMPS | {"minimum", "maximum", "hardtanh"}
 
 
-@check(needs={"run"}, causes=CAUSES, rank=20)
+@check(needs={"run"}, causes=CAUSES, rank=20, steps=1)
 def gradient_reaches_every_param(evidence: Evidence) -> Iterator[Finding]:
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param import findings
     from pytest_trainloop.checks.wiring.gradient_reaches_every_param.adapters import adapters, trained_base

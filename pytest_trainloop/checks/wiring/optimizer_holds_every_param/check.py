@@ -114,7 +114,7 @@ CAUSES = {
 }
 
 
-@check(needs={"run"}, causes=CAUSES, rank=10, instrument="pytest_trainloop.tracing.made_at:MadeAt")
+@check(needs={"run"}, causes=CAUSES, rank=10, steps=10, instrument="pytest_trainloop.tracing.made_at:MadeAt")
 def optimizer_holds_every_param(evidence: Evidence) -> Iterator[Finding]:
     record = evidence.run()
     if not record.optimizers:

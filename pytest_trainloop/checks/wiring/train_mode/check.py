@@ -100,7 +100,7 @@ CAUSES = {
 INSTRUMENT = "pytest_trainloop.tracing.dropout_in_evaluation:DropoutInEvaluation"
 
 
-@check(needs={"fit"}, causes=CAUSES, rank=40, instrument=INSTRUMENT)
+@check(needs={"fit"}, causes=CAUSES, rank=40, steps=1, instrument=INSTRUMENT)
 def train_mode(evidence: Evidence) -> Iterator[Finding]:
     found = list(_inside_fit(evidence))
     yield from found
