@@ -42,7 +42,7 @@ built the scheduler, the scaler or the data loader, cast the weights, made the m
 operation lies in; the ``forward`` that holds the parameters and the optimizer's ``step``, where they are the project's
 own; the first backward pass."""
 
-FAMILIES = ("wiring", "loss", "numerics", "batch", "learning", "state", "guard", "loss_function", "project")
+FAMILIES = ("wiring", "loss", "numerics", "batch", "learning", "state", "scale", "guard", "loss_function", "project")
 """The families in causal order: a fault in an earlier one may explain failures in a later one.
 
 Each is a folder in ``checks``, except "project", the family of checks that are registered elsewhere."""

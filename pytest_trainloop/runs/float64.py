@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from pytest_trainloop import nested
 from pytest_trainloop.recording.function_mode import OperationMode, tensors_in
-from pytest_trainloop.recording.patches import Patches
+from pytest_trainloop.recording.patches import patched
 from pytest_trainloop.recording.torch_internals import aliased_arguments, tree_map
 
 if TYPE_CHECKING:
@@ -96,16 +96,27 @@ def _mixed(args: Iterable[Any]) -> bool:
 @contextlib.contextmanager
 def double_precision() -> Iterator[_Promote]:
     """Build and run in float64 inside; the caller preserves the default dtype."""
-    patches = Patches()
-    patches.put(GradScaler, "__init__", _switched_off)
-    torch.set_default_dtype(torch.float64)
-    try:
-        with _Promote() as mode:
-            patches.put(torch.Tensor, "__deepcopy__", functools.partial(_copied_as_it_is, mode))
-            yield mode
-    finally:
-        patches.remove()
-        torch.set_default_dtype(torch.float32)
+    with double_by_default(), promoting() as mode:
+        yield mode
+
+
+@contextlib.contextmanager
+def double_by_default() -> Iterator[None]:
+    """Float64 is the default dtype, and gradient scalers are switched off; no mode is on, so that what is compiled in
+    here is compiled as ever. The caller preserves the default dtype."""
+    with patched(GradScaler, "__init__", _switched_off):
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def promoting() -> Iterator[_Promote]:
+    """The mode that turns what asks for a lower precision into float64."""
+    with _Promote() as mode, patched(torch.Tensor, "__deepcopy__", functools.partial(_copied_as_it_is, mode)):
+        yield mode
 
 
 def _copied_as_it_is(mode: _Promote, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

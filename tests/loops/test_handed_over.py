@@ -69,6 +69,7 @@ NAMES = (
     "dice_of_raw_scores",
     "penalty_that_nothing_reads",
     "decoder_tied_by_data",
+    "result_of_compile_not_kept",
 )
 
 COMPOSED = (

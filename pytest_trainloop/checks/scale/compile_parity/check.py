@@ -1,0 +1,76 @@
+"""A compiled loop trains as the eager one does.
+
+What it does
+    With a knob ``compile=False`` it runs the loop both ways, from the same weights and over the same batches, and
+    compares what each optimizer step reads and leaves: gradients, weights, buffers, options of parameter groups.
+
+Why is this bad?
+    A compiler is trusted to change nothing but speed. Where it, or what the project does around it, changes the
+    gradients, the training that runs for weeks is not the one that was developed, and nothing is raised.
+
+How it decides
+    The loop is built in float64. The compiled run is made under no mode of this package, since torch compiles nothing
+    under one; gradients are read before each optimizer step, and after each the compiled run goes on from the eager
+    run's weights. Both make the same operations, so that gradients agree to rounding: 1e3 machine epsilons of the
+    lowest precision seen; below float64 a difference must also be ten times what rounding changes in the eager run.
+    Random numbers are those of the eager run (torch's ``fallback_random``); where the runs differ and something draws,
+    dropout is left out of both.
+    Where they differ, one thing is changed at a time. The knob on with ``torch.compile`` standing aside: it still
+    differs, so it is not the compiler. Backend ``eager``, then ``aot_eager``, then the loop's own: the first that
+    differs says whether the capture, the traced backward pass or the generated code does. Compiled anew for each step:
+    a value of an earlier step is no longer there. Operators of the project's own are held to what they declare. One
+    module after the other is compiled alone: the innermost that differs then as well is named.
+    Graph breaks, and functions that are compiled again in later steps, are advice with their line.
+
+Faulty
+    >>> trained = copy.deepcopy(model)
+    >>> compiled = torch.compile(trained, backend="aot_eager") if compile else trained
+
+Fixed
+    >>> compiled = torch.compile(model, backend="aot_eager") if compile else model
+
+Known limits
+    Five optimizer steps are compared, fewer of large models (2 GiB of kept weights). Compiling takes its time: some
+    seconds for a small model with inductor, within ``--trainloop-timeout``; the option ``backend``, as in
+    ``compile_parity={"backend": "aot_eager"}``, tries another. Optimizers whose ``step`` is compiled
+    call no hooks and are not compared. What compiled code does to speed and memory is not judged. The process forgets
+    what it had compiled before (``torch.compiler.reset``).
+
+References
+    https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html
+    https://docs.pytorch.org/docs/stable/generated/torch.compiler.set_stance.html
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_trainloop.checks.scale.compile_parity.causes import CAUSES
+from pytest_trainloop.errors import UsageError
+from pytest_trainloop.registry import check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_trainloop.finding import Finding
+    from pytest_trainloop.runs.evidence import Evidence
+
+BACKENDS = ("own", "eager", "aot_eager", "inductor")
+
+
+@check(needs={"run"}, causes=CAUSES, rank=20, long=True)
+def compile_parity(evidence: Evidence, *, backend: str = "own") -> Iterator[Finding]:
+    """The compiler is asked of the loop itself (``own``), or is always the one that ``backend`` names."""
+    if backend not in BACKENDS:
+        raise UsageError(f"compile_parity: backend is {backend!r}; {', '.join(BACKENDS)} are known")
+    from pytest_trainloop.checks.scale.compile_parity import advice, findings, parity, saved
+
+    parity.compile_knob(evidence)
+    runs = parity.Parity(evidence, None if backend == "own" else backend)
+    if runs.verdict is not None:
+        yield findings.of(runs, runs.verdict)
+        return
+    found = [*advice.of(runs), *saved.of(evidence, runs)]
+    yield from found
+    if not found:
+        runs.require_compared()

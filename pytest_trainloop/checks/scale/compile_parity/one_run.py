@@ -1,0 +1,218 @@
+"""One run of the loop that no mode of this package watches, since a compiler refuses what runs under one.
+
+The loop is built in float64, under the mode that makes it so; then the mode is taken off, and ``fit`` runs. What is
+seen of it comes from hooks before and after each optimizer step, and from torch's compiler itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_trainloop.checks.scale.compile_parity.compile_calls import CompileCalls
+from pytest_trainloop.checks.scale.compile_parity.course import plain_name
+from pytest_trainloop.checks.scale.compile_parity.no_dropout import dropout_off
+from pytest_trainloop.recording.compiler_internals import (
+    Compilation,
+    CompilationLog,
+    GraphBreak,
+    compiled_alone,
+    compiling_as_eager,
+    graph_breaks,
+)
+from pytest_trainloop.recording.hooks import after_steps, before_steps
+from pytest_trainloop.recording.torch_internals import modes_kept
+from pytest_trainloop.runs.batch_stream import Batches, generators_kept
+from pytest_trainloop.runs.build import build
+from pytest_trainloop.runs.float64 import double_by_default, promoting, widen
+from pytest_trainloop.runs.guard import Guard, let_go
+from pytest_trainloop.runs.hooks import hooked
+from pytest_trainloop.runs.loader_workers import workers_ended
+from pytest_trainloop.runs.process_state import preserved, seed_all
+from pytest_trainloop.runs.run import fit_of
+from pytest_trainloop.runs.user_traceback import raised
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pytest_trainloop.checks.scale.compile_parity.compile_calls import CompileCall
+    from pytest_trainloop.checks.scale.compile_parity.course import Course
+    from pytest_trainloop.loop import TrainLoop
+    from pytest_trainloop.recording.events import Raised
+    from pytest_trainloop.runs.evidence import Evidence
+
+BEYOND = 25
+"""Steps after the last one that counts in which a loop may come back by itself; then it is made to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How one run is made."""
+
+    compiled: bool
+    """The value of the knob."""
+    eager: bool = False
+    """Whether ``torch.compile`` stands aside."""
+    backend: Any = None
+    """In place of the loop's own, where ``torch.compile`` is called."""
+    everywhere: bool = False
+    """Whether ``backend`` is also that of what was compiled before the loop was built: torch then drops what the calls
+    say of guards."""
+    double: bool = True
+    random: bool = True
+    """Whether dropout draws."""
+    anew: bool = False
+    """Whether everything is compiled again for each step."""
+    alone: str = ""
+    """The one module whose calls are compiled, by its plain name, with ``backend``."""
+    batches: int = 0
+    """The number of batches; 0 for those of the watched run."""
+
+
+@dataclass(slots=True)
+class Made:
+    """What one run showed."""
+
+    course: Course
+    raised: Raised | None
+    """What ended ``fit`` before enough was seen."""
+    calls: list[CompileCall]
+    breaks: list[GraphBreak]
+    compilations: list[tuple[int, Compilation]]
+    """With the number of the optimizer step in which it was compiled, from 0."""
+    device: str
+    parted: bool = False
+    """Whether what was compiled shares no parameter with what the optimizers hold."""
+    dtypes: frozenset[torch.dtype] = frozenset()
+    """Of parameters."""
+
+
+class Runs:
+    """Makes runs of one loop; ``knob`` is the user's keyword that switches compiling on."""
+
+    def __init__(self, evidence: Evidence, knob: str) -> None:
+        self._evidence = evidence
+        self._knob = knob
+
+    def make(
+        self,
+        way: Way,
+        course: Course,
+        around: Callable[[TrainLoop], contextlib.AbstractContextManager[Any]] = lambda loop: contextlib.nullcontext(),
+    ) -> Made:
+        """One run of a fresh loop; ``around`` is entered for the time of ``fit``.
+
+        Raises ``UserCodeError`` and ``UsageError`` as ``build`` does, and ``TimeRanOut``.
+        """
+        with workers_ended():
+            try:
+                return self._make(way, course, around)
+            except Exception as error:
+                let_go(error)
+                raise
+            finally:
+                course.end()
+
+    def _make(self, way: Way, course: Course, around: Callable[[TrainLoop], Any]) -> Made:
+        plan = replace(self._evidence.plan(), knobs={**self._evidence.plan().knobs, self._knob: way.compiled})
+        calls, log = CompileCalls(way.backend, aside=way.eager or bool(way.alone)), CompilationLog()
+        compiled: list[tuple[int, Compilation]] = []
+        guard, beyond = Guard(plan.timeout), 0
+        with contextlib.ExitStack() as stack:
+            for context in (preserved(), modes_kept(), compiling_as_eager(), calls.noted()):
+                stack.enter_context(context)
+            warnings.simplefilter("ignore")  # they were shown in the watched run
+            torch.set_grad_enabled(True)
+            if way.double:
+                stack.enter_context(double_by_default())
+            with promoting() if way.double else contextlib.nullcontext():
+                loop = build(self._evidence.make, plan.knobs, plan.seed)
+                if way.double:
+                    widen(loop)
+                batches = _batches(loop, way, plan, course, guard)
+                batches.draw(way.batches or plan.count)
+            calls.look()
+            course.begin(loop)
+            stack.enter_context(generators_kept(loop))
+            stack.enter_context(contextlib.closing(batches))
+            stack.enter_context(torch.compiler.set_stance(**_stance(way)))
+            if not way.random:
+                stack.enter_context(dropout_off(loop))
+            if way.alone:
+                stack.enter_context(compiled_alone(_module(loop, way.alone), way.backend))
+            stack.enter_context(around(loop))
+
+            def before(*step: Any) -> None:
+                nonlocal beyond
+                beyond += course.through
+                if guard.out_of_time() or beyond > BEYOND:
+                    guard.stop()
+                course.before_step(*step)
+
+            def after(*step: Any) -> None:
+                compiled.extend((len(course.moments) - 1, one) for one in log.new())
+                course.after_step(*step)
+                if way.anew:
+                    torch.compiler.reset()
+
+            stack.enter_context(hooked(before_steps(before), after_steps(after)))
+            fit = fit_of(loop)
+            seed_all(plan.seed)
+            error = guard.call(lambda: fit(batches), lambda: len(course.moments), lambda: batches.at_end)
+            compiled.extend((len(course.moments), one) for one in log.new())
+            made = Made(
+                course=course,
+                raised=None if error is None or course.through else raised(error),
+                calls=calls.calls,
+                breaks=graph_breaks(),
+                compilations=compiled,
+                device=_device(loop),
+                parted=_parted(loop, calls.calls),
+                dtypes=frozenset(p.dtype for m in loop.modules.values() for p in m.parameters()),
+            )
+            let_go(error)
+            calls.let_go()
+        return made
+
+
+def _batches(loop: TrainLoop, way: Way, plan: Any, course: Course, guard: Guard) -> Batches:
+    return Batches(
+        loop,
+        way.batches or plan.count,
+        spent=lambda: course.through,
+        stepped=lambda: bool(course.moments),
+        stop=guard.stop,
+        out_of_time=guard.out_of_time,
+        read_ahead=plan.read_ahead,
+        double=way.double,
+    )
+
+
+def _stance(way: Way) -> dict[str, Any]:
+    if way.eager:
+        return {"stance": "force_eager"}
+    return {"stance": "default", "force_backend": way.backend if way.everywhere else None}
+
+
+def _module(loop: TrainLoop, path: str) -> torch.nn.Module:
+    modules: Iterator[tuple[str, torch.nn.Module]] = (
+        found for prefix, top in loop.modules.items() for found in top.named_modules(prefix=prefix)
+    )
+    found = [m for name, m in modules if plain_name(f"{name}.").rstrip(".") == path]
+    return found[-1]  # a wrapper comes before what it wraps
+
+
+def _device(loop: TrainLoop) -> str:
+    kinds = {p.device.type for module in loop.modules.values() for p in module.parameters()}
+    return next(iter(sorted(kinds - {"cpu"})), "cpu")
+
+
+def _parted(loop: TrainLoop, calls: list[CompileCall]) -> bool:
+    held = {id(p) for o in loop.optimizers for g in getattr(o, "param_groups", ()) for p in g["params"]}
+    modules = [m for call in calls if isinstance(m := call.given(), torch.nn.Module)]
+    inside = {id(p) for module in modules for p in module.parameters()}
+    return bool(held and inside) and not held & inside

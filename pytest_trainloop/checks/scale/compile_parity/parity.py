@@ -1,0 +1,287 @@
+"""The eager run, the compiled one, and what tells them apart where they differ: one change at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_trainloop.checks.scale.compile_parity.course import Course
+from pytest_trainloop.checks.scale.compile_parity.one_run import Made, Runs, Way
+from pytest_trainloop.checks.scale.compile_parity.operations import Operations, OwnOperators
+from pytest_trainloop.errors import CannotDecide, DoesNotApply, Unreliable, UsageError, UserCodeError
+from pytest_trainloop.gradients.tolerances import ROUNDING
+from pytest_trainloop.recording.compiler_internals import why_no_capture, why_no_generated_code
+from pytest_trainloop.runs.float64 import promoting
+from pytest_trainloop.wording import share
+
+if TYPE_CHECKING:
+    from pytest_trainloop.checks.scale.compile_parity.course import Difference
+    from pytest_trainloop.checks.scale.compile_parity.operations import BrokenPromise
+    from pytest_trainloop.recording.events import Raised
+    from pytest_trainloop.runs.evidence import Evidence
+
+MARGIN = 10.0
+"""Times the rounding of the eager run by which a compiled one must differ where neither is in float64: right ones reach
+2 (docs/checks/precision_parity.md)."""
+
+MOST_MODULES = 12
+"""Runs that look for the module, at most."""
+
+
+def compile_knob(evidence: Evidence) -> str:
+    """The user's keyword that switches compiling on or off.
+
+    Raises ``DoesNotApply`` where there is none, or where its values name kinds of compiling.
+    """
+    name = evidence.knobs.get("compile")
+    if name is None:
+        raise DoesNotApply("the function has no knob compile=; give it the keyword default compile=False")
+    parameters = inspect.signature(evidence.make).parameters
+    if name in parameters and not isinstance(parameters[name].default, (bool, int)):
+        raise CannotDecide(f"the default of {name} is no True or False, so that it is not varied", needs="compile=")
+    return name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """A cause, with what was seen of it."""
+
+    cause: str
+    difference: Difference | None = None
+    raised: Raised | None = None
+    stage: str = ""
+    """The first of "capture", "autograd" and "code" that changes the result."""
+    module: str = ""
+    """The innermost module that, compiled alone, differs as well."""
+    broken: BrokenPromise | None = None
+    options: tuple[tuple[str, str, Any, Any], ...] = ()
+    """Parameter, option, its value in the eager run and in the compiled one."""
+
+
+class Parity:
+    """The runs behind ``compile_parity``; ``backend`` takes the place of the loop's own."""
+
+    def __init__(self, evidence: Evidence, backend: str | None = None) -> None:
+        self.knob = compile_knob(evidence)
+        if why := why_no_capture():
+            raise CannotDecide(f"torch.compile cannot run here: {why}")
+        seen = evidence.run()
+        if seen.raised is not None:
+            raise CannotDecide(f"fit raises {seen.raised.summary} before anything is compared")
+        self._runs = Runs(evidence, self.knob)
+        self._double = self._random = True
+        self._operations = Operations()
+        self.eager = self._eager()
+        if not self.eager.course.moments:
+            raise CannotDecide("no step of a torch optimizer was seen: there are no gradients to compare")
+        self._instead = "" if backend else why_no_generated_code(self.eager.device)
+        backend = "aot_eager" if self._instead else backend
+        self._own = Way(compiled=True, backend=backend, everywhere=bool(backend))
+        self.compiled = self._made(self._own)
+        self.verdict = self._verdict()
+
+    @property
+    def precision(self) -> str:
+        return str(self._operations.lowest).removeprefix("torch.")
+
+    @property
+    def bound(self) -> float:
+        """Relative: rounding of the lowest precision seen."""
+        return ROUNDING * float(torch.finfo(self._operations.lowest).eps)
+
+    @property
+    def ran_compiled(self) -> bool:
+        """Whether anything that was compiled was run."""
+        traced = any(call.how != "torch.compile" and not call.dropped for call in self.compiled.calls)
+        return traced or bool(self.compiled.compilations or self.compiled.breaks)
+
+    def require_compared(self) -> None:
+        """Raise ``CannotDecide`` where nothing was compiled, or not by the loop's own backend."""
+        if not self.compiled.calls and not self.ran_compiled:
+            raise CannotDecide(
+                f"with {self.knob}=True nothing was compiled: torch.compile was not called (it may be on another "
+                "device only)",
+                needs="compile=",
+            )
+        if self.compiled.course.compared == 0:
+            raise CannotDecide(
+                f"with {self.knob}=True no step of an optimizer was seen, as where the step is compiled with the rest: "
+                "torch calls no hooks in there"
+            )
+        if self._instead:
+            raise CannotDecide(
+                f"inductor could not be tried: {self._instead}. With aot_eager, which generates no code, the compiled "
+                "loop trains as the eager one does"
+            )
+
+    def _eager(self) -> Made:
+        """In float64, or in the loop's own precision where it raises in float64 without a mode."""
+        way = Way(compiled=False)
+        try:
+            made = self._runs.make(way, Course(), lambda loop: self._operations)
+            if made.raised is None:
+                return made
+        except (UserCodeError, UsageError):
+            pass
+        self._double, self._operations = False, Operations()
+        made = self._runs.make(replace(way, double=False), Course(), lambda loop: self._operations)
+        if made.raised is not None:
+            raise CannotDecide(f"without compiling fit raises {made.raised.summary} in a run of this check")
+        return made
+
+    def _made(self, way: Way, around: Any = lambda loop: contextlib.nullcontext(), bound: float | None = None) -> Made:
+        way = replace(way, double=way.double and self._double, random=self._random)
+        course = Course(self.bound if bound is None else bound, self.eager.course)
+        try:
+            return self._runs.make(way, course, around)
+        except (UserCodeError, UsageError) as refusal:
+            raise CannotDecide(f"with {self.knob}={way.compiled} the loop could not be run: {refusal}") from refusal
+
+    def _verdict(self) -> Verdict | None:
+        """None where the compiled loop trains as the eager one does."""
+        made, course = self.compiled, self.compiled.course
+        if made.raised is not None:
+            return self._refused(made.raised)
+        if self._result_dropped():
+            return Verdict(cause="result_dropped")
+        apart = course.difference
+        if made.parted and apart is not None and apart.without:
+            return Verdict(cause="copy_compiled", difference=apart)
+        if options := self._options_apart():
+            wrapped = any("_orig_mod." in name for name in course.names)
+            cause = "prefix_hides_parameters" if wrapped else "other_computation"
+            return Verdict(cause=cause, difference=apart, options=options)
+        if course.not_alike:
+            raise CannotDecide(
+                f"with {self.knob}=True the loop has other parameters than without, so that they cannot be compared: "
+                f"{course.not_alike}"
+            )
+        return None if apart is None else self._narrowed(apart)
+
+    def _refused(self, raised: Raised) -> Verdict:
+        """Of a compiled loop that raises: it must do so in its own precision as well, and not where nothing is
+        compiled."""
+        eager = self._made(Way(compiled=True, eager=True))
+        if eager.raised is not None:
+            raise CannotDecide(
+                f"with {self.knob}=True fit raises {eager.raised.summary}, also where torch.compile stands aside"
+            )
+        if self._double:
+            own = self._made(replace(self._own, double=False))
+            if own.raised is None:
+                raise CannotDecide(f"compiled, fit raises in float64 only: {raised.summary}")
+            raised = own.raised
+        return Verdict(cause="compiling_raises", raised=raised)
+
+    def _result_dropped(self) -> bool:
+        return bool(self.compiled.calls) and not self.ran_compiled and all(c.dropped for c in self.compiled.calls)
+
+    def _options_apart(self) -> tuple[tuple[str, str, Any, Any], ...]:
+        mine, other = self.eager.course.options, self.compiled.course.options
+        found: list[tuple[str, str, Any, Any]] = []
+        for name in dict.fromkeys((*mine, *other)):
+            if name not in mine or name not in other:
+                found.append((name, "in an optimizer", name in mine, name in other))
+            else:
+                found += [(name, o, value, other[name].get(o)) for o, value in mine[name].items()]
+        differing = tuple((name, option, value, its) for name, option, value, its in found if value != its)
+        return differing if self.compiled.course.compared else ()
+
+    def _narrowed(self, apart: Difference) -> Verdict | None:
+        """The cause of a difference, by one change at a time."""
+        if self._operations.draws:
+            without = self._apart_without_dropout()
+            if without is None:
+                return None
+            apart = without
+        self._require_repeatable()
+        self._require_more_than_rounding(apart)
+        as_written = self._made(Way(compiled=True, eager=True)).course.difference
+        if as_written is not None:
+            return Verdict(cause="other_computation", difference=as_written)
+        if apart.step > 0 and self._made(replace(self._own, anew=True)).course.difference is None:
+            return Verdict(cause="stale_value", difference=apart)
+        stage, way = self._stage()
+        if stage != "capture":
+            operators = OwnOperators()
+            self._made(Way(compiled=False), lambda loop: operators)
+            if operators.broken is not None:
+                return Verdict(cause="operator_misdeclared", difference=apart, stage=stage, broken=operators.broken)
+        cause = {"capture": "capture_differs", "autograd": "traced_backward_differs", "code": "generated_code_differs"}
+        return Verdict(cause=cause[stage], difference=apart, stage=stage, module=self._module(way))
+
+    def _apart_without_dropout(self) -> Difference | None:
+        """The two runs once more without dropout: a compiler need not draw in the same order."""
+        self._random, self._operations = False, Operations()
+        way = Way(compiled=False, double=self._double, random=False)
+        self.eager = self._runs.make(way, Course(), lambda loop: self._operations)
+        compiled = self._made(self._own)
+        if compiled.raised is not None or self.eager.raised is not None:
+            raise CannotDecide("without dropout fit raises, and with it the compiled loop draws other numbers")
+        apart = compiled.course.difference
+        if apart is not None and self._operations.draws:
+            drawn = ", ".join(list(self._operations.draws)[:3])
+            raise CannotDecide(
+                f"the loop draws random numbers ({drawn}), which a compiled loop may draw in another order: draw them "
+                "before what is compiled, and pass them in, to have the two compared"
+            )
+        return apart
+
+    def _require_repeatable(self) -> None:
+        if self._made(Way(compiled=False)).course.difference is not None:
+            raise Unreliable("two identical runs of the loop differ: see determinism, and seed what draws there")
+
+    def _require_more_than_rounding(self, apart: Difference) -> None:
+        """Of a loop that computes below float64: the same loop in float64 shows what rounding alone changes."""
+        if self._operations.lowest is torch.float64:
+            return
+        wide = Way(compiled=False, random=self._random)
+        try:
+            course = Course(0.0, self.eager.course)
+            self._runs.make(wide, course, lambda loop: promoting())
+        except (UserCodeError, UsageError):
+            return
+        rounding = course.difference.found.difference if course.difference is not None else 0.0
+        if not apart.found.difference > MARGIN * rounding:
+            raise CannotDecide(
+                f"the compiled loop differs by {share(apart.found.difference)} from the eager one, and rounding to "
+                f"{self.precision} alone changes {share(rounding)} of the gradient"
+            )
+
+    def _stage(self) -> tuple[str, Way]:
+        """What changes the result first, with the way that shows it."""
+        for stage, backend in (("capture", "eager"), ("autograd", "aot_eager")):
+            way = replace(self._own, backend=backend, everywhere=not self.compiled.calls)
+            made = self._made(way)
+            if made.raised is None and made.course.difference is not None:
+                return stage, way
+        return "code", self._own
+
+    def _module(self, way: Way) -> str:
+        """The innermost module that, compiled alone, differs from the eager run as well: the first in the order of
+        their registration. Empty where none does."""
+        backend = way.backend or next((call.backend for call in self.compiled.calls), None)
+        path, left = "", MOST_MODULES
+        while True:
+            inside = self._inside(path)[:left]
+            left -= len(inside)
+            alone = (name for name in inside if self._differs(replace(way, backend=backend, alone=name)))
+            found = next(alone, None)
+            if found is None:
+                return path
+            path = found
+
+    def _differs(self, way: Way) -> bool:
+        made = self._made(way)
+        return made.raised is None and made.course.difference is not None
+
+    def _inside(self, path: str) -> list[str]:
+        """The modules below one that hold parameters of their own or of others, by their plain names."""
+        names = dict.fromkeys(name.rpartition(".")[0] for name in self.eager.course.start)
+        depth = path.count(".") + 2 if path else 1
+        below = dict.fromkeys(".".join(name.split(".")[:depth]) for name in names if name)
+        return [name for name in below if (not path or name.startswith(f"{path}.")) and name != path]
