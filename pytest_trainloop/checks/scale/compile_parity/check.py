@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 BACKENDS = ("own", "eager", "aot_eager", "inductor")
 
 
-@check(needs={"run"}, causes=CAUSES, rank=20, long=True)
+@check(needs={"run"}, causes=CAUSES, rank=20, long=True, steps=200)
 def compile_parity(evidence: Evidence, *, backend: str = "own") -> Iterator[Finding]:
     """The compiler is asked of the loop itself (``own``), or is always the one that ``backend`` names."""
     if backend not in BACKENDS:
