@@ -98,11 +98,11 @@ def loop_of(example: str):
     a ``batch``, or ``batches``)."""
     compiled = compile(example, "<example>", "exec")
 
-    def make(accumulate=1):
+    def make(accumulate=1, compiling=False):
         model = Classifier()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         names = {"torch": torch, "nn": nn, "F": F, "Classifier": Classifier, "model": model, "optimizer": optimizer}
-        names["accumulate"] = accumulate
+        names |= {"accumulate": accumulate, "compile": compiling}
         if "in batches" not in example and "(batches" not in example:
             exec(compiled, names)
         elif "parts = " in example:
@@ -129,6 +129,8 @@ def loop_of(example: str):
         given |= {field: names[field] for field in ("evaluate", "save", "load", "parts") if field in names}
         return TrainLoop(model=names["model"], optimizer=names["optimizer"], fit=fit, **given)
 
+    if "torch.compile" in example:
+        return lambda compile=False: make(compiling=compile)
     return make if "accumulate" in example else lambda: make()
 
 

@@ -23,11 +23,12 @@ How it decides
     Graph breaks, and functions that are compiled again in later steps, are advice with their line.
 
 Faulty
-    >>> trained = copy.deepcopy(model)
-    >>> compiled = torch.compile(trained, backend="aot_eager") if compile else trained
+    >>> if compile:
+    ...     torch.compile(model, backend="aot_eager")
 
 Fixed
-    >>> compiled = torch.compile(model, backend="aot_eager") if compile else model
+    >>> if compile:
+    ...     model = torch.compile(model, backend="aot_eager")
 
 Known limits
     Five optimizer steps are compared, fewer of large models (2 GiB of kept weights). Compiling takes its time: some
